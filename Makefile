@@ -1,0 +1,191 @@
+# engram's tasks. Each target installs what it needs into .venv, so each is enough on a fresh machine that has
+# Python >= 3.11 with its headers, make and a C++20 compiler.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+# ON in CI. Off otherwise: a compiler we have not met may warn, and that must not break an install.
+WERROR ?= OFF
+# The newest tensordict we support; constraints.txt has the oldest. torchrl pins the latter, so they cannot share.
+TENSORDICT_NEWEST := 0.15.3
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+
+# TORCH is remembered (in .venv/.torch) once given, so that a later `make` does not undo the choice.
+TORCH_CHOSEN := $(shell cat $(VENV)/.torch 2>/dev/null)
+ifeq ($(origin TORCH),undefined)
+TORCH := $(or $(TORCH_CHOSEN),$(shell grep '^torch==' constraints.txt))
+else
+ifneq ($(TORCH),$(TORCH_CHOSEN))
+TORCH_CHANGED := FORCE
+endif
+TORCH_CHOSEN := $(TORCH)
+endif
+
+# Folders too: their time changes when a file is removed.
+SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache__ -prune -o \( -type d -o -name '*.*' \) -print)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-native test-tensordict check format bench clean distclean FORCE native-binaries
+
+help:
+	@echo "make demo             train a small agent and show what engram does    STEPS=2000 ARGS='...'"
+	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
+	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers"
+	@echo "make test-tensordict  the Python tests with tensordict $(TENSORDICT_NEWEST)                ARGS='...'"
+	@echo "make check            lint, format, types, import layers, strict C++ warnings"
+	@echo "make format           format the Python code"
+	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...'"
+	@echo "make clean            remove what was built; make distclean removes .venv too"
+	@echo
+	@echo "Everything is installed into .venv. PYTHON=python3.12 picks the interpreter."
+	@echo "TORCH=... picks the torch: any pip requirement such as TORCH=torch (the newest), or TORCH=keep for the one"
+	@echo "that is in .venv already. Without it: $(shell grep '^torch==' constraints.txt), as your pip configuration finds it."
+
+# ---- environment -----------------------------------------------------------------------------------------------------
+
+$(VENV)/.python:
+	@command -v $(PYTHON) >/dev/null || { echo "engram needs Python >= 3.11, but there is no $(PYTHON). Try make ... PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "engram needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) --version 2>&1). Try make ... PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || { echo "engram compiles an extension, but the headers of $(PYTHON) are missing (Debian, Ubuntu: apt install python3-dev)"; exit 1; }
+	@echo 'static_assert(__cplusplus >= 202002L); int main() {}' | $(CXX) -std=c++20 -x c++ -fsyntax-only - || { echo "engram needs a C++20 compiler, and $(CXX) is none. Try make ... CXX=g++-12"; exit 1; }
+	@echo "==> Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch comes first and by itself, and what came is then pinned: nothing installed later may swap it for another
+# build, least of all for gigabytes of CUDA packages on a machine without a GPU.
+$(VENV)/.torch: $(VENV)/.python constraints.txt $(TORCH_CHANGED)
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@if [ '$(TORCH)' != keep ]; then \
+	  echo "==> Installing $(TORCH) (large, the first time)"; \
+	  $(PIP) install -c $(VENV)/constraints.txt '$(TORCH)'; \
+	fi
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> $(VENV)/constraints.txt 2>/dev/null \
+	  || { echo "There is no torch in $(VENV) to keep: install one, or leave TORCH=keep out"; exit 1; }
+	@echo '$(TORCH_CHOSEN)' > $@
+
+# The build tools live in .venv as well, pinned, so that no isolated build environment has to be filled each time.
+$(VENV)/.build-tools: $(VENV)/.torch
+	@echo "==> Installing the build tools"
+	@$(PIP) install -c $(VENV)/constraints.txt scikit-build-core nanobind cmake ninja
+	@touch $@
+
+EXTRAS_demo := demo
+EXTRAS_dev := dev,demo
+EXTRAS_bench := bench
+
+# An ordinary install, not an editable one: what runs is what a user would get. build/ keeps the object files, so that
+# a reinstall after an edit takes seconds.
+$(VENV)/.engram-%: $(VENV)/.build-tools $(SOURCES)
+	@echo "==> Compiling and installing engram[$(EXTRAS_$*)]"
+	@$(PIP) install --no-build-isolation --config-settings=cmake.define.ENGRAM_WERROR=$(WERROR) \
+	  -c $(VENV)/constraints.txt '.[$(EXTRAS_$*)]'
+	@touch $@
+
+$(VENV)/.rivals: $(VENV)/.torch
+	@echo "==> Installing the libraries engram is measured beside"
+	@$(PIP) install -c $(VENV)/constraints.txt torchrl cpprb
+	@touch $@
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.engram-demo
+	@$(BIN)/engram demo $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+test: $(VENV)/.engram-dev
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+bench: $(VENV)/.engram-bench $(VENV)/.rivals
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+NEWEST := build/tensordict-$(TENSORDICT_NEWEST)
+
+$(NEWEST)/.installed: $(VENV)/.torch
+	@echo "==> Installing tensordict $(TENSORDICT_NEWEST) into $(NEWEST)"
+	@rm -rf $(NEWEST)
+	@$(PIP) install --no-deps --target $(NEWEST) tensordict==$(TENSORDICT_NEWEST)
+	@touch $@
+
+# The stress tests are left out: they are long, and none of what they kill is tensordict's.
+test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import tensordict as t; assert t.__version__ == "$(TENSORDICT_NEWEST)", t.__version__; print("==> Testing with tensordict", t.__version__)'
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/stress $(ARGS)
+
+check: $(VENV)/.engram-dev
+	@echo "==> ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+	@echo "==> mypy";         $(BIN)/mypy --no-error-summary
+	@echo "==> import layers"; PYTHONPATH=src $(BIN)/lint-imports --no-logo
+	@echo "==> no code from files: no pickle, torch.load, eval"; \
+	  ! grep -rnE --include='*.py' '(pickle|marshal|dill|joblib)\.(loads?|Unpickler)\b|\btorch\.(load|save)\(|(^|[^.[:alnum:]_])(eval|exec)\(|allow_pickle=True' src/engram
+	@echo "==> only _native imports the extension"; \
+	  ! grep -rnE --include='*.py' '(from|import) +engram\._core|from +engram +import +.*\b_core\b' src/engram | grep -v '^src/engram/_native\.py:'
+	@echo "==> only the stable ABI: from Python 3.12 on the bindings are compiled without CPython's macros"; \
+	  ! grep -nE '\bPy[A-Za-z]+_(AS|GET|SET)_[A-Z]+' native/bind/*
+	@echo "==> strict C++ warnings"; $(MAKE) --no-print-directory -j$(JOBS) $(STRICT)
+
+# No prerequisite: formatting must not wait for a compiler each time.
+format:
+	@test -x $(BIN)/ruff || $(MAKE) --no-print-directory $(VENV)/.engram-dev
+	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
+
+clean:
+	rm -rf build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f $(VENV)/.engram-*
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf
+
+distclean: clean
+	rm -rf $(VENV)
+
+# ---- native code -----------------------------------------------------------------------------------------------------
+
+CORE := $(wildcard native/core/*.cpp)
+NATIVE_TESTS := $(wildcard native/tests/test_*.cpp)
+# What threads share. ENGRAM_TSAN builds the variant without fences, which the thread sanitizer does not model.
+TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp)
+NATIVE_FLAGS := -std=c++20 -Wall -Wextra -pthread -Inative -Inative/core -MMD -MP
+SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS
+SANITIZE_tsan := -fsanitize=thread -DENGRAM_TSAN
+BINARIES := $(NATIVE_TESTS:native/tests/%.cpp=build/native/asan/%) $(TSAN_TESTS:native/tests/%.cpp=build/native/tsan/%)
+# gcc's thread sanitizer gives up where the kernel randomizes addresses more than it expects.
+NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+test-native:
+	@echo "==> Compiling the C++ tests with sanitizers"
+	@$(MAKE) --no-print-directory -j$(JOBS) native-binaries
+	@for binary in $(BINARIES); do \
+	  echo "==> $$binary"; \
+	  UBSAN_OPTIONS=print_stacktrace=1 $(NO_ASLR) $$binary || exit 1; \
+	done
+
+native-binaries: $(BINARIES)
+
+define flavour
+.PRECIOUS: build/native/$(1)/%.o
+build/native/$(1)/%.o: native/%.cpp
+	@mkdir -p $$(@D)
+	@echo "    $(1) $$<"
+	@$(CXX) $(NATIVE_FLAGS) -O1 -g -fno-omit-frame-pointer $(SANITIZE_$(1)) -c -o $$@ $$<
+
+build/native/$(1)/%: build/native/$(1)/tests/%.o $(CORE:native/%.cpp=build/native/$(1)/%.o)
+	@$(CXX) -pthread $(SANITIZE_$(1)) -o $$@ $$^
+endef
+$(eval $(call flavour,asan))
+$(eval $(call flavour,tsan))
+
+# Every native source on its own, with warnings as errors and without waiting for an optimizer.
+STRICT := $(patsubst native/%.cpp,build/strict/%.ok,$(CORE) $(wildcard native/bind/*.cpp) $(NATIVE_TESTS))
+build/strict/bind/%.ok: PYTHON_FLAGS = -isystem $(shell $(BIN)/python -m nanobind --include_dir) \
+  -isystem $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+build/strict/%.ok: native/%.cpp
+	@mkdir -p $(@D)
+	@$(CXX) $(NATIVE_FLAGS) -MF $(@:.ok=.d) -MT $@ -Werror $(PYTHON_FLAGS) -fsyntax-only $<
+	@touch $@
+
+-include $(wildcard build/native/*/*/*.d build/strict/*/*.d)

@@ -1,0 +1,82 @@
+"""``python -m benchmarks``: measure engram beside TorchRL and cpprb, judge the claims, save results and
+chart.
+"""
+
+import datetime as dt
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import torch
+from tensordict import __version__ as tensordict_version
+
+from benchmarks import bench_frames, bench_memory, bench_sampling, bench_writing, machine, report, rivals
+from benchmarks.claims import Row
+
+BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
+    "sampling": bench_sampling.run,
+    "writing": bench_writing.run,
+    "frames": bench_frames.run,
+    "memory": bench_memory.run,
+}
+RESULTS = Path(__file__).parent / "results"
+QUICK_SHARE = 0.2
+QUIET_LOAD = 0.5
+
+
+@click.command(help=__doc__)
+@click.option("--quick", is_flag=True, help="A fifth of the blocks, saved under results/quick.")
+@click.option("--only", multiple=True, type=click.Choice(list(BENCHMARKS)), help="Only this one; repeatable.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON and chart.")
+def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
+    warnings.simplefilter("ignore")  # rivals warn about their own deprecations
+    load = machine.load()
+    libraries = rivals.load()
+    rivals.set_threads(libraries, 1)
+    folder = out or (RESULTS / "quick" if quick else RESULTS)
+    share = QUICK_SHARE if quick else 1.0
+    header = {
+        "machine": machine.describe(),
+        "load_before": load,
+        "commit": machine.commit(),
+        "versions": {
+            **{name: library.version for name, library in libraries.items()},
+            "torch": torch.__version__,
+            "tensordict": tensordict_version,
+        },
+        "notes": [note for library in libraries.values() for note in library.notes],
+        "command": " ".join(
+            ["python -m benchmarks", *(["--quick"] if quick else []), *(f"--only {o}" for o in only)]
+        ),
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+    }
+    rows: list[Row] = []
+    saved: list[Path] = []
+    for name in only or BENCHMARKS:
+        found = []
+        for row in BENCHMARKS[name](libraries, share):
+            click.echo(f"{name}: {row.what}", err=True)
+            found.append(row)
+        saved.append(report.save(folder, name, found, header))
+        if name == "sampling":
+            saved.append(report.draw(folder, found, libraries, _place(header["machine"], header["date"])))
+        rows += found
+    out_console = report.console()
+    report.print_table(out_console, rows, libraries, share)
+    if load > QUIET_LOAD:
+        out_console.print(f"The machine was busy before the start (load {load}): trust the ratios only.")
+    out_console.print(
+        f"Saved: {', '.join(os.path.relpath(path) for path in saved)}", markup=False, soft_wrap=True
+    )
+
+
+def _place(described: object, date: object) -> str:
+    """One line for the chart: where and when."""
+    assert isinstance(described, dict)
+    return f"{described['cpu']}, {described['cores']} cores, {described['os']}; {date}"
+
+
+if __name__ == "__main__":
+    main()

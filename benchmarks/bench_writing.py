@@ -1,0 +1,145 @@
+"""Claim: writing rows is many times faster than with TorchRL, one by one and in batches.
+
+Measured: ``add`` of one TensorDict and ``extend`` of 64 rows into a full buffer of 100,000 rows in RAM (the
+ring turns, nothing is allocated any more), with ``ReplayBuffer`` and ``TensorDictReplayBuffer`` on both
+sides; and filling a new buffer by ``extend`` of 64 until its 100,000 rows are written, creation of the
+storage included. cpprb's ``add`` gets the same fields as NumPy arrays by keyword, one row or 64. Every call
+writes other rows than the one before. One thread.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from benchmarks import data, rivals
+from benchmarks.claims import Row, timed
+from benchmarks.timing import Effort, Side, alternate
+
+WRITE = Effort(calls=200, blocks=50)
+FILL = Effort(calls=1, blocks=7, warmup=1, lead=0)
+"""One call makes a buffer, fills it with 1,563 writes, draws one batch as proof and drops the buffer."""
+
+CHUNK = 64
+BY_KEYWORD = "cpprb: NumPy arrays by keyword, it takes no TensorDict."
+
+
+def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
+    """Steady writing for both buffer classes, then filling in RAM and memory-mapped."""
+    fields = data.fields()
+    single = _pieces({key: value[: 10 * CHUNK] for key, value in fields.items()}, 1)
+    chunks = _pieces(fields, CHUNK)
+    for buffer in ("ReplayBuffer", "TensorDictReplayBuffer"):
+        yield _steady(libraries, "add", buffer, fields, single, share)
+        yield _steady(libraries, "extend", buffer, fields, chunks, share)
+    for storage in ("tensor", "memmap"):
+        yield _fill(libraries, storage, chunks, share)
+
+
+def _pieces(fields: data.Fields, size: int) -> list[data.Fields]:
+    """The rows cut into pieces of ``size`` outside the clock; a piece of one row has no leading dimension."""
+    columns = (column.unbind(0) if size == 1 else torch.split(column, size) for column in fields.values())
+    return [dict(zip(fields, piece, strict=True)) for piece in zip(*columns, strict=True)]
+
+
+def _tensordicts(pieces: Sequence[data.Fields]) -> list[Any]:
+    return [TensorDict(piece, batch_size=piece["c"].shape) for piece in pieces]
+
+
+def _steady(
+    libraries: rivals.Libraries,
+    verb: str,
+    buffer: str,
+    fields: data.Fields,
+    pieces: Sequence[data.Fields],
+    share: float,
+) -> Row:
+    """``add`` or ``extend`` into a full buffer."""
+    sides = []
+    for name in rivals.TORCH_LIKE:
+        if libraries[name].module is not None:
+            replay = _full(libraries[name], buffer, fields)
+            sides.append(Side(name, _each(getattr(replay, verb), _tensordicts(pieces))))
+            data.check(replay.sample())
+    if libraries["cpprb"].module is not None:
+        replay = rivals.cpprb_buffer(libraries["cpprb"], data.arrays(fields), data.ROWS)
+        replay.add(**data.arrays(fields))
+        sides.append(Side("cpprb", _each_by_keyword(replay.add, [data.arrays(piece) for piece in pieces])))
+    timing = alternate(sides, WRITE.scaled(share))
+    key, rows = ("write/add", "one row") if verb == "add" else ("write/extend-64", "64 rows")
+    what = f"{verb} {rows} · TensorDict · {buffer}"
+    notes = {"cpprb": BY_KEYWORD}
+    return timed(f"{key}/{buffer}", what, timing, times=("TorchRL", "cpprb"), notes=notes)
+
+
+def _full(library: rivals.Library, buffer: str, fields: data.Fields) -> Any:
+    """A buffer in RAM whose every row is written."""
+    replay = rivals.torch_like(library, "tensor", data.ROWS, Path(), batch_size=data.BATCH, buffer=buffer)
+    replay.extend(data.tensordict(fields))
+    return replay
+
+
+def _fill(libraries: rivals.Libraries, storage: str, pieces: Sequence[data.Fields], share: float) -> Row:
+    """From no buffer to a full one. Reported in rows per second; the ratios are those of the times."""
+    with tempfile.TemporaryDirectory() as name:
+        sides = []
+        for library in (libraries[n] for n in rivals.TORCH_LIKE if libraries[n].module is not None):
+            tensordicts = _tensordicts(pieces)
+            sides.append(Side(library.name, _filler(library, storage, tensordicts, Path(name))))
+        if libraries["cpprb"].module is not None:
+            arrays = [data.arrays(piece) for piece in pieces]
+            sides.append(Side("cpprb", _cpprb_filler(libraries["cpprb"], storage, arrays, Path(name))))
+        timing = alternate(sides, FILL.scaled(share))
+    what = f"fill by 64 rows · TensorDict · {rivals.SHORT[storage]}"
+    notes = {"cpprb": BY_KEYWORD}
+    row = timed(f"write/fill/{storage}", what, timing, times=("TorchRL", "cpprb"), notes=notes)
+    return row.as_rate(data.ROWS)
+
+
+def _filler(library: rivals.Library, storage: str, pieces: Sequence[Any], root: Path) -> Callable[[], object]:
+    def fill() -> object:
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            replay = rivals.torch_like(library, storage, data.ROWS, Path(folder), batch_size=data.BATCH)
+            for piece in pieces:
+                replay.extend(piece)
+            return replay.sample()
+
+    return data.checked(fill)
+
+
+def _cpprb_filler(
+    cpprb: rivals.Library, storage: str, pieces: Sequence[dict[str, Any]], root: Path
+) -> Callable[[], object]:
+    def fill() -> object:
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            files = Path(folder) if storage == "memmap" else None
+            replay = rivals.cpprb_buffer(cpprb, pieces[0], data.ROWS, files)
+            for piece in pieces:
+                replay.add(**piece)
+            return replay.sample(data.BATCH)
+
+    return data.checked(fill)
+
+
+def _each(write: Callable[[Any], object], pieces: Sequence[Any]) -> Callable[[], object]:
+    """``write`` of the next piece, round and round."""
+    upcoming = cycle(pieces).__next__
+
+    def call() -> object:
+        return write(upcoming())
+
+    return call
+
+
+def _each_by_keyword(write: Callable[..., object], pieces: Sequence[dict[str, Any]]) -> Callable[[], object]:
+    """As ``_each``, with the fields as keyword arguments."""
+    upcoming = cycle(pieces).__next__
+
+    def call() -> object:
+        return write(**upcoming())
+
+    return call

@@ -1,0 +1,146 @@
+"""What is claimed: the floors, in one place and as data, and how a measured ratio is judged against them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from benchmarks.timing import Spread, Timing
+
+Kind = Literal["times", "share", "value"]
+Verdict = Literal["aim", "yes", "no", ""]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A bound on a comparison.
+
+    ``times``: the other side's time over ours, at least ``bound``; ``share``: our time over the other's, at
+    most ``bound``; ``value``: a plain number, at most ``bound``. ``within_iqr`` accepts the bound if the
+    quartiles reach it: for claims of equality, where the median of two equal sides lands on either side of 1
+    by chance.
+    """
+
+    kind: Kind
+    bound: float
+    aim: float | None = None
+    within_iqr: bool = False
+
+    def verdict(self, measured: Spread) -> Verdict:
+        """``aim`` and ``yes`` by the median, but for ``within_iqr``."""
+        if self.kind == "times":
+            best = measured.high if self.within_iqr else measured.median
+            if self.aim is not None and measured.median >= self.aim:
+                return "aim"
+            return "yes" if best >= self.bound else "no"
+        best = measured.low if self.within_iqr else measured.median
+        if self.aim is not None and measured.median <= self.aim:
+            return "aim"
+        return "yes" if best <= self.bound else "no"
+
+    def __str__(self) -> str:
+        sign = "≥" if self.kind == "times" else "≤"
+        return f"{sign} {self.bound:g}{' (IQR)' if self.within_iqr else ''}"
+
+
+def _every(keys: Iterable[str], against: str, floor: Floor) -> dict[tuple[str, str], Floor]:
+    return {(key, against): floor for key in keys}
+
+
+_WARM = ("tensor", "memmap")
+_CLASSES = ("ReplayBuffer", "TensorDictReplayBuffer")
+
+FLOORS: dict[tuple[str, str], Floor] = {
+    **_every((f"sample/tensordict/{s}" for s in _WARM), "TorchRL", Floor("times", 8, aim=12)),
+    **_every((f"sample/tensordict/{s}" for s in _WARM), "cpprb", Floor("times", 2)),
+    **_every((f"sample/tensor/{s}" for s in _WARM), "TorchRL", Floor("times", 5, aim=8)),
+    ("sample/tensordict/list", "TorchRL"): Floor("times", 5),
+    ("sample/tensor/list", "TorchRL"): Floor("times", 2),
+    ("sample/dict/list", "TorchRL"): Floor("times", 2),
+    **_every((f"sample/half-full/{s}" for s in _WARM), "TorchRL", Floor("times", 8, aim=15)),
+    **_every(
+        (f"sample/dict-to-tensordict/{s}" for s in _WARM), "TensorDict", Floor("share", 1, within_iqr=True)
+    ),
+    ("sample/memmap-to-tensor", "LazyTensor"): Floor("share", 1.1),
+    **_every((f"write/add/{c}" for c in _CLASSES), "TorchRL", Floor("times", 10)),
+    **_every((f"write/add/{c}" for c in _CLASSES), "cpprb", Floor("times", 2)),
+    **_every((f"write/extend-64/{c}" for c in _CLASSES), "TorchRL", Floor("times", 10)),
+    ("frames/2-threads", "copy_"): Floor("share", 1.3),
+    ("frames/2-threads", "TorchRL"): Floor("times", 8),
+    ("frames/two-against-one", "one thread"): Floor("times", 1.6),
+    **_every((f"memory/folder/{c}" for c in _CLASSES), "the data", Floor("value", 9)),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours against one other side: what was measured, and the floor if one was promised."""
+
+    against: str
+    kind: Kind
+    measured: Spread
+    floor: Floor | None
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.floor.verdict(self.measured) if self.floor else ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report. ``spreads`` is per side, in ``unit``; ``blocks_us`` always in microseconds per
+    call.
+
+    ``notes`` says per side what to know about its number, or why there is none.
+    """
+
+    key: str
+    what: str
+    spreads: dict[str, Spread]
+    comparisons: list[Comparison]
+    unit: str = "µs"
+    blocks_us: dict[str, list[float]] = field(default_factory=dict)
+    calls: int = 1
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def unjudged(self) -> "Row":
+        """The same numbers without floors: neither a pass nor a failure would mean anything."""
+        return replace(self, comparisons=[replace(one, floor=None) for one in self.comparisons])
+
+    def as_rate(self, rows: int) -> "Row":
+        """The same row in rows per second, a call writing that many; ratios stay those of the times."""
+        spreads = {side: _rate(rows, spread) for side, spread in self.spreads.items()}
+        return replace(self, spreads=spreads, unit="rows/s")
+
+
+def _rate(rows: int, spread: Spread) -> Spread:
+    per_second = rows * 1e6
+    return Spread(per_second / spread.median, per_second / spread.high, per_second / spread.low)
+
+
+def timed(
+    key: str,
+    what: str,
+    timing: Timing,
+    *,
+    ours: str = "engram",
+    times: Iterable[str] = (),
+    share: Iterable[str] = (),
+    notes: dict[str, str] | None = None,
+) -> Row:
+    """A row of times: ``times`` names the sides that are put over ours, ``share`` those that ours is put
+    over.
+
+    Sides that did not run are passed over; ``notes`` says why they did not.
+    """
+    comparisons = []
+    if ours in timing.blocks_us:
+        for other in (side for side in times if side in timing.blocks_us):
+            measured = timing.ratio(other, ours)
+            comparisons.append(Comparison(other, "times", measured, FLOORS.get((key, other))))
+        for other in (side for side in share if side in timing.blocks_us):
+            measured = timing.ratio(ours, other)
+            comparisons.append(Comparison(other, "share", measured, FLOORS.get((key, other))))
+    spreads = {side: timing.spread(side) for side in timing.blocks_us}
+    return Row(
+        key, what, spreads, comparisons, blocks_us=timing.blocks_us, calls=timing.calls, notes=notes or {}
+    )

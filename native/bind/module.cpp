@@ -1,0 +1,292 @@
+// The only file that knows Python. It converts, checks, releases the GIL and calls the core.
+//
+// Memory crosses as plain addresses: whoever calls has checked dtype, shape and contiguity once per storage, and keeps
+// the memory alive during the call. Row numbers and counts are checked by the core, always.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "../core/check.h"
+#include "../core/control.h"
+#include "../core/permutation.h"
+#include "../core/pool.h"
+#include "../core/random.h"
+#include "../core/store.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using engram::Control;
+using engram::Field;
+using engram::Store;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::span<std::byte> block(Address address, std::uint64_t bytes) { return {at<std::byte>(address), bytes}; }
+
+// Numbers of a Python tuple; short ones stay on the stack.
+template <class T>
+class Values {
+ public:
+  explicit Values(const nb::tuple& values) : size_(values.size()) {
+    if (size_ > kInline) heap_.resize(size_);
+    data_ = size_ > kInline ? heap_.data() : stack_;
+    for (std::size_t i = 0; i < size_; ++i) {
+      const std::uint64_t value = PyLong_AsUnsignedLongLong(PyTuple_GetItem(values.ptr(), static_cast<Py_ssize_t>(i)));
+      if (value == ~std::uint64_t{0} && PyErr_Occurred()) throw nb::python_error();
+      if constexpr (std::is_pointer_v<T>) {
+        data_[i] = reinterpret_cast<T>(static_cast<Address>(value));
+      } else {
+        data_[i] = static_cast<T>(value);
+      }
+    }
+  }
+  std::span<const T> span() const { return {data_, size_}; }
+
+ private:
+  static constexpr std::size_t kInline = 16;
+  std::size_t size_;
+  T stack_[kInline];
+  std::vector<T> heap_;
+  T* data_;
+};
+
+using Inputs = Values<const std::byte*>;
+using Outputs = Values<std::byte*>;
+using Which = Values<std::uint64_t>;
+
+nb::object array_of(std::vector<std::int64_t>&& values) {
+  auto owned = std::make_unique<std::vector<std::int64_t>>(std::move(values));
+  auto* vector = owned.get();
+  nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<std::int64_t>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(vector->data(), {vector->size()}, owner));
+}
+
+std::string boot_id_of(const Store& store) {
+  const auto& id = store.control().lock_page().boot_id;
+  return {id, strnlen(id, sizeof id)};
+}
+
+void bind_store(nb::module_& m) {
+  nb::class_<Store>(m, "Store", "Fields, tickets and lane cursors at given addresses, which must outlive it.")
+      .def(
+          "__init__",
+          [](Store* self, Address control, std::uint64_t control_bytes, Address tickets, std::uint64_t tickets_bytes,
+             const nb::tuple& data, const nb::tuple& row_bytes, std::uint64_t participant) {
+            const Outputs addresses(data);
+            const Which sizes(row_bytes);
+            engram::check(data.size() == row_bytes.size(), "one row size per field");
+            std::vector<Field> fields;
+            for (std::size_t i = 0; i < data.size(); ++i) fields.push_back({addresses.span()[i], sizes.span()[i]});
+            new (self) Store(Control(block(control, control_bytes), block(tickets, tickets_bytes)), std::move(fields),
+                             participant);
+          },
+          "control"_a, "control_bytes"_a, "tickets"_a, "tickets_bytes"_a, "fields"_a, "row_bytes"_a,
+          "participant"_a = 0)
+      .def(
+          "append_row",
+          [](Store& self, std::uint64_t lane, const nb::tuple& columns) {
+            const Inputs inputs(columns);
+            std::int64_t row = -1, number = -1;
+            {
+              nb::gil_scoped_release release;
+              self.append(lane, 1, inputs.span(), nullptr, &row, &number);
+            }
+            return nb::make_tuple(row, number);
+          },
+          "lane"_a, "columns"_a, "Appends one row: (row, ticket number).")
+      .def(
+          "append",
+          [](Store& self, std::uint64_t lane, std::uint64_t n, const nb::tuple& columns, Address rows, Address numbers) {
+            const Inputs inputs(columns);
+            nb::gil_scoped_release release;
+            self.append(lane, n, inputs.span(), nullptr, at<std::int64_t>(rows), at<std::int64_t>(numbers));
+          },
+          "lane"_a, "n"_a, "columns"_a, "rows"_a, "numbers"_a)
+      .def(
+          "append_by_lane",
+          [](Store& self, Address lane_of, std::uint64_t n, const nb::tuple& columns, Address rows, Address numbers) {
+            const Inputs inputs(columns);
+            nb::gil_scoped_release release;
+            self.append_by_lane(at<std::int64_t>(lane_of), n, inputs.span(), at<std::int64_t>(rows),
+                                at<std::int64_t>(numbers));
+          },
+          "lane_of"_a, "n"_a, "columns"_a, "rows"_a, "numbers"_a)
+      .def(
+          "scatter",
+          [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, bool grow,
+             Address numbers) {
+            const Which fields(which);
+            const Inputs inputs(columns);
+            nb::gil_scoped_release release;
+            self.scatter(at<std::int64_t>(rows), n, fields.span(), inputs.span(), grow, at<std::int64_t>(numbers));
+          },
+          "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a, "numbers"_a)
+      .def(
+          "gather",
+          [](const Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& batch,
+             Address expected, Address numbers) {
+            const Which fields(which);
+            const Outputs outputs(batch);
+            std::vector<std::int64_t> moved;
+            {
+              nb::gil_scoped_release release;
+              moved = self.gather(at<std::int64_t>(rows), n, fields.span(), outputs.span(), at<std::int64_t>(expected),
+                                  at<std::int64_t>(numbers));
+            }
+            return moved;
+          },
+          "rows"_a, "n"_a, "which"_a, "batch"_a, "expected"_a, "numbers"_a)
+      .def(
+          "sample_uniform",
+          [](const Store& self, std::uint64_t key, std::uint64_t n, const nb::tuple& batch, Address rows,
+             Address numbers) {
+            const Outputs outputs(batch);
+            nb::gil_scoped_release release;
+            self.sample_uniform(key, n, outputs.span(), at<std::int64_t>(rows), at<std::int64_t>(numbers));
+          },
+          "key"_a, "n"_a, "batch"_a, "rows"_a, "numbers"_a)
+      .def(
+          "numbers_of",
+          [](const Store& self, Address rows, std::uint64_t n, Address numbers) {
+            nb::gil_scoped_release release;
+            self.numbers_of(at<std::int64_t>(rows), n, at<std::int64_t>(numbers));
+          },
+          "rows"_a, "n"_a, "numbers"_a)
+      .def(
+          "holes",
+          [](const Store& self) {
+            std::vector<std::int64_t> holes;
+            {
+              nb::gil_scoped_release release;
+              holes = self.holes();
+            }
+            return array_of(std::move(holes));
+          },
+          "The rows inside the extent that are not whole, in row order: an int64 array.")
+      .def(
+          "empty",
+          [](Store& self, bool keep_write_count) {
+            nb::gil_scoped_release release;
+            self.control().empty(keep_write_count);
+          },
+          "keep_write_count"_a)
+      .def(
+          "fill",
+          [](Store& self) {
+            nb::gil_scoped_release release;
+            self.control().fill();
+          },
+          "Commits every row as it stands.")
+      .def(
+          "recover",
+          [](Store& self) {
+            nb::gil_scoped_release release;
+            const Control::Repair repair = self.control().recover();
+            nb::gil_scoped_acquire acquire;
+            return nb::make_tuple(repair.claims, repair.voided, repair.gaps);
+          },
+          "For the only process attached: (claims of dead writers, rows left half written, rows never begun).")
+      .def(
+          "extent",
+          [](const Store& self) {
+            const Control& control = self.control();
+            nb::list filled, seam;
+            for (std::uint64_t lane = 0; lane < control.lanes(); ++lane) {
+              filled.append(control.filled(lane));
+              seam.append(control.cursor_row(lane));
+            }
+            return nb::make_tuple(nb::tuple(filled), nb::tuple(seam));
+          },
+          "(rows inside each lane's extent, row that each lane writes next).")
+      .def("size", [](const Store& self) { return self.control().size(); })
+      .def_prop_ro("capacity", [](const Store& self) { return self.control().capacity(); })
+      .def_prop_ro("lanes", [](const Store& self) { return self.control().lanes(); })
+      .def_prop_ro("lane_length", [](const Store& self) { return self.control().lane_length(); })
+      .def_prop_ro("schema_sum", [](const Store& self) { return self.control().schema_sum(); })
+      .def_prop_ro("next_ticket", [](const Store& self) { return self.control().counters().next_ticket.load(); })
+      .def_prop_rw(
+          "write_count", [](const Store& self) { return self.control().counters().write_count.load(); },
+          [](Store& self, std::uint64_t n) { self.control().counters().write_count.store(n); })
+      .def_prop_ro("void_rows", [](const Store& self) { return self.control().counters().void_rows.load(); })
+      .def_prop_ro("lapped_rows", [](const Store& self) { return self.control().counters().lapped_rows.load(); })
+      .def_prop_ro("redraws", [](const Store& self) { return self.control().counters().redraws.load(); })
+      .def_prop_rw(
+          "clean", [](const Store& self) { return self.control().lock_page().clean.load() == 1; },
+          [](Store& self, bool clean) { self.control().lock_page().clean.store(clean ? 1 : 0); })
+      .def_prop_rw("boot_id", &boot_id_of, [](Store& self, const std::string& id) {
+        auto& field = self.control().lock_page().boot_id;
+        std::memset(field, 0, sizeof field);
+        std::memcpy(field, id.data(), std::min(id.size(), sizeof field - 1));
+      });
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The native core of engram. Private: use the classes of the package.";
+  nb::exception<engram::Stalled>(m, "Stalled", PyExc_TimeoutError);
+  nb::exception<engram::NothingLive>(m, "NothingLive", PyExc_RuntimeError);
+  bind_store(m);
+  m.def("control_bytes", &engram::control_bytes, "lanes"_a, "Size of the control block of a store with that many lanes.");
+  m.def(
+      "format_control",
+      [](Address control, std::uint64_t bytes, std::uint64_t capacity, std::uint64_t lanes, std::uint64_t schema_sum) {
+        engram::check(lanes >= 1, "at least one lane");
+        Control::format(block(control, bytes), {capacity, lanes, capacity / lanes}, schema_sum);
+      },
+      "control"_a, "control_bytes"_a, "capacity"_a, "lanes"_a, "schema_sum"_a,
+      "Writes the header of a new store into zeroed memory.");
+  m.def(
+      "permute",
+      [](std::uint64_t key, std::uint64_t n, std::uint64_t start, std::uint64_t count, Address out) {
+        nb::gil_scoped_release release;
+        const engram::Permutation permutation(key, n);
+        for (std::uint64_t i = 0; i < count; ++i) {
+          at<std::int64_t>(out)[i] = static_cast<std::int64_t>(permutation(start + i));
+        }
+      },
+      "key"_a, "n"_a, "start"_a, "count"_a, "out"_a, "Elements [start, start + count) of a random permutation of [0, n).");
+  m.def(
+      "uniform",
+      [](std::uint64_t key, std::uint64_t n, std::uint64_t count, Address out) {
+        engram::check(n > 0, "nothing to draw from");
+        nb::gil_scoped_release release;
+        const engram::Random random(key);
+        for (std::uint64_t i = 0; i < count; ++i) at<std::int64_t>(out)[i] = static_cast<std::int64_t>(random.below(n, i));
+      },
+      "key"_a, "n"_a, "count"_a, "out"_a, "Numbers drawn uniformly from [0, n), with replacement.");
+  m.def(
+      "stack_rows",
+      [](const nb::tuple& rows, std::uint64_t row_bytes, Address out) {
+        const Inputs inputs(rows);
+        nb::gil_scoped_release release;
+        auto* to = at<std::byte>(out);
+        for (const std::byte* row : inputs.span()) {
+          std::memcpy(to, row, row_bytes);
+          to += row_bytes;
+        }
+      },
+      "rows"_a, "row_bytes"_a, "out"_a, "Copies separate rows one behind the other.");
+  m.def(
+      "set_num_threads",
+      [](std::uint64_t n) {
+        nb::gil_scoped_release release;
+        engram::set_num_threads(n);
+      },
+      "n"_a);
+  m.def("num_threads", [] { return engram::num_threads(); });
+}

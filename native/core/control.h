@@ -1,0 +1,190 @@
+// The words that a store lives by: header, lock page, counters, participants, lane cursors, and one ticket per row.
+//
+// They lie in two blocks of memory, `control` and `tickets`, which may be private, shared or mapped from a file: the
+// layout is the same. Both must be zero when a store is created.
+//
+//   control   Header · LockPage · Counters · Participant[participants] · Lane[lanes]
+//   tickets   u64 per row:  number << 2 | state
+//
+// Words shared between threads or processes are std::atomic; a pointer is never stored.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace engram {
+
+using Word = std::atomic<std::uint64_t>;
+static_assert(sizeof(Word) == 8 && Word::is_always_lock_free);
+
+// ---- tickets -------------------------------------------------------------------------------------------------------
+
+enum class State : std::uint64_t {
+  unused = 0,     // never written, or emptied since
+  writing = 1,    // its bytes are being replaced
+  committed = 2,  // whole
+  voided = 3,     // left behind by a writer that died
+};
+
+constexpr std::uint64_t ticket(std::uint64_t number, State state) {
+  return number << 2 | static_cast<std::uint64_t>(state);
+}
+constexpr State state_of(std::uint64_t word) { return static_cast<State>(word & 3); }
+constexpr std::uint64_t number_of(std::uint64_t word) { return word >> 2; }
+constexpr bool is_committed(std::uint64_t word) { return state_of(word) == State::committed; }
+
+// ---- control block -------------------------------------------------------------------------------------------------
+
+constexpr std::uint32_t kFormatMajor = 1;
+constexpr std::uint32_t kFormatMinor = 0;
+constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kParticipants = 256;
+constexpr std::uint64_t kClaims = 3;
+
+/// Immutable once published.
+struct Header {
+  char magic[8];                 // "engram\0\1"
+  std::uint32_t format_major;    // another major cannot be read
+  std::uint32_t format_minor;    // a newer minor can
+  std::uint32_t byte_order;      // 0x01020304 as this machine stores it
+  std::uint32_t crc;             // CRC32C of this struct with crc = 0
+  std::uint64_t abi;             // libc, word and mutex sizes, architecture: who may share the lock page
+  std::uint64_t capacity;        // rows
+  std::uint64_t lanes;
+  std::uint64_t lane_length;     // rows of a lane; capacity = lanes * lane_length
+  std::uint64_t participants;    // entries of the table
+  std::uint64_t participants_at, lanes_at, control_bytes;  // offsets and size of this block, in bytes
+  std::uint64_t schema_sum;      // xxh3-64 of store.json: the two files belong together
+};
+
+/// Reset by the first opener. Robust mutexes will live here.
+struct LockPage {
+  char boot_id[40];
+  std::uint64_t pid_namespace;
+  Word generation;  // one more with every reset
+  Word clean;       // 1: closed by its last owner with nothing in flight
+  Word pause;       // reserved: writers wait while it is set
+};
+
+struct Counters {
+  alignas(64) Word next_ticket;  // number of the next write; 0 is never used
+  Word write_count;              // rows written since the last empty()
+  alignas(64) Word index_epoch;  // changes whenever store.json names other indexes
+  Word void_rows;                // rows inside the extent that hold nothing
+  Word lapped_rows;              // written, but overwritten by a faster writer first
+  Word redraws;                  // rows drawn again because they moved or were not whole
+};
+
+/// What a writer is about to write, noted before its first row is marked. t0 = 0: free.
+struct Claim {
+  Word t0;
+  std::uint64_t n;
+  std::int64_t lane;  // -1: scattered rows
+  std::uint64_t p0;
+};
+
+struct Participant {
+  std::atomic<std::uint32_t> state;  // 0 free, 1 used
+  std::uint32_t pid;
+  std::uint64_t start_time;  // of the process, as the kernel counts it: pids are reused
+  std::uint32_t uid;
+  std::uint32_t reserved[3];
+  Claim claims[kClaims];  // one per thread that writes at the same time
+};
+
+/// A ring of lane_length rows. One cache line, so that writers of different lanes do not contend.
+struct Lane {
+  alignas(64) Word cursor;  // position of the next step; only grows
+  Word base;                // first position since the last empty(): a multiple of lane_length
+  Word high;                // rows that are live whatever the cursor says (written by number)
+};
+
+static_assert(sizeof(Header) == 96 && sizeof(LockPage) <= kPage && sizeof(Counters) <= kPage);
+static_assert(sizeof(Claim) == 32 && sizeof(Participant) == 128 && sizeof(Lane) == 64);
+
+struct Geometry {
+  std::uint64_t capacity, lanes, lane_length;
+};
+
+/// Bytes of the control block of a store with that many lanes.
+std::uint64_t control_bytes(std::uint64_t lanes);
+
+/// What the libc, the word sizes and the architecture make of this build.
+std::uint64_t abi_fingerprint();
+
+std::uint32_t crc32c(std::span<const std::byte> bytes);
+
+/// A view of the two blocks. Owns nothing; the blocks must outlive it.
+class Control {
+ public:
+  /// Writes header and first counters into zeroed memory.
+  static void format(std::span<std::byte> control, Geometry geometry, std::uint64_t schema_sum);
+
+  /// Checks every word of the header before it is used. Throws std::invalid_argument naming the first that is wrong.
+  Control(std::span<std::byte> control, std::span<std::byte> tickets);
+
+  const Geometry& geometry() const { return geometry_; }
+  std::uint64_t capacity() const { return geometry_.capacity; }
+  std::uint64_t lanes() const { return geometry_.lanes; }
+  std::uint64_t lane_length() const { return geometry_.lane_length; }
+  std::uint64_t schema_sum() const { return schema_sum_; }
+
+  Word& word(std::uint64_t row) const { return tickets_[row]; }
+  Lane& lane(std::uint64_t lane) const { return lanes_[lane]; }
+  Counters& counters() const { return *counters_; }
+  LockPage& lock_page() const { return *lock_page_; }
+  /// Throws std::invalid_argument beyond the table.
+  Participant& participant(std::uint64_t i) const;
+  std::uint64_t participants() const { return participants_count_; }
+
+  /// Rows of the lane that are inside its extent (void ones included).
+  std::uint64_t filled(std::uint64_t lane) const;
+  /// The row that the lane's next step will take.
+  std::uint64_t cursor_row(std::uint64_t lane) const;
+  /// Live rows of the store.
+  std::uint64_t size() const;
+
+  /// Forgets all rows: their tickets become unused under a new number, so no earlier draw matches any more. Lanes begin
+  /// again at their first row.
+  void empty(bool keep_write_count) const;
+
+  /// Makes the first n rows of every lane's extent count, written by number and not through the cursor.
+  void raise_high(std::uint64_t lane, std::uint64_t rows) const;
+
+  /// Commits every row as it stands (a store around data that exists already).
+  void fill() const;
+
+  struct Repair {
+    std::uint64_t claims = 0;  // of dead writers
+    std::uint64_t voided = 0;  // rows that were being written
+    std::uint64_t gaps = 0;    // rows reserved but never begun
+  };
+  /// For the only process attached: rows left half written become void, claims are cleared, void rows counted again.
+  Repair recover() const;
+
+ private:
+  Geometry geometry_{};
+  std::uint64_t schema_sum_ = 0;
+  LockPage* lock_page_ = nullptr;
+  Counters* counters_ = nullptr;
+  Participant* participants_ = nullptr;
+  std::uint64_t participants_count_ = 0;
+  Lane* lanes_ = nullptr;
+  Word* tickets_ = nullptr;
+};
+
+/// A claim in a participant's entry for as long as it lives.
+class ClaimGuard {
+ public:
+  ClaimGuard(Participant& participant, std::uint64_t t0, std::uint64_t n, std::int64_t lane, std::uint64_t p0);
+  ~ClaimGuard() { claim_->t0.store(0, std::memory_order_release); }
+  ClaimGuard(const ClaimGuard&) = delete;
+  ClaimGuard& operator=(const ClaimGuard&) = delete;
+
+ private:
+  Claim* claim_;
+};
+
+}  // namespace engram

@@ -1,0 +1,101 @@
+#include "gather.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace engram {
+namespace {
+
+// Rows ahead of the copy whose first bytes are fetched: enough to hide one memory access behind the copies of small rows.
+constexpr std::uint64_t kAhead = 16;
+
+inline void prefetch(const std::byte* p) { __builtin_prefetch(p, 0, 0); }
+
+template <std::uint64_t N>
+void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
+  std::uint64_t j = 0;
+  for (; j + kAhead < n; ++j) {
+    prefetch(data + static_cast<std::uint64_t>(rows[j + kAhead]) * N);
+    std::memcpy(out + j * N, data + static_cast<std::uint64_t>(rows[j]) * N, N);
+  }
+  for (; j < n; ++j) std::memcpy(out + j * N, data + static_cast<std::uint64_t>(rows[j]) * N, N);
+}
+
+[[maybe_unused]] void gather_any(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
+  const std::uint64_t bytes = field.row_bytes;
+  // Of a long row the hardware prefetches the rest by itself once its first lines were touched.
+  const std::uint64_t head = std::min<std::uint64_t>(bytes, 512);
+  const std::uint64_t ahead = bytes <= 256 ? kAhead : bytes <= 4096 ? 4 : 1;
+  for (std::uint64_t j = 0; j < n; ++j) {
+    if (j + ahead < n) {
+      const std::byte* next = field.data + static_cast<std::uint64_t>(rows[j + ahead]) * bytes;
+      for (std::uint64_t line = 0; line < head; line += 64) prefetch(next + line);
+    }
+    std::memcpy(out + j * bytes, field.data + static_cast<std::uint64_t>(rows[j]) * bytes, bytes);
+  }
+}
+
+}  // namespace
+
+#ifdef ENGRAM_TSAN
+
+void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  for (std::uint64_t i = 0; i < bytes; ++i) {
+    to[i] = std::atomic_ref(const_cast<std::byte&>(from[i])).load(std::memory_order_acquire);
+  }
+}
+
+void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  for (std::uint64_t i = 0; i < bytes; ++i) std::atomic_ref(to[i]).store(from[i], std::memory_order_release);
+}
+
+void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
+  for (std::uint64_t j = 0; j < n; ++j) {
+    copy_from_shared(out + j * field.row_bytes, field.data + static_cast<std::uint64_t>(rows[j]) * field.row_bytes,
+                     field.row_bytes);
+  }
+}
+
+#else
+
+void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) { std::memcpy(to, from, bytes); }
+void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) { std::memcpy(to, from, bytes); }
+
+void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
+  // A copy of constant size is a few moves; a call of memcpy costs more than the bytes of a small row.
+  switch (field.row_bytes) {
+    case 0:
+      return;
+    case 1:
+      return gather_fixed<1>(field.data, rows, n, out);
+    case 2:
+      return gather_fixed<2>(field.data, rows, n, out);
+    case 4:
+      return gather_fixed<4>(field.data, rows, n, out);
+    case 8:
+      return gather_fixed<8>(field.data, rows, n, out);
+    case 12:
+      return gather_fixed<12>(field.data, rows, n, out);
+    case 16:
+      return gather_fixed<16>(field.data, rows, n, out);
+    case 24:
+      return gather_fixed<24>(field.data, rows, n, out);
+    case 32:
+      return gather_fixed<32>(field.data, rows, n, out);
+    case 48:
+      return gather_fixed<48>(field.data, rows, n, out);
+    case 64:
+      return gather_fixed<64>(field.data, rows, n, out);
+    case 96:
+      return gather_fixed<96>(field.data, rows, n, out);
+    case 128:
+      return gather_fixed<128>(field.data, rows, n, out);
+    default:
+      return gather_any(field, rows, n, out);
+  }
+}
+
+#endif
+
+}  // namespace engram

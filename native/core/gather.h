@@ -1,0 +1,23 @@
+// Copies of rows between a field and a batch. Nothing here knows about tickets.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace engram {
+
+/// One column of a store: `capacity` rows of `row_bytes` each, contiguous.
+struct Field {
+  std::byte* data;
+  std::uint64_t row_bytes;
+};
+
+/// memcpy beside possible concurrent writers. Formally a data race where a reader meets a writer, and a benign one: the
+/// reader looks at the row's ticket after a fence and throws away what moved. The TSan build copies atomic bytes.
+void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes);
+void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes);
+
+/// out[j] = field[rows[j]] for j in [0, n). Rows must have been checked.
+void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out);
+
+}  // namespace engram

@@ -1,0 +1,140 @@
+#include "pool.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+namespace engram {
+namespace {
+
+class Pool {
+ public:
+  static Pool& instance() {
+    // Never destroyed: its threads may outlive static destruction at exit.
+    static Pool* pool = [] {
+      auto* made = new Pool;
+      pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+      return made;
+    }();
+    return *pool;
+  }
+
+  void resize(std::size_t n) {
+    check(n >= 1 && n <= 1024, "the number of threads must be in [1, 1024]");
+    std::lock_guard<std::mutex> call(call_);
+    stop_workers();
+    wanted_.store(n, std::memory_order_relaxed);
+  }
+
+  std::size_t size() const { return wanted_.load(std::memory_order_relaxed); }
+
+  void run(std::size_t chunks, Task task, void* context) {
+    std::unique_lock<std::mutex> call(call_, std::defer_lock);
+    if (chunks < 2 || size() < 2 || !call.try_lock()) {
+      for (std::size_t c = 0; c < chunks; ++c) task(context, c);
+      return;
+    }
+    if (workers_.empty()) start_workers();
+    {
+      std::lock_guard<std::mutex> guard(state_);
+      task_ = task;
+      context_ = context;
+      chunks_ = chunks;
+      next_.store(0, std::memory_order_relaxed);
+      busy_ = workers_.size();
+      ++round_;
+    }
+    wake_.notify_all();
+    take_chunks();
+    std::unique_lock<std::mutex> guard(state_);
+    done_.wait(guard, [this] { return busy_ == 0; });
+  }
+
+ private:
+  Pool() {
+    const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+    // Four threads saturate the memory of most machines; more only take cores from the learner.
+    wanted_.store(std::min<std::size_t>(cores, 4), std::memory_order_relaxed);
+  }
+
+  void take_chunks() {
+    for (;;) {
+      const std::size_t c = next_.fetch_add(1, std::memory_order_relaxed);
+      if (c >= chunks_) return;
+      task_(context_, c);
+    }
+  }
+
+  void start_workers() {
+    for (std::size_t i = 1; i < size(); ++i) {
+      workers_.emplace_back([this, seen = round_]() mutable { work(seen); });
+    }
+  }
+
+  void work(std::size_t seen) {
+    std::unique_lock<std::mutex> guard(state_);
+    for (;;) {
+      wake_.wait(guard, [&] { return stop_ || round_ != seen; });
+      if (stop_) return;
+      seen = round_;
+      guard.unlock();
+      take_chunks();
+      guard.lock();
+      if (--busy_ == 0) done_.notify_one();
+    }
+  }
+
+  void stop_workers() {
+    {
+      std::lock_guard<std::mutex> guard(state_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+    workers_.clear();
+    stop_ = false;
+  }
+
+  // A fork copies only the calling thread. It waits for running work, so that every lock is free; the child then
+  // forgets the threads that it does not have.
+  static void before_fork() { instance().call_.lock(); }
+  static void after_fork_parent() { instance().call_.unlock(); }
+  static void after_fork_child() {
+    Pool& pool = instance();
+    // The std::thread objects name threads of the parent: neither joinable here nor destructible. They are leaked.
+    new std::vector<std::thread>(std::move(pool.workers_));
+    pool.workers_.clear();
+    // Workers of the parent may have waited on these at the moment of the fork.
+    new (&pool.wake_) std::condition_variable;
+    new (&pool.done_) std::condition_variable;
+    new (&pool.state_) std::mutex;
+    pool.busy_ = 0;
+    pool.call_.unlock();
+  }
+
+  std::mutex call_;  // held for a whole call: one job at a time
+  std::mutex state_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> workers_;
+  std::atomic<std::size_t> wanted_{1};
+  std::atomic<std::size_t> next_{0};
+  std::size_t round_ = 0, busy_ = 0, chunks_ = 0;
+  Task task_ = nullptr;
+  void* context_ = nullptr;
+  bool stop_ = false;
+};
+
+}  // namespace
+
+void set_num_threads(std::size_t n) { Pool::instance().resize(n); }
+std::size_t num_threads() { return Pool::instance().size(); }
+void run_chunks(std::size_t chunks, Task task, void* context) { Pool::instance().run(chunks, task, context); }
+
+}  // namespace engram

@@ -1,0 +1,382 @@
+#include "store.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <thread>
+
+#include "check.h"
+#include "pool.h"
+#include "random.h"
+
+namespace engram {
+namespace {
+
+constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks at the tickets
+constexpr std::uint64_t kBlockRows = 64;           // rows per block of a read, at most
+constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
+constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
+constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are counted exactly
+constexpr auto kWait = std::chrono::seconds(5);
+
+// gcc's TSan does not model fences; its build orders each copied byte instead (gather.cpp).
+inline void fence([[maybe_unused]] std::memory_order order) {
+#ifndef ENGRAM_TSAN
+  std::atomic_thread_fence(order);
+#endif
+}
+
+// Uniform choice among the rows inside the lanes' extents, void ones included.
+class Spans {
+ public:
+  explicit Spans(const Control& control) : length_(control.lane_length()) {
+    if (control.lanes() == 1) {
+      total_ = control.filled(0);
+      return;
+    }
+    ends_.reserve(control.lanes());
+    for (std::uint64_t lane = 0; lane < control.lanes(); ++lane) ends_.push_back(total_ += control.filled(lane));
+    if (total_ == control.capacity()) ends_.clear();  // all full: the k-th row is row k
+  }
+
+  std::uint64_t total() const { return total_; }
+
+  std::int64_t row(std::uint64_t k) const {
+    if (ends_.empty()) return static_cast<std::int64_t>(k);
+    const auto end = std::upper_bound(ends_.begin(), ends_.end(), k);
+    const auto lane = static_cast<std::uint64_t>(end - ends_.begin());
+    const std::uint64_t before = lane == 0 ? 0 : ends_[lane - 1];
+    return static_cast<std::int64_t>(lane * length_ + (k - before));
+  }
+
+ private:
+  std::uint64_t length_, total_ = 0;
+  std::vector<std::uint64_t> ends_;
+};
+
+}  // namespace
+
+Store::Store(Control control, std::vector<Field> fields, std::uint64_t participant)
+    : control_(control), participant_(control_.participant(participant)), fields_(std::move(fields)) {
+  all_.resize(fields_.size());
+  std::iota(all_.begin(), all_.end(), std::uint64_t{0});
+  for (const Field& field : fields_) row_bytes_ += field.row_bytes;
+}
+
+// Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: somebody else
+// is writing it.
+Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place) {
+  Word& word = control_.word(row);
+  std::uint64_t seen = word.load(std::memory_order_acquire);
+  do {
+    const bool overtaken =
+        place != nullptr && control_.lane(place->lane).cursor.load(std::memory_order_acquire) >
+                                place->position + control_.lane_length();
+    if (overtaken || number_of(seen) > number) {
+      control_.counters().lapped_rows.fetch_add(1, std::memory_order_relaxed);
+      return Mark::lapped;
+    }
+    if (state_of(seen) == State::writing) return Mark::busy;
+  } while (!word.compare_exchange_weak(seen, ticket(number, State::writing), std::memory_order_acq_rel,
+                                       std::memory_order_acquire));
+  if (state_of(seen) == State::voided) control_.counters().void_rows.fetch_sub(1, std::memory_order_relaxed);
+  return Mark::marked;
+}
+
+// Marks a row, waiting for another writer of it; the caller must have nothing marked. False: lapped.
+bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place) {
+  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  for (;;) {
+    const Mark mark = try_mark(row, number, place);
+    if (mark != Mark::busy) return mark == Mark::marked;
+    if (std::chrono::steady_clock::now() > deadline) {
+      throw Stalled("row " + std::to_string(row) + " has been in the hands of another writer for 5 s");
+    }
+    std::this_thread::yield();
+  }
+}
+
+void Store::commit(std::uint64_t row, std::uint64_t number) {
+  control_.word(row).store(ticket(number, State::committed), std::memory_order_release);
+}
+
+void Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, const std::int64_t* pick,
+                   std::int64_t* rows_out, std::int64_t* numbers_out) {
+  check(lane < control_.lanes(), "a lane outside the store");
+  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  if (n == 0) return;
+  const std::uint64_t length = control_.lane_length(), start = lane * length;
+  Counters& counters = control_.counters();
+  // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (mark).
+  const std::uint64_t p0 = control_.lane(lane).cursor.fetch_add(n, std::memory_order_relaxed);
+  const std::uint64_t t0 = counters.next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  for (std::uint64_t i = 0; rows_out != nullptr && i < n; ++i) {
+    rows_out[i] = static_cast<std::int64_t>(start + (p0 + i) % length);
+  }
+  for (std::uint64_t i = 0; numbers_out != nullptr && i < n; ++i) numbers_out[i] = static_cast<std::int64_t>(t0 + i);
+
+  const ClaimGuard claim(participant_, t0, n, static_cast<std::int64_t>(lane), p0);
+  const std::uint64_t chunk = std::max<std::uint64_t>(1, kChunkBytes / std::max<std::uint64_t>(1, row_bytes_));
+  std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
+  while (i < n) {
+    const std::uint64_t first = start + (p0 + i) % length;
+    const std::uint64_t room = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
+    // Whatever cannot be marked at once ends the chunk, so that nothing stays marked during a wait.
+    std::uint64_t marked = 0;
+    Mark last = Mark::marked;
+    for (; marked < room; ++marked) {
+      const Place place{lane, p0 + i + marked};
+      last = try_mark(first + marked, t0 + i + marked, &place);
+      if (last == Mark::busy && marked == 0) last = mark(first, t0 + i, &place) ? Mark::marked : Mark::lapped;
+      if (last != Mark::marked) break;
+    }
+    fence(std::memory_order_release);
+    for (std::uint64_t f = 0; f < fields_.size(); ++f) {
+      const std::uint64_t bytes = fields_[f].row_bytes;
+      std::byte* to = fields_[f].data + first * bytes;
+      if (pick == nullptr) {
+        copy_to_shared(to, columns[f] + i * bytes, marked * bytes);
+      } else {
+        for (std::uint64_t j = 0; j < marked; ++j) {
+          copy_to_shared(to + j * bytes, columns[f] + static_cast<std::uint64_t>(pick[i + j]) * bytes, bytes);
+        }
+      }
+    }
+    fence(std::memory_order_release);
+    for (std::uint64_t j = 0; j < marked; ++j) commit(first + j, t0 + i + j);
+    i += marked + (last == Mark::lapped ? 1 : 0);
+  }
+  counters.write_count.fetch_add(n, std::memory_order_relaxed);
+}
+
+void Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns, std::int64_t* rows_out,
+                           std::int64_t* numbers_out) {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    check(static_cast<std::uint64_t>(lane_of[i]) < control_.lanes(), "a lane outside the store");
+  }
+  std::vector<std::int64_t> order(n), rows(n), numbers(n);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [lane_of](std::int64_t a, std::int64_t b) { return lane_of[a] < lane_of[b]; });
+  for (std::uint64_t begin = 0, end = 0; begin < n; begin = end) {
+    const std::int64_t lane = lane_of[order[begin]];
+    while (end < n && lane_of[order[end]] == lane) ++end;
+    append(static_cast<std::uint64_t>(lane), end - begin, columns, order.data() + begin, rows.data() + begin,
+           numbers.data() + begin);
+  }
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (rows_out != nullptr) rows_out[order[i]] = rows[i];
+    if (numbers_out != nullptr) numbers_out[order[i]] = numbers[i];
+  }
+}
+
+void Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
+                    bool grow, std::int64_t* numbers_out) {
+  check(columns.size() == which.size(), "another number of columns than fields named");
+  for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
+  check_rows(rows, n, control_.capacity());
+  if (n == 0) return;
+  const std::uint64_t length = control_.lane_length();
+  if (!grow) {
+    for (std::uint64_t i = 0; i < n; ++i) {
+      if (!is_committed(control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire))) {
+        throw std::out_of_range("row " + std::to_string(rows[i]) + " is not live");
+      }
+    }
+  }
+  Counters& counters = control_.counters();
+  const std::uint64_t t0 = counters.next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  const ClaimGuard claim(participant_, t0, n, -1, 0);
+  if (grow) {
+    for (std::uint64_t i = 0; i < n; ++i) {
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      const std::uint64_t lane = row / length, before = control_.filled(lane), covered = row % length + 1;
+      if (covered <= before) continue;
+      control_.raise_high(lane, covered);
+      for (std::uint64_t gap = lane * length + before; gap < row; ++gap) {
+        if (!mark(gap, t0, nullptr)) continue;
+        for (const Field& field : fields_) std::memset(field.data + gap * field.row_bytes, 0, field.row_bytes);
+        commit(gap, t0);
+      }
+    }
+  }
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    if (numbers_out != nullptr) numbers_out[i] = static_cast<std::int64_t>(t0 + i);
+    if (!mark(row, t0 + i, nullptr)) continue;
+    fence(std::memory_order_release);
+    for (std::uint64_t f = 0; f < which.size(); ++f) {
+      const std::uint64_t bytes = fields_[which[f]].row_bytes;
+      copy_to_shared(fields_[which[f]].data + row * bytes, columns[f] + i * bytes, bytes);
+    }
+    fence(std::memory_order_release);
+    commit(row, t0 + i);
+  }
+}
+
+std::uint64_t Store::block_rows(std::span<const std::uint64_t> which) const {
+  std::uint64_t bytes = 0;
+  for (const std::uint64_t f : which) bytes += fields_[f].row_bytes;
+  return std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, bytes), 1, kBlockRows);
+}
+
+// Reads rows[0, n), n <= 64, into places at … of the batch; bit i of *moved says that rows[i] was not whole throughout.
+bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Batch batch,
+                       std::uint64_t at, const std::int64_t* expected, std::int64_t* numbers_out,
+                       std::uint64_t* moved) const {
+  static_assert(kBlockRows <= 64);
+  std::uint64_t words[kBlockRows];
+  for (std::uint64_t i = 0; i < n; ++i) __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i])), 0, 3);
+  std::uint64_t bad = 0;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    words[i] = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
+    const bool ok = is_committed(words[i]) &&
+                    (expected == nullptr || number_of(words[i]) == static_cast<std::uint64_t>(expected[i]));
+    bad |= static_cast<std::uint64_t>(!ok) << i;
+    if (numbers_out != nullptr) numbers_out[i] = static_cast<std::int64_t>(number_of(words[i]));
+  }
+  for (std::uint64_t f = 0; f < which.size(); ++f) {
+    const Field& field = fields_[which[f]];
+    gather_rows(field, rows, n, batch[f] + at * field.row_bytes);
+  }
+  fence(std::memory_order_acquire);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const std::uint64_t now = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_relaxed);
+    bad |= static_cast<std::uint64_t>(now != words[i]) << i;
+  }
+  *moved = bad;
+  return bad == 0;
+}
+
+namespace {
+
+// Splits n rows of `bytes` each into chunks for the pool: several per thread, so that a late thread costs little.
+template <class Body>
+void for_each_chunk(std::uint64_t n, std::uint64_t bytes, std::uint64_t block, Body&& body) {
+  const std::uint64_t threads = n * bytes < kParallelBytes ? 1 : num_threads();
+  if (threads == 1) {
+    body(std::uint64_t{0}, n);
+    return;
+  }
+  const std::uint64_t blocks = (n + block - 1) / block;
+  const std::uint64_t chunks = std::min<std::uint64_t>(blocks, threads * 8);
+  parallel(chunks, [&](std::size_t c) {
+    const std::uint64_t begin = blocks * c / chunks * block, end = std::min(blocks * (c + 1) / chunks * block, n);
+    body(begin, end);
+  });
+}
+
+}  // namespace
+
+std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t n,
+                                        std::span<const std::uint64_t> which, Batch batch,
+                                        const std::int64_t* expected, std::int64_t* numbers_out) const {
+  check(batch.size() == which.size(), "another number of outputs than fields named");
+  std::uint64_t bytes = 0;
+  for (const std::uint64_t f : which) {
+    check(f < fields_.size(), "a field outside the store");
+    bytes += fields_[f].row_bytes;
+  }
+  check_rows(rows, n, control_.capacity());
+  const std::uint64_t block = block_rows(which);
+  std::vector<std::uint64_t> moved((n + block - 1) / block);
+  for_each_chunk(n, bytes, block, [&](std::uint64_t begin, std::uint64_t end) {
+    for (std::uint64_t i = begin; i < end; i += block) {
+      read_block(rows + i, std::min(block, end - i), which, batch, i, expected == nullptr ? nullptr : expected + i,
+                 numbers_out == nullptr ? nullptr : numbers_out + i, &moved[i / block]);
+    }
+  });
+  std::vector<std::int64_t> positions;
+  for (std::uint64_t b = 0; b < moved.size(); ++b) {
+    for (std::uint64_t bits = moved[b]; bits != 0; bits &= bits - 1) {
+      positions.push_back(static_cast<std::int64_t>(b * block + static_cast<std::uint64_t>(std::countr_zero(bits))));
+    }
+  }
+  return positions;
+}
+
+void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
+                           std::int64_t* numbers_out) const {
+  check(batch.size() == fields_.size(), "another number of outputs than the store has fields");
+  const Spans spans(control_);
+  if (spans.total() == 0) throw NothingLive("no row has been written");
+  const Random random(key);
+  const std::uint64_t block = block_rows(all_);
+  std::atomic<bool> nothing_live{false};
+
+  // Draws position i again until its row is whole. Rejection keeps the draw uniform over the live rows.
+  const auto redraw = [&](std::uint64_t i, std::int64_t* row) {
+    std::uint64_t moved = 0;
+    for (std::uint64_t attempt = 1;; ++attempt) {
+      if (attempt <= kPatience) {
+        if (attempt > kRedraws) std::this_thread::yield();
+        *row = spans.row(random.below(spans.total(), i, attempt));
+      } else {  // nearly everything is void: count what is live
+        const std::uint64_t live = control_.size();
+        *row = live == 0 ? -1 : kth_live(random.below(live, i, attempt));
+        if (*row < 0) {
+          nothing_live.store(true, std::memory_order_relaxed);
+          return;
+        }
+      }
+      control_.counters().redraws.fetch_add(1, std::memory_order_relaxed);
+      if (read_block(row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
+        return;
+      }
+    }
+  };
+
+  for_each_chunk(n, row_bytes_, block, [&](std::uint64_t begin, std::uint64_t end) {
+    std::int64_t chosen[kBlockRows];
+    for (std::uint64_t i = begin; i < end; i += block) {
+      const std::uint64_t count = std::min(block, end - i);
+      for (std::uint64_t j = 0; j < count; ++j) chosen[j] = spans.row(random.below(spans.total(), i + j));
+      std::uint64_t moved = 0;
+      read_block(chosen, count, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved);
+      for (; moved != 0; moved &= moved - 1) {
+        const auto j = static_cast<std::uint64_t>(std::countr_zero(moved));
+        redraw(i + j, &chosen[j]);
+      }
+      if (rows_out != nullptr) std::memcpy(rows_out + i, chosen, count * sizeof(std::int64_t));
+    }
+  });
+  if (nothing_live.load(std::memory_order_relaxed)) throw NothingLive("every row of the store is void");
+}
+
+void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    numbers_out[i] = -1;
+    if (static_cast<std::uint64_t>(rows[i]) >= control_.capacity()) continue;
+    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
+    if (is_committed(word)) numbers_out[i] = static_cast<std::int64_t>(number_of(word));
+  }
+}
+
+// The k-th live row, or -1 if there are fewer: a scan, for stores that are nearly all void.
+std::int64_t Store::kth_live(std::uint64_t k) const {
+  for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
+    if (row % control_.lane_length() >= control_.filled(row / control_.lane_length())) continue;
+    if (!is_committed(control_.word(row).load(std::memory_order_acquire))) continue;
+    if (k-- == 0) return static_cast<std::int64_t>(row);
+  }
+  return -1;
+}
+
+std::vector<std::int64_t> Store::holes() const {
+  std::vector<std::int64_t> holes;
+  for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
+    const std::uint64_t start = lane * control_.lane_length(), end = start + control_.filled(lane);
+    for (std::uint64_t row = start; row < end; ++row) {
+      if (!is_committed(control_.word(row).load(std::memory_order_acquire))) {
+        holes.push_back(static_cast<std::int64_t>(row));
+      }
+    }
+  }
+  return holes;
+}
+
+}  // namespace engram

@@ -1,0 +1,88 @@
+// The write and read protocol over one control block and its fields.
+//
+//   write   reserve positions and ticket numbers → note the claim → mark the rows → copy → commit them, in order
+//   read    look at the ticket → copy → look again: a row that moved meanwhile is not returned
+//
+// No lock anywhere: readers never wait for writers, and a writer waits only for another writer of the same row, bounded.
+// Every method may be called from any thread. Threads that write at the same time each hold a claim.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "control.h"
+#include "gather.h"
+
+namespace engram {
+
+/// Rows to write: per field a pointer to n contiguous rows of the field's row size.
+using Columns = std::span<const std::byte* const>;
+/// Rows to read: per field a pointer to room for n rows.
+using Batch = std::span<std::byte* const>;
+
+class Store {
+ public:
+  /// `fields` may be empty: then only the words are kept here and the rows live elsewhere (on a GPU, say).
+  /// `participant` is the entry of the table in which this process notes its claims.
+  Store(Control control, std::vector<Field> fields, std::uint64_t participant);
+
+  const Control& control() const { return control_; }
+  std::uint64_t fields() const { return fields_.size(); }
+
+  /// Appends n rows to a lane. `pick`, if not null, holds the row of `columns` for each of the n. Of more rows than the
+  /// lane is long the last lane_length survive. rows_out and tickets_out: [n], either may be null.
+  void append(std::uint64_t lane, std::uint64_t n, Columns columns, const std::int64_t* pick, std::int64_t* rows_out,
+              std::int64_t* numbers_out);
+
+  /// Appends row i of the columns to lane lane_of[i]; order is kept within each lane.
+  void append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns, std::int64_t* rows_out,
+                      std::int64_t* numbers_out);
+
+  /// Writes rows by number; of rows named twice the last entry wins. `which` names the fields that `columns` holds: all
+  /// others keep their content. `grow`: the lanes' extents come to cover the rows, and unwritten rows below them become
+  /// live as zeros; else every row must be live (std::out_of_range otherwise, nothing written).
+  void scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
+               bool grow, std::int64_t* numbers_out);
+
+  /// Copies rows into a batch. Returns the positions whose row was not whole, or changed during the copy, or no longer
+  /// holds `expected` (ticket numbers, may be null); their content in the batch is unspecified.
+  std::vector<std::int64_t> gather(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
+                                   Batch batch, const std::int64_t* expected, std::int64_t* numbers_out) const;
+
+  /// Draws n live rows uniformly, with replacement, and copies them: rows that are not whole, or move, are drawn again.
+  /// A pure function of (key, extent, tickets), whatever the number of threads. Throws NothingLive.
+  void sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
+                      std::int64_t* numbers_out) const;
+
+  /// The numbers of rows as they are now, -1 for a row that is not whole or outside [0, capacity).
+  void numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const;
+
+  /// The rows inside the extent that are not whole, in row order.
+  std::vector<std::int64_t> holes() const;
+
+ private:
+  /// Where a row lies in the ring that wrote it; scattered rows have no place in a ring.
+  struct Place {
+    std::uint64_t lane, position;
+  };
+  enum class Mark { marked, lapped, busy };
+
+  Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place);
+  bool mark(std::uint64_t row, std::uint64_t number, const Place* place);
+  void commit(std::uint64_t row, std::uint64_t number);
+  std::int64_t kth_live(std::uint64_t k) const;
+  bool read_block(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Batch batch,
+                  std::uint64_t at, const std::int64_t* expected, std::int64_t* numbers_out,
+                  std::uint64_t* moved) const;
+  std::uint64_t block_rows(std::span<const std::uint64_t> which) const;
+
+  Control control_;
+  Participant& participant_;
+  std::vector<Field> fields_;
+  std::vector<std::uint64_t> all_;  // 0 … fields - 1
+  std::uint64_t row_bytes_ = 0;     // of all fields
+};
+
+}  // namespace engram

@@ -1,0 +1,99 @@
+"""Experience replay that survives.
+
+Names that need torch are loaded when they are first used, so that ``engram --help`` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from engram._version import __version__
+
+if TYPE_CHECKING:
+    from engram._native import num_threads, set_num_threads
+    from engram.buffer import ReplayBuffer
+    from engram.errors import (
+        CorruptStore,
+        EngramError,
+        IncompatibleStore,
+        NoSampleable,
+        RowError,
+        StoreInUse,
+        UncleanStore,
+        WriterStalled,
+    )
+    from engram.samplers import RandomSampler, SamplerWithoutReplacement
+    from engram.sizing import StoragePlan, plan
+    from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
+    from engram.tensordict_buffer import TensorDictReplayBuffer
+    from engram.types import Draw, Extent, Plan, Sampler, Write, Writer
+    from engram.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter
+
+__all__ = [
+    "CorruptStore",
+    "Draw",
+    "EngramError",
+    "Extent",
+    "ImmutableDatasetWriter",
+    "IncompatibleStore",
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "ListStorage",
+    "NoSampleable",
+    "Plan",
+    "RandomSampler",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "RowError",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "Storage",
+    "StoragePlan",
+    "StoreInUse",
+    "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter",
+    "TensorStorage",
+    "UncleanStore",
+    "Write",
+    "Writer",
+    "WriterStalled",
+    "__version__",
+    "num_threads",
+    "plan",
+    "set_num_threads",
+]
+
+_HOME = {
+    "engram._native": ("num_threads", "set_num_threads"),
+    "engram.buffer": ("ReplayBuffer",),
+    "engram.errors": (
+        "CorruptStore",
+        "EngramError",
+        "IncompatibleStore",
+        "NoSampleable",
+        "RowError",
+        "StoreInUse",
+        "UncleanStore",
+        "WriterStalled",
+    ),
+    "engram.samplers": ("RandomSampler", "SamplerWithoutReplacement"),
+    "engram.sizing": ("StoragePlan", "plan"),
+    "engram.storages": ("LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage", "TensorStorage"),
+    "engram.tensordict_buffer": ("TensorDictReplayBuffer",),
+    "engram.types": ("Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
+    "engram.writers": ("ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'engram' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,51 @@
+"""The only importer of the extension."""
+
+from __future__ import annotations
+
+from engram import _core
+from engram._core import NothingLive, Stalled, Store, control_bytes, format_control, permute, uniform
+
+__all__ = [
+    "NothingLive",
+    "Stalled",
+    "Store",
+    "control_bytes",
+    "format_control",
+    "num_threads",
+    "permute",
+    "set_num_threads",
+    "stack_rows",
+    "uniform",
+]
+
+stack_rows = _core.stack_rows
+
+
+def set_num_threads(n: int) -> None:
+    """Use ``n`` threads for copies of large batches, the calling thread included.
+
+    Small batches (below 512 KiB) always use the calling thread alone. The default is the number of cores, at most 4.
+    Results never depend on it.
+
+    Args:
+        n: threads in ``[1, 1024]``.
+
+    Raises:
+        ValueError: ``n`` is outside the range.
+        TypeError: ``n`` is not an int.
+
+    >>> import engram
+    >>> engram.set_num_threads(2)
+    >>> engram.num_threads()
+    2
+    """
+    if not isinstance(n, int) or isinstance(n, bool):
+        raise TypeError(f"set_num_threads: expected an int, got {type(n).__name__}.")
+    if not 1 <= n <= 1024:
+        raise ValueError(f"set_num_threads: expected a number of threads in [1, 1024], got {n}.")
+    _core.set_num_threads(n)
+
+
+def num_threads() -> int:
+    """Threads that a large copy may use, the calling thread included."""
+    return int(_core.num_threads())

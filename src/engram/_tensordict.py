@@ -1,0 +1,63 @@
+"""The only code that reaches inside TensorDict: two shortcuts for the hot path, each with the public way as fallback.
+
+The public constructor checks every entry (7 µs for three leaves, unchecked 1 µs) and ``items()`` filters what it yields;
+both are waste for data that was checked against a schema. tests/test_tensordict_shortcuts.py runs at both ends
+of the supported range of versions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import Tensor
+
+__all__ = ["children", "wrap"]
+
+
+def _wrap_public(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+    return TensorDict(source, batch_size=batch_size, device=device)
+
+
+def _wrap_unchecked(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+    td: TensorDict = TensorDict._new_unsafe(source, batch_size=batch_size, nested=False)
+    td._device = device
+    return td
+
+
+def _has_shortcuts() -> bool:
+    try:
+        import torch
+
+        td = _wrap_unchecked({"a": torch.zeros(2)}, torch.Size([2]), torch.device("cpu"))
+        return (
+            td.batch_size == (2,)
+            and td.device == torch.device("cpu")
+            and list(td._tensordict) == ["a"]
+            and td._tensordict["a"].shape == (2,)
+        )
+    except (AttributeError, TypeError):
+        return False
+
+
+if _has_shortcuts():
+    wrap = _wrap_unchecked
+
+    def children(td: Any) -> Mapping[str, Tensor | Any]:
+        """The entries of a TensorDict, by name. Not a copy: do not change it."""
+        if type(td) is TensorDict:
+            entries: Mapping[str, Any] = td._tensordict
+            return entries
+        return dict(td.items())
+
+else:  # pragma: no cover - a tensordict with other internals
+    wrap = _wrap_public
+
+    def children(td: Any) -> Mapping[str, Tensor | Any]:
+        """The entries of a TensorDict, by name."""
+        return dict(td.items())

@@ -1,0 +1,1015 @@
+"""The replay buffer: it wires storage, sampler, writer and transforms together, and decides nothing itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from tensordict import is_tensor_collection
+from torch import Tensor
+
+from engram import collate, samplers, storages, writers
+from engram._later import refuse
+from engram.errors import CorruptStore, RowError, WriterStalled
+from engram.format import files, layout
+from engram.transforms import Transforms
+from engram.types import Draw, Sampler, Write, Writer
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator
+
+    from engram.storages import Rows, Storage
+
+__all__ = ["ReplayBuffer"]
+
+_LATER = {
+    "prefetch": "background prefetching",
+    "pin_memory": "background prefetching",
+    "shared": "buffers shared between processes (a LazyMemmapStorage outlives its process already)",
+    "sample_unit": "expanders",
+    "transform_factory": "the transform argument",
+    "dim_extend": "the storage (until then: storage.ndim - 1)",
+    "checkpointer": "checkpoints",
+    "consume_after_n_samples": "a ConsumingSampler",
+    "compilable": "tracing through torch.compile",
+    "delayed_init": "remote buffers",
+    "service_backend": "remote buffers",
+    "service_backend_options": "remote buffers",
+    "transport": "remote buffers",
+    "transport_options": "remote buffers",
+}
+
+#: Reads of one row that keeps moving: tries in a row, then for how long.
+_TRIES = 8
+_WAIT_S = 5.0
+
+
+class ReplayBuffer:
+    """Rows in, batches out.
+
+    Args:
+        size: rows; must equal the storage's ``max_size`` if both are given, and bounds a ``ListStorage`` that has none.
+        storage: where the rows are: a storage or a class of one. Default ``ListStorage(size or 1000)``.
+        sampler: which rows a batch has: a sampler or a class of one. Default :class:`RandomSampler`.
+        writer: where new rows go: a writer or a class of one. Default :class:`RoundRobinWriter`.
+        collate_fn: applied to every batch: tensor storages hand it the gathered batch, list storages the list of items.
+            Default: nothing; list storages stack tensors and TensorDicts.
+        transform: applied to batches after collating (``forward``) and to data before writing (``inv``).
+        batch_size: default of :meth:`sample`; needed to iterate.
+        generator: a CPU ``torch.Generator`` that drives every draw. Default: torch's, at the moment of each draw.
+
+    Raises:
+        TypeError: a component of the wrong kind, or an argument of TorchRL's that is not supported yet (named).
+        ValueError: ``size`` and the storage's ``max_size`` differ; ``batch_size`` below 1.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=32)
+    >>> rb.extend({"obs": torch.randn(100, 4), "reward": torch.zeros(100, 1)}).shape
+    torch.Size([100])
+    >>> rb.sample()["obs"].shape
+    torch.Size([32, 4])
+    """
+
+    _default_writer: Callable[[], Any] = writers.RoundRobinWriter
+    #: Entries of the data that may be there without being stored.
+    _ignored: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        size: int | None = None,
+        *,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        transform: Any = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        **later: Any,
+    ) -> None:
+        refuse(type(self).__name__, later, _LATER)
+        if batch_size is not None:
+            _check_batch_size(batch_size)
+        if size is not None and size < 1:
+            raise ValueError(f"{type(self).__name__}: size: expected at least 1 row, got {size}.")
+        made = _instance(storage, storages.Storage, "storage", lambda: storages.ListStorage(size or 1000))
+        if isinstance(made, storages.ListStorage):
+            if size is not None:
+                made.bound(size)
+        requested = getattr(made, "requested_size", made.max_size)
+        if size is not None and size not in (made.max_size, requested):
+            raise ValueError(
+                f"{type(self).__name__}: size: expected the storage's max_size {made.max_size}, got {size}. Give one of them."
+            )
+        self._size = size
+        self._storage = made
+        self._batch_size = batch_size
+        self._collate_fn = collate_fn
+        self._transform = Transforms(transform)
+        self._lane = 0
+        self._iterator: Iterator[Any] | None = None
+        self._warned_batch_size = False
+        self._shut_down = False
+        self._key = torch.empty((), dtype=torch.int64, device="cpu")
+        self._key_lock = threading.Lock()
+        self._recorded = False
+        self._generator: torch.Generator | None = None
+        self.set_rng(generator)
+        self._sampler: Any = None
+        self._writer: Any = None
+        self._take_sampler(_instance(sampler, Sampler, "sampler", samplers.RandomSampler))
+        self._take_writer(_instance(writer, Writer, "writer", type(self)._default_writer))
+        made.attach(self)
+
+    # ---- writing -------------------------------------------------------------------------------------------------------
+
+    def add(self, data: Any, *, lane: int | None = None) -> Any:
+        """Write one row.
+
+        Args:
+            data: a tensor, TensorDict, tensorclass, or a nested dict or tuple of tensors or arrays, without a batch
+                dimension; with a ``ListStorage`` any object. The first row fixes fields, dtypes and shapes. Copied.
+            lane: the ring to append to; default the handle's (:meth:`on_lane`).
+
+        Returns:
+            The row, an int. With ``ndim > 1``, int64 ``[rows written, ndim]``. An empty index if a write transform held the
+            row back.
+
+        Raises:
+            KeyError, RuntimeError, TypeError: fields, shapes or dtypes, or kinds differ from the first row's; names the
+                field. Nothing is written.
+            RowError: no such lane.
+            OSError: first write to a full disk.
+
+        Cost: O(bytes of the row). Releases the GIL; may be called from several threads.
+        """
+        if self._transform.writes:
+            return self._add_transformed(data, lane)
+        storage = self._storage
+        if self._appends and storage.ndim == 1:
+            row, number = storage.add_row(self._check_lane(lane), data, self._ignored)
+            if not self._recorded:
+                self._record()
+            if storage._listeners and self._listening():
+                storage.notify(Write(torch.tensor([row]), torch.tensor([number])), data)
+            return row
+        write = self._write(data, lane, "add", batched=False)
+        return int(write.rows[0]) if storage.ndim == 1 else self._user_index(write.rows)
+
+    def _add_transformed(self, data: Any, lane: int | None) -> Any:
+        """Write transforms see a row as a batch of one."""
+        batch = _map_tensors(data, lambda x: x.unsqueeze(-1) if is_tensor_collection(x) else x.unsqueeze(0))
+        batch = self._transform.inv(batch)
+        n = _rows_of(batch)
+        if n == 0:
+            return self._no_index()
+        if n == 1:
+            row = _map_tensors(batch, lambda x: x.squeeze(-1) if is_tensor_collection(x) else x.squeeze(0))
+            write = self._write(row, lane, "add", batched=False)
+            return int(write.rows[0]) if self._storage.ndim == 1 else self._user_index(write.rows)
+        return self._user_index(self._write(batch, lane, "extend", batched=True).rows)
+
+    def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
+        """Write a batch of rows.
+
+        Args:
+            data: as for :meth:`add`, every leaf ``[n, ...]``; or a list of ``n`` rows, which are stacked. With ``ndim > 1``
+                ``[*columns, T, ...]``. Copied.
+            lane: an int, or int64 ``[n]`` with a lane per row (order is kept within each); default the handle's.
+            update_priority: only for prioritized TensorDict buffers.
+
+        Returns:
+            int64 ``[n]`` rows; of more rows than fit, the newest stay and rows repeat. With ``ndim > 1``
+            ``[rows written, ndim]`` in storage order.
+
+        Raises:
+            KeyError, RuntimeError, TypeError: as :meth:`add`; an empty batch; one row without batch dimension.
+            RowError: no such lane.
+            NotImplementedError: ``update_priority``.
+
+        Cost: O(bytes). Contiguous data is copied with one memcpy per field and chunk. Releases the GIL.
+        """
+        if update_priority is not None:
+            raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
+        if self._transform.writes:
+            data = self._transform.inv(data)
+            if _rows_of(data) == 0:
+                return self._no_index()
+        return self._user_index(self._write(data, lane, "extend", batched=True).rows)
+
+    def _write(self, data: Any, lane: Any, call: str, *, batched: bool) -> Write:
+        storage = self._storage
+        lane = self._check_lane(lane)
+        if self._read_only:
+            self._writer.place(storage.extent(), 0, lane, data)
+        prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored)
+        write = storage.write(self._writer.place(storage.extent(), n, lane, data), prepared, n)
+        if not self._recorded:
+            self._record()
+        if self._listening():
+            storage.notify(write, data)
+        return write
+
+    def _listening(self) -> bool:
+        return any(
+            getattr(owner, "_hears", False)
+            for owner in (getattr(listener(), "__self__", None) for listener in self._storage._listeners)
+        )
+
+    def _check_lane(self, lane: Any) -> Any:
+        if lane is None:
+            return self._lane
+        if isinstance(lane, Tensor | list):
+            return torch.as_tensor(lane).to("cpu", torch.int64)
+        if not isinstance(lane, int) or not 0 <= lane < self._storage.lanes:
+            raise RowError(f"lane: expected an int in [0, {self._storage.lanes}) or one per row, got {lane!r}.")
+        return lane
+
+    def on_lane(self, lane: int) -> Self:
+        """Make ``lane`` this handle's lane for all later writes. Returns the buffer. Raises ``RowError``: no such lane."""
+        self._lane = self._check_lane(lane)
+        return self
+
+    @property
+    def lanes(self) -> int:
+        """Rings of consecutive rows that the storage is divided into."""
+        return self._storage.lanes
+
+    def observe(self, write: Write | None, data: Any) -> None:
+        """Called by the storage after a write through any buffer; tells the sampler if it listens."""
+        if self._hears:
+            self._sampler.observe(write, data)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget all rows; memory stays allocated. ``empty_write_count=False`` keeps :attr:`write_count`.
+
+        Raises:
+            RuntimeError: the writer is read-only.
+        """
+        if self._read_only:
+            raise RuntimeError(f"empty: the buffer is read-only ({type(self._writer).__name__}).")
+        self._storage.empty(keep_write_count=not empty_write_count)
+        self._storage.notify(None, None)
+
+    # ---- sampling ------------------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Draw a batch.
+
+        Args:
+            batch_size: rows; default the constructor's.
+            return_info: return ``(batch, info)``; ``info["index"]`` is int64 ``[B]`` (with ``ndim > 1`` a tuple of those).
+
+        Returns:
+            New tensors ``[B, ...]`` in the form of the rows (dict in, dict out), on the storage's device. Samplers without
+            replacement may return fewer rows at the end of a pass.
+
+        Raises:
+            RuntimeError: no batch size is known; the buffer was shut down.
+            NoSampleable: the buffer is empty (a ``RuntimeError``).
+            ValueError: ``batch_size`` below 1.
+
+        Cost: O(bytes of the batch): two native calls at most. Releases the GIL; may be called from several threads.
+        """
+        if batch_size is not self._batch_size or batch_size is None:
+            batch_size = self._resolve_batch_size(batch_size)
+        if self._shut_down:
+            raise RuntimeError("sample: the buffer was shut down.")
+        storage = self._storage
+        if self._draws_natively and storage._store is not None:
+            info: dict[str, Any] = {}
+            columns, rows = storage.sample_uniform(self._next_key(), batch_size)
+        else:
+            columns, rows, info = self._draw(batch_size)
+        return self._finish(columns, rows, info, return_info)
+
+    def _finish(self, columns: Any, rows: Tensor, info: dict[str, Any], return_info: bool) -> Any:
+        data = self._collate(self._storage.batch(columns, len(rows)))
+        if self._transform._steps:
+            data = self._transform.forward(data)
+        if not return_info:
+            return data
+        return data, self._info(rows, info)
+
+    def _info(self, rows: Tensor, info: dict[str, Any]) -> dict[str, Any]:
+        index: Any = self._user_index(rows)
+        return {"index": tuple(index.unbind(-1)) if self._storage.ndim > 1 else index, **info}
+
+    def _collate(self, data: Any) -> Any:
+        if self._collate_fn is not None:
+            return self._collate_fn(data)
+        return collate.stack(data) if isinstance(self._storage, storages.ListStorage) else data
+
+    def _draw(self, batch_size: int) -> tuple[Any, Tensor, dict[str, Any]]:
+        """Ask the sampler, read, and draw again what moved meanwhile."""
+        key = self._next_key()
+        extent = self._storage.extent()
+        if extent.size == 0:
+            samplers.check_drawable(extent)
+        draw = self._sampler.draw(extent, batch_size, key)
+        rows = draw.rows
+        columns, moved = self._storage.read(rows, draw.tickets)
+        info = dict(draw.info)
+        if moved:
+            columns, rows = self._redraw(draw, columns, moved, key)
+        if self._tracks:
+            info["index_generation"] = self._storage.numbers_of(rows) if draw.tickets is None else draw.tickets
+        return columns, rows, info
+
+    def _redraw(self, draw: Draw, columns: Any, moved: list[int], key: int) -> tuple[Any, Tensor]:
+        """Read moved rows once more; rows whose ticket must match are replaced by others of the sampler's choice."""
+        rows = draw.rows.clone()
+        deadline = time.monotonic() + _WAIT_S
+        attempt = 0
+        while moved:
+            attempt += 1
+            if attempt > _TRIES:
+                if time.monotonic() > deadline:
+                    raise WriterStalled(f"sample: row {int(rows[moved[0]])} moved at every try for {_WAIT_S:g} s.")
+                time.sleep(0.001)
+            places = torch.tensor(moved)
+            expected = None
+            if draw.tickets is not None:
+                again = self._sampler.draw(self._storage.extent(), len(moved), _mix(key, attempt))
+                rows[places], expected = again.rows, again.tickets
+            fresh, still = self._storage.read(rows[places], expected)
+            for column, values in zip(columns, fresh, strict=True):
+                column[places] = values
+            moved = [moved[i] for i in still]
+        return columns, rows
+
+    def _next_key(self) -> int:
+        """64 random bits from the generator: all randomness of one draw."""
+        with self._key_lock:
+            key: int = self._key.random_(generator=self._generator).item()
+        return key
+
+    def _resolve_batch_size(self, batch_size: int | None) -> int:
+        if batch_size is None:
+            if self._batch_size is None:
+                raise RuntimeError("sample: expected a batch size: pass sample(batch_size) or ReplayBuffer(batch_size=…).")
+            return self._batch_size
+        _check_batch_size(batch_size)
+        if self._batch_size is not None and batch_size != self._batch_size and not self._warned_batch_size:
+            self._warned_batch_size = True
+            warnings.warn(
+                f"sample: batch_size={batch_size} is used instead of the buffer's batch_size={self._batch_size}.",
+                stacklevel=3,
+            )
+        return batch_size
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether :meth:`sample` would find data now. Raises ``RuntimeError`` if no batch size is known."""
+        n = self._resolve_batch_size(batch_size)
+        if hasattr(self._sampler, "can_sample"):
+            return bool(self._sampler.can_sample(self._storage, n))
+        return len(self) > 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, until the sampler ran out; for ever with replacement. Needs the constructor's ``batch_size``."""
+        if self._batch_size is None:
+            raise RuntimeError("iteration: expected a batch size: pass ReplayBuffer(batch_size=…).")
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        if hasattr(self._sampler, "ran_out"):
+            self._sampler.ran_out = False
+        while True:
+            yield self.sample()
+            if getattr(self._sampler, "ran_out", False):
+                return
+
+    def next(self) -> Any:
+        """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device."""
+        if self._iterator is None:
+            self._iterator = iter(self)
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = None
+        elif is_tensor_collection(batch):
+            batch = batch.clear_device_()
+        return batch
+
+    # ---- rows by number ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows by number, after collating and read transforms.
+
+        Args:
+            index: an int (one row, negative counts live rows from the end); a slice or bool mask over the live rows in row
+                order; a list, range, array or tensor of rows; or a key, ``rb["a"]`` or ``rb["next", "reward"]``: that field
+                of all live rows.
+
+        Returns:
+            A copy; but a contiguous slice of a tensor storage without transforms is a **live view**: a writer at work shows
+            through, and writing to it writes the buffer unnoticed.
+
+        Raises:
+            RowError: a row that is not live (an ``IndexError``).
+            KeyError: no such field.
+            RuntimeError: nothing was ever written.
+        """
+        if _is_key(index):
+            return _entry(self[:], index)
+        storage = self._storage
+        if storage.ndim > 1:
+            return self._grid_item(index)
+        if not storage.initialized:
+            storage.store  # type: ignore[attr-defined]  # noqa: B018 - raises: nothing was written
+        where = storage.resolve(index)
+        live = where.span is not None and isinstance(storage, storages.TensorStorage) and not self._transform.reads
+        if live:
+            data = storage.slice(*where.span, self._row_entries(where))  # type: ignore[attr-defined]
+        else:
+            data = self._read(where)
+        if not where.single and (self._collate_fn is not None or isinstance(storage, storages.ListStorage)):
+            data = self._collate(data)
+        return self._transform.forward(data) if self._transform.reads else data
+
+    def _read(self, where: Rows) -> Any:
+        storage = self._storage
+        columns, moved = storage.read(where.rows)
+        if moved:
+            columns, _ = self._redraw(Draw(where.rows), columns, moved, 0)
+        entries = self._row_entries(where)
+        return storage.pack(columns, where, entries) if entries else storage.pack(columns, where)  # type: ignore[call-arg]
+
+    def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:
+        """Entries that rows read by number get beside their fields."""
+        return None
+
+    def _grid_item(self, index: Any) -> Any:
+        """``ndim > 1``: an index into the view laid out as in ``extend``."""
+        storage: Any = self._storage
+        storage.store  # noqa: B018 - raises where nothing was written
+        grid = _map_tensors(storage.grid(), lambda x: x[index])
+        if not isinstance(index, slice):
+            grid = _map_tensors(grid, lambda x: x.clone())
+        if self._collate_fn is not None and not isinstance(index, int):
+            grid = self._collate_fn(grid)
+        return self._transform.forward(grid) if self._transform.reads else grid
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Replace live rows, or with a key one field of all live rows. Write transforms apply to rows.
+
+        Cursor and length stay.
+
+        Raises:
+            RowError: a row that is not live. KeyError: no such field. RuntimeError: shapes or dtypes differ. Nothing is
+                written.
+        """
+        self._check_editable("rb[index] = value")
+        if _is_key(index):
+            self._edit_field(index, value, slice(None), "rb[key] = value")
+            return
+        if self._storage.ndim > 1:
+            _set_grid(self._storage.grid(), index, value)  # type: ignore[attr-defined]
+            return
+        where = self._storage.resolve(index)
+        if self._transform.writes:
+            value = self._transform.inv(value)
+        prepared, n = self._storage.prepare(
+            value, "rb[index] = value", batched=not where.single, ignored=self._ignored
+        )
+        if n != len(where.rows):
+            raise RuntimeError(f"rb[index] = value: expected {len(where.rows)} rows, got {n}.")
+        self._storage.notify(self._storage.edit(where, prepared), value)
+
+    def set_at_(self, key: Any, value: Any, index: Any) -> Self:
+        """Replace one stored field of live rows, in place, without transforms.
+
+        Raises: as ``rb[index] = value``. TypeError: a list storage, which has no fields.
+        """
+        self._check_editable("set_at_")
+        self._edit_field(key, value, index, "set_at_")
+        return self
+
+    def set_(self, key: Any, value: Any) -> Self:
+        """Replace one stored field of all live rows: ``value`` is ``[len(rb), ...]``. Raises: as :meth:`set_at_`."""
+        self._check_editable("set_")
+        self._edit_field(key, value, slice(None), "set_")
+        return self
+
+    def update_(self, input: Any, clone: bool = False, *, keys_to_update: Iterable[Any] | None = None) -> Self:
+        """Replace several stored fields of all live rows.
+
+        Args:
+            input: a (nested) dict or TensorDict of ``[len(rb), ...]`` tensors.
+            clone: accepted for compatibility: values are always copied into the store.
+            keys_to_update: only these keys; all of ``input`` by default.
+
+        Raises: as :meth:`set_at_`. Keys and shapes are checked first; then nothing or everything is written.
+        """
+        self._check_editable("update_")
+        entries = dict(_flat_items(input))
+        if keys_to_update is not None:
+            wanted = [(key,) if isinstance(key, str) else tuple(key) for key in keys_to_update]
+            entries = {key: value for key, value in entries.items() if any(key[: len(w)] == w for w in wanted)}
+        storage = self._tensor_storage("update_")
+        where = storage.resolve(slice(None))
+        storage.edit_fields(where, entries, "update_")
+        return self
+
+    def _edit_field(self, key: Any, value: Any, index: Any, call: str) -> None:
+        storage = self._tensor_storage(call)
+        path = (key,) if isinstance(key, str) else tuple(key)
+        write = storage.edit_fields(storage.resolve(index), {path: value}, call)
+        storage.notify(write, None)
+
+    def _tensor_storage(self, call: str) -> storages.TensorStorage:
+        if not isinstance(self._storage, storages.TensorStorage):
+            raise TypeError(f"{call}: expected a tensor storage, a {type(self._storage).__name__} has no fields.")
+        return self._storage
+
+    def _check_editable(self, call: str) -> None:
+        if self._read_only:
+            raise RuntimeError(f"{call}: the buffer is read-only ({type(self._writer).__name__}).")
+
+    def read_all_in_order(self, end: int | None = None) -> Any:
+        """``rb[:end]``: live rows in row order."""
+        return self[:end]
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """``rb[:end] = data``; ``end`` defaults to the number of rows given."""
+        self[: _rows_of(data) if end is None else end] = data
+
+    # ---- components ----------------------------------------------------------------------------------------------------
+
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
+        """Add a transform at the end of the list: forward on what is read, inverse on what is written.
+
+        A plain callable is for reading; with ``invert`` for writing. Raises ``RuntimeError`` for anything else.
+        """
+        self._transform.append(transform, invert=invert)
+        return self
+
+    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
+        """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range."""
+        self._transform.insert(index, transform, invert=invert)
+        return self
+
+    @property
+    def storage(self) -> Storage:
+        """What holds the rows."""
+        return self._storage
+
+    @property
+    def sampler(self) -> Any:
+        """What chooses rows to read."""
+        return self._sampler
+
+    @property
+    def writer(self) -> Any:
+        """What chooses where new rows go."""
+        return self._writer
+
+    @property
+    def transform(self) -> Transforms:
+        """The list of transforms."""
+        return self._transform
+
+    @property
+    def batch_size(self) -> int | None:
+        """Default batch size."""
+        return self._batch_size
+
+    @property
+    def dim_extend(self) -> int:
+        """Dimension of ``extend``'s data along which time runs."""
+        return self._storage.ndim - 1
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the buffer is built. Always true here."""
+        return True
+
+    @property
+    def shared(self) -> bool:
+        """Whether several processes may use the buffer."""
+        return False
+
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
+        """Swap the storage (and the collate function, if one is given); the previous storage is returned."""
+        previous, self._storage = self._storage, _instance(storage, storages.Storage, "storage", None)
+        previous.detach(self)
+        self._storage.attach(self)
+        if collate_fn is not None:
+            self._collate_fn = collate_fn
+        self._take_sampler(self._sampler)
+        self._take_writer(self._writer)
+        return previous
+
+    def set_sampler(self, sampler: Sampler) -> Any:
+        """Swap the sampler; the previous one is returned."""
+        previous = self._sampler
+        self._take_sampler(_instance(sampler, Sampler, "sampler", None))
+        return previous
+
+    def set_writer(self, writer: Writer) -> Any:
+        """Swap the writer; the previous one is returned. Cursors belong to the store: the next write goes on there."""
+        previous = self._writer
+        self._take_writer(_instance(writer, Writer, "writer", None))
+        return previous
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """The generator of all later draws; None: torch's default one. Raises ``ValueError`` for one not on the CPU."""
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(f"generator: expected a CPU generator, got one on {generator.device}. Rows are drawn on the CPU.")
+        self._generator = generator
+
+    def _take_sampler(self, sampler: Any) -> None:
+        if getattr(sampler, "drop_last", False) and self._batch_size is None:
+            raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
+        self._sampler = sampler
+        self._hears = bool(getattr(sampler, "listens", True))
+        self._recorded = False
+        self._choose_paths()
+
+    def _take_writer(self, writer: Any) -> None:
+        self._writer = writer
+        self._read_only = bool(getattr(writer, "read_only", False))
+        self._tracks = bool(getattr(writer, "tracks_generations", False))
+        if hasattr(writer, "register_storage"):
+            writer.register_storage(self._storage)
+        self._recorded = False
+        self._choose_paths()
+
+    def _choose_paths(self) -> None:
+        """Uniform draws and plain appends need nothing between them and the store: one native call each."""
+        tensors = isinstance(self._storage, storages.TensorStorage)
+        self._draws_natively = (
+            tensors and type(self._sampler) is samplers.RandomSampler and not getattr(self, "_tracks", False)
+        )
+        self._appends = tensors and isinstance(self._writer, writers.RoundRobinWriter)
+
+    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+        """Hand priorities of rows to the sampler; one without priorities warns and does nothing."""
+        self._sampler.update_priority(index, priority, generation=generation)
+
+    # ---- life ----------------------------------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        """Note in the directory which components the buffer has, for :meth:`open`."""
+        self._recorded = True
+        store = getattr(self._storage, "_store", None)
+        if store is None or store.directory is None or store.closed:
+            return
+        record = {
+            "buffer": type(self).__name__,
+            "sampler": _recorded(self._sampler, _SAMPLERS),
+            "writer": _recorded(self._writer, _WRITERS),
+            "batch_size": self._batch_size,
+            **self._record_more(),
+        }
+        files.write_atomically(store.directory / layout.FOLDER / layout.BUFFER, json.dumps(record).encode())
+
+    def _record_more(self) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def open(
+        directory: str | os.PathLike[str],
+        *,
+        sampler: Any = None,
+        writer: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        transform: Any = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        unclean: str = "refuse",
+        **later: Any,
+    ) -> ReplayBuffer:
+        """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
+
+        Buffer class, sampler, writer and batch size are those it was used with last; an argument replaces one. If its
+        process died, rows that were half written are set aside and that is logged. Within one process, a store that is open
+        already is attached to.
+
+        Args:
+            directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.
+            sampler, writer, collate_fn, transform, batch_size, generator: as for the constructor.
+            unclean: ``"accept"`` takes a store that was open when the machine went down; ``"refuse"`` raises.
+
+        Raises:
+            FileNotFoundError: no store there.
+            StoreInUse: another live process has it open.
+            CorruptStore: a file is missing, truncated or changed. Nothing is modified.
+            IncompatibleStore: made by a newer engram or on another platform.
+            UncleanStore: see ``unclean``.
+            TypeError: it was used with a custom sampler or writer, or with a tensorclass the program has not defined.
+
+        Cost: O(1), and O(capacity) words if the last process died.
+        """
+        refuse("open", later, _LATER)
+        if unclean not in ("refuse", "accept"):
+            raise ValueError(f"open: unclean: expected 'refuse' or 'accept', got {unclean!r}.")
+        path = Path(directory).absolute()
+        storage = storages.LazyMemmapStorage.open(path, unclean=unclean)
+        try:
+            record = _read_record(path)
+            buffer_class = _BUFFERS.get(str(record.get("buffer", "ReplayBuffer")))
+            if buffer_class is None:
+                raise TypeError(f"open: the store was used by an unknown buffer class {record.get('buffer')!r}.")
+            arguments: dict[str, Any] = {
+                "sampler": sampler if sampler is not None else _made_again(record.get("sampler"), _SAMPLERS, "sampler"),
+                "writer": writer if writer is not None else _made_again(record.get("writer"), _WRITERS, "writer"),
+                "batch_size": batch_size if batch_size is not None else record.get("batch_size"),
+                **buffer_class._open_more(record),
+            }
+            rb: ReplayBuffer = buffer_class(
+                storage=storage, collate_fn=collate_fn, transform=transform, generator=generator, **arguments
+            )
+        except BaseException:
+            storage.close()
+            raise
+        repair = storage.store.repair
+        if repair is not None:
+            storages.tensor.announce([f"{path}: its last process did not close it: {repair}."])
+        return rb
+
+    @classmethod
+    def _open_more(cls, record: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """Let go of files and locks; a temporary folder is removed. Repeatable; tensors handed out stay valid.
+
+        Called when the buffer is collected or the program ends, too.
+        """
+        self._storage.close()
+
+    def start(self) -> Self:
+        """Returns the buffer: it runs in this process."""
+        return self
+
+    def client(self) -> Self:
+        """Returns the buffer itself."""
+        return self
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether sampling is possible: false after :meth:`shutdown`."""
+        return not self._shut_down
+
+    @property
+    def service_backend(self) -> str:
+        """Where the buffer runs: ``"direct"``, in this process."""
+        return "direct"
+
+    def synchronize(self) -> None:
+        """Wait for queued work: there is none."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Refuse sampling from now on. Repeatable. ``timeout`` is for queued work, of which there is none."""
+        self._shut_down = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_key_lock", "_iterator", "_generator")}
+        state["_generator_state"] = None if self._generator is None else self._generator.get_state()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        generator_state = state.pop("_generator_state")
+        self.__dict__.update(state)
+        self._key_lock = threading.Lock()
+        self._iterator = None
+        self._generator = None
+        if generator_state is not None:
+            self._generator = torch.Generator()
+            self._generator.set_state(generator_state)
+        self._storage.attach(self)
+
+    # ---- seeing it -----------------------------------------------------------------------------------------------------
+
+    @property
+    def write_count(self) -> int:
+        """Rows (``ndim > 1``: slots) written since the last :meth:`empty`; 0 for a writer that cannot write."""
+        return 0 if self._read_only else self._storage.write_count
+
+    def stats(self) -> dict[str, float]:
+        """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes``, when bounded ``capacity``
+        and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``."""
+        size = len(self)
+        stats: dict[str, float] = {
+            "size": size,
+            "write_count": self.write_count,
+            "prefetch_queue_size": 0,
+            "initialized": 1,
+            "lanes": self.lanes,
+        }
+        capacity = self._storage.max_size
+        if capacity < torch.iinfo(torch.int64).max:
+            stats |= {"capacity": capacity, "utilization": size / capacity}
+        return stats | self._storage.counters()
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """What ``repr`` shows, by name."""
+        storage = self._storage
+        size, capacity = len(self), storage.max_size
+        if capacity < torch.iinfo(torch.int64).max:
+            rows = f"{size:_}/{capacity:_} ({100 * size / capacity:.3g} %)".replace("_", " ")
+        else:
+            rows = f"{size:_}".replace("_", " ")
+        facts = [("size", rows)]
+        store = getattr(storage, "_store", None)
+        if store is not None:
+            place = str(store.directory) if store.directory else ("RAM" if store.device.type == "cpu" else str(store.device))
+            facts.append(("memory", f"{_human(storage.nbytes)} {place}"))
+            facts.append(("fields", ", ".join(field.name for field in store.schema.fields[:8])))
+            if len(store.schema.fields) > 8:
+                facts[-1] = ("fields", f"{len(store.schema.fields)}: {facts[-1][1]}, …")
+        else:
+            facts.append(("storage", type(storage).__name__))
+        if storage.lanes > 1:
+            facts.append(("lanes", str(storage.lanes)))
+        requested = getattr(storage, "requested_size", capacity)
+        if requested != capacity:
+            facts.append(("asked for", str(requested)))
+        facts += [("sampler", repr(self._sampler)), ("writer", repr(self._writer))]
+        if len(self._transform):
+            facts.append(("transform", repr(self._transform)))
+        if self._batch_size is not None:
+            facts.append(("batch_size", str(self._batch_size)))
+        return facts
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value}" for name, value in self._facts())
+        return f"{type(self).__name__}({facts})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
+            for name, value in self._facts()
+        )
+        return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
+
+    # ---- small helpers -------------------------------------------------------------------------------------------------
+
+    def _user_index(self, rows: Tensor) -> Tensor:
+        """Rows as the user sees them: on the storage's device, with ``ndim > 1`` ``[n, ndim]`` coordinates."""
+        storage = self._storage
+        if storage.ndim > 1:
+            coordinates = []
+            for width in reversed(storage.columns):  # type: ignore[attr-defined]
+                coordinates.append(rows % width)
+                rows = rows // width
+            rows = torch.stack([rows, *reversed(coordinates)], -1)
+        device = storage.device
+        return rows if device is None or device.type == "cpu" else rows.to(device)
+
+    def _no_index(self) -> Tensor:
+        return torch.empty((0, self._storage.ndim), dtype=torch.int64, device="cpu")
+
+
+# ---- components in a store's record ------------------------------------------------------------------------------------
+
+_SAMPLERS: dict[str, Any] = {cls.__name__: cls for cls in (samplers.RandomSampler, samplers.SamplerWithoutReplacement)}
+_WRITERS: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (writers.RoundRobinWriter, writers.TensorDictRoundRobinWriter, writers.ImmutableDatasetWriter)
+}
+_BUFFERS: dict[str, type[ReplayBuffer]] = {"ReplayBuffer": ReplayBuffer}
+
+
+def register(cls: type[ReplayBuffer]) -> type[ReplayBuffer]:
+    """Let :meth:`ReplayBuffer.open` restore a buffer class."""
+    _BUFFERS[cls.__name__] = cls
+    return cls
+
+
+def _recorded(component: Any, known: dict[str, Any]) -> dict[str, Any]:
+    name = type(component).__name__
+    if known.get(name) is type(component):
+        return {"type": name, "config": component.config()}
+    return {"type": name, "custom": True}
+
+
+def _read_record(directory: Path) -> dict[str, Any]:
+    path = directory / layout.FOLDER / layout.BUFFER
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(files.read_small(path, 1 << 20))
+    except ValueError as error:
+        raise CorruptStore(f"{path}: not readable as JSON ({error}).") from error
+    if not isinstance(record, dict):
+        raise CorruptStore(f"{path}: expected an object.")
+    return record
+
+
+def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
+    if record is None:
+        return None
+    name = record.get("type") if isinstance(record, dict) else None
+    if not isinstance(record, dict) or record.get("custom") or name not in known:
+        raise TypeError(f"open: the store was used with the custom {kind} {name!r}: pass {kind}=….")
+    try:
+        return known[name](**record.get("config", {}))
+    except (TypeError, ValueError) as error:
+        raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {error}.") from error
+
+
+# ---- data of any form --------------------------------------------------------------------------------------------------
+
+
+def _instance(given: Any, kind: Any, name: str, default: Callable[[], Any] | None) -> Any:
+    if given is None and default is not None:
+        return default()
+    made = given() if isinstance(given, type) or (callable(given) and not isinstance(given, kind)) else given
+    if not isinstance(made, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__} or a callable that makes one, got {type(given).__name__}.")
+    return made
+
+
+def _check_batch_size(batch_size: Any) -> None:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool):
+        raise TypeError(f"batch_size: expected an int, got {type(batch_size).__name__}.")
+    if batch_size < 1:
+        raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
+
+
+def _is_key(index: Any) -> bool:
+    return isinstance(index, str) or (
+        isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
+    )
+
+
+def _entry(data: Any, key: Any) -> Any:
+    if is_tensor_collection(data):
+        value = data.get(key, None)
+        if value is None:
+            raise KeyError(f"rb[key]: expected one of {[str(k) for k in data.keys(True, True)]}, got {key!r}.")
+        return value
+    for part in (key,) if isinstance(key, str) else key:
+        if not isinstance(data, dict) or part not in data:
+            known = list(data) if isinstance(data, dict) else []
+            raise KeyError(f"rb[key]: expected one of {known}, got {key!r}.")
+        data = data[part]
+    return data
+
+
+def _map_tensors(data: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(data, dict):
+        return {key: _map_tensors(value, change) for key, value in data.items()}
+    if isinstance(data, tuple):
+        values = [_map_tensors(value, change) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
+    return change(data) if isinstance(data, Tensor) or is_tensor_collection(data) else data
+
+
+def _rows_of(data: Any) -> int:
+    """Rows of a batch, 0 for None."""
+    if data is None:
+        return 0
+    if isinstance(data, dict):
+        return _rows_of(next(iter(data.values()), None))
+    if isinstance(data, tuple) and not is_tensor_collection(data):
+        return _rows_of(data[0]) if data else 0
+    if is_tensor_collection(data):
+        return int(data.batch_size[0]) if data.batch_size else 1
+    return len(data) if getattr(data, "ndim", 1) else 1
+
+
+def _flat_items(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in data.items():
+        if isinstance(value, dict) or is_tensor_collection(value):
+            yield from _flat_items(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _set_grid(grid: Any, index: Any, value: Any) -> None:
+    """``ndim > 1``: assignment through the live view."""
+    if isinstance(grid, dict):
+        for key in grid:
+            _set_grid(grid[key], index, value[key])
+    elif isinstance(grid, tuple):
+        for part, new in zip(grid, value, strict=True):
+            _set_grid(part, index, new)
+    else:
+        grid[index] = value
+
+
+def _mix(key: int, attempt: int) -> int:
+    """The key of a redraw, derived from the draw's own so that the generator is not asked again."""
+    return (key + attempt * 0x9E3779B97F4A7C15) % (1 << 63)
+
+
+def _human(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -1,0 +1,64 @@
+"""Every exception of the package, in one tree.
+
+::
+
+    EngramError
+    ├── RowError           IndexError     a row or lane outside the store, or a row that is not live
+    ├── NoSampleable       RuntimeError   nothing can be drawn
+    ├── WriterStalled      TimeoutError   a bounded wait for another writer, or for a row that keeps moving, ended
+    ├── StoreInUse         RuntimeError   another live process has the directory open
+    ├── IncompatibleStore  ValueError     another schema, geometry, format version or platform
+    ├── CorruptStore       RuntimeError   a missing, truncated or changed file
+    └── UncleanStore       RuntimeError   left open when the machine went down
+
+Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, ``ValueError``, ``RuntimeError``,
+``OSError``), as PyTorch RL users know them. Whatever raises has changed nothing, unless it says so.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CorruptStore",
+    "EngramError",
+    "IncompatibleStore",
+    "NoSampleable",
+    "RowError",
+    "StoreInUse",
+    "UncleanStore",
+    "WriterStalled",
+]
+
+
+class EngramError(Exception):
+    """Base of every exception that engram defines."""
+
+
+class RowError(EngramError, IndexError):
+    """A row outside ``[0, capacity)``, a row that is not live, or a lane outside ``[0, lanes)``."""
+
+
+class NoSampleable(EngramError, RuntimeError):
+    """Nothing can be drawn: the buffer is empty."""
+
+
+class WriterStalled(EngramError, TimeoutError):
+    """A bounded wait ended: another writer holds the row, or the row moved at every try."""
+
+
+class StoreInUse(EngramError, RuntimeError):
+    """Another live process has this directory open."""
+
+
+class IncompatibleStore(EngramError, ValueError):
+    """A store with another schema, geometry or format version, or made on another platform."""
+
+
+class CorruptStore(EngramError, RuntimeError):
+    """A store with a missing, truncated or changed file. Nothing in it was modified."""
+
+
+class UncleanStore(EngramError, RuntimeError):
+    """A store that was open when its machine went down: nothing is promised of its rows.
+
+    ``ReplayBuffer.open(dir, unclean="accept")`` takes it as it is.
+    """

@@ -1,0 +1,150 @@
+"""Creating and checking the files of a store: space is reserved before anything is published, sizes are exact."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from engram.errors import CorruptStore
+
+__all__ = ["Creation", "check_size", "read_small", "reserve", "write_atomically"]
+
+_ZEROES = bytes(1 << 20)
+
+
+def reserve(path: Path, nbytes: int) -> None:
+    """Create a file of ``nbytes`` zero bytes whose space is taken at once.
+
+    A sparse file that is mapped kills the process with SIGBUS when the disk fills up; this one raises here instead. On
+    file systems without ``fallocate`` zeros are written. On a RAM-backed file system this commits the RAM. Copy-on-write
+    and thinly provisioned volumes may still run out later.
+
+    Raises:
+        OSError: no space, no permission, the file exists. Nothing is left behind.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if nbytes and not _fallocate(fd, nbytes):
+            written = 0
+            while written < nbytes:
+                written += os.write(fd, _ZEROES[: nbytes - written])
+    except OSError as error:
+        os.unlink(path)
+        raise OSError(error.errno, f"{os.strerror(error.errno or 0)} (reserving {nbytes} bytes)", str(path)) from error
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _fallocate(fd: int, nbytes: int) -> bool:
+    """Reserve space with fallocate(2) itself: glibc's posix_fallocate emulates it badly where it is missing."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if function is None:
+        return False
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while function(fd, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
+def check_size(path: Path, nbytes: int) -> None:
+    """Raise ``CorruptStore`` unless ``path`` is a regular file of exactly ``nbytes`` bytes."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError as error:
+        raise CorruptStore(f"{path}: expected a file of {nbytes} bytes, found none.") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptStore(f"{path}: expected a regular file, got something else.")
+    if status.st_size != nbytes:
+        raise CorruptStore(
+            f"{path}: expected {nbytes} bytes, got {status.st_size}. The file was truncated or replaced; nothing was changed."
+        )
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The bytes of a small regular file. Raises ``CorruptStore`` if it is missing, not regular or longer than ``limit``."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise CorruptStore(f"{path}: expected a file, found none.") from error
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CorruptStore(f"{path}: expected a regular file, got something else.")
+        raw = file.read(limit + 1)
+    if len(raw) > limit:
+        raise CorruptStore(f"{path}: expected at most {limit} bytes, got more.")
+    return raw
+
+
+def write_atomically(path: Path, raw: bytes) -> None:
+    """Replace a small file: readers see the old bytes or the new ones."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class Creation:
+    """Makes the files of one store; removes what it made if anything fails.
+
+    >>> with Creation() as made:                               # doctest: +SKIP
+    ...     made.folder(directory)
+    ...     made.file(directory / "a.memmap", 4096)
+    """
+
+    def __init__(self) -> None:
+        self._made: list[Path] = []
+
+    def __enter__(self) -> Creation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            return
+        for path in reversed(self._made):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def folder(self, path: Path) -> None:
+        """Make a folder and its missing parents, for this user alone; one that exists is left as it is."""
+        missing = [p for p in (path, *path.parents) if not p.exists()]
+        for folder in reversed(missing):
+            folder.mkdir(mode=0o700)
+            self._made.append(folder)
+
+    def file(self, path: Path, nbytes: int) -> None:
+        """Make a file of zeros, its space reserved."""
+        reserve(path, nbytes)
+        self._made.append(path)
+
+    def published(self, old: Path, new: Path) -> None:
+        """A folder made here was renamed."""
+        self._made[self._made.index(old)] = new
+
+    def text(self, path: Path, raw: bytes) -> None:
+        """Make a small file with this content."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._made.append(path)
+        with os.fdopen(fd, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(fd)

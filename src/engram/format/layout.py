@@ -1,0 +1,92 @@
+"""Where the files of a directory store are.
+
+The data lies exactly as ``TensorDict.memmap`` lays it out, so that ``TensorDict.load_memmap(dir)`` reads a store without
+engram; ours lies beside it in ``.engram/``::
+
+    <dir>/meta.json, observation.memmap, next/meta.json, next/reward.memmap …
+    <dir>/.engram/store.json     schema (format/schema.py); the last file to appear: it makes the folder a store
+    <dir>/.engram/control        header, lock page, participants, lane cursors
+    <dir>/.engram/tickets        u64 per row
+    <dir>/.engram/alive          one byte lock per participant; nothing else opens this file
+    <dir>/.engram/buffer.json    which components the last buffer had
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engram.format.schema import Schema
+
+__all__ = ["BUFFER", "CONTROL", "FOLDER", "STORE", "TICKETS", "encode_key", "field_path", "is_store", "meta_files"]
+
+FOLDER = ".engram"
+STORE = "store.json"
+CONTROL = "control"
+TICKETS = "tickets"
+ALIVE = "alive"
+BUFFER = "buffer.json"
+
+_UNSAFE = frozenset('/<>:"|?*\\ %') | {chr(i) for i in range(32)} | {chr(127)}
+_NAME_MAX = 255
+
+
+def encode_key(key: str) -> str:
+    """File name of a key in TensorDict's layout: unsafe characters percent-encoded."""
+    if not key:
+        return "%"
+    if key in (".", ".."):
+        return "%2E" * len(key)
+    return "".join(f"%{ord(c):02X}" if c in _UNSAFE else c for c in key)
+
+
+def field_path(directory: Path, key: tuple[str, ...]) -> Path:
+    """The file of a field.
+
+    Raises:
+        ValueError: a part of the key is too long for a file name.
+    """
+    parts = [encode_key(part) for part in key]
+    parts[-1] += ".memmap"
+    for part, name in zip(key, parts, strict=True):
+        if len(name.encode("utf-8", "surrogatepass")) > _NAME_MAX:
+            raise ValueError(
+                f"field {key}: the key {part[:40]!r}… needs a file name of {len(name.encode())} bytes, at most {_NAME_MAX} "
+                "are possible. Shorten the key, or use a storage in RAM."
+            )
+    return directory.joinpath(*parts)
+
+
+def is_store(directory: Path) -> bool:
+    """Whether the folder holds a published store."""
+    return (directory / FOLDER / STORE).is_file()
+
+
+def meta_files(directory: Path, schema: Schema) -> dict[Path, bytes]:
+    """TensorDict's ``meta.json`` of every level."""
+    root: dict[str, Any] = {}
+    for field in schema.fields:
+        level = root
+        for part in field.key[:-1]:
+            level = level.setdefault(part, {})
+        level[field.key[-1]] = field
+    files: dict[Path, bytes] = {}
+    _add_level(directory, root, schema.capacity, files)
+    return files
+
+
+def _add_level(folder: Path, level: dict[str, Any], capacity: int, files: dict[Path, bytes]) -> None:
+    meta: dict[str, Any] = {}
+    for key, value in level.items():
+        if isinstance(value, dict):
+            meta[key] = {"type": "TensorDict"}
+            _add_level(folder / encode_key(key), value, capacity, files)
+        else:
+            shape = [capacity, *value.shape]
+            meta[key] = {"device": "cpu", "shape": shape, "dtype": f"torch.{value.dtype}", "is_nested": False}
+    meta["shape"] = [capacity]
+    meta["device"] = "cpu"
+    meta["_type"] = "<class 'tensordict._td.TensorDict'>"
+    files[folder / "meta.json"] = json.dumps(meta, ensure_ascii=False).encode()

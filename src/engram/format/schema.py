@@ -1,0 +1,196 @@
+"""``store.json``: the normative description of a store.
+
+A store is columns of equal length, its *fields*, plus the *structure* that says how one row is put together from them
+(nested dicts, tuples, TensorDicts). Sizes follow from here and from nothing else, so every number is checked before
+anything is allocated or mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+from engram.errors import CorruptStore, IncompatibleStore
+
+__all__ = ["DTYPES", "Field", "Node", "Schema", "decode", "encode", "fingerprint"]
+
+VERSION = (1, 0)
+MAX_BYTES = 1 << 20
+MAX_FIELDS = 4096
+MAX_DIMS = 32
+MAX_DEPTH = 16
+MAX_KEY_BYTES = 255
+
+#: Bytes per element of every dtype that can be stored: a closed table.
+DTYPES: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One column of a store."""
+
+    key: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    """Of one row."""
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def name(self) -> str:
+        """The key as users write it: ``a`` or ``('next', 'reward')``."""
+        return self.key[0] if len(self.key) == 1 else str(self.key)
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One node of the structure of a row: a leaf names a field, any other kind has children."""
+
+    kind: Literal["leaf", "tensordict", "tensorclass", "dict", "tuple", "list", "namedtuple"]
+    field: int = -1
+    """Leaf: number of its field."""
+    children: dict[str, Node] = {}
+    """Others: in order; sequences use "0", "1", …"""
+    type: str = ""
+    """tensorclass and namedtuple: ``module:qualname``. Looked up among classes the program has, never imported."""
+    batch: tuple[int, ...] = ()
+    """tensordict and tensorclass: batch dimensions of one row."""
+
+
+class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything about a store that never changes."""
+
+    capacity: int
+    lanes: int
+    columns: tuple[int, ...]
+    """Sizes of the dimensions after the first (``ndim > 1``); empty otherwise."""
+    fields: tuple[Field, ...]
+    structure: Node
+    format: str = "engram.store"
+    version: tuple[int, int] = VERSION
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(field.row_bytes for field in self.fields)
+
+    def validate(self) -> None:
+        """Check all that types cannot say.
+
+        Raises:
+            ValueError: what is wrong, and with which field.
+        """
+        if self.capacity < 1 or self.lanes < 1 or self.capacity % self.lanes:
+            raise ValueError(f"capacity {self.capacity} is not a positive multiple of {self.lanes} lanes")
+        if any(c < 1 for c in self.columns) or self.capacity % math.prod(self.columns):
+            raise ValueError(f"capacity {self.capacity} is not a multiple of the columns {self.columns}")
+        if len(self.fields) > MAX_FIELDS:
+            raise ValueError(f"{len(self.fields)} fields, at most {MAX_FIELDS} are possible")
+        seen: set[tuple[str, ...]] = set()
+        for field in self.fields:
+            validate_key(field.key)
+            if field.key in seen:
+                raise ValueError(f"field {field.name} appears twice")
+            seen.add(field.key)
+            if field.dtype not in DTYPES:
+                raise ValueError(f"field {field.name}: unknown dtype {field.dtype}")
+            if len(field.shape) > MAX_DIMS or any(d < 0 for d in field.shape):
+                raise ValueError(f"field {field.name}: impossible shape {list(field.shape)}")
+            if field.row_bytes * self.capacity >= 1 << 62:
+                raise ValueError(f"field {field.name}: {self.capacity} rows of {field.row_bytes} bytes are too many")
+        leaves: list[int] = []
+        _collect_leaves(self.structure, leaves, 0)
+        if sorted(leaves) != list(range(len(self.fields))):
+            raise ValueError("the structure does not name every field once")
+
+
+def validate_key(key: tuple[str, ...]) -> None:
+    """Raise ``ValueError`` for a key that no store can hold."""
+    if not 1 <= len(key) <= MAX_DEPTH:
+        raise ValueError(f"field {key}: nested {len(key)} deep, at most {MAX_DEPTH} levels are possible")
+    for part in key:
+        if part == ".engram":
+            raise ValueError(f"field {key}: the name '.engram' is reserved for the store's own files. Rename the key.")
+        if len(part.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
+            raise ValueError(f"field {key}: a key of {len(part.encode()) } bytes, at most {MAX_KEY_BYTES} are possible")
+
+
+def _collect_leaves(node: Node, leaves: list[int], depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the structure is nested more than {MAX_DEPTH} deep")
+    if node.kind == "leaf":
+        leaves.append(node.field)
+    for child in node.children.values():
+        _collect_leaves(child, leaves, depth + 1)
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """Canonical JSON: sorted keys, so equal values have equal bytes. The order of children is kept by their numbers."""
+    return json.dumps(msgspec.to_builtins(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        "utf-8", "surrogatepass"
+    )
+
+
+def fingerprint(raw: bytes) -> int:
+    """xxh3-64 of ``store.json``: the control block holds it, so the two cannot be mixed up."""
+    return int(xxhash.xxh3_64_intdigest(raw))
+
+
+def decode(raw: bytes, path: str) -> Schema:
+    """Read ``store.json``.
+
+    Raises:
+        IncompatibleStore: another format version.
+        CorruptStore: anything else that is wrong with it; nothing was allocated.
+    """
+    if len(raw) > MAX_BYTES:
+        raise CorruptStore(f"{path}: expected at most {MAX_BYTES} bytes, got {len(raw)}.")
+    try:
+        tree = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constants)
+    except (ValueError, RecursionError) as error:
+        raise CorruptStore(f"{path}: not readable as JSON ({error}).") from error
+    version = tree.get("version") if isinstance(tree, dict) else None
+    if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int for v in version)):
+        raise CorruptStore(f"{path}: expected an engram store description, found no version.")
+    if version[0] != VERSION[0] or version[1] > VERSION[1]:
+        raise IncompatibleStore(
+            f"{path}: expected format {VERSION[0]}.{VERSION[1]}, got {version[0]}.{version[1]}. "
+            "It was written by a newer engram: upgrade to read it."
+        )
+    try:
+        schema = msgspec.convert(tree, Schema, strict=True)
+        schema.validate()
+    except (msgspec.ValidationError, ValueError) as error:
+        raise CorruptStore(f"{path}: {error}.") from error
+    return schema
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def _no_constants(name: str) -> Any:
+    raise ValueError(f"{name} is not a number here")

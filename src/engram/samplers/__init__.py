@@ -1,0 +1,7 @@
+"""Samplers say which rows to read."""
+
+from engram.samplers._base import check_drawable
+from engram.samplers.epoch import SamplerWithoutReplacement
+from engram.samplers.uniform import RandomSampler
+
+__all__ = ["RandomSampler", "SamplerWithoutReplacement", "check_drawable"]

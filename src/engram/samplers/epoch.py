@@ -1,0 +1,108 @@
+"""Every live row once per pass."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engram import _native
+from engram.samplers._base import NativeSampler, check_drawable
+from engram.types import Draw
+
+if TYPE_CHECKING:
+    from engram.types import Extent
+
+__all__ = ["SamplerWithoutReplacement"]
+
+
+class SamplerWithoutReplacement(NativeSampler):
+    """Walks over the live rows, each once per pass, in random or in storage order.
+
+    The last batch of a pass is short, unless ``drop_last``, and sets ``ran_out``; the next draw starts a new pass. So does
+    any draw after the number of live rows changed. Overwriting a full ring does not: rows not yet visited show their new
+    content. The order is a keyed permutation that takes no memory, whatever the size.
+
+    Args:
+        drop_last: skip the rows of a pass that do not fill a batch.
+        shuffle: random order; else row order.
+
+    Raises (when drawing):
+        ValueError: ``drop_last`` and fewer live rows than the batch size.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=SamplerWithoutReplacement(), batch_size=4)
+    >>> _ = rb.extend(torch.arange(9))
+    >>> [len(batch) for batch in rb]
+    [4, 4, 1]
+    """
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False) -> None:
+        if replacement:
+            raise TypeError("SamplerWithoutReplacement: expected replacement=False. Use RandomSampler().")
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self.ran_out = False
+        self._lock = threading.Lock()
+        self._key = 0
+        self._rows = 0
+        self._visited = 0
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        check_drawable(extent)
+        size = extent.size
+        if self.drop_last and size < batch_size:
+            raise ValueError(
+                f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "
+                "drop_last=False."
+            )
+        with self._lock:
+            left = self._rows - self._visited
+            if size != self._rows or left <= 0 or (self.drop_last and left < batch_size):
+                self._key, self._rows, self._visited = key, size, 0
+            start = self._visited
+            count = min(batch_size, size - start)
+            self._visited += count
+            left = size - self._visited
+            self.ran_out = left == 0 or (self.drop_last and left < batch_size)
+            ranks = torch.empty(count, dtype=torch.int64, device="cpu")
+            if self.shuffle:
+                _native.permute(self._key, size, start, count, ranks.data_ptr())
+            else:
+                torch.arange(start, start + count, out=ranks)
+        return Draw(extent.rows(ranks))
+
+    def can_sample(self, storage: Any, batch_size: int) -> bool:
+        return len(storage) >= (batch_size if self.drop_last else 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``key``, ``rows`` and ``visited`` of the pass under way, and ``ran_out``: plain values."""
+        return {"key": self._key, "rows": self._rows, "visited": self._visited, "ran_out": self.ran_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the pass of a saved state.
+
+        Raises:
+            KeyError: a missing or unknown entry. Nothing is changed.
+        """
+        if set(state_dict) != {"key", "rows", "visited", "ran_out"}:
+            raise KeyError(
+                f"SamplerWithoutReplacement: expected a state with key, rows, visited, ran_out; got {sorted(state_dict)}."
+            )
+        with self._lock:
+            self._key = int(state_dict["key"])
+            self._rows = int(state_dict["rows"])
+            self._visited = int(state_dict["visited"])
+            self.ran_out = bool(state_dict["ran_out"])
+
+    def config(self) -> dict[str, Any]:
+        return {"drop_last": self.drop_last, "shuffle": self.shuffle}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()

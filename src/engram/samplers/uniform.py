@@ -1,0 +1,49 @@
+"""Uniform over the live rows, with replacement."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engram import _native
+from engram.samplers._base import NativeSampler, check_drawable
+from engram.types import Draw
+
+if TYPE_CHECKING:
+    from engram.types import Extent
+
+__all__ = ["RandomSampler"]
+
+
+class RandomSampler(NativeSampler):
+    """Draws live rows uniformly, independently, with replacement; a batch may be larger than the buffer.
+
+    ``RandomSampler(replacement=False, …)`` makes a :class:`SamplerWithoutReplacement`. On tensor storages drawing and
+    copying are one native call.
+
+    >>> import torch
+    >>> from engram import RandomSampler, ReplayBuffer, LazyTensorStorage
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler())
+    >>> _ = rb.extend(torch.arange(4))
+    >>> rb.sample(100).unique()
+    tensor([0, 1, 2, 3])
+    """
+
+    def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
+        if replacement:
+            if kwargs:
+                raise TypeError(f"RandomSampler: unexpected arguments {sorted(kwargs)} with replacement.")
+            return super().__new__(cls)
+        from engram.samplers.epoch import SamplerWithoutReplacement
+
+        return SamplerWithoutReplacement(**kwargs)
+
+    def __init__(self, *, replacement: bool = True) -> None:
+        pass
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        check_drawable(extent)
+        ranks = torch.empty(batch_size, dtype=torch.int64, device="cpu")
+        _native.uniform(key, extent.size, batch_size, ranks.data_ptr())
+        return Draw(extent.rows(ranks))

@@ -1,0 +1,60 @@
+"""What a storage would take, before it is allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engram.storages._structure import Structure
+from engram.storages.tensor import creation_lines
+
+if TYPE_CHECKING:
+    from engram.format.schema import Field
+
+__all__ = ["StoragePlan", "plan"]
+
+#: Ticket of a row, and the control block of a store with one lane.
+_TICKET = 8
+
+
+class StoragePlan(NamedTuple):
+    """What :func:`plan` found. ``print`` it."""
+
+    capacity: int
+    fields: tuple[Field, ...]
+    row_bytes: int
+    """Bytes of one row."""
+    nbytes: int
+    """Bytes of all rows."""
+    overhead: int
+    """Bytes beside the rows: the store's own words."""
+
+    def __str__(self) -> str:
+        lines = creation_lines(self.fields, self.capacity, lambda field: "/".join(field.key) + ".memmap or RAM")
+        total = f"{self.capacity} rows of {self.row_bytes} bytes: {self.nbytes / 1e6:.3f} MB"
+        return "\n".join([*lines, f"{total}, and {self.overhead / 1e6:.3f} MB beside them"])
+
+
+def plan(example: Any, capacity: int) -> StoragePlan:
+    """What the creation log of a tensor storage would say, before anything is allocated.
+
+    Args:
+        example: one row, as for ``add``.
+        capacity: rows.
+
+    Raises:
+        TypeError, ValueError: the row could not be stored; names the field.
+
+    >>> import torch, engram
+    >>> print(engram.plan({"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "reward": torch.zeros(1)}, 1_000_000))
+    obs: obs.memmap or RAM, 28224.000 MB, shape [1000000, 4, 84, 84] uint8
+    reward: reward.memmap or RAM, 4.000 MB, shape [1000000, 1] float32
+    1000000 rows of 28228 bytes: 28228.000 MB, and 8.045 MB beside them
+    """
+    from engram import _native
+
+    if not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(f"plan: capacity: expected an int of at least 1, got {capacity!r}.")
+    structure = Structure.of(example, batched=False, call="plan")
+    row_bytes = sum(field.row_bytes for field in structure.fields)
+    overhead = capacity * _TICKET + _native.control_bytes(1)
+    return StoragePlan(capacity, structure.fields, row_bytes, row_bytes * capacity, overhead)

@@ -1,0 +1,260 @@
+"""What all storages share: the type, and how an index of the user's becomes rows."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram.errors import RowError
+from engram.types import Extent, Plan, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+__all__ = ["Rows", "Storage"]
+
+
+class Rows(NamedTuple):
+    """An index of the user's, resolved against the live rows."""
+
+    rows: Tensor
+    """int64 ``[B]``."""
+    single: bool = False
+    """The user asked for one row, not for a batch of one."""
+    span: tuple[int, int] | None = None
+    """Rows ``[a, b)``, where the index is a contiguous slice without holes."""
+
+
+class Storage:
+    """Holds what is written. Base class of all storages, for type checks; custom storages are not supported yet.
+
+    A storage may serve several buffers: what is written through one is seen by the samplers of all.
+    """
+
+    #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
+    ndim: int = 1
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._listeners: list[weakref.WeakMethod[Callable[[Write | None, Any], None]]] = []
+
+    # ---- who listens -------------------------------------------------------------------------------------------------
+
+    def attach(self, buffer: Any) -> None:
+        """Let a buffer hear of writes: its ``observe(write, data)`` is called after each. Holds no reference to it."""
+        if all(listener() != buffer.observe for listener in self._listeners):
+            self._listeners.append(weakref.WeakMethod(buffer.observe))
+
+    def detach(self, buffer: Any) -> None:
+        """Stop telling a buffer."""
+        self._listeners = [listener for listener in self._listeners if listener() not in (None, buffer.observe)]
+
+    def notify(self, write: Write | None, data: Any) -> None:
+        """Tell every attached buffer of a write, or of ``empty`` (None)."""
+        for listener in self._listeners:
+            observe = listener()
+            if observe is not None:
+                observe(write, data)
+
+    # ---- what a storage does -----------------------------------------------------------------------------------------
+
+    @property
+    def max_size(self) -> int:
+        """Rows that fit, at most."""
+        raise NotImplementedError
+
+    @property
+    def initialized(self) -> bool:
+        """Whether anything was ever written (memory is allocated then)."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the rows are."""
+        raise NotImplementedError
+
+    @property
+    def lanes(self) -> int:
+        """Rings that the rows are divided into."""
+        return 1
+
+    @property
+    def shape(self) -> torch.Size:
+        """Live slots, then the columns."""
+        return torch.Size([len(self)])
+
+    def extent(self) -> Extent:
+        """What is live now."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def prepare(self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = ()) -> tuple[Any, int]:
+        """Check data and bring it into the form that :meth:`write` takes, with the number of rows. Writes nothing."""
+        raise NotImplementedError
+
+    def write(self, plan: Plan, prepared: Any, n: int) -> Write:
+        """Write prepared rows where a plan says."""
+        raise NotImplementedError
+
+    def edit(self, where: Rows, prepared: Any) -> Write:
+        """Replace live rows. Cursor and length stay."""
+        raise NotImplementedError
+
+    def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[Any, list[int]]:
+        """Copy rows out: ``(what pack takes, positions that moved)``."""
+        raise NotImplementedError
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        """Forget all rows, keep the memory."""
+        raise NotImplementedError
+
+    def numbers_of(self, rows: Tensor) -> Tensor:
+        """Ticket numbers of rows, -1 where there is none."""
+        raise NotImplementedError
+
+    @property
+    def write_count(self) -> int:
+        """Rows written since the last ``empty()``."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the rows take, 0 where that is not known."""
+        return 0
+
+    def counters(self) -> dict[str, int]:
+        """Counters of the store for ``stats()``."""
+        return {"void_rows": 0, "lapped_rows": 0, "redraws": 0}
+
+    def close(self) -> None:
+        """Let go of files and locks. Repeatable."""
+
+    # ---- TorchRL's verbs ---------------------------------------------------------------------------------------------
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write rows by number.
+
+        Args:
+            cursor: an int (``data`` is one row), or a range, list, array or tensor of rows (``data`` is a batch).
+            data: the rows.
+            set_cursor: accepted for compatibility; cursors belong to the store and never move here.
+
+        Raises:
+            IndexError: a row is outside ``[0, max_size)``. Nothing is written.
+        """
+        single = isinstance(cursor, int)
+        prepared, n = self.prepare(data, "set", batched=not single)
+        rows = torch.tensor([cursor]) if single else _to_rows(cursor)
+        if len(rows) != n:
+            raise RuntimeError(f"set: expected as many rows as indices, got {n} rows for {len(rows)} indices.")
+        self.write(Plan(rows=rows), prepared, n)
+
+    def get(self, index: Any) -> tuple[Any, list[int]]:
+        """Rows, and the positions in ``index`` whose row changed during the copy (their data is unspecified)."""
+        where = self.resolve(index)
+        columns, moved = self.read(where.rows)
+        return self.pack(columns, where), moved
+
+    def pack(self, columns: Any, where: Rows) -> Any:
+        """Data in the user's form around what :meth:`read` returned."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.get(index)[0]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        where = self.resolve(index)
+        prepared, n = self.prepare(value, "__setitem__", batched=not where.single)
+        if n != len(where.rows):
+            raise RuntimeError(f"rb[index] = value: expected {len(where.rows)} rows, got {n}.")
+        self.edit(where, prepared)
+
+    def __iter__(self) -> Iterator[Any]:
+        for rank in range(len(self)):
+            yield self[int(self.extent().rows(torch.tensor([rank]))[0])]
+
+    def contains(self, index: int | Tensor) -> bool | Tensor:
+        """Whether rows are live: a bool for an int, a bool tensor of the same shape for a tensor of ints."""
+        if isinstance(index, Tensor):
+            return (self.numbers_of(index.reshape(-1).to("cpu", torch.int64)) >= 0).reshape(index.shape)
+        return bool(self.numbers_of(torch.tensor([operator.index(index)]))[0] >= 0)
+
+    def __contains__(self, index: int | Tensor) -> bool:
+        found = self.contains(index)
+        return bool(found.all()) if isinstance(found, Tensor) else found
+
+    # ---- indices -----------------------------------------------------------------------------------------------------
+
+    def resolve(self, index: Any) -> Rows:
+        """The rows an index means: ints are rows, slices and masks count live rows in row order.
+
+        Raises:
+            RowError: outside the live rows.
+            TypeError: not an index.
+        """
+        if index is Ellipsis or index is None or (isinstance(index, tuple) and not index):
+            index = slice(None)
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if isinstance(index, slice):
+            extent = self.extent()
+            start, stop, step = index.indices(extent.size)
+            ranks = torch.arange(start, stop, step) if step > 0 else torch.tensor(range(start, stop, step))
+            rows = extent.rows(ranks.to(torch.int64))
+            contiguous = step == 1 and (rows is ranks or len(extent.filled) == 1) and extent.holes is None
+            return Rows(rows, span=(start, max(start, stop)) if contiguous else None)
+        if isinstance(index, Tensor | np.ndarray | list | range):
+            mask = torch.as_tensor(np.asarray(index) if not isinstance(index, Tensor) else index).to("cpu")
+            if mask.dtype is torch.bool:
+                extent = self.extent()
+                if mask.shape != (extent.size,):
+                    raise RowError(
+                        f"rb[mask]: expected a mask of the {extent.size} live rows, got shape {list(mask.shape)}."
+                    )
+                return Rows(extent.rows(mask.nonzero().reshape(-1)))
+            return Rows(self._live(_to_rows(index)), single=mask.ndim == 0)
+        try:
+            row = operator.index(index)
+        except TypeError:
+            raise TypeError(
+                "rb[index]: expected an int, slice, mask, or a list, range, array or tensor of ints; "
+                f"got {type(index).__name__}."
+            ) from None
+        return Rows(self._live(torch.tensor([row])), single=True)
+
+    def _live(self, rows: Tensor) -> Tensor:
+        """Rows by number; negative ones count live rows from the end."""
+        if bool((rows < 0).any()):
+            extent = self.extent()
+            ranks = rows + extent.size
+            if bool((ranks < 0).any()):
+                raise RowError(f"rb[index]: expected indices of at least {-extent.size}, got {int(rows.min())}.")
+            rows = torch.where(rows < 0, extent.rows(ranks.clamp(0, max(extent.size - 1, 0))), rows)
+        bad = (self.numbers_of(rows) < 0).nonzero().reshape(-1)
+        if len(bad):
+            raise RowError(
+                f"rb[index]: row {int(rows[bad[0]])} is not live: expected one of the {len(self)} rows that hold data."
+            )
+        return rows
+
+
+def _to_rows(index: Any) -> Tensor:
+    """Rows from a range, list, array or tensor of ints."""
+    rows = index if isinstance(index, Tensor) else torch.as_tensor(np.asarray(index))
+    if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool:
+        if rows.numel():
+            raise TypeError(f"index: expected ints, got {rows.dtype}.")
+    return rows.to("cpu", torch.int64).reshape(-1)
+
+
+def one_or_many(items: Sequence[Any], single: bool) -> Any:
+    """The only item, or all of them."""
+    return items[0] if single else items

@@ -1,0 +1,448 @@
+"""From what a user hands over to columns, and back: nested TensorDicts, tensorclasses, dicts, tuples, one tensor.
+
+The first row fixes the structure. Later data is checked against it leaf by leaf before anything is written, so a write
+either fits completely or changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import is_tensor_collection, is_tensorclass
+from torch import Tensor
+
+from engram.format.schema import DTYPES, Field, Node, Schema, validate_key
+from engram._tensordict import children as entries_of, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["SINGLE", "Structure", "is_batched_collection", "leading_size"]
+
+#: Key of the only field of a storage of plain tensors (TorchRL's name for it, so that its readers know it).
+SINGLE = "_-single-tensor-_"
+
+_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+_FLOATS = tuple(dtype for dtype in _NAMES if dtype.is_floating_point or dtype.is_complex)
+
+
+class Structure:
+    """How a row is put together from fields, with the checks that data must pass."""
+
+    #: Whether columns must be on the CPU; a store on an accelerator takes them from anywhere.
+    on_host = True
+
+    def __init__(self, fields: Sequence[Field], root: Node, types: Mapping[str, type] | None = None) -> None:
+        self.fields = tuple(fields)
+        self.root = root
+        self._types = dict(types or {})
+        self._specs = tuple(
+            (getattr(torch, f.dtype), torch.Size(f.shape), getattr(torch, f.dtype) in _FLOATS) for f in self.fields
+        )
+        self._batch_shapes: dict[int, list[torch.Size]] = {}
+        leaves = list(root.children.values())
+        #: Names of the fields in order, if the structure is one flat TensorDict: the common case has a short path.
+        self._flat = (
+            tuple(root.children)
+            if root.kind == "tensordict" and all(c.kind == "leaf" and c.field == i for i, c in enumerate(leaves))
+            else None
+        )
+
+    # ---- from the first data -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, data: Any, *, batched: bool, call: str) -> Structure:
+        """The structure of a first row, or of a first batch of rows.
+
+        Raises:
+            TypeError: a leaf that is no tensor or array, or a dtype that cannot be stored; names the field.
+            ValueError: a key that cannot be stored.
+        """
+        builder = _Builder(batched=batched, call=call)
+        root = builder.node(data, ())
+        if not builder.fields:
+            raise TypeError(f"{call}: expected at least one tensor, got {_describe(data)}.")
+        return cls(builder.fields, root, builder.types)
+
+    @classmethod
+    def from_schema(cls, schema: Schema) -> Structure:
+        """The structure of a stored schema.
+
+        Raises:
+            TypeError: it names a tensorclass or namedtuple that this program has not defined.
+        """
+        types: dict[str, type] = {}
+        _find_types(schema.structure, types)
+        return cls(schema.fields, schema.structure, types)
+
+    # ---- data to columns ---------------------------------------------------------------------------------------------
+
+    def flatten(self, data: Any, n: int | None, call: str, ignored: Iterable[str] = ()) -> list[Tensor]:
+        """Columns of a row (``n`` None) or of ``n`` rows: contiguous, on the CPU or where they were.
+
+        Args:
+            data: must have this structure.
+            n: rows, or None for one row without batch dimension.
+            call: name of the public call, for messages.
+            ignored: entries of the root that may be there without being stored.
+
+        Returns:
+            One tensor per field, ``[n, *shape]`` or ``[*shape]``; the user's own memory where it was contiguous already.
+
+        Raises:
+            KeyError: a field is missing or unknown.
+            RuntimeError: a shape or dtype differs from the first row's.
+            TypeError: a leaf is no tensor or array, or data is of another kind than the first row.
+        """
+        if n is None:
+            shapes = None
+        else:
+            shapes = self._batch_shapes.get(n)
+            if shapes is None:
+                if len(self._batch_shapes) > 64:
+                    self._batch_shapes.clear()
+                shapes = self._batch_shapes[n] = [torch.Size((n, *shape)) for _, shape, _ in self._specs]
+        if self._flat is not None and is_tensor_collection(data) and not is_tensorclass(data):
+            source = entries_of(data)
+            if len(source) == len(self._flat):
+                try:
+                    return [
+                        self._leaf(i, source[name], self._specs[i][1] if shapes is None else shapes[i], call)
+                        for i, name in enumerate(self._flat)
+                    ]
+                except KeyError:
+                    pass  # the general path says which key is missing
+        out: list[Tensor | None] = [None] * len(self.fields)
+        self._walk(self.root, data, shapes, out, call, (), frozenset(ignored))
+        return [column for column in out if column is not None]
+
+    def column(self, i: int, value: Any, n: int, *, single: bool, call: str) -> Tensor:
+        """Values ``[n, *shape]`` for one field; for a single row ``[*shape]`` will do."""
+        field = self.fields[i]
+        value = value if isinstance(value, Tensor) else _as_tensor(value, field.key, call)
+        if single and value.shape == field.shape:
+            value = value.unsqueeze(0)
+        return self._leaf(i, value, torch.Size((n, *field.shape)), call)
+
+    def _leaf(self, i: int, value: Any, expected: torch.Size, call: str) -> Tensor:
+        if not isinstance(value, Tensor):
+            value = _as_tensor(value, self.fields[i].key, call)
+        dtype, _, is_float = self._specs[i]
+        if value.dtype is not dtype or value.shape != expected:
+            raise RuntimeError(self._mismatch(i, value, expected, call))
+        if not value.is_cpu and self.on_host:
+            value = value.cpu()
+        if is_float and (value.is_neg() or value.is_conj()):
+            value = value.resolve_conj().resolve_neg()
+        if not value.is_contiguous():
+            value = value.contiguous()
+        return value
+
+    def _mismatch(self, i: int, value: Tensor, expected: torch.Size, call: str) -> str:
+        field = self.fields[i]
+        message = (
+            f"{call}: field {field.name}: expected shape {list(expected)} {field.dtype} as in the first row, "
+            f"got {list(value.shape)} {str(value.dtype).removeprefix('torch.')}."
+        )
+        row = torch.Size(field.shape)
+        if value.dtype is not self._specs[i][0]:
+            return message + f" Convert it with .to(torch.{field.dtype})."
+        if call == "add" and value.shape[1:] == row:
+            return message + f" It looks like a batch of {value.shape[0]} rows: did you mean extend()?"
+        if call == "extend" and value.shape == row:
+            return message + " It looks like one row: did you mean add()?"
+        if value.numel() == expected.numel():
+            return message + f" Use .reshape({list(expected)})."
+        return message
+
+    def _walk(
+        self,
+        node: Node,
+        value: Any,
+        shapes: list[torch.Size] | None,
+        out: list[Tensor | None],
+        call: str,
+        path: tuple[str, ...],
+        ignored: frozenset[str],
+    ) -> None:
+        if node.kind == "leaf":
+            shape = self._specs[node.field][1] if shapes is None else shapes[node.field]
+            out[node.field] = self._leaf(node.field, value, shape, call)
+            return
+        source = _children(node.kind, value)
+        if source is None:
+            raise TypeError(
+                f"{call}: {_at(path)}: expected a {node.kind} as in the first row, got {_describe(value)}."
+            )
+        extra = [key for key in source if key not in node.children and key not in ignored]
+        missing = [key for key in node.children if key not in source]
+        if extra or missing:
+            raise KeyError(
+                f"{call}: {_at(path)}: expected the fields of the first row, {list(node.children)}; "
+                f"got {list(source)} (missing {missing}, unknown {extra}). Write the same fields in every row."
+            )
+        for key, child in node.children.items():
+            self._walk(child, source[key], shapes, out, call, (*path, key), frozenset())
+
+    # ---- columns to data ---------------------------------------------------------------------------------------------
+
+    def unflatten(
+        self,
+        columns: Sequence[Tensor],
+        batch: torch.Size,
+        device: torch.device | None = None,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Data of this structure around columns ``[*batch, *shape]``. No copy. ``extra`` joins the root's entries."""
+        if self._flat is not None:
+            source: dict[str, Any] = dict(zip(self._flat, columns, strict=True))
+            if extra:
+                source.update(extra)
+            return wrap(source, batch + torch.Size(self.root.batch) if self.root.batch else batch, device)
+        return self._build(self.root, columns, batch, device, extra)
+
+    def _build(
+        self,
+        node: Node,
+        columns: Sequence[Tensor],
+        batch: torch.Size,
+        device: torch.device | None,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        if node.kind == "leaf":
+            return columns[node.field]
+        source = {key: self._build(child, columns, batch, device) for key, child in node.children.items()}
+        if extra:
+            source.update(extra)
+        match node.kind:
+            case "dict":
+                return source
+            case "tuple":
+                return tuple(source.values())
+            case "list":
+                return list(source.values())
+            case "namedtuple":
+                return self._types[node.type](*source.values())
+        td = wrap(source, batch + torch.Size(node.batch), device)
+        if node.kind == "tensorclass":
+            return self._types[node.type].from_tensordict(td)  # type: ignore[attr-defined]
+        return td
+
+    def field_of(self, key: Any) -> int | None:
+        """Number of the field under a key (``"a"`` or ``("next", "reward")``), or None."""
+        path = (key,) if isinstance(key, str) else tuple(key)
+        for i, field in enumerate(self.fields):
+            if field.key == path:
+                return i
+        return None
+
+    @property
+    def is_tensordict(self) -> bool:
+        """Whether a row is a plain TensorDict."""
+        return self.root.kind == "tensordict"
+
+
+class _Builder:
+    """Walks the first data and notes what it sees."""
+
+    def __init__(self, *, batched: bool, call: str) -> None:
+        self.batched = batched
+        self.call = call
+        self.fields: list[Field] = []
+        self.types: dict[str, type] = {}
+
+    def node(self, value: Any, path: tuple[str, ...]) -> Node:
+        if isinstance(value, Tensor) and not is_tensor_collection(value) or _is_array(value):
+            return self._leaf(value, path)
+        kind = _kind(value)
+        source = None if kind is None else _children(kind, value)
+        if kind is None or source is None:
+            raise TypeError(
+                f"{self.call}: {_at(path)}: expected a tensor or an array, got {_describe(value)}. "
+                "Use torch.as_tensor(…), or a ListStorage for other objects."
+            )
+        children = {}
+        for key, child in source.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{self.call}: {_at(path)}: expected keys that are strings, got {key!r}.")
+            validate_key((*path, key))
+            children[key] = self.node(child, (*path, key))
+        batch: tuple[int, ...] = ()
+        if kind in ("tensordict", "tensorclass"):
+            batch = tuple(value.batch_size[1:] if self.batched else value.batch_size)
+        type_name = ""
+        if kind in ("tensorclass", "namedtuple"):
+            type_name = _type_name(type(value))
+            self.types[type_name] = type(value)
+        return Node(kind=kind, children=children, type=type_name, batch=batch)
+
+    def _leaf(self, value: Any, path: tuple[str, ...]) -> Node:
+        key = path or (SINGLE,)
+        value = value if isinstance(value, Tensor) else _as_tensor(value, key, self.call)
+        if value.dtype not in _NAMES:
+            raise TypeError(
+                f"{self.call}: {_at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
+            )
+        if value.layout is not torch.strided or value.is_nested:
+            raise TypeError(f"{self.call}: {_at(path)}: expected a dense tensor, got a {value.layout} one.")
+        shape = tuple(value.shape[1:] if self.batched else value.shape)
+        self.fields.append(Field(key=key, dtype=_NAMES[value.dtype], shape=shape))
+        return Node(kind="leaf", field=len(self.fields) - 1)
+
+
+# ---- kinds of containers -----------------------------------------------------------------------------------------------
+
+
+def _kind(value: Any) -> Any:
+    if is_tensorclass(value):
+        return "tensorclass" if not _is_non_tensor(value) else None
+    if is_tensor_collection(value):
+        return "tensordict"
+    if isinstance(value, dict):
+        return "dict"
+    if isinstance(value, tuple):
+        return "namedtuple" if hasattr(value, "_fields") else "tuple"
+    if isinstance(value, list):
+        return "list"
+    return None
+
+
+def _is_non_tensor(value: Any) -> bool:
+    return type(value).__name__ in ("NonTensorData", "NonTensorStack")
+
+
+def _children(kind: str, value: Any) -> Mapping[str, Any] | None:
+    """The entries of a container if it is of this kind, else None."""
+    if _kind(value) != kind:
+        return None
+    match kind:
+        case "tensordict":
+            return entries_of(value)
+        case "tensorclass":
+            return {key: getattr(value, key) for key in type(value).__dataclass_fields__}
+        case "dict":
+            mapping: Mapping[str, Any] = value
+            return mapping
+        case _:
+            return {str(i): child for i, child in enumerate(value)}
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic)
+
+
+def _as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
+    if not _is_array(value):
+        raise TypeError(
+            f"{call}: {_at(key)}: expected a tensor or an array, got {_describe(value)}. "
+            "Use torch.as_tensor(…), or a ListStorage for other objects."
+        )
+    array = np.asarray(value)
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    try:
+        with torch.device("cpu"):
+            return torch.from_numpy(array)
+    except TypeError as error:
+        raise TypeError(f"{call}: {_at(key)}: an array of {array.dtype} cannot be stored.") from error
+
+
+def _at(path: tuple[str, ...]) -> str:
+    if not path or path == (SINGLE,):
+        return "data"
+    return f"field {path[0]!r}" if len(path) == 1 else f"field {path}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    if is_tensor_collection(value):
+        return f"a {type(value).__name__} of batch size {list(value.batch_size)}"
+    return f"{type(value).__name__} {value!r:.40}"
+
+
+def is_batched_collection(data: Any) -> bool:
+    """Whether data is a TensorDict or tensorclass with a batch dimension."""
+    return bool(is_tensor_collection(data)) and len(data.batch_size) > 0
+
+
+def leading_size(data: Any, call: str) -> int:
+    """Rows of a batch: the size that all leaves have first.
+
+    Raises:
+        TypeError: data without a batch dimension.
+        RuntimeError: leaves of different leading sizes, or no rows.
+    """
+    if is_tensor_collection(data):
+        if not data.batch_size:
+            raise TypeError(
+                f"{call}: expected a batch of rows, got {_describe(data)}: one row. Did you mean add()?"
+            )
+        n = int(data.batch_size[0])
+    else:
+        sizes: dict[int, tuple[str, ...]] = {}
+        _leading_sizes(data, (), sizes, call)
+        if len(sizes) > 1:
+            listed = ", ".join(f"{_at(path)} has {size}" for size, path in sizes.items())
+            raise RuntimeError(f"{call}: expected the same number of rows in every leaf, but {listed}.")
+        if not sizes:
+            raise TypeError(f"{call}: expected at least one tensor, got {_describe(data)}.")
+        n = next(iter(sizes))
+    if n == 0:
+        raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
+    return n
+
+
+def _leading_sizes(data: Any, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str) -> None:
+    if is_tensor_collection(data):
+        if not data.batch_size:
+            raise TypeError(f"{call}: {_at(path)}: expected a batch of rows, got {_describe(data)}. Did you mean add()?")
+        sizes.setdefault(int(data.batch_size[0]), path)
+    elif isinstance(data, Tensor) or _is_array(data):
+        if data.ndim == 0:
+            raise TypeError(
+                f"{call}: {_at(path)}: expected a batch of rows, got a scalar without dimensions. Did you mean add()?"
+            )
+        sizes.setdefault(int(data.shape[0]), path)
+    else:
+        kind = _kind(data)
+        source = None if kind is None else _children(kind, data)
+        if source is None:
+            raise TypeError(f"{call}: {_at(path)}: expected a tensor or an array, got {_describe(data)}.")
+        for key, child in source.items():
+            _leading_sizes(child, (*path, str(key)), sizes, call)
+
+
+# ---- classes named by a stored structure -------------------------------------------------------------------------------
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _find_types(node: Node, types: dict[str, type]) -> None:
+    if node.type and node.type not in types:
+        types[node.type] = _find_type(node)
+    for child in node.children.values():
+        _find_types(child, types)
+
+
+def _find_type(node: Node) -> type:
+    """A class that the program has defined already. A name found in a file never makes us import anything."""
+    module_name, _, qualname = node.type.partition(":")
+    found: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
+    fits = isinstance(found, type) and (
+        is_tensorclass(found) if node.kind == "tensorclass" else issubclass(found, tuple) and hasattr(found, "_fields")
+    )
+    if not fits:
+        raise TypeError(
+            f"open: the rows are of the {node.kind} {qualname!r}, which this program has not defined. "
+            f"Import it first (it was defined in module {module_name!r})."
+        )
+    cls: type = found
+    return cls

@@ -1,0 +1,185 @@
+"""Any Python objects, in a list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import is_tensor_collection
+from torch import Tensor
+
+from engram._later import refuse
+from engram.errors import RowError
+from engram.storages._base import Rows, Storage, one_or_many
+from engram.types import Extent, Plan, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["ListStorage"]
+
+
+class ListStorage(Storage):
+    """A list of arbitrary objects: ragged tensors, strings, whole trajectories.
+
+    ``extend`` takes a list, a tuple, or a tensor, array or TensorDict, whose rows become the items. Items are stored as
+    they are, tensors detached: a later change of the object shows.
+
+    Args:
+        max_size: rows, or None: the buffer's ``size``, else unbounded.
+        device: where tensors and TensorDicts are moved when they are written, or None.
+
+    Raises:
+        ValueError: ``max_size`` below 1.
+
+    >>> from engram import ListStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=ListStorage(10), collate_fn=list)
+    >>> rb.extend(["a", "bc"])
+    tensor([0, 1])
+    >>> rb[1]
+    'bc'
+    """
+
+    def __init__(
+        self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: Any
+    ) -> None:
+        refuse("ListStorage", later, {"compilable": "tracing through torch.compile"})
+        super().__init__()
+        if max_size is not None and max_size < 1:
+            raise ValueError(f"ListStorage: max_size: expected at least 1 row, got {max_size}.")
+        self._max_size = max_size
+        self._device = None if device is None else torch.device(device)
+        self._items: list[Any] = []
+        self._numbers: list[int] = []
+        self._next = 1
+        self._cursor = 0
+        self._write_count = 0
+
+    def bound(self, size: int) -> None:
+        """Take a buffer's size as the limit of a storage that has none."""
+        if self._max_size is None:
+            self._max_size = size
+
+    @property
+    def max_size(self) -> int:
+        return self._max_size if self._max_size is not None else torch.iinfo(torch.int64).max
+
+    @property
+    def initialized(self) -> bool:
+        return True
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._device
+
+    @property
+    def write_count(self) -> int:
+        return self._write_count
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def extent(self) -> Extent:
+        return Extent(self.max_size, (len(self._items),), (self._cursor % self.max_size,))
+
+    def prepare(self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = ()) -> tuple[list[Any], int]:
+        items = self._split(data, call) if batched else [data]
+        if not items:
+            raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
+        return [self._stored(item) for item in items], len(items)
+
+    def _split(self, data: Any, call: str) -> list[Any]:
+        if isinstance(data, list | tuple):
+            return list(data)
+        if is_tensor_collection(data) and data.batch_size:
+            return list(data.unbind(0))
+        if isinstance(data, Tensor | np.ndarray) and data.ndim:
+            return list(data)
+        raise TypeError(
+            f"{call}: expected a list of items, or a tensor, array or TensorDict with a batch dimension, "
+            f"got {type(data).__name__}. Did you mean add()?"
+        )
+
+    def _stored(self, item: Any) -> Any:
+        if isinstance(item, Tensor) or is_tensor_collection(item):
+            item = item.detach()
+            return item if self._device is None else item.to(self._device)
+        return item
+
+    def write(self, plan: Plan, prepared: list[Any], n: int) -> Write:
+        with self._lock:
+            if plan.rows is not None:
+                rows = plan.rows.tolist()
+                length = len(self._items)
+                for row in rows:
+                    if not 0 <= row < self.max_size:
+                        raise RowError(f"write: row {row} is outside [0, {self.max_size}).")
+                    if row > length:
+                        raise RuntimeError(
+                            f"write: row {row}: expected at most {length}, the next row: a list cannot have a gap."
+                        )
+                    length = max(length, row + 1)
+            else:
+                _check_lane(plan.lane)
+                rows = [(self._cursor + i) % self.max_size for i in range(n)]
+                self._cursor += n
+            numbers = self._put(rows, prepared)
+            self._write_count += n
+        return Write(torch.tensor(rows), numbers)
+
+    def _put(self, rows: list[int], items: list[Any]) -> Tensor:
+        first = self._next
+        self._next += len(items)
+        for i, (row, item) in enumerate(zip(rows, items, strict=True)):
+            if row == len(self._items):
+                self._items.append(item)
+                self._numbers.append(first + i)
+            else:
+                self._items[row] = item
+                self._numbers[row] = first + i
+        return torch.arange(first, self._next)
+
+    def edit(self, where: Rows, prepared: list[Any]) -> Write:
+        with self._lock:
+            return Write(where.rows, self._put(where.rows.tolist(), prepared))
+
+    def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[Any], list[int]]:
+        items = self._items
+        try:
+            return [items[row] for row in rows.tolist()], []
+        except IndexError as error:
+            raise RowError(f"read: expected rows in [0, {len(items)}), got {int(rows.max())}.") from error
+
+    def pack(self, columns: list[Any], where: Rows) -> Any:
+        return one_or_many(columns, where.single)
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        with self._lock:
+            self._items.clear()
+            self._numbers.clear()
+            self._next += 1
+            self._cursor = 0
+            if not keep_write_count:
+                self._write_count = 0
+
+    def numbers_of(self, rows: Tensor) -> Tensor:
+        numbers = self._numbers
+        return torch.tensor([numbers[row] if 0 <= row < len(numbers) else -1 for row in rows.tolist()], dtype=torch.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_listeners")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        bound = "unbounded" if self._max_size is None else f"{self._max_size}"
+        return f"ListStorage(size={len(self)}/{bound})"
+
+
+def _check_lane(lane: int | Tensor | None) -> None:
+    lanes = lane if isinstance(lane, Tensor) else torch.tensor([lane or 0])
+    if bool((lanes != 0).any()):
+        raise RowError(f"lane: expected 0, a ListStorage has one lane; got {int(lanes.abs().max())}.")

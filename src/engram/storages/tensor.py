@@ -1,0 +1,534 @@
+"""Rows as columns of tensors, in RAM or on an accelerator."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import is_tensor_collection
+from torch import Tensor
+
+from engram._later import refuse
+from engram.errors import RowError
+from engram.format.schema import Schema
+from engram.storages._base import Rows, Storage
+from engram.storages._structure import Structure, is_batched_collection, leading_size
+from engram.store import DeviceStore, Store
+from engram.types import Extent, Plan, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from engram.format.schema import Field
+
+__all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines"]
+
+_LATER = {
+    "compilable": "tracing through torch.compile",
+    "consolidated": "a storage that keeps one block of memory",
+    "shared_init": "rb.share()",
+    "cleanup_memmap": "rb.share()",
+}
+
+
+def creation_lines(fields: Sequence[Field], capacity: int, where: Any) -> list[str]:
+    """One line per field of a store to be: key, place, MB, shape. ``where(field)`` is a path or ``RAM``."""
+    return [
+        f"{field.name}: {where(field)}, {field.row_bytes * capacity / 1e6:.3f} MB, "
+        f"shape {[capacity, *field.shape]} {field.dtype}"
+        for field in fields
+    ]
+
+
+def announce(lines: Sequence[str]) -> None:
+    """Log at INFO to ``engram``; shown on stderr unless the program configured logging or silenced that logger."""
+    logger = logging.getLogger("engram")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("engram: %(message)s"))
+        logger.addHandler(handler)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+    for line in lines:
+        logger.info("%s", line)
+
+
+class TensorStorage(Storage):
+    """Around data that exists already: full from the start, without a copy where its memory allows.
+
+    Args:
+        storage: a tensor, TensorDict, tensorclass, or a nested dict or tuple of tensors or arrays, ``[C, ...]``. Its
+            memory becomes the storage's: writes to the buffer change it. Leaves that are not contiguous are copied.
+        max_size: ``C``, or None.
+        device: where the rows are to be; ``"auto"``: where the data is.
+        ndim: leading dimensions that index rows; of ``[T, *columns, ...]`` each ``[t, *column]`` is a row.
+        lanes: rings that the rows are divided into.
+
+    Raises:
+        ValueError: ``max_size`` is not the data's, or both are None; ``lanes`` does not divide it.
+        TypeError: a leaf is no tensor or array.
+
+    >>> import torch
+    >>> from engram import ReplayBuffer, TensorStorage
+    >>> rb = ReplayBuffer(storage=TensorStorage({"a": torch.arange(4)}))
+    >>> len(rb), rb[3]["a"]
+    (4, tensor(3))
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        max_size: int | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        lanes: int = 1,
+        **later: Any,
+    ) -> None:
+        refuse(type(self).__name__, later, _LATER)
+        if storage is None:
+            raise ValueError("TensorStorage: expected data, got None. LazyTensorStorage(max_size) allocates its own.")
+        capacity = leading_size(_merge(storage, ndim, "TensorStorage"), "TensorStorage")
+        size = capacity if ndim == 1 else leading_size(storage, "TensorStorage")
+        if max_size is not None and max_size not in (size, capacity):
+            raise ValueError(f"TensorStorage: max_size: expected {size}, the size of the data, got {max_size}.")
+        self._configure(capacity, device=device, ndim=ndim, lanes=lanes)
+        if capacity != self._capacity:
+            raise ValueError(f"TensorStorage: lanes: expected a divisor of the {capacity} rows, got {lanes}.")
+        rows = _merge(storage, ndim, "TensorStorage")
+        structure = Structure.of(rows, batched=True, call="TensorStorage")
+        if self._device_argument == "auto":
+            self._device = _device_of(rows)
+        structure.on_host = self._device.type == "cpu"
+        columns = structure.flatten(rows, capacity, "TensorStorage")
+        schema = self._schema(structure, _columns(storage, ndim))
+        if structure.on_host:
+            store = Store.around(schema, [column.detach() for column in columns])
+        else:
+            store = DeviceStore.on(schema, self._device)
+            store.write(Plan(lane=0), columns, capacity)
+            store.core.write_count = 0
+        self._adopt(store, structure)
+
+    # ---- set-up --------------------------------------------------------------------------------------------------------
+
+    def _configure(self, max_size: int, *, device: torch.device | str, ndim: int, lanes: int) -> None:
+        super().__init__()
+        name = type(self).__name__
+        for argument, value in (("max_size", max_size), ("ndim", ndim), ("lanes", lanes)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}: {argument}: expected an int, got {type(value).__name__}.")
+            if value < 1:
+                raise ValueError(f"{name}: {argument}: expected at least 1, got {value}.")
+        if lanes > max_size:
+            raise ValueError(f"{name}: lanes: expected at most max_size={max_size}, got {lanes}.")
+        if lanes > 1 and ndim > 1:
+            raise ValueError(f"{name}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}.")
+        self._device_argument = str(device)
+        self._device = torch.device("cpu" if device == "auto" else device)
+        self.ndim = ndim
+        self._lanes = lanes
+        self._requested = max_size
+        self._capacity = max_size // lanes * lanes
+        self._store: Store | None = None
+        self._structure: Structure | None = None
+
+    def _schema(self, structure: Structure, columns: tuple[int, ...]) -> Schema:
+        width = math.prod(columns)
+        capacity = -(-self._capacity // width) * width  # rounded up to whole slots
+        schema = Schema(capacity, self._lanes, columns, structure.fields, structure.root)
+        schema.validate()
+        return schema
+
+    def _adopt(self, store: Store, structure: Structure) -> None:
+        structure.on_host = store.device.type == "cpu"
+        self._structure = structure
+        self._capacity = store.capacity
+        self._device = store.device
+        self._store = store
+
+    def _initialize(self, data: Any, call: str, *, batched: bool) -> None:
+        """Make the store for a first row, or a first batch of rows ``[n, ...]`` (columns merged)."""
+        raise RuntimeError(f"{call}: the storage has no memory.")
+
+    # ---- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store:
+        """The store.
+
+        Raises:
+            RuntimeError: nothing was ever written, so none was allocated.
+        """
+        if self._store is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: nothing was ever written: its memory is allocated by the first add or extend."
+            )
+        return self._store
+
+    @property
+    def structure(self) -> Structure:
+        """How rows are put together. As :attr:`store`, there from the first write on."""
+        self.store  # noqa: B018 - raises where there is none
+        assert self._structure is not None
+        return self._structure
+
+    @property
+    def initialized(self) -> bool:
+        return self._store is not None
+
+    @property
+    def max_size(self) -> int:
+        return self._capacity
+
+    @property
+    def requested_size(self) -> int:
+        """The ``max_size`` it was made with; capacity differs where lanes or columns do not divide it."""
+        return self._requested
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._device
+
+    @property
+    def lanes(self) -> int:
+        return self._lanes
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Sizes of the row dimensions after the first; empty if ``ndim`` is 1."""
+        return () if self._store is None else self._store.schema.columns
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([len(self) // math.prod(self.columns), *self.columns])
+
+    @property
+    def write_count(self) -> int:
+        if self._store is None:
+            return 0
+        return int(self._store.core.write_count) // math.prod(self.columns)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._store is None else self._store.nbytes
+
+    def counters(self) -> dict[str, int]:
+        if self._store is None:
+            return super().counters()
+        core = self._store.core
+        return {"void_rows": core.void_rows, "lapped_rows": core.lapped_rows, "redraws": core.redraws}
+
+    def __len__(self) -> int:
+        return 0 if self._store is None else int(self._store.core.size())
+
+    def extent(self) -> Extent:
+        if self._store is None:
+            length = self._capacity // self._lanes
+            return Extent(self._capacity, (0,) * self._lanes, tuple(k * length for k in range(self._lanes)))
+        return self._store.extent()
+
+    @property
+    def _storage(self) -> Any:
+        """All rows, as TorchRL's collectors look for them; None before the first write."""
+        return None if self._store is None else self._view(0, self._store.capacity)
+
+    # ---- writing -------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = ()
+    ) -> tuple[list[Tensor], int]:
+        if batched and isinstance(data, list):
+            data = _stack(data, call)
+        if self.ndim > 1:
+            columns = _columns(data, self.ndim) if batched else _slot_columns(data, self.ndim, call)
+            data = _merge(data, self.ndim, call) if batched else _merge_slot(data, self.ndim)
+            batched = True
+            if self._store is not None and columns != self.columns:
+                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
+        n = leading_size(data, call) if batched else 1
+        if self._structure is None:
+            with self._lock:
+                if self._structure is None:
+                    if ignored and is_tensor_collection(data):
+                        data = data.exclude(*ignored)
+                    self._first_columns = columns if self.ndim > 1 else ()
+                    self._initialize(data, call, batched=batched)
+        assert self._structure is not None
+        return self._structure.flatten(data, n if batched else None, call, ignored), n
+
+    def add_row(self, lane: int, data: Any, ignored: Iterable[str]) -> tuple[int, int]:
+        """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``."""
+        if self._store is None or self.ndim > 1:
+            columns, n = self.prepare(data, "add", batched=False, ignored=ignored)
+            if n > 1 or self.ndim > 1:
+                raise RuntimeError("add: a slot of several columns is not one row.")
+        else:
+            columns = self._structure.flatten(data, None, "add", ignored)  # type: ignore[union-attr]
+        return self._store.append_row(lane, columns)  # type: ignore[union-attr]
+
+    def write(self, plan: Plan, prepared: list[Tensor], n: int) -> Write:
+        store = self.store
+        if isinstance(plan.lane, int) and not 0 <= plan.lane < self._lanes:
+            raise RowError(f"lane: expected a lane in [0, {self._lanes}), got {plan.lane}.")
+        if isinstance(plan.lane, Tensor):
+            lane = plan.lane
+            if lane.shape != (n,):
+                raise RuntimeError(f"lane: expected one lane per row, [{n}], got {list(lane.shape)}.")
+            if bool(((lane < 0) | (lane >= self._lanes)).any()):
+                raise RowError(f"lane: expected lanes in [0, {self._lanes}), got {lane.tolist()[:8]}….")
+        if plan.rows is not None and plan.rows.shape != (n,):
+            raise RuntimeError(f"write: expected one index per row, [{n}], got {list(plan.rows.shape)}.")
+        return store.write(plan, prepared, n)
+
+    def edit(self, where: Rows, prepared: list[Tensor]) -> Write:
+        return self.store.edit(where.rows, range(len(self.structure.fields)), prepared)
+
+    def edit_fields(self, where: Rows, entries: Mapping[tuple[str, ...], Any], call: str) -> Write:
+        """Replace some fields of live rows; everything is checked before anything is written.
+
+        Raises:
+            KeyError: no such field.
+            RuntimeError: shape or dtype differ from the field's.
+        """
+        structure = self.structure
+        which, columns = [], []
+        for key, value in entries.items():
+            number = structure.field_of(key)
+            if number is None:
+                raise KeyError(
+                    f"{call}: expected a stored field, one of {[f.name for f in structure.fields]}, got {key}."
+                )
+            which.append(number)
+            columns.append(structure.column(number, value, len(where.rows), single=where.single, call=call))
+        return self.store.edit(where.rows, which, columns)
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        if self._store is not None:
+            self._store.empty(keep_write_count=keep_write_count)
+
+    # ---- reading -------------------------------------------------------------------------------------------------------
+
+    def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[Tensor], list[int]]:
+        return self.store.read(rows, expected=expected)
+
+    def sample_uniform(self, key: int, n: int) -> tuple[list[Tensor], Tensor]:
+        """Draw and copy in one native call: ``(columns, rows)``."""
+        return self.store.sample_uniform(key, n)
+
+    def pack(self, columns: Sequence[Tensor], where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
+        structure = self.structure
+        if where.single:
+            columns = [column[0] for column in columns]
+            extra = None if extra is None else {key: value[0] for key, value in extra.items()}
+        batch = torch.Size(()) if where.single else where.rows.shape
+        return structure.unflatten(columns, batch, self._td_device, extra)
+
+    @property
+    def _td_device(self) -> torch.device:
+        return self._device
+
+    def batch(self, columns: Sequence[Tensor], n: int, extra: dict[str, Tensor] | None = None) -> Any:
+        """A sampled batch of ``n`` rows around columns. No copy."""
+        return self._structure.unflatten(columns, torch.Size((n,)), self._device, extra)  # type: ignore[union-attr]
+
+    def slice(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
+        """Rows ``[start, stop)`` as live views: a writer at work shows through, nothing is checked."""
+        return self._view(start, stop, extra)
+
+    def _view(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
+        columns = [tensor[start:stop] for tensor in self.store.tensors]
+        return self.structure.unflatten(columns, torch.Size((stop - start,)), self._device, extra)
+
+    def grid(self) -> Any:
+        """``ndim > 1``: live views of all whole slots in the layout of ``extend``, ``[*columns, time]``."""
+        slots = len(self) // math.prod(self.columns)
+        shape = (slots, *self.columns)
+        columns = []
+        for tensor in self.store.tensors:
+            laid_out = tensor[: math.prod(shape)].reshape(*shape, *tensor.shape[1:])
+            columns.append(laid_out.movedim(0, self.ndim - 1))
+        return self.structure.unflatten(columns, torch.Size((*self.columns, slots)), self._device)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows by number; zeros for a row that is allocated but unwritten (a buffer raises there)."""
+        if self.ndim == 1 and isinstance(index, int) and 0 <= index < self._capacity:
+            self.store  # noqa: B018 - raises where there is none
+            return self.pack(self.read(torch.tensor([index]))[0], Rows(torch.tensor([index]), single=True))
+        where = self.resolve(index)
+        if where.span is not None:
+            return self.slice(*where.span)
+        return super().__getitem__(index)
+
+    def numbers_of(self, rows: Tensor) -> Tensor:
+        if self._store is None:
+            return torch.full_like(rows, -1)
+        return self._store.numbers_of(rows)
+
+    def flatten(self) -> TensorStorage:
+        """A storage with ``ndim`` 1 around the same rows, slot after slot."""
+        if self.ndim == 1:
+            return self
+        flat = TensorStorage.__new__(TensorStorage)
+        flat._configure(self._capacity, device=self._device, ndim=1, lanes=1)
+        flat._adopt(self.store, self.structure)
+        return flat
+
+    # ---- copies and text -----------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_listeners")}
+        if self._store is not None:
+            state["_store"] = self._store.detached()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        saved = state.pop("_store", None)
+        self.__dict__.update(state)
+        self._store = None if saved is None else Store.reattach(saved)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def __repr__(self) -> str:
+        lanes = f", lanes={self._lanes}" if self._lanes > 1 else ""
+        asked = f", max_size={self._requested} asked" if self._requested != self._capacity else ""
+        fields = "not allocated yet" if self._structure is None else f"{len(self._structure.fields)} fields"
+        return f"{type(self).__name__}(size={len(self)}/{self._capacity}{lanes}{asked}, {fields}, {self._device})"
+
+
+class LazyTensorStorage(TensorStorage):
+    """RAM, or memory of an accelerator, allocated at the first write and shaped after its first row.
+
+    Creation logs, per key, where it is, MB and shape. RAM is taken page by page, as rows are written.
+
+    Args:
+        max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.
+        device: ``"cpu"``, an accelerator, or ``"auto"``: that of the first row.
+        ndim: leading dimensions of the data that index rows; ``extend`` takes ``[*columns, T, ...]``.
+        lanes: rings of consecutive rows, each with a cursor of its own.
+
+    Raises:
+        ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000))
+    >>> rb.extend(torch.arange(6.).reshape(3, 2))
+    tensor([0, 1, 2])
+    >>> rb.sample(128).shape
+    torch.Size([128, 2])
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        lanes: int = 1,
+        **later: Any,
+    ) -> None:
+        refuse(type(self).__name__, later, _LATER)
+        self._configure(max_size, device=device, ndim=ndim, lanes=lanes)
+
+    def _initialize(self, data: Any, call: str, *, batched: bool) -> None:
+        if call == "add" and is_batched_collection(data) and not batched:
+            import warnings
+
+            warnings.warn(
+                f"add: the first row is a TensorDict of batch size {list(data.batch_size)}; it is stored as one row of "
+                "that shape. If it is a batch of rows, use extend().",
+                stacklevel=4,
+            )
+        structure = Structure.of(data, batched=batched, call=call)
+        if self._device_argument == "auto":
+            self._device = _device_of(data)
+        schema = self._schema(structure, self._first_columns)
+        self._adopt(self._allocate(schema), structure)
+
+    def _allocate(self, schema: Schema) -> Store:
+        place = "RAM" if self._device.type == "cpu" else str(self._device)
+        store = Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
+        announce(creation_lines(schema.fields, schema.capacity, lambda _: place))
+        return store
+
+
+# ---- layouts of ndim > 1 -----------------------------------------------------------------------------------------------
+
+
+def _map(data: Any, change: Any) -> Any:
+    """Apply ``change`` to every tensor or TensorDict of a pytree."""
+    if isinstance(data, dict):
+        return {key: _map(value, change) for key, value in data.items()}
+    if isinstance(data, tuple) and not isinstance(data, torch.Size):
+        values = [_map(value, change) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
+    if is_tensor_collection(data) or isinstance(data, Tensor):
+        return change(data)
+    return change(torch.as_tensor(data))
+
+
+def _merge(data: Any, ndim: int, call: str) -> Any:
+    """``[*columns, T, …]`` (or ``[T, *columns, …]`` of existing data) to rows, slot after slot."""
+    if ndim == 1:
+        return data
+    if call == "TensorStorage":
+        return _map(data, lambda x: x.flatten(0, ndim - 1))
+    order = (ndim - 1, *range(ndim - 1))
+
+    def merge(x: Any) -> Any:
+        dims = len(x.batch_size) if is_tensor_collection(x) else x.ndim
+        if dims < ndim:
+            raise RuntimeError(f"{call}: expected data with {ndim} leading dimensions [*columns, time], got {dims}.")
+        return x.permute(*order, *range(ndim, dims)).flatten(0, ndim - 1)
+
+    return _map(data, merge)
+
+
+def _merge_slot(data: Any, ndim: int) -> Any:
+    return _map(data, lambda x: x.flatten(0, ndim - 2) if ndim > 2 else x)
+
+
+def _first(data: Any) -> Any:
+    while isinstance(data, dict | tuple) and not is_tensor_collection(data):
+        data = next(iter(data.values())) if isinstance(data, dict) else data[0]
+    return data
+
+
+def _columns(data: Any, ndim: int) -> tuple[int, ...]:
+    if ndim == 1:
+        return ()
+    first = _first(data)
+    shape = tuple(first.batch_size if is_tensor_collection(first) else first.shape)
+    return shape[: ndim - 1]
+
+
+def _slot_columns(data: Any, ndim: int, call: str) -> tuple[int, ...]:
+    first = _first(data)
+    shape = tuple(first.batch_size if is_tensor_collection(first) else first.shape)
+    if len(shape) < ndim - 1:
+        raise RuntimeError(f"{call}: expected one slot with {ndim - 1} leading dimensions (the columns), got {shape}.")
+    return shape[: ndim - 1]
+
+
+def _device_of(data: Any) -> torch.device:
+    first = _first(data)
+    if is_tensor_collection(first):
+        first = next(iter(first.values(include_nested=True, leaves_only=True)))
+    device: torch.device = getattr(first, "device", None) or torch.device("cpu")
+    return device
+
+
+def _stack(items: list[Any], call: str) -> Any:
+    """A list of rows becomes a batch, leaf by leaf."""
+    if not items:
+        raise RuntimeError(f"{call}: expected at least one row, got an empty list.")
+    structure = Structure.of(items[0], batched=False, call=call)
+    rows = [structure.flatten(item, None, call) for item in items]
+    return structure.unflatten([torch.stack(column) for column in zip(*rows, strict=True)], torch.Size((len(items),)))

@@ -1,0 +1,679 @@
+"""A store: fields, tickets and lane cursors in one memory, private or in a directory.
+
+The rows are plain tensors; who may read and write them when is decided by the native core, which sees the same memory by
+address. Everything here is checked once, when a store is made or opened; after that a write or a read is one native call.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tensordict import MemoryMappedTensor
+
+from engram import _native
+from engram.errors import (
+    CorruptStore,
+    IncompatibleStore,
+    NoSampleable,
+    RowError,
+    StoreInUse,
+    UncleanStore,
+    WriterStalled,
+)
+from engram.format import files, layout, schema as schemas
+from engram.types import Extent, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.format.schema import Field, Schema
+    from engram.types import Plan
+
+__all__ = ["DeviceStore", "Repair", "Saved", "Store", "torch_dtype"]
+
+#: Batch sizes for which empty tensors are kept as patterns for the allocator.
+_PATTERNS = 16
+
+
+class Repair(NamedTuple):
+    """What opening a store that was not closed had to mend."""
+
+    claims: int = 0
+    """Writes that were under way."""
+    voided: int = 0
+    """Rows left half written; they are skipped from now on."""
+    gaps: int = 0
+    """Rows that were reserved but never begun."""
+
+    def __str__(self) -> str:
+        return f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} reserved rows set aside"
+
+
+class Saved(NamedTuple):
+    """A store on its way through a copy or a pipe."""
+
+    schema: Schema
+    directory: Path | None
+    parts: list[Tensor] | None
+    """Control block, tickets and fields, copied; None for a directory."""
+
+
+def torch_dtype(field: Field) -> torch.dtype:
+    """The torch dtype of a field."""
+    dtype: torch.dtype = getattr(torch, field.dtype)
+    return dtype
+
+
+class _Block(NamedTuple):
+    """Raw memory: the tensor keeps it alive."""
+
+    tensor: Tensor
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+
+def _private_block(nbytes: int) -> _Block:
+    """Zeroed private pages, taken from the system when they are first touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+    if nbytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # random rows of a large field then miss the TLB less
+    return _Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)
+
+
+def _file_block(path: Path, nbytes: int) -> _Block:
+    files.check_size(path, nbytes)
+    with torch.device("cpu"):
+        return _Block(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8), nbytes)
+
+
+def _private_field(field: Field, capacity: int) -> Tensor:
+    nbytes = field.row_bytes * capacity
+    shape = (capacity, *field.shape)
+    if not nbytes:
+        return torch.empty(shape, dtype=torch_dtype(field), device="cpu")
+    return _private_block(nbytes).tensor[:nbytes].view(torch_dtype(field)).view(shape)
+
+
+def _file_field(directory: Path, field: Field, capacity: int) -> Tensor:
+    nbytes = field.row_bytes * capacity
+    shape = torch.Size((capacity, *field.shape))
+    if not nbytes:
+        return torch.empty(shape, dtype=torch_dtype(field), device="cpu")
+    path = layout.field_path(directory, field.key)
+    files.check_size(path, nbytes)
+    with torch.device("cpu"):
+        tensor: Tensor = MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape)
+    return tensor
+
+
+class Store:
+    """Rows on the CPU, read and written by the native core.
+
+    Make one with :meth:`private`, :meth:`create`, :meth:`around` or :meth:`open`.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        schema: Schema,
+        tensors: Sequence[Tensor],
+        control: _Block,
+        tickets: _Block,
+        directory: Path | None = None,
+        repair: Repair | None = None,
+    ) -> None:
+        self.schema = schema
+        self.tensors = tuple(tensors)
+        self.directory = directory
+        self.repair = repair
+        """What opening had to mend; None if the store was closed in order."""
+        self._control = control
+        self._tickets = tickets
+        self._which = tuple(range(len(schema.fields)))
+        self._patterns: dict[int, list[Tensor]] = {}
+        self._finalizer: weakref.finalize[..., Store] | None = None
+        native = self._native_fields()
+        self.core = _native.Store(
+            control.address,
+            control.nbytes,
+            tickets.address,
+            tickets.nbytes,
+            tuple(tensor.data_ptr() for tensor, _ in native),
+            tuple(field.row_bytes for _, field in native),
+        )
+
+    def _native_fields(self) -> list[tuple[Tensor, Field]]:
+        """The fields that the core moves itself."""
+        return list(zip(self.tensors, self.schema.fields, strict=True))
+
+    # ---- making one ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def private(cls, schema: Schema) -> Store:
+        """A store in private memory. Pages are taken when rows are first written."""
+        control, tickets = _new_words(schema, 0)
+        return cls(schema, [_private_field(field, schema.capacity) for field in schema.fields], control, tickets)
+
+    @classmethod
+    def around(cls, schema: Schema, tensors: Sequence[Tensor]) -> Store:
+        """A store around existing contiguous CPU tensors, all of whose rows are live."""
+        control, tickets = _new_words(schema, 0)
+        store = cls(schema, tensors, control, tickets)
+        store.core.fill()
+        return store
+
+    @classmethod
+    def create(cls, schema: Schema, directory: Path, *, temporary: bool = False, replace: bool = False) -> Store:
+        """A new store in a folder, its space reserved. ``temporary``: the folder goes when the store is closed.
+
+        Raises:
+            RuntimeError: the folder holds a store, or files of that name, and not ``replace``.
+            StoreInUse: ``replace``, but a live process has the store open.
+            OSError: no space, no permission, not a folder. Nothing is left behind.
+            ValueError: a key that cannot be a file name.
+        """
+        raw = schemas.encode(schema)
+        if len(raw) > schemas.MAX_BYTES:
+            raise ValueError(f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible.")
+        paths = {layout.field_path(directory, field.key): field.row_bytes * schema.capacity for field in schema.fields}
+        metas = layout.meta_files(directory, schema)
+        if replace:
+            _remove_store(directory)
+            for path in (*paths, *metas):
+                path.unlink(missing_ok=True)
+        existing = [path for path in (directory / layout.FOLDER, *paths, *metas) if path.exists()]
+        if existing:
+            raise RuntimeError(_occupied(directory, existing[0]))
+        hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
+        with files.Creation() as made:
+            made.folder(directory)
+            for path, nbytes in paths.items():
+                if nbytes:
+                    made.folder(path.parent)
+                    made.file(path, nbytes)
+            for path, text in metas.items():
+                made.folder(path.parent)
+                made.text(path, text)
+            made.folder(hidden)
+            made.file(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
+            made.file(hidden / layout.TICKETS, schema.capacity * 8)
+            made.text(hidden / layout.ALIVE, b"")
+            made.text(hidden / layout.STORE, raw)
+            control = _file_block(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
+            _native.format_control(
+                control.address, control.nbytes, schema.capacity, schema.lanes, schemas.fingerprint(raw)
+            )
+            del control
+            hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
+            made.published(hidden, directory / layout.FOLDER)
+            return cls._attach(schema, directory, schemas.fingerprint(raw), temporary=temporary, unclean="refuse")
+
+    @classmethod
+    def create_temporary(cls, schema: Schema, *, keep: bool = False) -> Store:
+        """As :meth:`create`, in a fresh folder on disk that goes when the store is closed, unless ``keep``."""
+        directory = Path(tempfile.mkdtemp(prefix="engram-"))
+        try:
+            return cls.create(schema, directory, temporary=not keep)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    @classmethod
+    def open(cls, directory: Path, *, unclean: str = "refuse") -> Store:
+        """The store in a folder. Within a process every caller gets the same object.
+
+        Raises:
+            FileNotFoundError: there is no store.
+            StoreInUse: another live process has it open.
+            IncompatibleStore, CorruptStore, UncleanStore: it cannot be read as it is; nothing was changed.
+        """
+        directory = directory.absolute()
+        if not layout.is_store(directory):
+            raise FileNotFoundError(
+                f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none."
+            )
+        known = _opened(directory)
+        if known is not None:
+            return known
+        path = directory / layout.FOLDER / layout.STORE
+        raw = files.read_small(path, schemas.MAX_BYTES)
+        schema = schemas.decode(raw, str(path))
+        return cls._attach(schema, directory, schemas.fingerprint(raw), temporary=False, unclean=unclean)
+
+    @classmethod
+    def _attach(cls, schema: Schema, directory: Path, fingerprint: int, *, temporary: bool, unclean: str) -> Store:
+        folder = directory / layout.FOLDER
+        lock = _Alive(directory)
+        try:
+            control = _file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+            tickets = _file_block(folder / layout.TICKETS, schema.capacity * 8)
+            tensors = [_file_field(directory, field, schema.capacity) for field in schema.fields]
+            try:
+                store = cls(schema, tensors, control, tickets, directory)
+            except ValueError as error:
+                kind = IncompatibleStore if "format" in str(error) or "platform" in str(error) else CorruptStore
+                raise kind(f"{folder}: {error}.") from error
+            core = store.core
+            if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum != fingerprint:
+                raise CorruptStore(
+                    f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
+                )
+            boot = _boot_id()
+            fresh = core.boot_id == ""
+            if not fresh and not core.clean:
+                if core.boot_id != boot and unclean != "accept":
+                    raise UncleanStore(
+                        f"open: the store in {str(directory)!r} was open when its machine went down, and nothing is promised "
+                        'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
+                    )
+                store.repair = Repair(*core.recover())
+            core.boot_id = boot
+            core.clean = False
+        except BaseException:
+            lock.release()
+            raise
+        store._finalizer = weakref.finalize(store, _close, core, lock, control, directory if temporary else None)
+        _register(directory, store)
+        return store
+
+    def close(self) -> None:
+        """Mark a directory store as closed in order, let go of its lock, remove a temporary folder. Repeatable.
+
+        Tensors that were handed out stay valid.
+        """
+        if self._finalizer is not None:
+            _forget(self)
+            self._finalizer()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._finalizer is not None and not self._finalizer.alive
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+
+    def detached(self) -> Saved:
+        """What a copy of this object needs: where a directory store is, or the bytes of a private one."""
+        if self.directory is not None:
+            return Saved(self.schema, self.directory, None)
+        parts = (self._control.tensor, self._tickets.tensor, *self.tensors)
+        return Saved(self.schema, None, [part.clone() for part in parts])
+
+    @staticmethod
+    def reattach(saved: Saved) -> Store:
+        """The store of a copied object: the same one for a directory, an independent one for private memory."""
+        if saved.parts is None:
+            assert saved.directory is not None  # one of the two is there
+            return Store.open(saved.directory)
+        schema = saved.schema
+        control, tickets = _new_words(schema, 0)
+        control.tensor.copy_(saved.parts[0])
+        tickets.tensor.copy_(saved.parts[1])
+        if any(not part.is_cpu for part in saved.parts):
+            return DeviceStore(schema, saved.parts[2:], control, tickets)
+        tensors = [_private_field(field, schema.capacity) for field in schema.fields]
+        for tensor, part in zip(tensors, saved.parts[2:], strict=True):
+            tensor.copy_(part)
+        return Store(schema, tensors, control, tickets)
+
+    # ---- what is there ---------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Rows."""
+        return self.schema.capacity
+
+    @property
+    def lanes(self) -> int:
+        """Rings that the rows are divided into."""
+        return self.schema.lanes
+
+    @property
+    def lane_length(self) -> int:
+        """Rows of a lane."""
+        return self.schema.capacity // self.schema.lanes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows, when all are written."""
+        return self.schema.row_bytes * self.schema.capacity
+
+    def extent(self) -> Extent:
+        """What is live now. Cost: O(lanes); O(capacity) while rows left by a dead writer have not been overwritten."""
+        filled, seam = self.core.extent()
+        holes = torch.from_numpy(self.core.holes()) if self.core.void_rows else None
+        return Extent(self.schema.capacity, filled, seam, holes)
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
+        """Append one row: ``(row, ticket number)``. Columns: contiguous CPU tensors of a row's shape."""
+        try:
+            return self.core.append_row(lane, tuple([column.data_ptr() for column in columns]))
+        except _native.Stalled as error:
+            raise WriterStalled(f"add: {error}.") from error
+
+    def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
+        """Write ``n`` rows where the plan says. Columns: contiguous CPU tensors ``[n, *row shape]``, one per field.
+
+        Of more rows than a lane is long the last ones survive.
+
+        Raises:
+            WriterStalled: another writer held a row for 5 s; the rows before it are written.
+            RowError: a planned row is outside the store. Nothing is written.
+        """
+        return self._write(plan, n, self._which, tuple([column.data_ptr() for column in columns]))
+
+    def _write(self, plan: Plan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
+        places = torch.empty((2, n), dtype=torch.int64, device="cpu")
+        rows, numbers = places.unbind(0)
+        start = places.data_ptr()
+        try:
+            if plan.rows is not None:
+                rows.copy_(plan.rows)
+                self.core.scatter(start, n, which, addresses, True, start + 8 * n)
+                self.core.write_count += n
+            elif isinstance(plan.lane, int):
+                self.core.append(plan.lane, n, addresses, start, start + 8 * n)
+            else:
+                assert plan.lane is not None  # a Plan has rows or a lane
+                lane = plan.lane.contiguous()
+                self.core.append_by_lane(lane.data_ptr(), n, addresses, start, start + 8 * n)
+        except _native.Stalled as error:
+            raise WriterStalled(f"extend: {error}.") from error
+        except IndexError as error:
+            raise RowError(f"write: {error}.") from error
+        return Write(rows, numbers)
+
+    def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
+        """Replace fields ``which`` of live rows. Cursors and extent stay; the rows get new tickets.
+
+        Of a row named twice the last entry wins.
+
+        Raises:
+            RowError: a row is not live. Nothing is written.
+        """
+        rows = rows.contiguous()
+        numbers = torch.empty_like(rows)
+        addresses = tuple(column.data_ptr() for column in columns)
+        try:
+            self.core.scatter(rows.data_ptr(), len(rows), tuple(which), addresses, False, numbers.data_ptr())
+        except _native.Stalled as error:
+            raise WriterStalled(f"edit: {error}.") from error
+        except IndexError as error:
+            raise RowError(f"edit: {error}. Only rows that were written can be edited.") from error
+        return Write(rows, numbers)
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        """Forget all rows; the memory stays, lanes begin again at their first row, no earlier ticket matches any more."""
+        self.core.empty(keep_write_count)
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, n: int) -> list[Tensor]:
+        """Uninitialised CPU tensors for ``n`` rows of every field, and one int64 ``[n]`` last."""
+        patterns = self._patterns.get(n)
+        if patterns is None:
+            patterns = [
+                torch.empty((n, *field.shape), dtype=torch_dtype(field), device="cpu") for field in self.schema.fields
+            ]
+            patterns.append(torch.empty(n, dtype=torch.int64, device="cpu"))
+            if len(self._patterns) >= _PATTERNS:
+                self._patterns.clear()
+            self._patterns[n] = patterns
+        # Half the cost of torch.empty, and deaf to a surrounding `with torch.device(...)`. The patterns themselves are
+        # never touched, so they take address space but no memory.
+        return list(map(torch.empty_like, patterns))
+
+    def read(
+        self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
+    ) -> tuple[list[Tensor], list[int]]:
+        """Copy rows out: ``(columns, moved)``.
+
+        Args:
+            rows: int64 ``[B]``, CPU.
+            expected: int64 ``[B]`` ticket numbers that the rows must still have.
+            which: fields to read; all by default.
+
+        Returns:
+            One tensor ``[B, *row shape]`` per field, and the positions whose row was not whole, changed during the copy or
+            has another ticket: their content is unspecified.
+
+        Raises:
+            RowError: a row is outside ``[0, capacity)``.
+        """
+        rows = rows.contiguous()
+        n = rows.numel()
+        if which is None:
+            which = self._which
+            columns = self.allocate(n)[:-1]
+        else:
+            fields = [self.schema.fields[f] for f in which]
+            columns = [torch.empty((n, *f.shape), dtype=torch_dtype(f), device="cpu") for f in fields]
+        wanted = 0
+        if expected is not None:
+            expected = expected.contiguous()
+            wanted = expected.data_ptr()
+        addresses = tuple([column.data_ptr() for column in columns])
+        try:
+            return columns, self.core.gather(rows.data_ptr(), n, tuple(which), addresses, wanted, 0)
+        except IndexError as error:
+            raise RowError(f"read: {error}.") from error
+
+    def sample_uniform(self, key: int, n: int) -> tuple[list[Tensor], Tensor]:
+        """Draw ``n`` live rows uniformly, with replacement, and copy them: ``(columns, rows int64 [n])``. One native call.
+
+        Raises:
+            NoSampleable: no row is live.
+        """
+        columns = self.allocate(n)
+        rows = columns.pop()
+        try:
+            self.core.sample_uniform(key, n, tuple([column.data_ptr() for column in columns]), rows.data_ptr(), 0)
+        except _native.NothingLive as error:
+            raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
+        return columns, rows
+
+    def numbers_of(self, rows: Tensor) -> Tensor:
+        """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
+        rows = rows.contiguous()
+        numbers = torch.empty_like(rows)
+        self.core.numbers_of(rows.data_ptr(), rows.numel(), numbers.data_ptr())
+        return numbers
+
+
+class DeviceStore(Store):
+    """Rows on an accelerator, moved by torch; tickets and cursors stay on the host.
+
+    Within one process only. A lock orders reads and writes: torch cannot look at tickets between copies.
+    """
+
+    def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: _Block, tickets: _Block) -> None:
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self._lock = threading.RLock()
+        super().__init__(schema, tensors, control, tickets)
+
+    @classmethod
+    def on(cls, schema: Schema, device: torch.device) -> DeviceStore:
+        """A store on ``device``, its memory taken and zeroed at once."""
+        control, tickets = _new_words(schema, 0)
+        tensors = [
+            torch.zeros((schema.capacity, *field.shape), dtype=torch_dtype(field), device=device)
+            for field in schema.fields
+        ]
+        return cls(schema, tensors, control, tickets)
+
+    def _native_fields(self) -> list[tuple[Tensor, Field]]:
+        return []
+
+    def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
+        with self._lock:
+            row, number = self.core.append_row(lane, ())
+            for tensor, column in zip(self.tensors, columns, strict=True):
+                tensor[row] = column.detach()
+        return row, number
+
+    def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
+        with self._lock:
+            write = self._write(plan, n, (), ())
+            self._put(write.rows, self._which, columns)
+        return write
+
+    def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
+        with self._lock:
+            write = super().edit(rows, (), ())
+            self._put(rows, which, columns)
+        return write
+
+    def _put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> None:
+        # Of a row written twice the last entry wins; index_put leaves that open.
+        flipped = rows.flip(0)
+        unique, inverse = flipped.unique(return_inverse=True)
+        last = torch.full_like(unique, len(rows)).scatter_reduce_(0, inverse, torch.arange(len(rows)), "amin")
+        source = (len(rows) - 1 - last).to(self.device)
+        target = unique.to(self.device)
+        for f, column in zip(which, columns, strict=True):
+            self.tensors[f][target] = column.detach().to(self.device)[source]
+
+    def read(
+        self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
+    ) -> tuple[list[Tensor], list[int]]:
+        with self._lock:
+            _, moved = super().read(rows, expected=expected, which=())
+            return self._take(rows, self._which if which is None else which), moved
+
+    def sample_uniform(self, key: int, n: int) -> tuple[list[Tensor], Tensor]:
+        rows = torch.empty(n, dtype=torch.int64, device="cpu")
+        with self._lock:
+            try:
+                self.core.sample_uniform(key, n, (), rows.data_ptr(), 0)
+            except _native.NothingLive as error:
+                raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
+            return self._take(rows, self._which), rows
+
+    def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
+        index = rows.to(self.device)
+        return [self.tensors[f].index_select(0, index) for f in which]
+
+
+# ---- words, locks and the stores of this process ---------------------------------------------------------------------
+
+
+def _new_words(schema: Schema, fingerprint: int) -> tuple[_Block, _Block]:
+    control = _private_block(_native.control_bytes(schema.lanes))
+    _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
+    return control, _private_block(schema.capacity * 8)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+class _Alive:
+    """This process's byte of ``.engram/alive``: held as long as it has the store open, dropped by the kernel if it dies."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / layout.FOLDER / layout.ALIVE
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise CorruptStore(f"{path}: expected a file, found none.") from error
+        self._pid = os.getpid()
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+        except BlockingIOError as error:
+            os.close(self._fd)
+            raise StoreInUse(
+                f"open: expected a store that no live process has open, but {str(directory)!r} is in use. Close it there first."
+            ) from error
+
+    def release(self) -> None:
+        # A forked child has the descriptor but not the lock.
+        if self._pid == os.getpid():
+            os.close(self._fd)
+
+
+_registry: weakref.WeakValueDictionary[tuple[int, int], Store] = weakref.WeakValueDictionary()
+_registry_lock = threading.Lock()
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(directory / layout.FOLDER)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _opened(directory: Path) -> Store | None:
+    """The store that this process already has open there: closing a second descriptor would drop its lock."""
+    identity = _identity(directory)
+    with _registry_lock:
+        return _registry.get(identity) if identity is not None else None
+
+
+def _register(directory: Path, store: Store) -> None:
+    identity = _identity(directory)
+    assert identity is not None  # just attached
+    with _registry_lock:
+        _registry[identity] = store
+
+
+def _forget(store: Store) -> None:
+    with _registry_lock:
+        for identity, known in list(_registry.items()):
+            if known is store:
+                del _registry[identity]
+
+
+def _close(core: Any, lock: _Alive, control: _Block, temporary: Path | None) -> None:
+    """Finalizer of a directory store. ``control`` keeps the words mapped until it ran."""
+    if lock._pid != os.getpid():
+        return  # a forked child: the store is its parent's
+    core.clean = True
+    del control
+    lock.release()
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_store(directory: Path) -> None:
+    """Remove the bookkeeping of a store that nobody has open."""
+    if not (directory / layout.FOLDER).exists():
+        return
+    if _opened(directory) is not None:
+        raise StoreInUse(f"create: this process has the store in {str(directory)!r} open. Close it first.")
+    if (directory / layout.FOLDER / layout.ALIVE).exists():
+        _Alive(directory).release()
+    shutil.rmtree(directory / layout.FOLDER)
+
+
+def _occupied(directory: Path, existing: Path) -> str:
+    if existing.name == layout.FOLDER:
+        return (
+            f"LazyMemmapStorage: scratch_dir={str(directory)!r} already holds a store. Use ReplayBuffer.open({str(directory)!r}) "
+            "to go on with it, or pass existsok=True to replace it."
+        )
+    return (
+        f"LazyMemmapStorage: scratch_dir={str(directory)!r}: expected a folder without data of the same name, found "
+        f"{str(existing)!r}. Choose another folder, or pass existsok=True to replace it."
+    )

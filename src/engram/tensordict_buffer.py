@@ -1,0 +1,164 @@
+"""A buffer of TensorDicts: sampled batches say which rows they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+
+from tensordict import TensorDict, is_tensor_collection, is_tensorclass
+from torch import Tensor
+
+from engram import writers
+from engram.buffer import ReplayBuffer, register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.storages import Rows
+
+__all__ = ["TensorDictReplayBuffer"]
+
+
+@register
+class TensorDictReplayBuffer(ReplayBuffer):
+    """A :class:`ReplayBuffer` whose rows are TensorDicts.
+
+    Samples carry ``"index"``, int64 ``[B]`` (``[B, ndim]`` with ``ndim > 1``), and with a writer that tracks generations
+    ``"index_generation"``; both also stand in ``info``. They are never stored: entries of these names in what is written
+    are dropped, and so are ``"priority_weight"`` and ``priority_key`` where the first row did not have them.
+
+    Args:
+        size: as for :class:`ReplayBuffer`.
+        priority_key: entry with a row's priority, for prioritized samplers.
+        **kwargs: as for :class:`ReplayBuffer`.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import LazyTensorStorage, TensorDictReplayBuffer
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> rb.extend(TensorDict({"obs": torch.arange(10)}, batch_size=[10])).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    >>> batch = rb.sample()
+    >>> bool((batch["obs"] == batch["index"]).all())
+    True
+    """
+
+    _default_writer: Callable[[], Any] = writers.TensorDictRoundRobinWriter
+
+    def __init__(self, size: int | None = None, *, priority_key: str = "td_error", **kwargs: Any) -> None:
+        self._priority_key = priority_key
+        self._ignored = ("index", "index_generation", "priority_weight", priority_key)
+        super().__init__(size, **kwargs)
+
+    @property
+    def priority_key(self) -> str:
+        """Entry with a row's priority."""
+        return self._priority_key
+
+    def add(self, data: Any, *, lane: int | None = None) -> Any:
+        """As :meth:`ReplayBuffer.add`, for one TensorDict. Raises ``ValueError`` for anything else."""
+        if type(data) is not TensorDict:
+            _check_tensordict(data, "add")
+        return super().add(data, lane=lane)
+
+    def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
+        """As :meth:`ReplayBuffer.extend`, for a TensorDict with a batch dimension.
+
+        Args:
+            update_priority: False: ``priority_key`` in the data does not become the rows' priority. No effect with samplers
+                that have no priorities.
+
+        Raises:
+            ValueError: not a TensorDict.
+        """
+        if type(data) is not TensorDict:
+            _check_tensordict(data, "extend")
+        return super().extend(data, lane=lane)
+
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+    ) -> Any:
+        """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.
+
+        Raises:
+            RuntimeError: a transform or collate function changed the batch size, so the keys cannot be attached.
+        """
+        if include_info is not None:
+            import warnings
+
+            warnings.warn("sample: include_info is deprecated: samples always carry their index.", stacklevel=2)
+        return super().sample(batch_size, return_info)
+
+    def _finish(self, columns: Any, rows: Tensor, info: dict[str, Any], return_info: bool) -> Any:
+        storage: Any = self._storage
+        if self._collate_fn is None and not self._transform._steps and storage.ndim == 1 and self._plain_rows():
+            index = rows if storage._device.type == "cpu" else rows.to(storage._device)
+            data = storage.batch(columns, len(rows), {"index": index, **info})
+            return (data, {"index": index, **info}) if return_info else data
+        data = super()._finish(columns, rows, info, False)
+        info = self._info(rows, info)
+        self._attach(data, rows, info)
+        return (data, info) if return_info else data
+
+    def _plain_rows(self) -> bool:
+        """Whether rows are TensorDicts in columns without batch dimensions of their own."""
+        structure = getattr(self._storage, "_structure", None)
+        return structure is not None and structure.is_tensordict and not structure.root.batch
+
+    def _attach(self, data: Any, rows: Tensor, info: dict[str, Any]) -> None:
+        if not is_tensor_collection(data):
+            raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
+        entries = {**info, "index": self._user_index(rows)}
+        for key, value in entries.items():
+            if data.batch_size[:1] != (len(rows),):
+                raise RuntimeError(
+                    f"sample: a transform changed the batch size from {len(rows)} to {list(data.batch_size)}, so {key!r} "
+                    "cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
+                )
+            missing = len(data.batch_size) - 1
+            shape = (*value.shape[:1], *(1,) * missing, *value.shape[1:])
+            data.set(key, value.reshape(shape).expand(*data.batch_size, *value.shape[1:]))
+
+    def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:
+        structure = getattr(self._storage, "_structure", None)
+        if not getattr(self._writer, "adds_index", False) or structure is None or not structure.is_tensordict:
+            return None
+        index = self._user_index(where.rows)
+        if structure.root.batch:
+            extra = len(structure.root.batch)
+            index = index.reshape(-1, *(1,) * extra).expand(-1, *structure.root.batch)
+        return {"index": index}
+
+    def update_tensordict_priority(self, data: Any) -> None:
+        """Hand the priorities of a sampled batch to the sampler; no effect on samplers without priorities.
+
+        Args:
+            data: a TensorDict with ``"index"`` and ``priority_key``, ``[B, ...]``.
+
+        Raises:
+            KeyError: no ``priority_key``, with a sampler that has priorities.
+        """
+        if not getattr(self._sampler, "prioritized", True):
+            return
+        priority = data.get(self._priority_key, None)
+        if priority is None:
+            raise KeyError(
+                f"update_tensordict_priority: expected the key {self._priority_key!r}, got {[str(k) for k in data.keys()]}."
+            )
+        self._sampler.update_priority(data.get("index"), priority, generation=data.get("index_generation", None))
+
+    def _record_more(self) -> dict[str, Any]:
+        return {"priority_key": self._priority_key}
+
+    @classmethod
+    def _open_more(cls, record: dict[str, Any]) -> dict[str, Any]:
+        return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
+
+
+def _check_tensordict(data: Any, call: str) -> None:
+    if not is_tensor_collection(data) or is_tensorclass(data):
+        raise ValueError(
+            f"{call}: expected a TensorDict, got {type(data).__name__}. Use a ReplayBuffer for other data."
+        )
+
+

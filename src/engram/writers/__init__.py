@@ -1,0 +1,6 @@
+"""Writers say where rows go. The cursors belong to the store."""
+
+from engram.writers.immutable import ImmutableDatasetWriter
+from engram.writers.round_robin import RoundRobinWriter, TensorDictRoundRobinWriter
+
+__all__ = ["ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"]

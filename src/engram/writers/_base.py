@@ -1,0 +1,88 @@
+"""What engram's own writers share beyond the protocol: TorchRL's verbs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engram.types import Extent, Plan
+
+if TYPE_CHECKING:
+    from engram.types import Write
+
+__all__ = ["NativeWriter"]
+
+
+class NativeWriter:
+    """Base of engram's writers."""
+
+    #: Whether every write and ``empty`` are refused.
+    read_only = False
+    #: Whether rows read back carry ``"index"``.
+    adds_index = False
+    #: Whether samples carry ``"index_generation"``.
+    tracks_generations = False
+
+    def __init__(self) -> None:
+        self._storage: Any = None
+
+    def register_storage(self, storage: Any) -> None:
+        """The storage that :meth:`add`, :meth:`extend` and :meth:`write_at` write to."""
+        self._storage = storage
+
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> Plan:
+        raise NotImplementedError
+
+    def _registered(self) -> Any:
+        if self._storage is None:
+            raise RuntimeError(f"{type(self).__name__}: expected a registered storage. Hand the writer to a buffer first.")
+        return self._storage
+
+    def _write(self, call: str, data: Any, plan: Plan | None, *, batched: bool) -> Write:
+        storage = self._registered()
+        prepared, n = storage.prepare(data, call, batched=batched)
+        write: Write = storage.write(plan or self.place(storage.extent(), n, 0, data), prepared, n)
+        storage.notify(write, data)
+        return write
+
+    def add(self, data: Any) -> int:
+        """Write one row to the registered storage, without transforms; its row number."""
+        return int(self._write("add", data, None, batched=False).rows[0])
+
+    def extend(self, data: Any) -> Tensor:
+        """Write a batch of rows to the registered storage, without transforms; int64 ``[n]``."""
+        return self._write("extend", data, None, batched=True).rows
+
+    @property
+    def write_count(self) -> int:
+        """Rows written to the registered storage since it was last emptied."""
+        return 0 if self._storage is None else int(self._storage.write_count)
+
+    def generations_of(self, index: Any) -> Tensor:
+        """Ticket numbers of rows, int64, same shape; -1 if not tracked, never written or out of range.
+
+        Only equality and order mean anything: a rewrite gives a larger one.
+        """
+        index = torch.as_tensor(index).to("cpu", torch.int64)
+        if not self.tracks_generations or self._storage is None:
+            return torch.full_like(index, -1)
+        numbers: Tensor = self._storage.numbers_of(index.reshape(-1))
+        return numbers.reshape(index.shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: cursors, counts and generations belong to the store."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            raise KeyError(f"{type(self).__name__}: expected an empty state, got the keys {sorted(state_dict)}.")
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments, as plain values: what a store notes to make the writer again."""
+        return {}
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
+        return f"{type(self).__name__}({arguments})"

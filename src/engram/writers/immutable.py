@@ -1,0 +1,37 @@
+"""A buffer that only reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from engram.writers._base import NativeWriter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.types import Extent
+
+__all__ = ["ImmutableDatasetWriter"]
+
+
+class ImmutableDatasetWriter(NativeWriter):
+    """Refuses every write, edit and ``empty`` with ``RuntimeError``: for data sets.
+
+    >>> import torch
+    >>> from engram import ImmutableDatasetWriter, ReplayBuffer, TensorStorage
+    >>> rb = ReplayBuffer(storage=TensorStorage(torch.arange(3)), writer=ImmutableDatasetWriter())
+    >>> rb.add(torch.tensor(1))
+    Traceback (most recent call last):
+    RuntimeError: write: the buffer is read-only (ImmutableDatasetWriter). Use set_writer(RoundRobinWriter()) to write.
+    """
+
+    read_only = True
+
+    @property
+    def write_count(self) -> int:
+        return 0
+
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> NoReturn:
+        raise RuntimeError(
+            "write: the buffer is read-only (ImmutableDatasetWriter). Use set_writer(RoundRobinWriter()) to write."
+        )

@@ -1,0 +1,67 @@
+"""The ring: the newest rows replace the oldest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engram._later import refuse
+from engram.types import Extent, Plan
+from engram.writers._base import NativeWriter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RoundRobinWriter", "TensorDictRoundRobinWriter"]
+
+
+class RoundRobinWriter(NativeWriter):
+    """Appends to the lane's ring; of a batch longer than the ring the newest rows stay.
+
+    Args:
+        track_generations: samples carry ``"index_generation"``, the ticket number of each row when it was drawn: larger is
+            newer, over all rows of the store, and a row that was rewritten since has another one.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), writer=RoundRobinWriter(track_generations=True))
+    >>> rb.extend(torch.arange(5))
+    tensor([0, 1, 2, 0, 1])
+    >>> rb[:]
+    tensor([3, 4, 2])
+    >>> rb.writer.generations_of([2, 0]).diff() > 0
+    tensor([True])
+    """
+
+    def __init__(self, *, track_generations: bool = False, **later: Any) -> None:
+        refuse(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
+        super().__init__()
+        self.tracks_generations = track_generations
+
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> Plan:
+        return Plan(lane=lane)
+
+    def write_at(self, index: Any, data: Any) -> Tensor:
+        """Write given rows; the cursor stays, tickets and count advance.
+
+        The length grows to the highest row + 1; rows below it that were never written become zeros.
+
+        Args:
+            index: int64 ``[n]``, or a list of ints.
+            data: ``n`` rows.
+
+        Raises:
+            IndexError: a row outside ``[0, capacity)``. Nothing is written.
+        """
+        rows = torch.as_tensor(index).to("cpu", torch.int64).reshape(-1)
+        return self._write("write_at", data, Plan(rows=rows), batched=True).rows
+
+    def config(self) -> dict[str, Any]:
+        return {"track_generations": self.tracks_generations}
+
+
+class TensorDictRoundRobinWriter(RoundRobinWriter):
+    """As :class:`RoundRobinWriter`; rows read back by number carry ``"index"``, their row. It is not stored."""
+
+    adds_index = True
