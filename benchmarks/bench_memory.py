@@ -32,12 +32,12 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
     del share
     for buffer in CLASSES:
         found = {library.name: _folder(library, buffer) for library in _present(libraries, buffer)}
-        what = f"files beyond the data · {buffer}"
+        what = f"files beyond the data, per row · {buffer}"
         yield _row(f"memory/folder/{buffer}", what, found, buffer)
     for buffer in CLASSES:
         names = [library.name for library in _present(libraries, buffer)]
         found = {name: _in_new_process(name, buffer) for name in names}
-        what = f"resident beyond the data · {buffer}"
+        what = f"resident beyond the data, per row · {buffer}"
         yield _row(f"memory/resident/{buffer}", what, found, buffer)
 
 

@@ -19,7 +19,7 @@ from benchmarks import data, rivals
 from benchmarks.claims import Row, timed
 from benchmarks.timing import Effort, Side, alternate
 
-GATHER = Effort(calls=200, blocks=50)
+GATHER = Effort(calls=100, blocks=100)
 STACK = Effort(calls=20, blocks=50)
 """Lists stack 128 items per sample, which takes up to some milliseconds: 1,000 samples instead of 10,000."""
 
@@ -68,7 +68,7 @@ def _cell(
 
 
 def _half_full(libraries: rivals.Libraries, storage: str, half: data.Fields, share: float) -> Row:
-    """While a buffer fills, TorchRL builds a TensorDict of the live part for every sample."""
+    """While a buffer fills, TorchRL slices the live part out of its storage for every sample."""
     with tempfile.TemporaryDirectory() as name:
         source = data.tensordict(half)
         sides = _torch_like_sides(libraries, storage, source, Path(name), data.identity, live=data.ROWS // 2)

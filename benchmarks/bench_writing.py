@@ -20,7 +20,7 @@ from benchmarks import data, rivals
 from benchmarks.claims import Row, timed
 from benchmarks.timing import Effort, Side, alternate
 
-WRITE = Effort(calls=200, blocks=50)
+WRITE = Effort(calls=100, blocks=100)
 FILL = Effort(calls=1, blocks=7, warmup=1, lead=0)
 """One call makes a buffer, fills it with 1,563 writes, draws one batch as proof and drops the buffer."""
 
@@ -94,7 +94,7 @@ def _fill(libraries: rivals.Libraries, storage: str, pieces: Sequence[data.Field
             arrays = [data.arrays(piece) for piece in pieces]
             sides.append(Side("cpprb", _cpprb_filler(libraries["cpprb"], storage, arrays, Path(name))))
         timing = alternate(sides, FILL.scaled(share))
-    what = f"fill by 64 rows · TensorDict · {rivals.SHORT[storage]}"
+    what = f"fill by 64 · TensorDict · {rivals.SHORT[storage]}, rows/s"
     notes = {"cpprb": BY_KEYWORD}
     row = timed(f"write/fill/{storage}", what, timing, times=("TorchRL", "cpprb"), notes=notes)
     return row.as_rate(data.ROWS)

@@ -14,7 +14,7 @@ from benchmarks.rivals import STORAGES, Libraries
 from benchmarks.timing import Spread
 
 LIBRARIES = ("engram", "TorchRL", "cpprb")
-WIDTH = 160
+WIDTH = 165
 """Columns where there is no terminal to ask."""
 
 _COLOURS = {"engram": "#0072b2", "TorchRL": "#e69f00", "cpprb": "#999999"}
@@ -41,14 +41,16 @@ def print_table(out: Console, rows: Sequence[Row], libraries: Libraries, share: 
     table.add_column("what", overflow="fold")
     for name in LIBRARIES:
         table.add_column(f"{name} µs", justify="right", no_wrap=True)
-    table.add_column("ratio [quartiles]", no_wrap=True)
+    table.add_column("ratio \\[quartiles]", overflow="fold")
     for name in ("floor", "aim", "met?"):
         table.add_column(name, no_wrap=True)
     notes: list[str] = []
     for row in rows:
         cells = [_cell(row, name, libraries, notes) for name in LIBRARIES]
         lines = [_comparison(row, one) for one in row.comparisons]
-        table.add_row(row.what, *cells, *("\n".join(column) for column in zip(*lines, strict=True)))
+        table.add_row(row.what, *cells, *(lines[0] if lines else ()))
+        for line in lines[1:]:
+            table.add_row("", "", "", "", *line)
     out.print(table)
     for number, note in enumerate(notes, 1):
         out.print(f"({number}) {note}", markup=False)
@@ -77,9 +79,9 @@ def _cell(row: Row, name: str, libraries: Libraries, notes: list[str]) -> str:
 
 def _number(value: float, unit: str) -> str:
     if unit == "rows/s":
-        return f"{value / 1e6:.3g} M rows/s"
+        return f"{value / 1e6:.2f} M/s"
     if unit == "B/row":
-        return f"{value:.2f} B/row"
+        return f"{value:.2f} B"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -93,7 +95,7 @@ def _comparison(row: Row, one: Comparison) -> tuple[str, str, str, str]:
 def _ratio(row: Row, one: Comparison) -> str:
     middle, low, high = one.measured.median, one.measured.low, one.measured.high
     if one.kind == "value":
-        return f"{middle:.2f} B/row beyond {one.against}"
+        return f"{middle:.2f} bytes per row"
     theirs = "" if one.against in LIBRARIES else f" ({_number(row.spreads[one.against].median, row.unit)} µs)"
     if one.kind == "times":
         return f"{_times(middle)}× \\[{_times(low)}–{_times(high)}] {one.against}{theirs}"

@@ -1,4 +1,4 @@
-// The only file that knows Python. It converts, checks, releases the GIL and calls the core.
+// The store, for Python. It converts, checks, releases the GIL and calls the core.
 //
 // Memory crosses as plain addresses: whoever calls has checked dtype, shape and contiguity once per storage, and keeps
 // the memory alive during the call. Row numbers and counts are checked by the core, always.
@@ -19,6 +19,7 @@
 #include "../core/pool.h"
 #include "../core/random.h"
 #include "../core/store.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -241,6 +242,7 @@ NB_MODULE(_core, m) {
   nb::exception<engram::Stalled>(m, "Stalled", PyExc_TimeoutError);
   nb::exception<engram::NothingLive>(m, "NothingLive", PyExc_RuntimeError);
   bind_store(m);
+  engram::bind_tensors(m);
   m.def("control_bytes", &engram::control_bytes, "lanes"_a, "Size of the control block of a store with that many lanes.");
   m.def(
       "format_control",
@@ -269,18 +271,6 @@ NB_MODULE(_core, m) {
         for (std::uint64_t i = 0; i < count; ++i) at<std::int64_t>(out)[i] = static_cast<std::int64_t>(random.below(n, i));
       },
       "key"_a, "n"_a, "count"_a, "out"_a, "Numbers drawn uniformly from [0, n), with replacement.");
-  m.def(
-      "stack_rows",
-      [](const nb::tuple& rows, std::uint64_t row_bytes, Address out) {
-        const Inputs inputs(rows);
-        nb::gil_scoped_release release;
-        auto* to = at<std::byte>(out);
-        for (const std::byte* row : inputs.span()) {
-          std::memcpy(to, row, row_bytes);
-          to += row_bytes;
-        }
-      },
-      "rows"_a, "row_bytes"_a, "out"_a, "Copies separate rows one behind the other.");
   m.def(
       "set_num_threads",
       [](std::uint64_t n) {

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import torch
+
 from engram import _core
-from engram._core import NothingLive, Stalled, Store, control_bytes, format_control, permute, uniform
+from engram._core import (
+    Layout,
+    NothingLive,
+    Stalled,
+    Store,
+    control_bytes,
+    format_control,
+    permute,
+    stack,
+    uniform,
+)
 
 __all__ = [
+    "Layout",
     "NothingLive",
     "Stalled",
     "Store",
@@ -14,11 +27,12 @@ __all__ = [
     "num_threads",
     "permute",
     "set_num_threads",
-    "stack_rows",
+    "stack",
     "uniform",
 ]
 
-stack_rows = _core.stack_rows
+#: Whether tensors can be looked at natively; if not, everything works and writes are slower.
+HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)
 
 
 def set_num_threads(n: int) -> None:

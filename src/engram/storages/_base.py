@@ -167,6 +167,10 @@ class Storage:
         """Data in the user's form around what :meth:`read` returned."""
         raise NotImplementedError
 
+    def batch(self, columns: Any, n: int) -> Any:
+        """A sampled batch of ``n`` rows around what :meth:`read` returned. No copy."""
+        raise NotImplementedError
+
     def __getitem__(self, index: Any) -> Any:
         return self.get(index)[0]
 

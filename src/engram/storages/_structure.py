@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection, is_tensorclass
+from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
-from engram.format.schema import DTYPES, Field, Node, Schema, validate_key
+from engram import _native
 from engram._tensordict import children as entries_of, wrap
+from engram.format.schema import DTYPES, Field, Node, Schema, validate_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,19 @@ __all__ = ["SINGLE", "Structure", "is_batched_collection", "leading_size"]
 SINGLE = "_-single-tensor-_"
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+#: (type code, bits) of the dtypes in DLPack.
+_DLPACK = {
+    name: (code, DTYPES[name] * 8)
+    for code, names in {
+        0: ("int8", "int16", "int32", "int64"),
+        1: ("uint8", "uint16", "uint32", "uint64"),
+        2: ("float16", "float32", "float64"),
+        4: ("bfloat16",),
+        5: ("complex32", "complex64", "complex128"),
+        6: ("bool",),
+    }.items()
+    for name in names
+}
 _FLOATS = tuple(dtype for dtype in _NAMES if dtype.is_floating_point or dtype.is_complex)
 
 
@@ -38,11 +52,14 @@ class Structure:
     def __init__(self, fields: Sequence[Field], root: Node, types: Mapping[str, type] | None = None) -> None:
         self.fields = tuple(fields)
         self.root = root
+        #: Whether a row is a plain TensorDict.
+        self.is_tensordict = root.kind == "tensordict"
         self._types = dict(types or {})
         self._specs = tuple(
             (getattr(torch, f.dtype), torch.Size(f.shape), getattr(torch, f.dtype) in _FLOATS) for f in self.fields
         )
         self._batch_shapes: dict[int, list[torch.Size]] = {}
+        self._layout = _native.Layout([(*_DLPACK[f.dtype], f.shape) for f in self.fields])
         leaves = list(root.children.values())
         #: Names of the fields in order, if the structure is one flat TensorDict: the common case has a short path.
         self._flat = (
@@ -97,6 +114,16 @@ class Structure:
             RuntimeError: a shape or dtype differs from the first row's.
             TypeError: a leaf is no tensor or array, or data is of another kind than the first row.
         """
+        if self._flat is not None and self.on_host and type(data) is TensorDict:
+            source = entries_of(data)
+            if len(source) == len(self._flat):
+                try:
+                    columns = [source[name] for name in self._flat]
+                except KeyError:
+                    pass
+                else:
+                    if self._layout.fits(columns, -1 if n is None else n):
+                        return columns
         if n is None:
             shapes = None
         else:
@@ -105,16 +132,6 @@ class Structure:
                 if len(self._batch_shapes) > 64:
                     self._batch_shapes.clear()
                 shapes = self._batch_shapes[n] = [torch.Size((n, *shape)) for _, shape, _ in self._specs]
-        if self._flat is not None and is_tensor_collection(data) and not is_tensorclass(data):
-            source = entries_of(data)
-            if len(source) == len(self._flat):
-                try:
-                    return [
-                        self._leaf(i, source[name], self._specs[i][1] if shapes is None else shapes[i], call)
-                        for i, name in enumerate(self._flat)
-                    ]
-                except KeyError:
-                    pass  # the general path says which key is missing
         out: list[Tensor | None] = [None] * len(self.fields)
         self._walk(self.root, data, shapes, out, call, (), frozenset(ignored))
         return [column for column in out if column is not None]
@@ -238,11 +255,6 @@ class Structure:
             if field.key == path:
                 return i
         return None
-
-    @property
-    def is_tensordict(self) -> bool:
-        """Whether a row is a plain TensorDict."""
-        return self.root.kind == "tensordict"
 
 
 class _Builder:

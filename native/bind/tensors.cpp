@@ -1,0 +1,159 @@
+#include "tensors.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <vector>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace engram {
+namespace {
+
+// The part of DLPack 1.3's exchange table that is read here (its layout is fixed for major version 1).
+struct ExchangeTable {
+  struct {
+    std::uint32_t major, minor;
+  } version;
+  void* previous;
+  void* allocator;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*borrow)(void* object, nb::dlpack::dltensor* out);  // the object keeps owning everything
+  void* current_stream;
+};
+
+// Set once, when the package is imported, with the GIL held.
+const ExchangeTable* exchange = nullptr;
+PyTypeObject* tensor_type = nullptr;
+PyObject* is_neg_name = nullptr;
+PyObject* is_conj_name = nullptr;
+
+constexpr std::int32_t kCpu = 1;
+
+// dtype and shape of a row.
+struct Spec {
+  std::uint8_t code, bits;
+  std::vector<std::int64_t> shape;
+};
+
+bool says_yes(PyObject* tensor, PyObject* method) {
+  PyObject* answer = PyObject_CallMethodObjArgs(tensor, method, nullptr);
+  if (answer == nullptr) throw nb::python_error();
+  const bool yes = answer != Py_False;
+  Py_DECREF(answer);
+  return yes;
+}
+
+// The table knows no conjugate or negative views: their bytes are not their values. Integers cannot be such views.
+bool is_lazy_view(PyObject* tensor, std::uint8_t code) {
+  constexpr std::uint8_t kFloat = 2, kBfloat = 4, kComplex = 5;
+  if (code != kFloat && code != kBfloat && code != kComplex) return false;
+  return says_yes(tensor, is_neg_name) || (code == kComplex && says_yes(tensor, is_conj_name));
+}
+
+// The bytes of a tensor, if it is one on the CPU, of the spec's dtype, of shape [n, *shape] (n < 0: [*shape]), contiguous,
+// and its bytes are its values; else null.
+const std::byte* bytes_of(PyObject* object, const Spec& spec, std::int64_t n) {
+  if (!PyObject_TypeCheck(object, tensor_type)) return nullptr;
+  nb::dlpack::dltensor tensor;
+  if (exchange->borrow(object, &tensor) != 0) {  // sparse, meta, quantised …
+    PyErr_Clear();
+    return nullptr;
+  }
+  const std::size_t leading = n < 0 ? 0 : 1;
+  if (tensor.device.device_type != kCpu || tensor.dtype.code != spec.code || tensor.dtype.bits != spec.bits ||
+      tensor.dtype.lanes != 1 || static_cast<std::size_t>(tensor.ndim) != spec.shape.size() + leading) {
+    return nullptr;
+  }
+  std::int64_t stride = 1;
+  bool contiguous = true, empty = false;
+  for (std::size_t d = static_cast<std::size_t>(tensor.ndim); d-- > 0;) {
+    const std::int64_t expected = d < leading ? n : spec.shape[d - leading];
+    if (tensor.shape[d] != expected) return nullptr;
+    empty |= expected == 0;
+    contiguous &= expected == 1 || tensor.strides[d] == stride;
+    stride *= expected;
+  }
+  if (!(contiguous || empty) || is_lazy_view(object, spec.code)) return nullptr;
+  // An empty tensor has no address, and needs none.
+  static const std::byte nothing{};
+  return tensor.data == nullptr ? &nothing : static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
+}
+
+Spec spec_of(nb::handle shape, std::uint8_t code, std::uint8_t bits) {
+  Spec spec{code, bits, {}};
+  for (nb::handle size : shape) spec.shape.push_back(nb::cast<std::int64_t>(size));
+  return spec;
+}
+
+/// The dtypes and shapes that rows must have.
+class Layout {
+ public:
+  explicit Layout(const nb::list& specs) {
+    for (nb::handle spec : specs) {
+      specs_.push_back(spec_of(spec[2], nb::cast<std::uint8_t>(spec[0]), nb::cast<std::uint8_t>(spec[1])));
+    }
+  }
+
+  bool fits(const nb::list& values, std::int64_t n) const {
+    if (exchange == nullptr || values.size() != specs_.size()) return false;
+    for (std::size_t i = 0; i < specs_.size(); ++i) {
+      if (bytes_of(values[i].ptr(), specs_[i], n) == nullptr) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<Spec> specs_;
+};
+
+// Copies n tensors of equal dtype and shape one behind the other into `out`; false, and nothing useful in `out`, if one of
+// them cannot be copied as bytes. The GIL is held: the tensors belong to lists that others may change.
+bool stack(const nb::list& items, nb::handle out) {
+  if (exchange == nullptr || !PyObject_TypeCheck(out.ptr(), tensor_type)) return false;
+  nb::dlpack::dltensor target;
+  if (exchange->borrow(out.ptr(), &target) != 0) throw nb::python_error();
+  if (target.ndim < 1 || target.shape[0] != static_cast<std::int64_t>(items.size())) return false;
+  Spec spec{target.dtype.code, target.dtype.bits, {target.shape + 1, target.shape + target.ndim}};
+  std::uint64_t bytes = (spec.bits + 7u) / 8u;
+  for (const std::int64_t size : spec.shape) bytes *= static_cast<std::uint64_t>(size);
+  auto* to = static_cast<std::byte*>(target.data) + target.byte_offset;
+  for (nb::handle item : items) {
+    const std::byte* from = bytes_of(item.ptr(), spec, -1);
+    if (from == nullptr) return false;
+    if (bytes != 0) std::memcpy(to, from, bytes);
+    to += bytes;
+  }
+  return true;
+}
+
+bool use_tensor_type(nb::handle type) {
+  if (!nb::hasattr(type, "__dlpack_c_exchange_api__")) return false;
+  const nb::object capsule = type.attr("__dlpack_c_exchange_api__");
+  const auto* table = static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (table == nullptr) throw nb::python_error();
+  if (table->version.major != 1 || table->borrow == nullptr) return false;
+  exchange = table;
+  tensor_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
+  is_neg_name = PyUnicode_InternFromString("is_neg");
+  is_conj_name = PyUnicode_InternFromString("is_conj");
+  return true;
+}
+
+}  // namespace
+
+void bind_tensors(nb::module_& m) {
+  nb::class_<Layout>(m, "Layout", "dtypes and shapes of rows: [(DLPack type code, bits, shape), …].")
+      .def(nb::init<const nb::list&>(), "specs"_a)
+      .def("fits", &Layout::fits, "values"_a, "n"_a,
+           "Whether the values are n rows (n < 0: one row without that dimension) that can be copied as bytes as they are. "
+           "False where that cannot be told.");
+  m.def("stack", &stack, "items"_a, "out"_a);
+  m.def("use_tensor_type", &use_tensor_type, "type"_a,
+        "Learn how to look at torch.Tensor. False if it has no exchange table: fits and stack then always say False.");
+}
+
+}  // namespace engram
