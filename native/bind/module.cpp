@@ -101,41 +101,40 @@ void bind_store(nb::module_& m) {
           "append_row",
           [](Store& self, std::uint64_t lane, const nb::tuple& columns) {
             const Inputs inputs(columns);
-            std::int64_t row = -1, number = -1;
+            std::int64_t row = -1;
+            std::uint64_t number = 0;
             {
               nb::gil_scoped_release release;
-              self.append(lane, 1, inputs.span(), nullptr, &row, &number);
+              number = self.append(lane, 1, inputs.span(), &row);
             }
             return nb::make_tuple(row, number);
           },
           "lane"_a, "columns"_a, "Appends one row: (row, ticket number).")
       .def(
           "append",
-          [](Store& self, std::uint64_t lane, std::uint64_t n, const nb::tuple& columns, Address rows, Address numbers) {
+          [](Store& self, std::uint64_t lane, std::uint64_t n, const nb::tuple& columns, Address rows) {
             const Inputs inputs(columns);
             nb::gil_scoped_release release;
-            self.append(lane, n, inputs.span(), nullptr, at<std::int64_t>(rows), at<std::int64_t>(numbers));
+            return self.append(lane, n, inputs.span(), at<std::int64_t>(rows));
           },
-          "lane"_a, "n"_a, "columns"_a, "rows"_a, "numbers"_a)
+          "lane"_a, "n"_a, "columns"_a, "rows"_a, "Appends rows; the first ticket number.")
       .def(
           "append_by_lane",
-          [](Store& self, Address lane_of, std::uint64_t n, const nb::tuple& columns, Address rows, Address numbers) {
+          [](Store& self, Address lane_of, std::uint64_t n, const nb::tuple& columns, Address rows) {
             const Inputs inputs(columns);
             nb::gil_scoped_release release;
-            self.append_by_lane(at<std::int64_t>(lane_of), n, inputs.span(), at<std::int64_t>(rows),
-                                at<std::int64_t>(numbers));
+            return self.append_by_lane(at<std::int64_t>(lane_of), n, inputs.span(), at<std::int64_t>(rows));
           },
-          "lane_of"_a, "n"_a, "columns"_a, "rows"_a, "numbers"_a)
+          "lane_of"_a, "n"_a, "columns"_a, "rows"_a)
       .def(
           "scatter",
-          [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, bool grow,
-             Address numbers) {
+          [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, bool grow) {
             const Which fields(which);
             const Inputs inputs(columns);
             nb::gil_scoped_release release;
-            self.scatter(at<std::int64_t>(rows), n, fields.span(), inputs.span(), grow, at<std::int64_t>(numbers));
+            return self.scatter(at<std::int64_t>(rows), n, fields.span(), inputs.span(), grow);
           },
-          "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a, "numbers"_a)
+          "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a)
       .def(
           "gather",
           [](const Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& batch,

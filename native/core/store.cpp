@@ -104,22 +104,15 @@ void Store::commit(std::uint64_t row, std::uint64_t number) {
   control_.word(row).store(ticket(number, State::committed), std::memory_order_release);
 }
 
-void Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, const std::int64_t* pick,
-                   std::int64_t* rows_out, std::int64_t* numbers_out) {
-  check(lane < control_.lanes(), "a lane outside the store");
-  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
-  if (n == 0) return;
+// Writes n rows at positions p0 … of a lane, claimed already. `pick`, if not null, names for each of them its row of the
+// columns, which is also its place among the ticket numbers and in rows_out.
+void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
+                       const std::int64_t* pick, std::int64_t* rows_out) {
   const std::uint64_t length = control_.lane_length(), start = lane * length;
-  Counters& counters = control_.counters();
-  // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (mark).
-  const std::uint64_t p0 = control_.lane(lane).cursor.fetch_add(n, std::memory_order_relaxed);
-  const std::uint64_t t0 = counters.next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  const auto source = [pick](std::uint64_t i) { return pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]); };
   for (std::uint64_t i = 0; rows_out != nullptr && i < n; ++i) {
-    rows_out[i] = static_cast<std::int64_t>(start + (p0 + i) % length);
+    rows_out[source(i)] = static_cast<std::int64_t>(start + (p0 + i) % length);
   }
-  for (std::uint64_t i = 0; numbers_out != nullptr && i < n; ++i) numbers_out[i] = static_cast<std::int64_t>(t0 + i);
-
-  const ClaimGuard claim(participant_, t0, n, static_cast<std::int64_t>(lane), p0);
   const std::uint64_t chunk = std::max<std::uint64_t>(1, kChunkBytes / std::max<std::uint64_t>(1, row_bytes_));
   std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
   while (i < n) {
@@ -130,8 +123,9 @@ void Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, const s
     Mark last = Mark::marked;
     for (; marked < room; ++marked) {
       const Place place{lane, p0 + i + marked};
-      last = try_mark(first + marked, t0 + i + marked, &place);
-      if (last == Mark::busy && marked == 0) last = mark(first, t0 + i, &place) ? Mark::marked : Mark::lapped;
+      const std::uint64_t number = t0 + source(i + marked);
+      last = try_mark(first + marked, number, &place);
+      if (last == Mark::busy && marked == 0) last = mark(first, number, &place) ? Mark::marked : Mark::lapped;
       if (last != Mark::marked) break;
     }
     fence(std::memory_order_release);
@@ -142,44 +136,68 @@ void Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, const s
         copy_to_shared(to, columns[f] + i * bytes, marked * bytes);
       } else {
         for (std::uint64_t j = 0; j < marked; ++j) {
-          copy_to_shared(to + j * bytes, columns[f] + static_cast<std::uint64_t>(pick[i + j]) * bytes, bytes);
+          copy_to_shared(to + j * bytes, columns[f] + source(i + j) * bytes, bytes);
         }
       }
     }
     fence(std::memory_order_release);
-    for (std::uint64_t j = 0; j < marked; ++j) commit(first + j, t0 + i + j);
+    for (std::uint64_t j = 0; j < marked; ++j) commit(first + j, t0 + source(i + j));
     i += marked + (last == Mark::lapped ? 1 : 0);
   }
-  counters.write_count.fetch_add(n, std::memory_order_relaxed);
 }
 
-void Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns, std::int64_t* rows_out,
-                           std::int64_t* numbers_out) {
+std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out) {
+  check(lane < control_.lanes(), "a lane outside the store");
+  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
+  const std::uint64_t p0 = control_.lane(lane).cursor.fetch_add(n, std::memory_order_relaxed);
+  const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  {
+    const ClaimGuard claim(participant_, t0, n, static_cast<std::int64_t>(lane), p0);
+    write_ring(lane, p0, n, t0, columns, nullptr, rows_out);
+  }
+  control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
+  return t0;
+}
+
+std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns,
+                                    std::int64_t* rows_out) {
+  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
   for (std::uint64_t i = 0; i < n; ++i) {
     check(static_cast<std::uint64_t>(lane_of[i]) < control_.lanes(), "a lane outside the store");
   }
-  std::vector<std::int64_t> order(n), rows(n), numbers(n);
+  struct Run {
+    std::uint64_t lane, begin, end, p0;
+  };
+  std::vector<std::int64_t> order(n);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [lane_of](std::int64_t a, std::int64_t b) { return lane_of[a] < lane_of[b]; });
+  std::vector<Run> runs;
   for (std::uint64_t begin = 0, end = 0; begin < n; begin = end) {
     const std::int64_t lane = lane_of[order[begin]];
     while (end < n && lane_of[order[end]] == lane) ++end;
-    append(static_cast<std::uint64_t>(lane), end - begin, columns, order.data() + begin, rows.data() + begin,
-           numbers.data() + begin);
+    runs.push_back({static_cast<std::uint64_t>(lane), begin, end, 0});
   }
-  for (std::uint64_t i = 0; i < n; ++i) {
-    if (rows_out != nullptr) rows_out[order[i]] = rows[i];
-    if (numbers_out != nullptr) numbers_out[order[i]] = numbers[i];
+  for (Run& run : runs) {
+    run.p0 = control_.lane(run.lane).cursor.fetch_add(run.end - run.begin, std::memory_order_relaxed);
   }
+  const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  {
+    const ClaimGuard claim(participant_, t0, n, -1, 0);
+    for (const Run& run : runs) {
+      write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin, rows_out);
+    }
+  }
+  control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
+  return t0;
 }
 
-void Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
-                    bool grow, std::int64_t* numbers_out) {
+std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
+                             Columns columns, bool grow) {
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
   check_rows(rows, n, control_.capacity());
-  if (n == 0) return;
   const std::uint64_t length = control_.lane_length();
   if (!grow) {
     for (std::uint64_t i = 0; i < n; ++i) {
@@ -188,8 +206,7 @@ void Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const s
       }
     }
   }
-  Counters& counters = control_.counters();
-  const std::uint64_t t0 = counters.next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   const ClaimGuard claim(participant_, t0, n, -1, 0);
   if (grow) {
     for (std::uint64_t i = 0; i < n; ++i) {
@@ -206,7 +223,6 @@ void Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const s
   }
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (numbers_out != nullptr) numbers_out[i] = static_cast<std::int64_t>(t0 + i);
     if (!mark(row, t0 + i, nullptr)) continue;
     fence(std::memory_order_release);
     for (std::uint64_t f = 0; f < which.size(); ++f) {
@@ -216,6 +232,8 @@ void Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const s
     fence(std::memory_order_release);
     commit(row, t0 + i);
   }
+  if (grow) control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
+  return t0;
 }
 
 std::uint64_t Store::block_rows(std::span<const std::uint64_t> which) const {

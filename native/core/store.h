@@ -31,20 +31,19 @@ class Store {
   const Control& control() const { return control_; }
   std::uint64_t fields() const { return fields_.size(); }
 
-  /// Appends n rows to a lane. `pick`, if not null, holds the row of `columns` for each of the n. Of more rows than the
-  /// lane is long the last lane_length survive. rows_out and tickets_out: [n], either may be null.
-  void append(std::uint64_t lane, std::uint64_t n, Columns columns, const std::int64_t* pick, std::int64_t* rows_out,
-              std::int64_t* numbers_out);
+  /// Appends n rows to a lane; of more rows than the lane is long the last lane_length survive. rows_out: [n], may be
+  /// null. Returns t0: row i has ticket number t0 + i.
+  std::uint64_t append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out);
 
-  /// Appends row i of the columns to lane lane_of[i]; order is kept within each lane.
-  void append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns, std::int64_t* rows_out,
-                      std::int64_t* numbers_out);
+  /// Appends row i of the columns to lane lane_of[i]; order is kept within each lane. Otherwise as append.
+  std::uint64_t append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns, std::int64_t* rows_out);
 
   /// Writes rows by number; of rows named twice the last entry wins. `which` names the fields that `columns` holds: all
   /// others keep their content. `grow`: the lanes' extents come to cover the rows, and unwritten rows below them become
   /// live as zeros; else every row must be live (std::out_of_range otherwise, nothing written).
-  void scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
-               bool grow, std::int64_t* numbers_out);
+  /// Returns t0, as append.
+  std::uint64_t scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
+                        Columns columns, bool grow);
 
   /// Copies rows into a batch. Returns the positions whose row was not whole, or changed during the copy, or no longer
   /// holds `expected` (ticket numbers, may be null); their content in the batch is unspecified.
@@ -69,6 +68,8 @@ class Store {
   };
   enum class Mark { marked, lapped, busy };
 
+  void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
+                  const std::int64_t* pick, std::int64_t* rows_out);
   Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place);
   bool mark(std::uint64_t row, std::uint64_t number, const Place* place);
   void commit(std::uint64_t row, std::uint64_t number);

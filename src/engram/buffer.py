@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -19,7 +20,7 @@ from engram._later import refuse
 from engram.errors import CorruptStore, RowError, WriterStalled
 from engram.format import files, layout
 from engram.transforms import Transforms
-from engram.types import Draw, Sampler, Write, Writer
+from engram.types import Draw, Plan, Sampler, Write, Writer
 
 if TYPE_CHECKING:
     import os
@@ -79,6 +80,8 @@ class ReplayBuffer:
     """
 
     _default_writer: Callable[[], Any] = writers.RoundRobinWriter
+    #: Whether batches say which rows they hold.
+    _shows_rows = False
     #: Entries of the data that may be there without being stored.
     _ignored: tuple[str, ...] = ()
 
@@ -159,7 +162,7 @@ class ReplayBuffer:
             if not self._recorded:
                 self._record()
             if self._listening():
-                storage.notify(Write(torch.tensor([row]), torch.tensor([number])), data)
+                storage.notify(Write(torch.tensor([row]), number), data)
             return row
         write = self._write(data, lane, "add", batched=False)
         return int(write.rows[0]) if storage.ndim == 1 else self._user_index(write.rows)
@@ -211,7 +214,8 @@ class ReplayBuffer:
         if self._read_only:
             self._writer.place(storage.extent(), 0, lane, data)
         prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored)
-        write = storage.write(self._writer.place(storage.extent(), n, lane, data), prepared, n)
+        plan = Plan(lane=lane) if self._appends else self._writer.place(storage.extent(), n, lane, data)
+        write = storage.write(plan, prepared, n)
         if not self._recorded:
             self._record()
         if self._listening():
@@ -288,20 +292,22 @@ class ReplayBuffer:
             raise RuntimeError("sample: the buffer was shut down.")
         storage: Any = self._storage
         if self._draws_natively and storage._store is not None:
-            columns, rows = storage._store.sample_uniform(self._next_key(), batch_size)
-            return self._finish(columns, rows, {}, return_info)
-        return self._finish(*self._draw(batch_size), return_info)
+            rows = torch.empty_like(_row_pattern(batch_size)) if return_info or self._shows_rows else None
+            columns = storage._store.sample_uniform(self._next_key(), batch_size, rows)
+            return self._finish(columns, batch_size, rows, {}, return_info)
+        columns, rows, info = self._draw(batch_size)
+        return self._finish(columns, len(rows), rows, info, return_info)
 
-    def _finish(self, columns: Any, rows: Tensor, info: dict[str, Any], return_info: bool) -> Any:
-        """From what was read to what the user gets."""
-        data = self._storage.batch(columns, len(rows))
+    def _finish(self, columns: Any, n: int, rows: Tensor | None, info: dict[str, Any], return_info: bool) -> Any:
+        """From ``n`` rows that were read to what the user gets; ``rows`` may be None where nobody asked for them."""
+        data = self._storage.batch(columns, n)
         if not self._bare:
             data = self._collate(data)
             if self._transform.reads:
                 data = self._transform.forward(data)
         return (data, self._info(rows, info)) if return_info else data
 
-    def _info(self, rows: Tensor, info: dict[str, Any]) -> dict[str, Any]:
+    def _info(self, rows: Any, info: dict[str, Any]) -> dict[str, Any]:
         index: Any = self._user_index(rows)
         return {"index": tuple(index.unbind(-1)) if self._storage.ndim > 1 else index, **info}
 
@@ -923,6 +929,12 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
         return known[name](**record.get("config", {}))
     except (TypeError, ValueError) as error:
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {error}.") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _row_pattern(n: int) -> Tensor:
+    """A pattern for ``torch.empty_like``: never touched, so it takes no memory."""
+    return torch.empty(n, dtype=torch.int64, device="cpu")
 
 
 # ---- data of any form --------------------------------------------------------------------------------------------------

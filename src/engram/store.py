@@ -381,25 +381,22 @@ class Store:
         return self._write(plan, n, self._which, tuple([column.data_ptr() for column in columns]))
 
     def _write(self, plan: Plan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
-        places = torch.empty((2, n), dtype=torch.int64, device="cpu")
-        rows, numbers = places.unbind(0)
-        start = places.data_ptr()
+        rows = torch.empty(n, dtype=torch.int64, device="cpu")
         try:
             if plan.rows is not None:
                 rows.copy_(plan.rows)
-                self.core.scatter(start, n, which, addresses, True, start + 8 * n)
-                self.core.write_count += n
+                first = self.core.scatter(rows.data_ptr(), n, which, addresses, True)
             elif isinstance(plan.lane, int):
-                self.core.append(plan.lane, n, addresses, start, start + 8 * n)
+                first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
             else:
                 assert plan.lane is not None  # a Plan has rows or a lane
                 lane = plan.lane.contiguous()
-                self.core.append_by_lane(lane.data_ptr(), n, addresses, start, start + 8 * n)
+                first = self.core.append_by_lane(lane.data_ptr(), n, addresses, rows.data_ptr())
         except _native.Stalled as error:
             raise WriterStalled(f"extend: {error}.") from error
         except IndexError as error:
             raise RowError(f"write: {error}.") from error
-        return Write(rows, numbers)
+        return Write(rows, first)
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
         """Replace fields ``which`` of live rows. Cursors and extent stay; the rows get new tickets.
@@ -410,15 +407,14 @@ class Store:
             RowError: a row is not live. Nothing is written.
         """
         rows = rows.contiguous()
-        numbers = torch.empty_like(rows)
-        addresses = tuple(column.data_ptr() for column in columns)
+        addresses = tuple([column.data_ptr() for column in columns])
         try:
-            self.core.scatter(rows.data_ptr(), len(rows), tuple(which), addresses, False, numbers.data_ptr())
+            first = self.core.scatter(rows.data_ptr(), len(rows), tuple(which), addresses, False)
         except _native.Stalled as error:
             raise WriterStalled(f"edit: {error}.") from error
         except IndexError as error:
             raise RowError(f"edit: {error}. Only rows that were written can be edited.") from error
-        return Write(rows, numbers)
+        return Write(rows, first)
 
     def empty(self, *, keep_write_count: bool) -> None:
         """Forget all rows; the memory stays, lanes begin again at their first row, no earlier ticket matches any more."""
@@ -427,13 +423,12 @@ class Store:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def allocate(self, n: int) -> list[Tensor]:
-        """Uninitialised CPU tensors for ``n`` rows of every field, and one int64 ``[n]`` last."""
+        """Uninitialised CPU tensors for ``n`` rows of every field."""
         patterns = self._patterns.get(n)
         if patterns is None:
             patterns = [
                 torch.empty((n, *field.shape), dtype=torch_dtype(field), device="cpu") for field in self.schema.fields
             ]
-            patterns.append(torch.empty(n, dtype=torch.int64, device="cpu"))
             if len(self._patterns) >= _PATTERNS:
                 self._patterns.clear()
             self._patterns[n] = patterns
@@ -462,7 +457,7 @@ class Store:
         n = rows.numel()
         if which is None:
             which = self._which
-            columns = self.allocate(n)[:-1]
+            columns = self.allocate(n)
         else:
             fields = [self.schema.fields[f] for f in which]
             columns = [torch.empty((n, *f.shape), dtype=torch_dtype(f), device="cpu") for f in fields]
@@ -476,19 +471,27 @@ class Store:
         except IndexError as error:
             raise RowError(f"read: {error}.") from error
 
-    def sample_uniform(self, key: int, n: int) -> tuple[list[Tensor], Tensor]:
-        """Draw ``n`` live rows uniformly, with replacement, and copy them: ``(columns, rows int64 [n])``. One native call.
+    def sample_uniform(self, key: int, n: int, rows: Tensor | None = None) -> list[Tensor]:
+        """Draw ``n`` live rows uniformly, with replacement, and copy them: one native call.
+
+        Args:
+            key: 64 random bits, from which everything follows.
+            n: rows.
+            rows: int64 ``[n]``, contiguous: filled with the rows drawn.
+
+        Returns:
+            One tensor ``[n, *row shape]`` per field.
 
         Raises:
             NoSampleable: no row is live.
         """
         columns = self.allocate(n)
-        rows = columns.pop()
+        addresses = tuple([column.data_ptr() for column in columns])
         try:
-            self.core.sample_uniform(key, n, tuple([column.data_ptr() for column in columns]), rows.data_ptr(), 0)
+            self.core.sample_uniform(key, n, addresses, 0 if rows is None else rows.data_ptr(), 0)
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
-        return columns, rows
+        return columns
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
@@ -558,14 +561,14 @@ class DeviceStore(Store):
             _, moved = super().read(rows, expected=expected, which=())
             return self._take(rows, self._which if which is None else which), moved
 
-    def sample_uniform(self, key: int, n: int) -> tuple[list[Tensor], Tensor]:
-        rows = torch.empty(n, dtype=torch.int64, device="cpu")
+    def sample_uniform(self, key: int, n: int, rows: Tensor | None = None) -> list[Tensor]:
+        rows = torch.empty(n, dtype=torch.int64, device="cpu") if rows is None else rows
         with self._lock:
             try:
                 self.core.sample_uniform(key, n, (), rows.data_ptr(), 0)
             except _native.NothingLive as error:
                 raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
-            return self._take(rows, self._which), rows
+            return self._take(rows, self._which)
 
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         index = rows.to(self.device)

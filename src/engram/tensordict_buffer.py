@@ -43,6 +43,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     True
     """
 
+    _shows_rows = True
     _default_writer: Callable[[], Any] = writers.TensorDictRoundRobinWriter
 
     def __init__(self, size: int | None = None, *, priority_key: str = "td_error", **kwargs: Any) -> None:
@@ -89,15 +90,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
             warnings.warn("sample: include_info is deprecated: samples always carry their index.", stacklevel=2)
         return super().sample(batch_size, return_info)
 
-    def _finish(self, columns: Any, rows: Tensor, info: dict[str, Any], return_info: bool) -> Any:
+    def _finish(self, columns: Any, n: int, rows: Any, info: dict[str, Any], return_info: bool) -> Any:
         storage: Any = self._storage
         if self._bare and storage.ndim == 1:
             structure = storage._structure
             if structure.is_tensordict and not structure.root.batch:
                 info["index"] = rows if storage._device.type == "cpu" else rows.to(storage._device)
-                data = storage.batch(columns, len(rows), info)
+                data = storage.batch(columns, n, info)
                 return (data, info) if return_info else data
-        data = super()._finish(columns, rows, info, False)
+        data = super()._finish(columns, n, rows, info, False)
         info = self._info(rows, info)
         self._attach(data, rows, info)
         return (data, info) if return_info else data

@@ -77,8 +77,15 @@ class Write(NamedTuple):
 
     rows: Tensor
     """int64 ``[n]``; -1 for a rejected row."""
-    tickets: Tensor
-    """int64 ``[n]`` ticket numbers: larger is newer, never reused."""
+    first: int
+    """Ticket number of the first row; the others follow."""
+
+    @property
+    def tickets(self) -> Tensor:
+        """int64 ``[n]`` ticket numbers: larger is newer, never reused."""
+        import torch
+
+        return torch.arange(self.first, self.first + len(self.rows))
 
 
 class Draw(NamedTuple):

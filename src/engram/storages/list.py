@@ -124,11 +124,11 @@ class ListStorage(Storage):
                 _check_lane(plan.lane)
                 rows = [(self._cursor + i) % self.max_size for i in range(n)]
                 self._cursor += n
-            numbers = self._put(rows, prepared)
+            first = self._put(rows, prepared)
             self._write_count += n
-        return Write(torch.tensor(rows), numbers)
+        return Write(torch.tensor(rows), first)
 
-    def _put(self, rows: list[int], items: list[Any]) -> Tensor:
+    def _put(self, rows: list[int], items: list[Any]) -> int:
         first = self._next
         self._next += len(items)
         for i, (row, item) in enumerate(zip(rows, items, strict=True)):
@@ -138,7 +138,7 @@ class ListStorage(Storage):
             else:
                 self._items[row] = item
                 self._numbers[row] = first + i
-        return torch.arange(first, self._next)
+        return first
 
     def edit(self, where: Rows, prepared: list[Any]) -> Write:
         with self._lock:

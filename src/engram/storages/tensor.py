@@ -315,10 +315,6 @@ class TensorStorage(Storage):
     def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[Tensor], list[int]]:
         return self.store.read(rows, expected=expected)
 
-    def sample_uniform(self, key: int, n: int) -> tuple[list[Tensor], Tensor]:
-        """Draw and copy in one native call: ``(columns, rows)``."""
-        return self.store.sample_uniform(key, n)
-
     def pack(self, columns: Sequence[Tensor], where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
         structure = self.structure
         if where.single:

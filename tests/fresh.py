@@ -1,0 +1,189 @@
+"""Programs in processes of their own, cheaply.
+
+Importing torch takes seconds. One helper imports it once, without starting a thread, and forks for every program; what the
+program then sees is as good as a new interpreter, down to an ordinary exit. Its output goes to files, its exit is reported.
+
+>>> run("print(1 + x)", x=2)  # doctest: +SKIP
+'3'
+"""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+_LIMIT_S = 60.0
+
+
+class Program:
+    """A program that was started. ``out`` and ``err`` are what it has printed so far."""
+
+    def __init__(self, pid, folder):
+        self.pid = pid
+        self._folder = folder
+        self._status = None
+
+    @property
+    def out(self):
+        return (self._folder / f"{self.pid}.out").read_text()
+
+    @property
+    def err(self):
+        return (self._folder / f"{self.pid}.err").read_text()
+
+    def poll(self):
+        """Its exit status, minus the number of the signal that ended it, or None while it runs."""
+        if self._status is None:
+            self._status = _helper().ask(poll=self.pid)["status"]
+        return self._status
+
+    def wait(self, limit_s=_LIMIT_S):
+        deadline = time.monotonic() + limit_s
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise TimeoutError(f"a program ran for more than {limit_s} s:\n{self.out}\n{self.err}")
+            time.sleep(0.003)
+        return self.poll()
+
+    def until(self, text, limit_s=_LIMIT_S):
+        """Wait until it has printed ``text``."""
+        deadline = time.monotonic() + limit_s
+        while text not in self.out:
+            if self.poll() is not None and text not in self.out:
+                raise AssertionError(f"the program ended ({self.poll()}):\n{self.out}\n{self.err}")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise TimeoutError(f"no {text!r} within {limit_s} s:\n{self.out}\n{self.err}")
+            time.sleep(0.003)
+        return self
+
+    def kill(self):
+        """SIGKILL, and wait until it is gone."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
+
+def start(code, **values):
+    """Start a program; ``values`` (anything JSON has) are its global names."""
+    return _helper().start(textwrap.dedent(code), values)
+
+
+def run(code, **values):
+    """Run a program that must succeed: what it printed, without the last newline."""
+    program = start(code, **values)
+    status = program.wait()
+    assert status == 0, f"the program ended with status {status}:\n{program.out}\n{program.err}"
+    return program.out.rstrip("\n")
+
+
+class _Helper:
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="engram-tests-")
+        self._lock = threading.Lock()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, self._folder.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+
+    def ask(self, **request):
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+    def start(self, code, values):
+        return Program(self.ask(code=code, values=values)["pid"], Path(self._folder.name))
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+
+_the_helper = None
+
+
+def _helper():
+    global _the_helper  # noqa: PLW0603 - one for the whole test session
+    if _the_helper is None:
+        _the_helper = _Helper()
+        atexit.register(_the_helper.close)
+    return _the_helper
+
+
+# ---- the helper's side -----------------------------------------------------------------------------------------------
+
+
+def _serve(folder):
+    """Answer requests until the tests are done. Returns ``(code, values)`` in a child."""
+    replies = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            reply = {"status": os.waitstatus_to_exitcode(status) if pid else None}
+        else:
+            ready, go = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.read(ready, 1)  # its output files are there
+                os.close(ready)
+                os.close(go)
+                replies.close()
+                _redirect(folder)
+                return request["code"], request["values"]
+            for name in ("out", "err"):
+                (Path(folder) / f"{pid}.{name}").touch(mode=0o666)
+            os.write(go, b"x")
+            os.close(go)
+            os.close(ready)
+            reply = {"pid": pid}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    return None
+
+
+def _redirect(folder):
+    for stream, name in ((1, "out"), (2, "err")):
+        fd = os.open(Path(folder) / f"{os.getpid()}.{name}", os.O_WRONLY | os.O_APPEND)
+        os.dup2(fd, stream)
+        os.close(fd)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    sys.stdout.reconfigure(line_buffering=True)
+
+
+def _main(folder):
+    import types
+
+    import numpy  # noqa: F401
+    import torch  # noqa: F401
+
+    import engram.buffer
+    import engram.tensordict_buffer  # noqa: F401
+
+    job = _serve(folder)
+    if job is not None:
+        code, values = job
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        main.__dict__.update(values)
+        exec(compile(code, "<program>", "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
