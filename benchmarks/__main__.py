@@ -47,9 +47,7 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
             "tensordict": tensordict_version,
         },
         "notes": [note for library in libraries.values() for note in library.notes],
-        "command": " ".join(
-            ["python -m benchmarks", *(["--quick"] if quick else []), *(f"--only {o}" for o in only)]
-        ),
+        "command": " ".join(["python -m benchmarks", *(["--quick"] if quick else []), *(f"--only {o}" for o in only)]),
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
     }
     rows: list[Row] = []
@@ -67,9 +65,7 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
     report.print_table(out_console, rows, libraries, share)
     if load > QUIET_LOAD:
         out_console.print(f"The machine was busy before the start (load {load}): trust the ratios only.")
-    out_console.print(
-        f"Saved: {', '.join(os.path.relpath(path) for path in saved)}", markup=False, soft_wrap=True
-    )
+    out_console.print(f"Saved: {', '.join(os.path.relpath(path) for path in saved)}", markup=False, soft_wrap=True)
 
 
 def _place(described: object, date: object) -> str:

@@ -81,9 +81,7 @@ def _row(threads: int, timing: Timing, notes: dict[str, str]) -> Row:
 def _frames() -> torch.Tensor:
     """Random frames whose first four bytes hold the row's number."""
     frames = torch.randint(0, 256, (ROWS, *SHAPE), dtype=torch.uint8)
-    frames.view(ROWS, ROW_BYTES)[:, :4] = (
-        torch.arange(ROWS, dtype=torch.int32).view(torch.uint8).view(ROWS, 4)
-    )
+    frames.view(ROWS, ROW_BYTES)[:, :4] = torch.arange(ROWS, dtype=torch.int32).view(torch.uint8).view(ROWS, 4)
     return frames
 
 
@@ -92,9 +90,7 @@ def _samplers(libraries: rivals.Libraries, frames: torch.Tensor) -> dict[str, Ca
     samplers: dict[str, Callable[[], object]] = {}
     for name in rivals.TORCH_LIKE:
         if libraries[name].module is not None:
-            replay = rivals.torch_like(
-                libraries[name], "tensor", ROWS, Path(), batch_size=BATCH, collate_fn=identity
-            )
+            replay = rivals.torch_like(libraries[name], "tensor", ROWS, Path(), batch_size=BATCH, collate_fn=identity)
             replay.extend(frames)
             _check(replay.sample(), frames)
             samplers[name] = replay.sample

@@ -45,9 +45,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
             yield _dict_to_tensordict(libraries["engram"], storage, fields, sources["tensordict"], share)
 
 
-def _cell(
-    libraries: rivals.Libraries, kind: str, storage: str, source: Any, fields: data.Fields, share: float
-) -> Row:
+def _cell(libraries: rivals.Libraries, kind: str, storage: str, source: Any, fields: data.Fields, share: float) -> Row:
     """One cell of the figure, all libraries that can do it."""
     key, what = f"sample/{kind}/{storage}", f"sample 128 · {LABELS[kind]} · {rivals.SHORT[storage]}"
     notes = {}
@@ -104,9 +102,7 @@ def _memmap_to_tensor(engram: rivals.Library, source: Any, share: float) -> Row:
     return timed("sample/memmap-to-tensor", what, timing, share=("LazyTensor",))
 
 
-def _dict_to_tensordict(
-    engram: rivals.Library, storage: str, fields: data.Fields, source: Any, share: float
-) -> Row:
+def _dict_to_tensordict(engram: rivals.Library, storage: str, fields: data.Fields, source: Any, share: float) -> Row:
     """A dict is the lighter container, so it must not be the slower one."""
     with tempfile.TemporaryDirectory() as name:
         sides = [

@@ -57,9 +57,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("sample/tensor/list", "TorchRL"): Floor("times", 2),
     ("sample/dict/list", "TorchRL"): Floor("times", 2),
     **_every((f"sample/half-full/{s}" for s in _WARM), "TorchRL", Floor("times", 8, aim=15)),
-    **_every(
-        (f"sample/dict-to-tensordict/{s}" for s in _WARM), "TensorDict", Floor("share", 1, within_iqr=True)
-    ),
+    **_every((f"sample/dict-to-tensordict/{s}" for s in _WARM), "TensorDict", Floor("share", 1, within_iqr=True)),
     ("sample/memmap-to-tensor", "LazyTensor"): Floor("share", 1.1),
     **_every((f"write/add/{c}" for c in _CLASSES), "TorchRL", Floor("times", 10)),
     **_every((f"write/add/{c}" for c in _CLASSES), "cpprb", Floor("times", 2)),
@@ -141,6 +139,4 @@ def timed(
             measured = timing.ratio(ours, other)
             comparisons.append(Comparison(other, "share", measured, FLOORS.get((key, other))))
     spreads = {side: timing.spread(side) for side in timing.blocks_us}
-    return Row(
-        key, what, spreads, comparisons, blocks_us=timing.blocks_us, calls=timing.calls, notes=notes or {}
-    )
+    return Row(key, what, spreads, comparisons, blocks_us=timing.blocks_us, calls=timing.calls, notes=notes or {})

@@ -117,8 +117,7 @@ def save(folder: Path, name: str, rows: Sequence[Row], header: dict[str, Any]) -
 
 def _row(row: Row) -> dict[str, Any]:
     sides = {
-        name: _spread(spread)
-        | ({"blocks_us": [round(us, 3) for us in row.blocks_us[name]]} if row.blocks_us else {})
+        name: _spread(spread) | ({"blocks_us": [round(us, 3) for us in row.blocks_us[name]]} if row.blocks_us else {})
         for name, spread in row.spreads.items()
     }
     return {
@@ -161,13 +160,8 @@ def draw(folder: Path, rows: Sequence[Row], libraries: Libraries, machine: str) 
 
     found = {row.key: row for row in rows}
     figure, axes = plt.subplots(1, 3, figsize=(13, 5.6))
-    panels = [
-        [found[f"sample/{kind}/{storage}"] for kind in ("tensor", "dict", "tensordict")]
-        for storage in STORAGES
-    ]
-    tops = [
-        max((spread.high for row in cells for spread in row.spreads.values()), default=1) for cells in panels
-    ]
+    panels = [[found[f"sample/{kind}/{storage}"] for kind in ("tensor", "dict", "tensordict")] for storage in STORAGES]
+    tops = [max((spread.high for row in cells for spread in row.spreads.values()), default=1) for cells in panels]
     tops[1] = tops[2] = max(tops[1:])
     for axis, cells, label, top in zip(axes, panels, STORAGES.values(), tops, strict=True):
         _panel(axis, cells)

@@ -128,9 +128,7 @@ def torch_like(
     )
 
 
-def cpprb_buffer(
-    library: Library, fields: Mapping[str, np.ndarray], capacity: int, folder: Path | None = None
-) -> Any:
+def cpprb_buffer(library: Library, fields: Mapping[str, np.ndarray], capacity: int, folder: Path | None = None) -> Any:
     """An empty cpprb buffer for rows like those of ``fields``; in files under ``folder`` if one is given."""
     schema = {key: {"shape": value.shape[1:] or 1, "dtype": value.dtype} for key, value in fields.items()}
     if folder is None:

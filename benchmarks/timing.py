@@ -84,9 +84,7 @@ class Timing:
         return Spread.of([above / below for above, below in pairs])
 
 
-def alternate(
-    sides: Sequence[Side], effort: Effort, clock: Callable[[], int] = time.perf_counter_ns
-) -> Timing:
+def alternate(sides: Sequence[Side], effort: Effort, clock: Callable[[], int] = time.perf_counter_ns) -> Timing:
     """Let the sides take turns and time every block.
 
     The garbage collector is off inside blocks and runs between them, outside the clock; what lives at the

@@ -8,6 +8,7 @@ program then sees is as good as a new interpreter, down to an ordinary exit. Its
 """
 
 import atexit
+import gc
 import json
 import os
 import signal
@@ -177,6 +178,7 @@ def _main(folder):
     import engram.buffer
     import engram.tensordict_buffer  # noqa: F401
 
+    gc.freeze()
     job = _serve(folder)
     if job is not None:
         code, values = job

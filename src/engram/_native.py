@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from engram import _core
-from engram._core import (
-    Layout,
-    NothingLive,
-    Stalled,
-    Store,
-    control_bytes,
-    format_control,
-    permute,
-    stack,
-    uniform,
-)
+from engram import _core as _extension
+
+_core: Any = _extension
 
 __all__ = [
     "Layout",
@@ -30,6 +23,16 @@ __all__ = [
     "stack",
     "uniform",
 ]
+
+Layout = _core.Layout
+NothingLive = _core.NothingLive
+Stalled = _core.Stalled
+Store = _core.Store
+control_bytes = _core.control_bytes
+format_control = _core.format_control
+permute = _core.permute
+stack = _core.stack
+uniform = _core.uniform
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)
@@ -53,7 +56,7 @@ def set_num_threads(n: int) -> None:
     >>> engram.num_threads()
     2
     """
-    if not isinstance(n, int) or isinstance(n, bool):
+    if type(n) is not int:
         raise TypeError(f"set_num_threads: expected an int, got {type(n).__name__}.")
     if not 1 <= n <= 1024:
         raise ValueError(f"set_num_threads: expected a number of threads in [1, 1024], got {n}.")

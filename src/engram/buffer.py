@@ -104,16 +104,15 @@ class ReplayBuffer:
         if size is not None and size < 1:
             raise ValueError(f"{type(self).__name__}: size: expected at least 1 row, got {size}.")
         made = _instance(storage, storages.Storage, "storage", lambda: storages.ListStorage(size or 1000))
-        if isinstance(made, storages.ListStorage):
-            if size is not None:
-                made.bound(size)
+        if isinstance(made, storages.ListStorage) and size is not None:
+            made.bound(size)
         requested = getattr(made, "requested_size", made.max_size)
         if size is not None and size not in (made.max_size, requested):
             raise ValueError(
                 f"{type(self).__name__}: size: expected the storage's max_size {made.max_size}, got {size}. Give one of them."
             )
         self._size = size
-        self._storage = made
+        self._storage: Any = made
         self._batch_size = batch_size
         self._collate_fn = collate_fn
         self._transform = Transforms(transform)
@@ -158,6 +157,7 @@ class ReplayBuffer:
             return self._add_transformed(data, lane)
         storage = self._storage
         if self._appends and storage.ndim == 1:
+            row: int
             row, number = storage.add_row(self._check_lane(lane), data, self._ignored)
             if not self._recorded:
                 self._record()
@@ -215,7 +215,7 @@ class ReplayBuffer:
             self._writer.place(storage.extent(), 0, lane, data)
         prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored)
         plan = Plan(lane=lane) if self._appends else self._writer.place(storage.extent(), n, lane, data)
-        write = storage.write(plan, prepared, n)
+        write: Write = storage.write(plan, prepared, n)
         if not self._recorded:
             self._record()
         if self._listening():
@@ -224,7 +224,7 @@ class ReplayBuffer:
 
     def _listening(self) -> bool:
         """Whether the sampler of any buffer on this storage wants to hear of writes."""
-        listeners = self._storage._listeners
+        listeners = self._storage.listeners
         if len(listeners) < 2:
             return self._hears
         return any(getattr(getattr(listener(), "__self__", None), "_hears", False) for listener in listeners)
@@ -246,7 +246,7 @@ class ReplayBuffer:
     @property
     def lanes(self) -> int:
         """Rings of consecutive rows that the storage is divided into."""
-        return self._storage.lanes
+        return int(self._storage.lanes)
 
     def observe(self, write: Write | None, data: Any) -> None:
         """Called by the storage after a write through any buffer; tells the sampler if it listens."""
@@ -291,9 +291,9 @@ class ReplayBuffer:
         if self._shut_down:
             raise RuntimeError("sample: the buffer was shut down.")
         storage: Any = self._storage
-        if self._draws_natively and storage._store is not None:
+        if self._draws_natively and storage.memory is not None:
             rows = torch.empty_like(_row_pattern(batch_size)) if return_info or self._shows_rows else None
-            columns = storage._store.sample_uniform(self._next_key(), batch_size, rows)
+            columns = storage.memory.sample_uniform(self._next_key(), batch_size, rows)
             return self._finish(columns, batch_size, rows, {}, return_info)
         columns, rows, info = self._draw(batch_size)
         return self._finish(columns, len(rows), rows, info, return_info)
@@ -357,7 +357,7 @@ class ReplayBuffer:
     def _next_key(self) -> int:
         """64 random bits from the generator: all randomness of one draw."""
         with self._key_lock:
-            key: int = self._key.random_(generator=self._generator).item()
+            key = int(self._key.random_(generator=self._generator).item())
         return key
 
     def _resolve_batch_size(self, batch_size: int | None) -> int:
@@ -434,11 +434,11 @@ class ReplayBuffer:
         if storage.ndim > 1:
             return self._grid_item(index)
         if not storage.initialized:
-            storage.store  # type: ignore[attr-defined]  # noqa: B018 - raises: nothing was written
+            storage.store  # noqa: B018 - raises: nothing was written
         where = storage.resolve(index)
         live = where.span is not None and isinstance(storage, storages.TensorStorage) and not self._transform.reads
         if live:
-            data = storage.slice(*where.span, self._row_entries(where))  # type: ignore[attr-defined]
+            data = storage.slice(*where.span, self._row_entries(where))
         else:
             data = self._read(where)
         if not where.single and (self._collate_fn is not None or isinstance(storage, storages.ListStorage)):
@@ -451,7 +451,7 @@ class ReplayBuffer:
         if moved:
             columns, _ = self._redraw(Draw(where.rows), columns, moved, 0)
         entries = self._row_entries(where)
-        return storage.pack(columns, where, entries) if entries else storage.pack(columns, where)  # type: ignore[call-arg]
+        return storage.pack(columns, where, entries) if entries else storage.pack(columns, where)
 
     def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:
         """Entries that rows read by number get beside their fields."""
@@ -482,7 +482,7 @@ class ReplayBuffer:
             self._edit_field(index, value, slice(None), "rb[key] = value")
             return
         if self._storage.ndim > 1:
-            _set_grid(self._storage.grid(), index, value)  # type: ignore[attr-defined]
+            _set_grid(self._storage.grid(), index, value)
             return
         where = self._storage.resolve(index)
         if self._transform.writes:
@@ -572,7 +572,8 @@ class ReplayBuffer:
     @property
     def storage(self) -> Storage:
         """What holds the rows."""
-        return self._storage
+        storage: Storage = self._storage
+        return storage
 
     @property
     def sampler(self) -> Any:
@@ -597,7 +598,7 @@ class ReplayBuffer:
     @property
     def dim_extend(self) -> int:
         """Dimension of ``extend``'s data along which time runs."""
-        return self._storage.ndim - 1
+        return int(self._storage.ndim) - 1
 
     @property
     def initialized(self) -> bool:
@@ -611,7 +612,8 @@ class ReplayBuffer:
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Swap the storage (and the collate function, if one is given); the previous storage is returned."""
-        previous, self._storage = self._storage, _instance(storage, storages.Storage, "storage", None)
+        previous: Storage = self._storage
+        self._storage = _instance(storage, storages.Storage, "storage", None)
         previous.detach(self)
         self._storage.attach(self)
         if collate_fn is not None:
@@ -673,7 +675,7 @@ class ReplayBuffer:
     def _record(self) -> None:
         """Note in the directory which components the buffer has, for :meth:`open`."""
         self._recorded = True
-        store = getattr(self._storage, "_store", None)
+        store = getattr(self._storage, "memory", None)
         if store is None or store.directory is None or store.closed:
             return
         record = {
@@ -819,10 +821,11 @@ class ReplayBuffer:
             "initialized": 1,
             "lanes": self.lanes,
         }
-        capacity = self._storage.max_size
+        capacity: int = self._storage.max_size
         if capacity < torch.iinfo(torch.int64).max:
             stats |= {"capacity": capacity, "utilization": size / capacity}
-        return stats | self._storage.counters()
+        stats.update(self._storage.counters())
+        return stats
 
     def _facts(self) -> list[tuple[str, str]]:
         """What ``repr`` shows, by name."""
@@ -833,7 +836,7 @@ class ReplayBuffer:
         else:
             rows = f"{size:_}".replace("_", " ")
         facts = [("size", rows)]
-        store = getattr(storage, "_store", None)
+        store = getattr(storage, "memory", None)
         if store is not None:
             place = str(store.directory) if store.directory else ("RAM" if store.device.type == "cpu" else str(store.device))
             facts.append(("memory", f"{_human(storage.nbytes)} {place}"))
@@ -872,7 +875,7 @@ class ReplayBuffer:
         storage = self._storage
         if storage.ndim > 1:
             coordinates = []
-            for width in reversed(storage.columns):  # type: ignore[attr-defined]
+            for width in reversed(storage.columns):
                 coordinates.append(rows % width)
                 rows = rows // width
             rows = torch.stack([rows, *reversed(coordinates)], -1)

@@ -52,7 +52,7 @@ def plan(example: Any, capacity: int) -> StoragePlan:
     """
     from engram import _native
 
-    if not isinstance(capacity, int) or capacity < 1:
+    if type(capacity) is not int or capacity < 1:
         raise ValueError(f"plan: capacity: expected an int of at least 1, got {capacity!r}.")
     structure = Structure.of(example, batched=False, call="plan")
     row_bytes = sum(field.row_bytes for field in structure.fields)

@@ -365,9 +365,10 @@ class Store:
     def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
         """Append one row: ``(row, ticket number)``. Columns: contiguous CPU tensors of a row's shape."""
         try:
-            return self.core.append_row(lane, tuple([column.data_ptr() for column in columns]))
+            placed: tuple[int, int] = self.core.append_row(lane, tuple([column.data_ptr() for column in columns]))
         except _native.Stalled as error:
             raise WriterStalled(f"add: {error}.") from error
+        return placed
 
     def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
         """Write ``n`` rows where the plan says. Columns: contiguous CPU tensors ``[n, *row shape]``, one per field.
@@ -547,7 +548,7 @@ class DeviceStore(Store):
     def _put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> None:
         # Of a row written twice the last entry wins; index_put leaves that open.
         flipped = rows.flip(0)
-        unique, inverse = flipped.unique(return_inverse=True)
+        unique, inverse = torch.unique(flipped, return_inverse=True)
         last = torch.full_like(unique, len(rows)).scatter_reduce_(0, inverse, torch.arange(len(rows)), "amin")
         source = (len(rows) - 1 - last).to(self.device)
         target = unique.to(self.device)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 
-from tensordict import TensorDict, is_tensor_collection, is_tensorclass
+from tensordict import is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram import writers
+from engram._tensordict import children
 from engram.buffer import ReplayBuffer, register
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def __init__(self, size: int | None = None, *, priority_key: str = "td_error", **kwargs: Any) -> None:
         self._priority_key = priority_key
-        self._ignored = ("index", "index_generation", "priority_weight", priority_key)
+        self._ignored = ("priority_weight", priority_key)
         super().__init__(size, **kwargs)
 
     @property
@@ -58,9 +59,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def add(self, data: Any, *, lane: int | None = None) -> Any:
         """As :meth:`ReplayBuffer.add`, for one TensorDict. Raises ``ValueError`` for anything else."""
-        if type(data) is not TensorDict:
-            _check_tensordict(data, "add")
-        return super().add(data, lane=lane)
+        return super().add(_to_store(data, "add"), lane=lane)
 
     def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
         """As :meth:`ReplayBuffer.extend`, for a TensorDict with a batch dimension.
@@ -72,9 +71,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         Raises:
             ValueError: not a TensorDict.
         """
-        if type(data) is not TensorDict:
-            _check_tensordict(data, "extend")
-        return super().extend(data, lane=lane)
+        return super().extend(_to_store(data, "extend"), lane=lane)
 
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
@@ -93,7 +90,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def _finish(self, columns: Any, n: int, rows: Any, info: dict[str, Any], return_info: bool) -> Any:
         storage: Any = self._storage
         if self._bare and storage.ndim == 1:
-            structure = storage._structure
+            structure = storage.structure
             if structure.is_tensordict and not structure.root.batch:
                 info["index"] = rows if storage._device.type == "cpu" else rows.to(storage._device)
                 data = storage.batch(columns, n, info)
@@ -118,7 +115,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             data.set(key, value.reshape(shape).expand(*data.batch_size, *value.shape[1:]))
 
     def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:
-        structure = getattr(self._storage, "_structure", None)
+        structure = getattr(self._storage, "structure", None)
         if not getattr(self._writer, "adds_index", False) or structure is None or not structure.is_tensordict:
             return None
         index = self._user_index(where.rows)
@@ -153,10 +150,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
 
 
-def _check_tensordict(data: Any, call: str) -> None:
+def _to_store(data: Any, call: str) -> Any:
+    """A TensorDict without the entries that are synthesised on reading."""
     if not is_tensor_collection(data) or is_tensorclass(data):
-        raise ValueError(
-            f"{call}: expected a TensorDict, got {type(data).__name__}. Use a ReplayBuffer for other data."
-        )
-
-
+        raise ValueError(f"{call}: expected a TensorDict, got {type(data).__name__}. Use a ReplayBuffer for other data.")
+    entries = children(data)
+    if "index" in entries or "index_generation" in entries:
+        return data.exclude("index", "index_generation")
+    return data

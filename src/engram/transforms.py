@@ -17,6 +17,7 @@ class _Step:
 
     def __init__(self, transform: Any, *, invert: bool) -> None:
         forward: Callable[[Any], Any] | None
+        inverse: Callable[[Any], Any] | None
         if hasattr(transform, "forward") or hasattr(transform, "inv"):
             forward = transform if isinstance(transform, torch.nn.Module) else getattr(transform, "forward", None)
             inverse = getattr(transform, "inv", None)
@@ -30,7 +31,8 @@ class _Step:
         if hasattr(transform, "eval") and isinstance(transform, torch.nn.Module):
             transform.eval()
         self.transform = transform
-        self.forward, self.inverse = (inverse, forward) if invert else (forward, inverse)
+        self.forward = inverse if invert else forward
+        self.inverse = forward if invert else inverse
 
 
 class Transforms:

@@ -85,9 +85,7 @@ def test_verdicts(floor, measured, verdict):
 
 def test_comparisons_point_the_right_way_and_find_their_floors():
     timing = Timing(1, {"engram": [2.0], "TorchRL": [20.0], "cpprb": [6.0], "copy_": [1.0]})
-    row = timed(
-        "sample/tensordict/tensor", "", timing, times=("TorchRL", "cpprb", "absent"), share=("copy_",)
-    )
+    row = timed("sample/tensordict/tensor", "", timing, times=("TorchRL", "cpprb", "absent"), share=("copy_",))
     found = {one.against: (one.measured.median, one.verdict) for one in row.comparisons}
     assert found == {"TorchRL": (10.0, "yes"), "cpprb": (3.0, "yes"), "copy_": (2.0, "")}
     assert all(one.floor is FLOORS.get((row.key, one.against)) for one in row.comparisons)

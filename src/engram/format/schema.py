@@ -18,12 +18,14 @@ from engram.errors import CorruptStore, IncompatibleStore
 
 __all__ = ["DTYPES", "Field", "Node", "Schema", "decode", "encode", "fingerprint"]
 
+FORMAT = "engram.store"
 VERSION = (1, 0)
 MAX_BYTES = 1 << 20
 MAX_FIELDS = 4096
 MAX_DIMS = 32
 MAX_DEPTH = 16
 MAX_KEY_BYTES = 255
+MAX_LANES = 1 << 20
 
 #: Bytes per element of every dtype that can be stored: a closed table.
 DTYPES: dict[str, int] = {
@@ -87,7 +89,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of the dimensions after the first (``ndim > 1``); empty otherwise."""
     fields: tuple[Field, ...]
     structure: Node
-    format: str = "engram.store"
+    format: str = FORMAT
     version: tuple[int, int] = VERSION
 
     @property
@@ -100,12 +102,11 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ValueError: what is wrong, and with which field.
         """
-        if self.capacity < 1 or self.lanes < 1 or self.capacity % self.lanes:
-            raise ValueError(f"capacity {self.capacity} is not a positive multiple of {self.lanes} lanes")
-        if any(c < 1 for c in self.columns) or self.capacity % math.prod(self.columns):
-            raise ValueError(f"capacity {self.capacity} is not a multiple of the columns {self.columns}")
-        if len(self.fields) > MAX_FIELDS:
-            raise ValueError(f"{len(self.fields)} fields, at most {MAX_FIELDS} are possible")
+        self._validate_geometry()
+        if not 1 <= len(self.fields) <= MAX_FIELDS:
+            raise ValueError(f"{len(self.fields)} fields, at least 1 and at most {MAX_FIELDS} are possible")
+        if self.format != FORMAT:
+            raise ValueError(f"expected the format {FORMAT!r}, got {self.format!r}")
         seen: set[tuple[str, ...]] = set()
         for field in self.fields:
             validate_key(field.key)
@@ -116,12 +117,50 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"field {field.name}: unknown dtype {field.dtype}")
             if len(field.shape) > MAX_DIMS or any(d < 0 for d in field.shape):
                 raise ValueError(f"field {field.name}: impossible shape {list(field.shape)}")
-            if field.row_bytes * self.capacity >= 1 << 62:
+            # Zeros count as ones: torch multiplies the other sizes too.
+            if math.prod(max(d, 1) for d in field.shape) * DTYPES[field.dtype] * self.capacity >= 1 << 62:
                 raise ValueError(f"field {field.name}: {self.capacity} rows of {field.row_bytes} bytes are too many")
         leaves: list[int] = []
-        _collect_leaves(self.structure, leaves, 0)
+        self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):
             raise ValueError("the structure does not name every field once")
+
+    def _validate_geometry(self) -> None:
+        if self.capacity < 1 or self.lanes < 1 or self.capacity % self.lanes:
+            raise ValueError(f"capacity {self.capacity} is not a positive multiple of {self.lanes} lanes")
+        if any(c < 1 for c in self.columns) or self.capacity % math.prod(self.columns):
+            raise ValueError(f"capacity {self.capacity} is not a multiple of the columns {self.columns}")
+        if self.lanes > (1 if self.columns else MAX_LANES):
+            raise ValueError(f"{self.lanes} lanes, at most {MAX_LANES} are possible, and 1 with columns")
+        if self.capacity >= 1 << 58:
+            raise ValueError(f"{self.capacity} rows are too many")
+
+    def _collect_leaves(self, node: Node, path: tuple[str, ...], leaves: list[int]) -> list[tuple[int, ...]]:
+        """Check a node and what is below it; the shapes of its leaves."""
+        if len(path) > MAX_DEPTH:
+            raise ValueError(f"the structure is nested more than {MAX_DEPTH} deep")
+        _validate_node(node, path)
+        if node.kind == "leaf":
+            field = self.fields[node.field] if 0 <= node.field < len(self.fields) else None
+            if field is None or (field.key != path if path else len(field.key) > 1):
+                raise ValueError(f"the structure has field {node.field} at {path}, where it is not")
+            leaves.append(node.field)
+            return [field.shape]
+        shapes = [s for key, child in node.children.items() for s in self._collect_leaves(child, (*path, key), leaves)]
+        if any(shape[: len(node.batch)] != node.batch for shape in shapes):
+            raise ValueError(f"the structure has fields at {path} that do not begin with its batch size {list(node.batch)}")
+        return shapes
+
+
+def _validate_node(node: Node, path: tuple[str, ...]) -> None:
+    if node.kind == "leaf" and node.children:
+        raise ValueError(f"the structure has a leaf with children at {path}")
+    if node.kind in ("tuple", "list", "namedtuple") and any(key != str(i) for i, key in enumerate(node.children)):
+        raise ValueError(f"the structure has a {node.kind} with the entries {list(node.children)} at {path}")
+    if bool(node.type) != (node.kind in ("tensorclass", "namedtuple")):
+        raise ValueError(f"the structure has a {node.kind} of type {node.type!r} at {path}")
+    if node.batch and (node.kind not in ("tensordict", "tensorclass") or min(node.batch) < 0):
+        raise ValueError(f"the structure has a {node.kind} of batch size {list(node.batch)} at {path}")
 
 
 def validate_key(key: tuple[str, ...]) -> None:
@@ -131,24 +170,19 @@ def validate_key(key: tuple[str, ...]) -> None:
     for part in key:
         if part == ".engram":
             raise ValueError(f"field {key}: the name '.engram' is reserved for the store's own files. Rename the key.")
-        if len(part.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
-            raise ValueError(f"field {key}: a key of {len(part.encode()) } bytes, at most {MAX_KEY_BYTES} are possible")
-
-
-def _collect_leaves(node: Node, leaves: list[int], depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"the structure is nested more than {MAX_DEPTH} deep")
-    if node.kind == "leaf":
-        leaves.append(node.field)
-    for child in node.children.values():
-        _collect_leaves(child, leaves, depth + 1)
+        try:
+            nbytes = len(part.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(f"field {key!a}: a key that is not valid Unicode. Rename the key.") from error
+        if nbytes > MAX_KEY_BYTES:
+            raise ValueError(f"field {key}: a key of {nbytes} bytes, at most {MAX_KEY_BYTES} are possible")
 
 
 def encode(value: msgspec.Struct) -> bytes:
-    """Canonical JSON: sorted keys, so equal values have equal bytes. The order of children is kept by their numbers."""
-    return json.dumps(msgspec.to_builtins(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
-        "utf-8", "surrogatepass"
-    )
+    """JSON without spaces, in the order of the entries: that of children means something. Equal values have equal bytes."""
+    return json.dumps(
+        msgspec.to_builtins(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False
+    ).encode()
 
 
 def fingerprint(raw: bytes) -> int:
@@ -170,7 +204,7 @@ def decode(raw: bytes, path: str) -> Schema:
     except (ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: not readable as JSON ({error}).") from error
     version = tree.get("version") if isinstance(tree, dict) else None
-    if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int for v in version)):
+    if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int and v >= 0 for v in version)):
         raise CorruptStore(f"{path}: expected an engram store description, found no version.")
     if version[0] != VERSION[0] or version[1] > VERSION[1]:
         raise IncompatibleStore(
@@ -180,7 +214,7 @@ def decode(raw: bytes, path: str) -> Schema:
     try:
         schema = msgspec.convert(tree, Schema, strict=True)
         schema.validate()
-    except (msgspec.ValidationError, ValueError) as error:
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {error}.") from error
     return schema
 

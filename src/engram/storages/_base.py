@@ -42,22 +42,22 @@ class Storage:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._listeners: list[weakref.WeakMethod[Callable[[Write | None, Any], None]]] = []
+        self.listeners: list[weakref.WeakMethod[Callable[[Write | None, Any], None]]] = []
 
     # ---- who listens -------------------------------------------------------------------------------------------------
 
     def attach(self, buffer: Any) -> None:
         """Let a buffer hear of writes: its ``observe(write, data)`` is called after each. Holds no reference to it."""
-        if all(listener() != buffer.observe for listener in self._listeners):
-            self._listeners.append(weakref.WeakMethod(buffer.observe))
+        if all(listener() != buffer.observe for listener in self.listeners):
+            self.listeners.append(weakref.WeakMethod(buffer.observe))
 
     def detach(self, buffer: Any) -> None:
         """Stop telling a buffer."""
-        self._listeners = [listener for listener in self._listeners if listener() not in (None, buffer.observe)]
+        self.listeners = [listener for listener in self.listeners if listener() not in (None, buffer.observe)]
 
     def notify(self, write: Write | None, data: Any) -> None:
         """Tell every attached buffer of a write, or of ``empty`` (None)."""
-        for listener in self._listeners:
+        for listener in self.listeners:
             observe = listener()
             if observe is not None:
                 observe(write, data)

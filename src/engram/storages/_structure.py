@@ -154,9 +154,8 @@ class Structure:
             value = value.cpu()
         if is_float and (value.is_neg() or value.is_conj()):
             value = value.resolve_conj().resolve_neg()
-        if not value.is_contiguous():
-            value = value.contiguous()
-        return value
+        column: Tensor = value if value.is_contiguous() else value.contiguous()
+        return column
 
     def _mismatch(self, i: int, value: Tensor, expected: torch.Size, call: str) -> str:
         field = self.fields[i]

@@ -171,7 +171,7 @@ class ListStorage(Storage):
         return torch.tensor([numbers[row] if 0 <= row < len(numbers) else -1 for row in rows.tolist()], dtype=torch.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_listeners")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()

@@ -124,11 +124,11 @@ class LazyMemmapStorage(LazyTensorStorage):
     @property
     def scratch_dir(self) -> Path | None:
         """The folder, None while a temporary one has not been made."""
-        return self._scratch_dir if self._store is None else self._store.directory
+        return self._scratch_dir if self.memory is None else self.memory.directory
 
     def slice(self, start: int, stop: int, extra: Any = None) -> Any:
         view = super().slice(start, stop, extra)
-        if self.structure.is_tensordict:
+        if self.structure is not None and self.structure.is_tensordict:
             view.lock_()
         return view
 
@@ -137,10 +137,10 @@ class LazyMemmapStorage(LazyTensorStorage):
 
         Views handed out before stay valid until they are dropped.
         """
-        if self._store is None or self._store.directory is None:
+        if self.memory is None or self.memory.directory is None:
             return False
-        directory = self._store.directory
-        self._store.close()
+        directory = self.memory.directory
+        self.memory.close()
         if not directory.exists():
             return False
         shutil.rmtree(directory)

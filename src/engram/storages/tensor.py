@@ -96,7 +96,7 @@ class TensorStorage(Storage):
         if max_size is not None and max_size not in (size, capacity):
             raise ValueError(f"TensorStorage: max_size: expected {size}, the size of the data, got {max_size}.")
         self._configure(capacity, device=device, ndim=ndim, lanes=lanes)
-        if capacity != self._capacity:
+        if capacity % lanes:
             raise ValueError(f"TensorStorage: lanes: expected a divisor of the {capacity} rows, got {lanes}.")
         rows = _merge(storage, ndim, "TensorStorage")
         structure = Structure.of(rows, batched=True, call="TensorStorage")
@@ -119,7 +119,7 @@ class TensorStorage(Storage):
         super().__init__()
         name = type(self).__name__
         for argument, value in (("max_size", max_size), ("ndim", ndim), ("lanes", lanes)):
-            if not isinstance(value, int) or isinstance(value, bool):
+            if type(value) is not int:
                 raise TypeError(f"{name}: {argument}: expected an int, got {type(value).__name__}.")
             if value < 1:
                 raise ValueError(f"{name}: {argument}: expected at least 1, got {value}.")
@@ -133,8 +133,9 @@ class TensorStorage(Storage):
         self._lanes = lanes
         self._requested = max_size
         self._capacity = max_size // lanes * lanes
-        self._store: Store | None = None
-        self._structure: Structure | None = None
+        #: The store and how its rows are put together; None before the first write.
+        self.memory: Store | None = None
+        self.structure: Structure | None = None
 
     def _schema(self, structure: Structure, columns: tuple[int, ...]) -> Schema:
         width = math.prod(columns)
@@ -145,10 +146,10 @@ class TensorStorage(Storage):
 
     def _adopt(self, store: Store, structure: Structure) -> None:
         structure.on_host = store.device.type == "cpu"
-        self._structure = structure
+        self.structure = structure
         self._capacity = store.capacity
         self._device = store.device
-        self._store = store
+        self.memory = store
 
     def _initialize(self, data: Any, call: str, *, batched: bool) -> None:
         """Make the store for a first row, or a first batch of rows ``[n, ...]`` (columns merged)."""
@@ -163,22 +164,20 @@ class TensorStorage(Storage):
         Raises:
             RuntimeError: nothing was ever written, so none was allocated.
         """
-        if self._store is None:
+        if self.memory is None:
             raise RuntimeError(
                 f"{type(self).__name__}: nothing was ever written: its memory is allocated by the first add or extend."
             )
-        return self._store
+        return self.memory
 
-    @property
-    def structure(self) -> Structure:
-        """How rows are put together. As :attr:`store`, there from the first write on."""
-        self.store  # noqa: B018 - raises where there is none
-        assert self._structure is not None
-        return self._structure
+    def _written(self) -> Structure:
+        self.store  # noqa: B018 - raises where nothing was written
+        assert self.structure is not None
+        return self.structure
 
     @property
     def initialized(self) -> bool:
-        return self._store is not None
+        return self.memory is not None
 
     @property
     def max_size(self) -> int:
@@ -200,7 +199,7 @@ class TensorStorage(Storage):
     @property
     def columns(self) -> tuple[int, ...]:
         """Sizes of the row dimensions after the first; empty if ``ndim`` is 1."""
-        return () if self._store is None else self._store.schema.columns
+        return () if self.memory is None else self.memory.schema.columns
 
     @property
     def shape(self) -> torch.Size:
@@ -208,33 +207,33 @@ class TensorStorage(Storage):
 
     @property
     def write_count(self) -> int:
-        if self._store is None:
+        if self.memory is None:
             return 0
-        return int(self._store.core.write_count) // math.prod(self.columns)
+        return int(self.memory.core.write_count) // math.prod(self.columns)
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._store is None else self._store.nbytes
+        return 0 if self.memory is None else self.memory.nbytes
 
     def counters(self) -> dict[str, int]:
-        if self._store is None:
+        if self.memory is None:
             return super().counters()
-        core = self._store.core
+        core = self.memory.core
         return {"void_rows": core.void_rows, "lapped_rows": core.lapped_rows, "redraws": core.redraws}
 
     def __len__(self) -> int:
-        return 0 if self._store is None else int(self._store.core.size())
+        return 0 if self.memory is None else int(self.memory.core.size())
 
     def extent(self) -> Extent:
-        if self._store is None:
+        if self.memory is None:
             length = self._capacity // self._lanes
             return Extent(self._capacity, (0,) * self._lanes, tuple(k * length for k in range(self._lanes)))
-        return self._store.extent()
+        return self.memory.extent()
 
     @property
     def _storage(self) -> Any:
         """All rows, as TorchRL's collectors look for them; None before the first write."""
-        return None if self._store is None else self._view(0, self._store.capacity)
+        return None if self.memory is None else self._view(0, self.memory.capacity)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -247,28 +246,26 @@ class TensorStorage(Storage):
             columns = _columns(data, self.ndim) if batched else _slot_columns(data, self.ndim, call)
             data = _merge(data, self.ndim, call) if batched else _merge_slot(data, self.ndim)
             batched = True
-            if self._store is not None and columns != self.columns:
+            if self.memory is not None and columns != self.columns:
                 raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         n = leading_size(data, call) if batched else 1
-        if self._structure is None:
+        if self.structure is None:
             with self._lock:
-                if self._structure is None:
-                    if ignored and is_tensor_collection(data):
-                        data = data.exclude(*ignored)
+                if self.structure is None:
                     self._first_columns = columns if self.ndim > 1 else ()
                     self._initialize(data, call, batched=batched)
-        assert self._structure is not None
-        return self._structure.flatten(data, n if batched else None, call, ignored), n
+        assert self.structure is not None
+        return self.structure.flatten(data, n if batched else None, call, ignored), n
 
     def add_row(self, lane: int, data: Any, ignored: Iterable[str]) -> tuple[int, int]:
         """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``."""
-        if self._store is None or self.ndim > 1:
+        if self.memory is None or self.ndim > 1:
             columns, n = self.prepare(data, "add", batched=False, ignored=ignored)
             if n > 1 or self.ndim > 1:
                 raise RuntimeError("add: a slot of several columns is not one row.")
         else:
-            columns = self._structure.flatten(data, None, "add", ignored)  # type: ignore[union-attr]
-        return self._store.append_row(lane, columns)  # type: ignore[union-attr]
+            columns = self.structure.flatten(data, None, "add", ignored)  # type: ignore[union-attr]
+        return self.memory.append_row(lane, columns)  # type: ignore[union-attr]
 
     def write(self, plan: Plan, prepared: list[Tensor], n: int) -> Write:
         store = self.store
@@ -285,7 +282,7 @@ class TensorStorage(Storage):
         return store.write(plan, prepared, n)
 
     def edit(self, where: Rows, prepared: list[Tensor]) -> Write:
-        return self.store.edit(where.rows, range(len(self.structure.fields)), prepared)
+        return self.store.edit(where.rows, range(len(prepared)), prepared)
 
     def edit_fields(self, where: Rows, entries: Mapping[tuple[str, ...], Any], call: str) -> Write:
         """Replace some fields of live rows; everything is checked before anything is written.
@@ -294,7 +291,7 @@ class TensorStorage(Storage):
             KeyError: no such field.
             RuntimeError: shape or dtype differ from the field's.
         """
-        structure = self.structure
+        structure = self._written()
         which, columns = [], []
         for key, value in entries.items():
             number = structure.field_of(key)
@@ -307,8 +304,8 @@ class TensorStorage(Storage):
         return self.store.edit(where.rows, which, columns)
 
     def empty(self, *, keep_write_count: bool) -> None:
-        if self._store is not None:
-            self._store.empty(keep_write_count=keep_write_count)
+        if self.memory is not None:
+            self.memory.empty(keep_write_count=keep_write_count)
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
@@ -316,20 +313,16 @@ class TensorStorage(Storage):
         return self.store.read(rows, expected=expected)
 
     def pack(self, columns: Sequence[Tensor], where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
-        structure = self.structure
+        structure = self._written()
         if where.single:
             columns = [column[0] for column in columns]
             extra = None if extra is None else {key: value[0] for key, value in extra.items()}
         batch = torch.Size(()) if where.single else where.rows.shape
-        return structure.unflatten(columns, batch, self._td_device, extra)
-
-    @property
-    def _td_device(self) -> torch.device:
-        return self._device
+        return structure.unflatten(columns, batch, self._device, extra)
 
     def batch(self, columns: Sequence[Tensor], n: int, extra: dict[str, Tensor] | None = None) -> Any:
         """A sampled batch of ``n`` rows around columns. No copy."""
-        return self._structure.unflatten(columns, torch.Size((n,)), self._device, extra)  # type: ignore[union-attr]
+        return self.structure.unflatten(columns, torch.Size((n,)), self._device, extra)  # type: ignore[union-attr]
 
     def slice(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
         """Rows ``[start, stop)`` as live views: a writer at work shows through, nothing is checked."""
@@ -337,7 +330,7 @@ class TensorStorage(Storage):
 
     def _view(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
         columns = [tensor[start:stop] for tensor in self.store.tensors]
-        return self.structure.unflatten(columns, torch.Size((stop - start,)), self._device, extra)
+        return self._written().unflatten(columns, torch.Size((stop - start,)), self._device, extra)
 
     def grid(self) -> Any:
         """``ndim > 1``: live views of all whole slots in the layout of ``extend``, ``[*columns, time]``."""
@@ -347,7 +340,7 @@ class TensorStorage(Storage):
         for tensor in self.store.tensors:
             laid_out = tensor[: math.prod(shape)].reshape(*shape, *tensor.shape[1:])
             columns.append(laid_out.movedim(0, self.ndim - 1))
-        return self.structure.unflatten(columns, torch.Size((*self.columns, slots)), self._device)
+        return self._written().unflatten(columns, torch.Size((*self.columns, slots)), self._device)
 
     def __getitem__(self, index: Any) -> Any:
         """Rows by number; zeros for a row that is allocated but unwritten (a buffer raises there)."""
@@ -360,9 +353,9 @@ class TensorStorage(Storage):
         return super().__getitem__(index)
 
     def numbers_of(self, rows: Tensor) -> Tensor:
-        if self._store is None:
+        if self.memory is None:
             return torch.full_like(rows, -1)
-        return self._store.numbers_of(rows)
+        return self.memory.numbers_of(rows)
 
     def flatten(self) -> TensorStorage:
         """A storage with ``ndim`` 1 around the same rows, slot after slot."""
@@ -370,31 +363,31 @@ class TensorStorage(Storage):
             return self
         flat = TensorStorage.__new__(TensorStorage)
         flat._configure(self._capacity, device=self._device, ndim=1, lanes=1)
-        flat._adopt(self.store, self.structure)
+        flat._adopt(self.store, self._written())
         return flat
 
     # ---- copies and text -----------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_listeners")}
-        if self._store is not None:
-            state["_store"] = self._store.detached()
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners")}
+        if self.memory is not None:
+            state["memory"] = self.memory.detached()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()
-        saved = state.pop("_store", None)
+        saved = state.pop("memory", None)
         self.__dict__.update(state)
-        self._store = None if saved is None else Store.reattach(saved)
+        self.memory = None if saved is None else Store.reattach(saved)
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        if self.memory is not None:
+            self.memory.close()
 
     def __repr__(self) -> str:
         lanes = f", lanes={self._lanes}" if self._lanes > 1 else ""
         asked = f", max_size={self._requested} asked" if self._requested != self._capacity else ""
-        fields = "not allocated yet" if self._structure is None else f"{len(self._structure.fields)} fields"
+        fields = "not allocated yet" if self.structure is None else f"{len(self.structure.fields)} fields"
         return f"{type(self).__name__}(size={len(self)}/{self._capacity}{lanes}{asked}, {fields}, {self._device})"
 
 

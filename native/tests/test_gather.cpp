@@ -1,0 +1,90 @@
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "blocks.h"
+#include "core/gather.h"
+#include "expect.h"
+
+using engram::Field;
+
+namespace {
+
+// Every size that has code of its own, and their neighbours and strangers.
+constexpr std::uint64_t kSizes[] = {0,  1,  2,  3,  4,  5,  7,  8,  9,   12,  16,  17,  24,   31,   32,   33,   47,
+                                    48, 63, 64, 65, 96, 97, 100, 127, 128, 129, 255, 256, 257, 4095, 4096, 4097, 28224};
+
+std::vector<std::byte> noise(std::uint64_t bytes, Dice& dice) {
+  std::vector<std::byte> data(bytes);
+  for (std::byte& b : data) b = static_cast<std::byte>(dice.bits());
+  return data;
+}
+
+TEST(gathers_what_a_naive_loop_gathers) {
+  Dice dice(1);
+  constexpr std::uint64_t guard = 64;
+  for (const std::uint64_t bytes : kSizes) {
+    for (const std::uint64_t capacity : {1, 2, 37}) {
+      const std::vector<std::byte> data = noise(capacity * bytes, dice);
+      const Field field{const_cast<std::byte*>(data.data()), bytes};
+      for (const std::uint64_t n : {0, 1, 2, 15, 16, 17, 33, 100}) {
+        // A row ends where its memory ends: the last row and prefetches near it are drawn on purpose.
+        std::vector<std::int64_t> rows(n);
+        for (auto& row : rows) row = static_cast<std::int64_t>(dice.below(4) == 0 ? capacity - 1 : dice.below(capacity));
+        const std::vector<std::byte> before = noise(guard + n * bytes + guard, dice);
+        std::vector<std::byte> out = before, wanted = before;
+        for (std::uint64_t j = 0; j < n; ++j) {
+          for (std::uint64_t b = 0; b < bytes; ++b) {
+            wanted[guard + j * bytes + b] = data[static_cast<std::uint64_t>(rows[j]) * bytes + b];
+          }
+        }
+        engram::gather_rows(field, rows.data(), n, out.data() + guard);
+        if (out != wanted) {
+          expect::fail(__FILE__, __LINE__, "row size " + std::to_string(bytes) + ", n " + std::to_string(n));
+        }
+      }
+    }
+  }
+}
+
+TEST(gathers_from_and_to_any_address) {
+  Dice dice(2);
+  for (const std::uint64_t bytes : kSizes) {
+    for (const std::uint64_t offset : {1, 3, 7}) {
+      std::vector<std::byte> data = noise(offset + 9 * bytes, dice), out(offset + 50 * bytes);
+      std::vector<std::int64_t> rows(50);
+      for (auto& row : rows) row = static_cast<std::int64_t>(dice.below(9));
+      engram::gather_rows({data.data() + offset, bytes}, rows.data(), 50, out.data() + offset);
+      for (std::uint64_t j = 0; j < 50 && bytes > 0; ++j) {
+        EXPECT(std::memcmp(out.data() + offset + j * bytes,
+                           data.data() + offset + static_cast<std::uint64_t>(rows[j]) * bytes, bytes) == 0);
+      }
+    }
+  }
+}
+
+TEST(copies_exactly_the_bytes) {
+  Dice dice(3);
+  for (const std::uint64_t bytes : kSizes) {
+    const std::vector<std::byte> from = noise(bytes, dice), before = noise(bytes + 16, dice);
+    std::vector<std::byte> wanted = before;
+    for (std::uint64_t b = 0; b < bytes; ++b) wanted[8 + b] = from[b];
+    std::vector<std::byte> to = before;
+    engram::copy_to_shared(to.data() + 8, from.data(), bytes);
+    EXPECT(to == wanted);
+    to = before;
+    engram::copy_from_shared(to.data() + 8, from.data(), bytes);
+    EXPECT(to == wanted);
+  }
+}
+
+TEST(copies_nothing_from_and_to_nowhere) {
+  // Empty tensors have no address.
+  engram::copy_to_shared(nullptr, nullptr, 0);
+  engram::copy_from_shared(nullptr, nullptr, 0);
+  const std::int64_t rows[] = {0, 5};
+  engram::gather_rows({nullptr, 0}, rows, 2, nullptr);
+  engram::gather_rows({nullptr, 8}, nullptr, 0, nullptr);
+}
+
+}  // namespace

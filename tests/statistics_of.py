@@ -1,0 +1,24 @@
+"""Tests of distributions, without scipy."""
+
+import math
+
+
+def chi_square(observed, expected):
+    """Pearson's statistic of counts against expected counts."""
+    return sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+
+
+def chi_square_limit(freedom, deviations=3.719):
+    """What the statistic exceeds with probability 1e-4 by chance (Wilson and Hilferty 1931)."""
+    spread = 2 / (9 * freedom)
+    return freedom * (1 - spread + deviations * math.sqrt(spread)) ** 3
+
+
+def assert_uniform(counts):
+    """Counts of equally likely outcomes."""
+    counts = list(counts)
+    expected = sum(counts) / len(counts)
+    assert expected >= 5, "too few draws to say anything"
+    if len(counts) > 1:
+        statistic = chi_square(counts, [expected] * len(counts))
+        assert statistic < chi_square_limit(len(counts) - 1), counts
