@@ -172,9 +172,6 @@ def _redirect(folder):
 def _main(folder):
     import types
 
-    import numpy  # noqa: F401
-    import torch  # noqa: F401
-
     import engram.buffer
     import engram.tensordict_buffer  # noqa: F401
 

@@ -152,13 +152,34 @@ void bind_store(nb::module_& m) {
           "rows"_a, "n"_a, "which"_a, "batch"_a, "expected"_a, "numbers"_a)
       .def(
           "sample_uniform",
-          [](const Store& self, std::uint64_t key, std::uint64_t n, const nb::tuple& batch, Address rows,
-             Address numbers) {
+          [](const Store& self, std::uint64_t key, std::uint64_t n, const nb::tuple& batch, Address rows) {
             const Outputs outputs(batch);
             nb::gil_scoped_release release;
-            self.sample_uniform(key, n, outputs.span(), at<std::int64_t>(rows), at<std::int64_t>(numbers));
+            self.sample_uniform(key, n, outputs.span(), at<std::int64_t>(rows), nullptr);
           },
-          "key"_a, "n"_a, "batch"_a, "rows"_a, "numbers"_a)
+          "key"_a, "n"_a, "batch"_a, "rows"_a)
+      .def(
+          "draw_uniform",
+          [](const Store& self, const engram::Layout& layout, std::uint64_t key, std::uint64_t n, bool with_rows) {
+            nb::list tensors;
+            std::vector<std::byte*> addresses;
+            addresses.reserve(self.fields() + 1);
+            engram::check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+            layout.allocate(static_cast<std::int64_t>(n), tensors, addresses);
+            std::int64_t* rows = nullptr;
+            if (with_rows) {
+              engram::allocate_rows(static_cast<std::int64_t>(n), tensors, addresses);
+              rows = reinterpret_cast<std::int64_t*>(addresses.back());
+              addresses.pop_back();
+            }
+            {
+              nb::gil_scoped_release release;
+              self.sample_uniform(key, n, addresses, rows, nullptr);
+            }
+            return tensors;
+          },
+          "layout"_a, "key"_a, "n"_a, "with_rows"_a,
+          "As sample_uniform, into new tensors: one per field, and with_rows one more, int64 [n].")
       .def(
           "numbers_of",
           [](const Store& self, Address rows, std::uint64_t n, Address numbers) {

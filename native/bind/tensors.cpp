@@ -3,8 +3,9 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
 #include <cstring>
-#include <vector>
+#include <new>
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -12,7 +13,18 @@ using namespace nb::literals;
 namespace engram {
 namespace {
 
-// The part of DLPack 1.3's exchange table that is read here (its layout is fixed for major version 1).
+// DLPack's versioned tensor with an owner, and the part of DLPack 1.3's exchange table that is used here. Both layouts are
+// fixed for major version 1.
+struct ManagedTensor {
+  struct {
+    std::uint32_t major, minor;
+  } version;
+  void* manager;
+  void (*deleter)(ManagedTensor*);
+  std::uint64_t flags;
+  nb::dlpack::dltensor tensor;
+};
+
 struct ExchangeTable {
   struct {
     std::uint32_t major, minor;
@@ -20,7 +32,7 @@ struct ExchangeTable {
   void* previous;
   void* allocator;
   void* managed_from_object;
-  void* managed_to_object;
+  int (*to_object)(ManagedTensor* tensor, void** out);  // takes ownership
   int (*borrow)(void* object, nb::dlpack::dltensor* out);  // the object keeps owning everything
   void* current_stream;
 };
@@ -32,12 +44,6 @@ PyObject* is_neg_name = nullptr;
 PyObject* is_conj_name = nullptr;
 
 constexpr std::int32_t kCpu = 1;
-
-// dtype and shape of a row.
-struct Spec {
-  std::uint8_t code, bits;
-  std::vector<std::int64_t> shape;
-};
 
 bool says_yes(PyObject* tensor, PyObject* method) {
   PyObject* answer = PyObject_CallMethodObjArgs(tensor, method, nullptr);
@@ -56,7 +62,7 @@ bool is_lazy_view(PyObject* tensor, std::uint8_t code) {
 
 // The bytes of a tensor, if it is one on the CPU, of the spec's dtype, of shape [n, *shape] (n < 0: [*shape]), contiguous,
 // and its bytes are its values; else null.
-const std::byte* bytes_of(PyObject* object, const Spec& spec, std::int64_t n) {
+const std::byte* bytes_of(PyObject* object, const RowSpec& spec, std::int64_t n) {
   if (!PyObject_TypeCheck(object, tensor_type)) return nullptr;
   nb::dlpack::dltensor tensor;
   if (exchange->borrow(object, &tensor) != 0) {  // sparse, meta, quantised …
@@ -83,32 +89,51 @@ const std::byte* bytes_of(PyObject* object, const Spec& spec, std::int64_t n) {
   return tensor.data == nullptr ? &nothing : static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
 }
 
-Spec spec_of(nb::handle shape, std::uint8_t code, std::uint8_t bits) {
-  Spec spec{code, bits, {}};
+RowSpec spec_of(nb::handle shape, std::uint8_t code, std::uint8_t bits) {
+  RowSpec spec{code, bits, {}};
   for (nb::handle size : shape) spec.shape.push_back(nb::cast<std::int64_t>(size));
   return spec;
 }
 
-/// The dtypes and shapes that rows must have.
-class Layout {
- public:
-  explicit Layout(const nb::list& specs) {
-    for (nb::handle spec : specs) {
-      specs_.push_back(spec_of(spec[2], nb::cast<std::uint8_t>(spec[0]), nb::cast<std::uint8_t>(spec[1])));
-    }
-  }
-
-  bool fits(const nb::list& values, std::int64_t n) const {
-    if (exchange == nullptr || values.size() != specs_.size()) return false;
-    for (std::size_t i = 0; i < specs_.size(); ++i) {
-      if (bytes_of(values[i].ptr(), specs_[i], n) == nullptr) return false;
-    }
-    return true;
-  }
-
- private:
-  std::vector<Spec> specs_;
+// Memory of one tensor: the DLPack words, its shape and strides, then the data, aligned to a cache line.
+struct Owned {
+  ManagedTensor managed;
+  std::int64_t dims[];  // shape, then strides
 };
+
+// A tensor [n, *shape] around fresh memory, which is freed with it.
+nb::object make_tensor(const RowSpec& spec, std::int64_t n, std::byte** address) {
+  constexpr std::size_t kAlign = 64;
+  const auto ndim = static_cast<std::int32_t>(spec.shape.size() + 1);
+  std::size_t bytes = (spec.bits + 7u) / 8u * static_cast<std::size_t>(n);
+  for (const std::int64_t size : spec.shape) bytes *= static_cast<std::size_t>(size);
+  const std::size_t head = (sizeof(Owned) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim) + kAlign - 1) / kAlign * kAlign;
+  auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlign, head + (bytes + kAlign - 1) / kAlign * kAlign));
+  if (memory == nullptr) throw std::bad_alloc();
+  auto* owned = new (memory) Owned{};
+  std::int64_t* shape = owned->dims;
+  std::int64_t* strides = shape + ndim;
+  shape[0] = n;
+  std::memcpy(shape + 1, spec.shape.data(), spec.shape.size() * sizeof(std::int64_t));
+  std::int64_t stride = 1;
+  for (std::int32_t d = ndim; d-- > 0;) {
+    strides[d] = stride;
+    stride *= shape[d] > 1 ? shape[d] : 1;
+  }
+  ManagedTensor& managed = owned->managed;
+  managed.version = {1, 0};
+  managed.deleter = [](ManagedTensor* self) { std::free(self); };  // `managed` is the first member: self is the memory
+  managed.tensor.data = memory + head;
+  managed.tensor.device = {kCpu, 0};
+  managed.tensor.ndim = ndim;
+  managed.tensor.dtype = {spec.code, spec.bits, 1};
+  managed.tensor.shape = shape;
+  managed.tensor.strides = strides;
+  void* object = nullptr;
+  if (exchange->to_object(&managed, &object) != 0) throw nb::python_error();
+  *address = memory + head;
+  return nb::steal<nb::object>(static_cast<PyObject*>(object));
+}
 
 // Copies n tensors of equal dtype and shape one behind the other into `out`; false, and nothing useful in `out`, if one of
 // them cannot be copied as bytes. The GIL is held: the tensors belong to lists that others may change.
@@ -117,7 +142,7 @@ bool stack(const nb::list& items, nb::handle out) {
   nb::dlpack::dltensor target;
   if (exchange->borrow(out.ptr(), &target) != 0) throw nb::python_error();
   if (target.ndim < 1 || target.shape[0] != static_cast<std::int64_t>(items.size())) return false;
-  Spec spec{target.dtype.code, target.dtype.bits, {target.shape + 1, target.shape + target.ndim}};
+  RowSpec spec{target.dtype.code, target.dtype.bits, {target.shape + 1, target.shape + target.ndim}};
   std::uint64_t bytes = (spec.bits + 7u) / 8u;
   for (const std::int64_t size : spec.shape) bytes *= static_cast<std::uint64_t>(size);
   auto* to = static_cast<std::byte*>(target.data) + target.byte_offset;
@@ -145,12 +170,58 @@ bool use_tensor_type(nb::handle type) {
 
 }  // namespace
 
+Layout::Layout(const nb::list& specs) {
+  for (nb::handle spec : specs) {
+    specs_.push_back(spec_of(spec[2], nb::cast<std::uint8_t>(spec[0]), nb::cast<std::uint8_t>(spec[1])));
+  }
+}
+
+bool Layout::fits(const nb::list& values, std::int64_t n) const {
+  if (exchange == nullptr || values.size() != specs_.size()) return false;
+  for (std::size_t i = 0; i < specs_.size(); ++i) {
+    if (bytes_of(values[i].ptr(), specs_[i], n) == nullptr) return false;
+  }
+  return true;
+}
+
+void Layout::allocate(std::int64_t n, nb::list& tensors, std::vector<std::byte*>& addresses) const {
+  if (exchange == nullptr) throw std::runtime_error("this torch has no DLPack exchange table");
+  for (const RowSpec& spec : specs_) {
+    std::byte* address = nullptr;
+    tensors.append(make_tensor(spec, n, &address));
+    addresses.push_back(address);
+  }
+}
+
+void allocate_rows(std::int64_t n, nb::list& tensors, std::vector<std::byte*>& addresses) {
+  std::byte* address = nullptr;
+  tensors.append(make_tensor({0, 64, {}}, n, &address));
+  addresses.push_back(address);
+}
+
 void bind_tensors(nb::module_& m) {
   nb::class_<Layout>(m, "Layout", "dtypes and shapes of rows: [(DLPack type code, bits, shape), …].")
       .def(nb::init<const nb::list&>(), "specs"_a)
       .def("fits", &Layout::fits, "values"_a, "n"_a,
            "Whether the values are n rows (n < 0: one row without that dimension) that can be copied as bytes as they are. "
-           "False where that cannot be told.");
+           "False where that cannot be told.")
+      .def(
+          "allocate",
+          [](const Layout& self, std::int64_t n) {
+            nb::list tensors;
+            std::vector<std::byte*> addresses;
+            self.allocate(n, tensors, addresses);
+            return tensors;
+          },
+          "n"_a, "Uninitialised CPU tensors [n, *shape], one per field.");
+  m.def(
+      "empty_rows",
+      [](std::int64_t n) {
+        if (exchange == nullptr) throw std::runtime_error("this torch has no DLPack exchange table");
+        std::byte* address = nullptr;
+        return make_tensor({0, 64, {}}, n, &address);
+      },
+      "n"_a, "An uninitialised int64 tensor [n].");
   m.def("stack", &stack, "items"_a, "out"_a);
   m.def("use_tensor_type", &use_tensor_type, "type"_a,
         "Learn how to look at torch.Tensor. False if it has no exchange table: fits and stack then always say False.");

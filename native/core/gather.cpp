@@ -16,7 +16,9 @@ template <std::uint64_t N>
 void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
   std::uint64_t j = 0;
   for (; j + kAhead < n; ++j) {
-    prefetch(data + static_cast<std::uint64_t>(rows[j + kAhead]) * N);
+    const std::byte* next = data + static_cast<std::uint64_t>(rows[j + kAhead]) * N;
+    prefetch(next);
+    if constexpr (N > 16) prefetch(next + N - 1);  // a row may lie across two cache lines
     std::memcpy(out + j * N, data + static_cast<std::uint64_t>(rows[j]) * N, N);
   }
   for (; j < n; ++j) std::memcpy(out + j * N, data + static_cast<std::uint64_t>(rows[j]) * N, N);

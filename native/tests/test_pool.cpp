@@ -1,6 +1,3 @@
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -10,11 +7,6 @@
 #include "core/check.h"
 #include "core/pool.h"
 #include "expect.h"
-
-#ifdef ENGRAM_TSAN
-// A forked child with threads of its own is what we test; the sanitizer would give up on it.
-extern "C" const char* __tsan_default_options() { return "die_after_fork=0"; }
-#endif
 
 using namespace std::chrono_literals;
 using engram::num_threads;
@@ -126,54 +118,6 @@ TEST(the_number_of_threads_may_change_while_others_run) {
   for (auto& caller : callers) caller.join();
   set_num_threads(4);
   EXPECT(each_once(100));
-}
-
-// Runs in a forked child, which must neither hang (its alarm kills it then) nor miss a chunk.
-int in_child() {
-  alarm(20);
-  if (!each_once(64)) return 2;  // with the number of threads it inherited
-  set_num_threads(3);
-  if (!each_once(64)) return 3;
-  std::atomic<int> begun{0};
-  std::atomic<bool> met{true};
-  parallel(3, [&](std::size_t) {
-    ++begun;
-    if (!wait_for(begun, 3)) met = false;
-  });
-  if (!met) return 4;  // it has threads of its own
-  set_num_threads(1);
-  return each_once(64) ? 0 : 5;
-}
-
-void expect_child_succeeds() {
-  const pid_t child = fork();
-  if (child == 0) _exit(in_child());
-  int status = 0;
-  EXPECT_EQ(waitpid(child, &status, 0), child);
-  EXPECT(WIFEXITED(status));
-  EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), 0);
-}
-
-TEST(a_forked_child_has_a_pool_of_its_own) {
-  set_num_threads(4);
-  EXPECT(each_once(64));  // the parent's threads exist and wait
-  for (int round = 0; round < 10; ++round) expect_child_succeeds();
-  EXPECT(each_once(64));
-}
-
-TEST(fork_while_other_threads_are_at_work) {
-  set_num_threads(3);
-  std::atomic<bool> stop{false};
-  std::vector<std::thread> callers;
-  for (int t = 0; t < 2; ++t) {
-    callers.emplace_back([&] {
-      while (!stop) EXPECT(each_once(9));
-    });
-  }
-  for (int round = 0; round < 25; ++round) expect_child_succeeds();
-  stop = true;
-  for (auto& caller : callers) caller.join();
-  EXPECT(each_once(64));
 }
 
 }  // namespace

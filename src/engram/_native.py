@@ -16,6 +16,7 @@ __all__ = [
     "Stalled",
     "Store",
     "control_bytes",
+    "empty_rows",
     "format_control",
     "num_threads",
     "permute",
@@ -36,6 +37,14 @@ uniform = _core.uniform
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)
+
+
+def empty_rows(n: int) -> torch.Tensor:
+    """An uninitialised int64 tensor ``[n]`` on the CPU."""
+    if HAS_EXCHANGE:
+        rows: torch.Tensor = _core.empty_rows(n)
+        return rows
+    return torch.empty(n, dtype=torch.int64, device="cpu")
 
 
 def set_num_threads(n: int) -> None:

@@ -1,6 +1,6 @@
 """The only code that reaches inside TensorDict: two shortcuts for the hot path, each with the public way as fallback.
 
-The public constructor checks every entry (7 µs for three leaves, unchecked 1 µs) and ``items()`` filters what it yields;
+The public constructor checks every entry (4 µs for three leaves, unchecked 0.2 µs) and ``items()`` filters what it yields;
 both are waste for data that was checked against a schema. tests/test_tensordict_shortcuts.py runs at both ends
 of the supported range of versions.
 """
@@ -25,24 +25,26 @@ def _wrap_public(source: dict[str, Any], batch_size: torch.Size, device: torch.d
 
 
 def _wrap_unchecked(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
-    td: TensorDict = TensorDict._new_unsafe(source, batch_size=batch_size, nested=False)
+    td: TensorDict = object.__new__(TensorDict)
+    td._tensordict = source
+    td._batch_size = batch_size
     td._device = device
+    td._td_dim_names = None
     return td
 
 
 def _has_shortcuts() -> bool:
-    try:
-        import torch
+    """Whether a TensorDict still consists of exactly what ``_wrap_unchecked`` sets."""
+    import torch
 
-        td = _wrap_unchecked({"a": torch.zeros(2)}, torch.Size([2]), torch.device("cpu"))
-        return (
-            td.batch_size == (2,)
-            and td.device == torch.device("cpu")
-            and list(td._tensordict) == ["a"]
-            and td._tensordict["a"].shape == (2,)
-        )
+    try:
+        made = vars(_wrap_public({"a": torch.zeros(2)}, torch.Size([2]), torch.device("cpu")))
+        ours = vars(_wrap_unchecked({"a": torch.zeros(2)}, torch.Size([2]), torch.device("cpu")))
     except (AttributeError, TypeError):
         return False
+    return made.keys() == ours.keys() and all(
+        type(made[key]) is type(ours[key]) for key in made if key != "_tensordict"
+    ) and isinstance(made["_tensordict"], dict)
 
 
 if _has_shortcuts():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 import time
@@ -292,9 +291,9 @@ class ReplayBuffer:
             raise RuntimeError("sample: the buffer was shut down.")
         storage: Any = self._storage
         if self._draws_natively and storage.memory is not None:
-            rows = torch.empty_like(_row_pattern(batch_size)) if return_info or self._shows_rows else None
-            columns = storage.memory.sample_uniform(self._next_key(), batch_size, rows)
-            return self._finish(columns, batch_size, rows, {}, return_info)
+            with_rows = return_info or self._shows_rows
+            columns = storage.memory.sample_uniform(self._next_key(), batch_size, with_rows=with_rows)
+            return self._finish(columns, batch_size, columns.pop() if with_rows else None, {}, return_info)
         columns, rows, info = self._draw(batch_size)
         return self._finish(columns, len(rows), rows, info, return_info)
 
@@ -356,9 +355,10 @@ class ReplayBuffer:
 
     def _next_key(self) -> int:
         """64 random bits from the generator: all randomness of one draw."""
+        generator = self._generator
         with self._key_lock:
-            key = int(self._key.random_(generator=self._generator).item())
-        return key
+            key = self._key.random_() if generator is None else self._key.random_(generator=generator)
+            return key.item()  # type: ignore[no-any-return]
 
     def _resolve_batch_size(self, batch_size: int | None) -> int:
         if batch_size is None:
@@ -932,12 +932,6 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
         return known[name](**record.get("config", {}))
     except (TypeError, ValueError) as error:
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {error}.") from error
-
-
-@functools.lru_cache(maxsize=64)
-def _row_pattern(n: int) -> Tensor:
-    """A pattern for ``torch.empty_like``: never touched, so it takes no memory."""
-    return torch.empty(n, dtype=torch.int64, device="cpu")
 
 
 # ---- data of any form --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ address. Everything here is checked once, when a store is made or opened; after 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -30,6 +31,7 @@ from engram.errors import (
     WriterStalled,
 )
 from engram.format import files, layout, schema as schemas
+from engram.format.schema import DTYPES
 from engram.types import Extent, Write
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceStore", "Repair", "Saved", "Store", "torch_dtype"]
 
-#: Batch sizes for which empty tensors are kept as patterns for the allocator.
-_PATTERNS = 16
+#: DLPack's type codes.
+_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
 
 
 class Repair(NamedTuple):
@@ -73,6 +75,11 @@ def torch_dtype(field: Field) -> torch.dtype:
     """The torch dtype of a field."""
     dtype: torch.dtype = getattr(torch, field.dtype)
     return dtype
+
+
+def dlpack_specs(fields: Sequence[Field]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """``(type code, bits, shape)`` of rows, as DLPack names them."""
+    return [(_CODES[f.dtype.rstrip("0123456789")], 8 * DTYPES[f.dtype], f.shape) for f in fields]
 
 
 class _Block(NamedTuple):
@@ -146,10 +153,11 @@ class Store:
         self._control = control
         self._tickets = tickets
         self._which = tuple(range(len(schema.fields)))
-        self._patterns: dict[int, list[Tensor]] = {}
+        self.layout = _native.Layout(dlpack_specs(schema.fields))
         self._finalizer: weakref.finalize[..., Store] | None = None
+        self._pid = os.getpid()
         native = self._native_fields()
-        self.core = _native.Store(
+        self.core: Any = _native.Store(
             control.address,
             control.nbytes,
             tickets.address,
@@ -191,6 +199,9 @@ class Store:
         raw = schemas.encode(schema)
         if len(raw) > schemas.MAX_BYTES:
             raise ValueError(f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible.")
+        clash = layout.clash(schema.fields)
+        if clash is not None:
+            raise ValueError(f"store: two keys need {clash!r}, once as a file and once as a folder. Rename one of them.")
         paths = {layout.field_path(directory, field.key): field.row_bytes * schema.capacity for field in schema.fields}
         metas = layout.meta_files(directory, schema)
         if replace:
@@ -201,7 +212,7 @@ class Store:
         if existing:
             raise RuntimeError(_occupied(directory, existing[0]))
         hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
-        with files.Creation() as made:
+        with _attaching, files.Creation() as made:
             made.folder(directory)
             for path, nbytes in paths.items():
                 if nbytes:
@@ -244,17 +255,18 @@ class Store:
             IncompatibleStore, CorruptStore, UncleanStore: it cannot be read as it is; nothing was changed.
         """
         directory = directory.absolute()
-        if not layout.is_store(directory):
+        if not (directory / layout.FOLDER).exists():
             raise FileNotFoundError(
                 f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none."
             )
-        known = _opened(directory)
-        if known is not None:
-            return known
         path = directory / layout.FOLDER / layout.STORE
-        raw = files.read_small(path, schemas.MAX_BYTES)
-        schema = schemas.decode(raw, str(path))
-        return cls._attach(schema, directory, schemas.fingerprint(raw), temporary=False, unclean=unclean)
+        with _attaching:
+            known = _opened(directory)
+            if known is not None:
+                return known
+            raw = files.read_small(path, schemas.MAX_BYTES)
+            schema = schemas.decode(raw, str(path))
+            return cls._attach(schema, directory, schemas.fingerprint(raw), temporary=False, unclean=unclean)
 
     @classmethod
     def _attach(cls, schema: Schema, directory: Path, fingerprint: int, *, temporary: bool, unclean: str) -> Store:
@@ -267,7 +279,8 @@ class Store:
             try:
                 store = cls(schema, tensors, control, tickets, directory)
             except ValueError as error:
-                kind = IncompatibleStore if "format" in str(error) or "platform" in str(error) else CorruptStore
+                foreign = any(word in str(error) for word in ("format", "platform", "byte order"))
+                kind = IncompatibleStore if foreign else CorruptStore
                 raise kind(f"{folder}: {error}.") from error
             core = store.core
             if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum != fingerprint:
@@ -288,7 +301,7 @@ class Store:
         except BaseException:
             lock.release()
             raise
-        store._finalizer = weakref.finalize(store, _close, core, lock, control, directory if temporary else None)
+        store._finalizer = weakref.finalize(store, _close, core, lock, control, (directory, schema) if temporary else None)
         _register(directory, store)
         return store
 
@@ -297,9 +310,26 @@ class Store:
 
         Tensors that were handed out stay valid.
         """
-        if self._finalizer is not None:
+        if self._finalizer is not None and self._finalizer.alive:
             _forget(self)
             self._finalizer()
+            self.core = _Closed(self.core, self.directory)
+
+    def remove(self) -> bool:
+        """Close a directory store and remove its files. False: there are none any more, or this is a forked child.
+
+        Raises:
+            StoreInUse: it was closed before, and somebody has opened it since.
+        """
+        if self.directory is None or self._pid != os.getpid():
+            return False
+        self.close()
+        if not (self.directory / layout.FOLDER).exists():
+            return False
+        _remove_store(self.directory)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+        return True
 
     @property
     def closed(self) -> bool:
@@ -382,7 +412,7 @@ class Store:
         return self._write(plan, n, self._which, tuple([column.data_ptr() for column in columns]))
 
     def _write(self, plan: Plan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
-        rows = torch.empty(n, dtype=torch.int64, device="cpu")
+        rows = _native.empty_rows(n)
         try:
             if plan.rows is not None:
                 rows.copy_(plan.rows)
@@ -425,17 +455,10 @@ class Store:
 
     def allocate(self, n: int) -> list[Tensor]:
         """Uninitialised CPU tensors for ``n`` rows of every field."""
-        patterns = self._patterns.get(n)
-        if patterns is None:
-            patterns = [
-                torch.empty((n, *field.shape), dtype=torch_dtype(field), device="cpu") for field in self.schema.fields
-            ]
-            if len(self._patterns) >= _PATTERNS:
-                self._patterns.clear()
-            self._patterns[n] = patterns
-        # Half the cost of torch.empty, and deaf to a surrounding `with torch.device(...)`. The patterns themselves are
-        # never touched, so they take address space but no memory.
-        return list(map(torch.empty_like, patterns))
+        if _native.HAS_EXCHANGE:
+            tensors: list[Tensor] = self.layout.allocate(n)
+            return tensors
+        return [torch.empty((n, *field.shape), dtype=torch_dtype(field), device="cpu") for field in self.schema.fields]
 
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
@@ -472,13 +495,13 @@ class Store:
         except IndexError as error:
             raise RowError(f"read: {error}.") from error
 
-    def sample_uniform(self, key: int, n: int, rows: Tensor | None = None) -> list[Tensor]:
+    def sample_uniform(self, key: int, n: int, *, with_rows: bool) -> list[Tensor]:
         """Draw ``n`` live rows uniformly, with replacement, and copy them: one native call.
 
         Args:
             key: 64 random bits, from which everything follows.
             n: rows.
-            rows: int64 ``[n]``, contiguous: filled with the rows drawn.
+            with_rows: return the rows drawn, int64 ``[n]``, behind the fields.
 
         Returns:
             One tensor ``[n, *row shape]`` per field.
@@ -486,13 +509,17 @@ class Store:
         Raises:
             NoSampleable: no row is live.
         """
-        columns = self.allocate(n)
-        addresses = tuple([column.data_ptr() for column in columns])
         try:
-            self.core.sample_uniform(key, n, addresses, 0 if rows is None else rows.data_ptr(), 0)
+            if _native.HAS_EXCHANGE:
+                drawn: list[Tensor] = self.core.draw_uniform(self.layout, key, n, with_rows)
+                return drawn
+            columns = self.allocate(n)
+            rows = _native.empty_rows(n)
+            addresses = tuple([column.data_ptr() for column in columns])
+            self.core.sample_uniform(key, n, addresses, rows.data_ptr())
+            return [*columns, rows] if with_rows else columns
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
-        return columns
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
@@ -562,14 +589,15 @@ class DeviceStore(Store):
             _, moved = super().read(rows, expected=expected, which=())
             return self._take(rows, self._which if which is None else which), moved
 
-    def sample_uniform(self, key: int, n: int, rows: Tensor | None = None) -> list[Tensor]:
-        rows = torch.empty(n, dtype=torch.int64, device="cpu") if rows is None else rows
+    def sample_uniform(self, key: int, n: int, *, with_rows: bool) -> list[Tensor]:
+        rows = _native.empty_rows(n)
         with self._lock:
             try:
-                self.core.sample_uniform(key, n, (), rows.data_ptr(), 0)
+                self.core.sample_uniform(key, n, (), rows.data_ptr())
             except _native.NothingLive as error:
                 raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
-            return self._take(rows, self._which)
+            columns = self._take(rows, self._which)
+        return [*columns, rows] if with_rows else columns
 
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         index = rows.to(self.device)
@@ -592,15 +620,28 @@ def _boot_id() -> str:
         return "unknown"
 
 
+class _Closed:
+    """The core of a store that was closed: its rows can be read as long as the memory is mapped, not written."""
+
+    _writing = frozenset(("append", "append_row", "append_by_lane", "scatter", "empty", "recover"))
+
+    def __init__(self, core: Any, directory: Path | None) -> None:
+        self._core = core
+        self._directory = directory
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._writing:
+            raise RuntimeError(f"the store in {str(self._directory)!r} was closed. Use ReplayBuffer.open to go on with it.")
+        return getattr(self._core, name)
+
+
 class _Alive:
     """This process's byte of ``.engram/alive``: held as long as it has the store open, dropped by the kernel if it dies."""
 
     def __init__(self, directory: Path) -> None:
         path = directory / layout.FOLDER / layout.ALIVE
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError as error:
-            raise CorruptStore(f"{path}: expected a file, found none.") from error
+        files.check_size(path, 0)
+        self._fd = files.open_regular(path, os.O_RDWR)
         self._pid = os.getpid()
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
@@ -616,6 +657,8 @@ class _Alive:
             os.close(self._fd)
 
 
+#: Held while a store is made or opened, so that two threads do not attach to one folder twice.
+_attaching = threading.RLock()
 _registry: weakref.WeakValueDictionary[tuple[int, int], Store] = weakref.WeakValueDictionary()
 _registry_lock = threading.Lock()
 
@@ -649,26 +692,47 @@ def _forget(store: Store) -> None:
                 del _registry[identity]
 
 
-def _close(core: Any, lock: _Alive, control: _Block, temporary: Path | None) -> None:
+def _close(core: Any, lock: _Alive, control: _Block, erased: tuple[Path, Schema] | None) -> None:
     """Finalizer of a directory store. ``control`` keeps the words mapped until it ran."""
     if lock._pid != os.getpid():
         return  # a forked child: the store is its parent's
     core.clean = True
     del control
     lock.release()
-    if temporary is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
+    if erased is not None:
+        erase(*erased)
+        with contextlib.suppress(OSError):
+            erased[0].rmdir()
+
+
+def erase(directory: Path, schema: Schema) -> None:
+    """Remove the files of a store, and folders in it that are empty then. What else lies there is not ours and stays."""
+    shutil.rmtree(directory / layout.FOLDER, ignore_errors=True)
+    paths = [layout.field_path(directory, field.key) for field in schema.fields]
+    paths += layout.meta_files(directory, schema)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for folder in sorted({path.parent for path in paths} - {directory}, key=lambda folder: -len(folder.parts)):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _remove_store(directory: Path) -> None:
-    """Remove the bookkeeping of a store that nobody has open."""
+    """Remove a store that nobody has open."""
     if not (directory / layout.FOLDER).exists():
         return
     if _opened(directory) is not None:
-        raise StoreInUse(f"create: this process has the store in {str(directory)!r} open. Close it first.")
+        raise StoreInUse(f"expected a store that nobody has open, but this process has {str(directory)!r}. Close it first.")
     if (directory / layout.FOLDER / layout.ALIVE).exists():
         _Alive(directory).release()
-    shutil.rmtree(directory / layout.FOLDER)
+    path = directory / layout.FOLDER / layout.STORE
+    try:
+        schema = schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path))
+    except (CorruptStore, IncompatibleStore):
+        shutil.rmtree(directory / layout.FOLDER)  # its fields are not known: those of other names stay
+    else:
+        erase(directory, schema)
 
 
 def _occupied(directory: Path, existing: Path) -> str:

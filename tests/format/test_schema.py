@@ -1,13 +1,11 @@
 import itertools
 import json
 
-import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engram.errors import CorruptStore, IncompatibleStore
-from engram.format import schema as schemas
 from engram.format.schema import DTYPES, Field, Node, Schema, decode, encode, fingerprint
 
 LEAF = Node("leaf", field=0)
@@ -220,7 +218,7 @@ def test_hostile_descriptions_are_refused(raw):
 
 
 def test_sixteen_levels_and_255_bytes_are_possible():
-    path = tuple("a" * 15) + ("é" * 127,)
+    path = (*"a" * 15, "é" * 127)
     structure = LEAF
     for name in reversed(path):
         structure = Node("dict", children={name: structure})
@@ -324,6 +322,5 @@ def test_validate_says_what_is_wrong(changes, says):
 def test_schemas_are_frozen():
     with pytest.raises(AttributeError):
         make().capacity = 3
-    assert make() == make() and hash(Field(("a",), "bool", ())) == hash(Field(("a",), "bool", ()))
-    assert issubclass(Schema, msgspec.Struct)
-    assert schemas.VERSION == (1, 0)
+    assert make() == make()
+    assert hash(Field(("a",), "bool", ())) == hash(Field(("a",), "bool", ()))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engram.errors import CorruptStore
 
-__all__ = ["Creation", "check_size", "read_small", "reserve", "write_atomically"]
+__all__ = ["Creation", "check_size", "open_regular", "read_small", "reserve", "write_atomically"]
 
 _ZEROES = bytes(1 << 20)
 
@@ -71,15 +71,25 @@ def check_size(path: Path, nbytes: int) -> None:
         )
 
 
-def read_small(path: Path, limit: int) -> bytes:
-    """The bytes of a small regular file. Raises ``CorruptStore`` if it is missing, not regular or longer than ``limit``."""
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a file that is there. Raises ``CorruptStore`` if it is missing or not regular, a link for instance."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise CorruptStore(f"{path}: expected a file, found none.") from error
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CorruptStore(f"{path}: expected a regular file, got something else.")
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        raise CorruptStore(f"{path}: expected a regular file, got something else.") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptStore(f"{path}: expected a regular file, got something else.")
+    return fd
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The bytes of a small regular file. Raises ``CorruptStore`` if it is missing, not regular or longer than ``limit``."""
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         raw = file.read(limit + 1)
     if len(raw) > limit:
         raise CorruptStore(f"{path}: expected at most {limit} bytes, got more.")

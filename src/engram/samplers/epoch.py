@@ -67,7 +67,7 @@ class SamplerWithoutReplacement(NativeSampler):
             self._visited += count
             left = size - self._visited
             self.ran_out = left == 0 or (self.drop_last and left < batch_size)
-            ranks = torch.empty(count, dtype=torch.int64, device="cpu")
+            ranks = _native.empty_rows(count)
             if self.shuffle:
                 _native.permute(self._key, size, start, count, ranks.data_ptr())
             else:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from engram import _native
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.types import Draw
@@ -44,6 +42,6 @@ class RandomSampler(NativeSampler):
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         check_drawable(extent)
-        ranks = torch.empty(batch_size, dtype=torch.int64, device="cpu")
+        ranks = _native.empty_rows(batch_size)
         _native.uniform(key, extent.size, batch_size, ranks.data_ptr())
         return Draw(extent.rows(ranks))

@@ -211,7 +211,7 @@ class Storage:
         if isinstance(index, slice):
             extent = self.extent()
             start, stop, step = index.indices(extent.size)
-            ranks = torch.arange(start, stop, step) if step > 0 else torch.tensor(range(start, stop, step))
+            ranks = torch.arange(start, max(start, stop), step) if step > 0 else torch.tensor(range(start, stop, step))
             rows = extent.rows(ranks.to(torch.int64))
             contiguous = step == 1 and (rows is ranks or len(extent.filled) == 1) and extent.holes is None
             return Rows(rows, span=(start, max(start, stop)) if contiguous else None)

@@ -17,6 +17,7 @@ from torch import Tensor
 from engram import _native
 from engram._tensordict import children as entries_of, wrap
 from engram.format.schema import DTYPES, Field, Node, Schema, validate_key
+from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -27,19 +28,6 @@ __all__ = ["SINGLE", "Structure", "is_batched_collection", "leading_size"]
 SINGLE = "_-single-tensor-_"
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
-#: (type code, bits) of the dtypes in DLPack.
-_DLPACK = {
-    name: (code, DTYPES[name] * 8)
-    for code, names in {
-        0: ("int8", "int16", "int32", "int64"),
-        1: ("uint8", "uint16", "uint32", "uint64"),
-        2: ("float16", "float32", "float64"),
-        4: ("bfloat16",),
-        5: ("complex32", "complex64", "complex128"),
-        6: ("bool",),
-    }.items()
-    for name in names
-}
 _FLOATS = tuple(dtype for dtype in _NAMES if dtype.is_floating_point or dtype.is_complex)
 
 
@@ -59,7 +47,7 @@ class Structure:
             (getattr(torch, f.dtype), torch.Size(f.shape), getattr(torch, f.dtype) in _FLOATS) for f in self.fields
         )
         self._batch_shapes: dict[int, list[torch.Size]] = {}
-        self._layout = _native.Layout([(*_DLPACK[f.dtype], f.shape) for f in self.fields])
+        self._layout = _native.Layout(dlpack_specs(self.fields))
         leaves = list(root.children.values())
         #: Names of the fields in order, if the structure is one flat TensorDict: the common case has a short path.
         self._flat = (
@@ -214,7 +202,7 @@ class Structure:
     ) -> Any:
         """Data of this structure around columns ``[*batch, *shape]``. No copy. ``extra`` joins the root's entries."""
         if self._flat is not None:
-            source: dict[str, Any] = dict(zip(self._flat, columns, strict=True))
+            source: dict[str, Any] = dict(zip(self._flat, columns))  # noqa: B905 - strict costs, and both are the schema's
             if extra:
                 source.update(extra)
             return wrap(source, batch + torch.Size(self.root.batch) if self.root.batch else batch, device)

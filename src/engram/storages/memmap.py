@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,15 +132,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         return view
 
     def cleanup(self) -> bool:
-        """Close the store and remove its folder. True if something was removed.
+        """Close the store and remove its files. True if something was removed. Other files in the folder stay.
 
         Views handed out before stay valid until they are dropped.
         """
-        if self.memory is None or self.memory.directory is None:
-            return False
-        directory = self.memory.directory
-        self.memory.close()
-        if not directory.exists():
-            return False
-        shutil.rmtree(directory)
-        return True
+        return self.memory is not None and self.memory.remove()
