@@ -3,8 +3,8 @@ live.
 
 Measured: one ``sample`` of 128 out of 100,000 rows of ``{a: [3, 4] float32, b: [3, 4] float32, c: bool}``, as
 a bare tensor (``a`` alone), a dict and a TensorDict, each in a list, in RAM and memory-mapped. engram and
-TorchRL run the same class with the same storage, batch size and ``collate_fn``; cpprb knows dicts of NumPy
-arrays only. One thread, rows warm: written just before and read by the check. Then what the figure leaves
+TorchRL run the same class with the same storage, batch size and ``collate_fn``; for a list of dicts, which only engram
+stacks by itself, a further row gives both the same function. cpprb knows dicts of NumPy arrays only. One thread, rows warm: written just before and read by the check. Then what the figure leaves
 out: a buffer half full, ``TensorDictReplayBuffer``, and engram beside itself (memory-mapped against RAM, dict
 against TensorDict).
 """
@@ -34,6 +34,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
     for kind in LABELS:
         for storage in rivals.STORAGES:
             yield _cell(libraries, kind, storage, sources[kind], fields, share)
+    yield _same_collate(libraries, fields, share)
     half = {key: value[: data.ROWS // 2] for key, value in fields.items()}
     for storage in ("tensor", "memmap"):
         yield _half_full(libraries, storage, half, share)
@@ -51,8 +52,11 @@ def _cell(libraries: rivals.Libraries, kind: str, storage: str, source: Any, fie
     notes = {}
     if storage == "list":
         source = _items(source)
-        collate: Any = data.stack_dicts if kind == "dict" else None
+        collate: Any = None
         notes["cpprb"] = "cpprb: no list storage."
+        if kind == "dict":
+            collate = {"TorchRL": data.stack_dicts}
+            notes["TorchRL"] = "A list of dicts: TorchRL needs a collate_fn (torch.stack per key), engram stacks by itself."
     else:
         collate = data.identity
         notes["cpprb"] = ARRAYS_ONLY if kind != "tensor" else "cpprb: no bare tensors, every row is a dict."
@@ -63,6 +67,15 @@ def _cell(libraries: rivals.Libraries, kind: str, storage: str, source: Any, fie
             sides += _cpprb_sides(libraries["cpprb"], fields, folder)
         timing = alternate(sides, (STACK if storage == "list" else GATHER).scaled(share))
     return timed(key, what, timing, times=("TorchRL", "cpprb"), notes=notes)
+
+
+def _same_collate(libraries: rivals.Libraries, fields: data.Fields, share: float) -> Row:
+    """Mostly the time of the user's own function, which is the same on both sides."""
+    with tempfile.TemporaryDirectory() as name:
+        sides = _torch_like_sides(libraries, "list", _items(fields), Path(name), data.stack_dicts)
+        timing = alternate(sides, STACK.scaled(share))
+    notes = {"cpprb": "cpprb: no list storage."}
+    return timed("sample/dict/list-own-collate", "sample 128 · dict · list, own collate_fn", timing, times=("TorchRL",), notes=notes)
 
 
 def _half_full(libraries: rivals.Libraries, storage: str, half: data.Fields, share: float) -> Row:
@@ -132,10 +145,14 @@ def _torch_like_sides(
     live: int = data.ROWS,
     buffer: str = "ReplayBuffer",
 ) -> list[Side]:
-    """engram and TorchRL, as far as they are there, holding the same rows (in lists: the same objects)."""
+    """engram and TorchRL, as far as they are there, holding the same rows (in lists: the same objects).
+
+    ``collate``: one ``collate_fn`` for both, or a dict of them by library.
+    """
     present = [libraries[name] for name in rivals.TORCH_LIKE if libraries[name].module is not None]
+    by_name = collate if isinstance(collate, dict) else dict.fromkeys(rivals.TORCH_LIKE, collate)
     return [
-        Side(library.name, _sampler(library, storage, source, folder, collate, live=live, buffer=buffer))
+        Side(library.name, _sampler(library, storage, source, folder, by_name.get(library.name), live=live, buffer=buffer))
         for library in present
     ]
 

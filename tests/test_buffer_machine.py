@@ -425,9 +425,9 @@ class MemmapMachine(BufferMachine):
 
 
 _settings = settings(
-    max_examples=40,
+    max_examples=300,
     phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],  # no explanations: they take minutes
-    stateful_step_count=25,
+    stateful_step_count=30,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

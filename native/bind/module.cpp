@@ -160,7 +160,8 @@ void bind_store(nb::module_& m) {
           "key"_a, "n"_a, "batch"_a, "rows"_a)
       .def(
           "draw_uniform",
-          [](const Store& self, const engram::Layout& layout, std::uint64_t key, std::uint64_t n, bool with_rows) {
+          [](const Store& self, const engram::Layout& layout, Address key_at, std::uint64_t n, bool with_rows) {
+            const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
             nb::list tensors;
             std::vector<std::byte*> addresses;
             addresses.reserve(self.fields() + 1);
@@ -178,8 +179,8 @@ void bind_store(nb::module_& m) {
             }
             return tensors;
           },
-          "layout"_a, "key"_a, "n"_a, "with_rows"_a,
-          "As sample_uniform, into new tensors: one per field, and with_rows one more, int64 [n].")
+          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a,
+          "As sample_uniform, with the key at an address, into new tensors: one per field, and with_rows one more, int64 [n].")
       .def(
           "numbers_of",
           [](const Store& self, Address rows, std::uint64_t n, Address numbers) {

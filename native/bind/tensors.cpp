@@ -107,9 +107,12 @@ nb::object make_tensor(const RowSpec& spec, std::int64_t n, std::byte** address)
   const auto ndim = static_cast<std::int32_t>(spec.shape.size() + 1);
   std::size_t bytes = (spec.bits + 7u) / 8u * static_cast<std::size_t>(n);
   for (const std::int64_t size : spec.shape) bytes *= static_cast<std::size_t>(size);
-  const std::size_t head = (sizeof(Owned) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim) + kAlign - 1) / kAlign * kAlign;
-  auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlign, head + (bytes + kAlign - 1) / kAlign * kAlign));
+  // malloc and room to align: cheaper than aligned_alloc.
+  const std::size_t head = sizeof(Owned) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim);
+  auto* memory = static_cast<std::byte*>(std::malloc(head + kAlign + bytes));
   if (memory == nullptr) throw std::bad_alloc();
+  std::byte* data = memory + head;
+  data += kAlign - reinterpret_cast<std::uintptr_t>(data) % kAlign;
   auto* owned = new (memory) Owned{};
   std::int64_t* shape = owned->dims;
   std::int64_t* strides = shape + ndim;
@@ -123,7 +126,7 @@ nb::object make_tensor(const RowSpec& spec, std::int64_t n, std::byte** address)
   ManagedTensor& managed = owned->managed;
   managed.version = {1, 0};
   managed.deleter = [](ManagedTensor* self) { std::free(self); };  // `managed` is the first member: self is the memory
-  managed.tensor.data = memory + head;
+  managed.tensor.data = data;
   managed.tensor.device = {kCpu, 0};
   managed.tensor.ndim = ndim;
   managed.tensor.dtype = {spec.code, spec.bits, 1};
@@ -131,7 +134,7 @@ nb::object make_tensor(const RowSpec& spec, std::int64_t n, std::byte** address)
   managed.tensor.strides = strides;
   void* object = nullptr;
   if (exchange->to_object(&managed, &object) != 0) throw nb::python_error();
-  *address = memory + head;
+  *address = data;
   return nb::steal<nb::object>(static_cast<PyObject*>(object));
 }
 

@@ -26,6 +26,12 @@ std::uint32_t header_crc(Header header) {
   return crc32c(std::as_bytes(std::span(&header, 1)));
 }
 
+// Without a product, which could overflow, and with a bound that keeps offsets of lanes from overflowing.
+bool adds_up(const Geometry& g) {
+  return g.lanes >= 1 && g.lanes <= std::uint64_t{1} << 40 && g.lane_length >= 1 &&
+         g.capacity / g.lanes == g.lane_length && g.capacity % g.lanes == 0;
+}
+
 void require(bool ok, const std::string& what) {
   if (!ok) [[unlikely]] throw std::invalid_argument(what);
 }
@@ -60,7 +66,7 @@ std::uint32_t crc32c(std::span<const std::byte> bytes) {
 }
 
 void Control::format(std::span<std::byte> control, Geometry g, std::uint64_t schema_sum) {
-  check(g.lanes >= 1 && g.lane_length >= 1 && g.capacity == g.lanes * g.lane_length, "a geometry that does not add up");
+  check(adds_up(g), "a geometry that does not add up");
   check(control.size() == control_bytes(g.lanes), "a control block of another size than the geometry needs");
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
@@ -95,9 +101,7 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
               std::to_string(kFormatMajor));
   require(header.crc == header_crc(header), "control: the header's checksum does not match");
   require(header.abi == abi_fingerprint(), "control: written by a build for another platform");
-  require(header.lanes >= 1 && header.lanes <= std::uint64_t{1} << 40 && header.lane_length >= 1 &&
-              header.capacity / header.lanes == header.lane_length && header.capacity % header.lanes == 0,
-          "control: a geometry that does not add up");
+  require(adds_up({header.capacity, header.lanes, header.lane_length}), "control: a geometry that does not add up");
   require(header.participants == kParticipants && header.participants_at == kParticipantsAt &&
               header.lanes_at == kLanesAt && header.control_bytes == control_bytes(header.lanes) &&
               header.control_bytes == control.size(),
@@ -201,6 +205,13 @@ Control::Repair Control::recover() const {
       }
       ++void_rows;
       tickets_[row].store(ticket(number_of(word), State::voided), std::memory_order_release);
+    }
+    // Outside: what an interrupted empty() did not reach, or a writer left that it overtook. Neither may come back when
+    // the extent grows over it.
+    for (std::uint64_t row = start + rows; row < start + geometry_.lane_length; ++row) {
+      const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
+      if (state_of(word) == State::unused) continue;
+      tickets_[row].store(ticket(number_of(word), State::unused), std::memory_order_release);
     }
   }
   counters_->void_rows.store(void_rows, std::memory_order_release);

@@ -19,6 +19,7 @@ class Permutation {
     const int bits = n > 1 ? std::bit_width(n - 1) : 1;
     half_ = static_cast<unsigned>((bits + 1) / 2);
     mask_ = (std::uint64_t{1} << half_) - 1;
+    rounds_ = half_ <= 2 ? 12 : 6;
   }
 
   /// Image of i, i < n. The domain is smaller than 4 n, so fewer than 4 rounds of walking are expected.
@@ -30,12 +31,9 @@ class Permutation {
   }
 
  private:
-  // Six rounds: with three or four, small domains show visible structure.
-  static constexpr std::uint64_t kRounds = 6;
-
   std::uint64_t encrypt(std::uint64_t x) const {
     std::uint64_t left = x >> half_, right = x & mask_;
-    for (std::uint64_t round = 0; round < kRounds; ++round) {
+    for (std::uint64_t round = 0; round < rounds_; ++round) {
       const std::uint64_t next = left ^ (random_.bits(right, round + 1) & mask_);
       left = right;
       right = next;
@@ -47,6 +45,9 @@ class Permutation {
   std::uint64_t n_;
   unsigned half_ = 1;
   std::uint64_t mask_ = 1;
+  // Six: with three or four, small domains show visible structure. Up to 16 elements six still do: of 5 elements one
+  // stayed where it was in 22 % of the permutations instead of 20 %.
+  std::uint64_t rounds_ = 6;
 };
 
 }  // namespace engram

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -20,7 +21,7 @@ constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks a
 constexpr std::uint64_t kBlockRows = 64;           // rows per block of a read, at most
 constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
-constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are counted exactly
+constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
 constexpr auto kWait = std::chrono::seconds(5);
 
 // gcc's TSan does not model fences; its build orders each copied byte instead (gather.cpp).
@@ -193,13 +194,45 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   return t0;
 }
 
+// Makes the lanes' extents cover the rows, and unwritten rows below them live as zeros. The zeros' number is taken before
+// the extent is looked at, and every writer takes his after he has extended it: so zeros are older than any write that
+// they meet, and hide none.
+void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
+  const std::uint64_t length = control_.lane_length();
+  std::vector<std::byte> zeros;
+  std::optional<ClaimGuard> claim;
+  std::uint64_t number = 0;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const std::uint64_t lane = row / length, covered = row % length + 1;
+    if (covered > control_.filled(lane) + 1 && !claim) {
+      zeros.resize(row_bytes_);
+      number = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
+      claim.emplace(participant_, number, 1, -1, 0);
+    }
+    const std::uint64_t before = control_.filled(lane);
+    if (covered <= before) continue;
+    control_.raise_high(lane, covered);
+    for (std::uint64_t gap = lane * length + before; claim && gap < row; ++gap) {
+      if (!mark(gap, number, nullptr)) continue;
+      fence(std::memory_order_release);
+      for (const Field& field : fields_) {
+        copy_to_shared(field.data + gap * field.row_bytes, zeros.data(), field.row_bytes);
+      }
+      fence(std::memory_order_release);
+      commit(gap, number);
+    }
+  }
+}
+
 std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                              Columns columns, bool grow) {
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
   check_rows(rows, n, control_.capacity());
-  const std::uint64_t length = control_.lane_length();
-  if (!grow) {
+  if (grow) {
+    grow_over(rows, n);
+  } else {
     for (std::uint64_t i = 0; i < n; ++i) {
       if (!is_committed(control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire))) {
         throw std::out_of_range("row " + std::to_string(rows[i]) + " is not live");
@@ -208,19 +241,6 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   }
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   const ClaimGuard claim(participant_, t0, n, -1, 0);
-  if (grow) {
-    for (std::uint64_t i = 0; i < n; ++i) {
-      const auto row = static_cast<std::uint64_t>(rows[i]);
-      const std::uint64_t lane = row / length, before = control_.filled(lane), covered = row % length + 1;
-      if (covered <= before) continue;
-      control_.raise_high(lane, covered);
-      for (std::uint64_t gap = lane * length + before; gap < row; ++gap) {
-        if (!mark(gap, t0, nullptr)) continue;
-        for (const Field& field : fields_) std::memset(field.data + gap * field.row_bytes, 0, field.row_bytes);
-        commit(gap, t0);
-      }
-    }
-  }
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!mark(row, t0 + i, nullptr)) continue;
@@ -324,33 +344,25 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
   if (spans.total() == 0) throw NothingLive("no row has been written");
   const Random random(key);
   const std::uint64_t block = block_rows(all_);
-  std::atomic<bool> nothing_live{false};
+  std::atomic<bool> impatient{false};
 
   // Draws position i again until its row is whole. Rejection keeps the draw uniform over the live rows.
   const auto redraw = [&](std::uint64_t i, std::int64_t* row) {
     std::uint64_t moved = 0;
-    for (std::uint64_t attempt = 1;; ++attempt) {
-      if (attempt <= kPatience) {
-        if (attempt > kRedraws) std::this_thread::yield();
-        *row = spans.row(random.below(spans.total(), i, attempt));
-      } else {  // nearly everything is void: count what is live
-        const std::uint64_t live = control_.size();
-        *row = live == 0 ? -1 : kth_live(random.below(live, i, attempt));
-        if (*row < 0) {
-          nothing_live.store(true, std::memory_order_relaxed);
-          return;
-        }
-      }
+    for (std::uint64_t attempt = 1; attempt <= kPatience; ++attempt) {
+      if (attempt > kRedraws) std::this_thread::yield();
+      *row = spans.row(random.below(spans.total(), i, attempt));
       control_.counters().redraws.fetch_add(1, std::memory_order_relaxed);
       if (read_block(row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
         return;
       }
     }
+    impatient.store(true, std::memory_order_relaxed);
   };
 
   for_each_chunk(n, row_bytes_, block, [&](std::uint64_t begin, std::uint64_t end) {
     std::int64_t chosen[kBlockRows];
-    for (std::uint64_t i = begin; i < end; i += block) {
+    for (std::uint64_t i = begin; i < end && !impatient.load(std::memory_order_relaxed); i += block) {
       const std::uint64_t count = std::min(block, end - i);
       for (std::uint64_t j = 0; j < count; ++j) chosen[j] = spans.row(random.below(spans.total(), i + j));
       std::uint64_t moved = 0;
@@ -362,7 +374,27 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
       if (rows_out != nullptr) std::memcpy(rows_out + i, chosen, count * sizeof(std::int64_t));
     }
   });
-  if (nothing_live.load(std::memory_order_relaxed)) throw NothingLive("every row of the store is void");
+  if (impatient.load(std::memory_order_relaxed)) sample_listed(random, n, batch, rows_out, numbers_out);
+}
+
+// Draws from a list of the live rows: where nearly everything inside the extent is void, or part of a large batch that is
+// still being written.
+void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,
+                          std::int64_t* numbers_out) const {
+  std::vector<std::int64_t> live = live_rows();
+  for (std::uint64_t i = 0; i < n; ++i) {
+    for (std::uint64_t attempt = kPatience + 1;; ++attempt) {
+      if (live.empty()) throw NothingLive("every row of the store is void");
+      const std::int64_t row = live[random.below(live.size(), i, attempt)];
+      if (rows_out != nullptr) rows_out[i] = row;
+      control_.counters().redraws.fetch_add(1, std::memory_order_relaxed);
+      std::uint64_t moved = 0;
+      if (read_block(&row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
+        break;
+      }
+      live = live_rows();
+    }
+  }
 }
 
 void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const {
@@ -374,14 +406,23 @@ void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* 
   }
 }
 
-// The k-th live row, or -1 if there are fewer: a scan, for stores that are nearly all void.
-std::int64_t Store::kth_live(std::uint64_t k) const {
-  for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
-    if (row % control_.lane_length() >= control_.filled(row / control_.lane_length())) continue;
-    if (!is_committed(control_.word(row).load(std::memory_order_acquire))) continue;
-    if (k-- == 0) return static_cast<std::int64_t>(row);
+// The live rows, in row order. If there are none because all are just being overwritten, waits for them, bounded.
+std::vector<std::int64_t> Store::live_rows() const {
+  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  for (;;) {
+    std::vector<std::int64_t> live;
+    bool writing = false;
+    for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
+      const std::uint64_t start = lane * control_.lane_length(), end = start + control_.filled(lane);
+      for (std::uint64_t row = start; row < end; ++row) {
+        const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
+        if (is_committed(word)) live.push_back(static_cast<std::int64_t>(row));
+        writing |= state_of(word) == State::writing;
+      }
+    }
+    if (!live.empty() || !writing || std::chrono::steady_clock::now() > deadline) return live;
+    std::this_thread::yield();
   }
-  return -1;
 }
 
 std::vector<std::int64_t> Store::holes() const {

@@ -14,6 +14,7 @@
 
 #include "control.h"
 #include "gather.h"
+#include "random.h"
 
 namespace engram {
 
@@ -70,10 +71,13 @@ class Store {
 
   void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
                   const std::int64_t* pick, std::int64_t* rows_out);
+  void grow_over(const std::int64_t* rows, std::uint64_t n);
   Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place);
   bool mark(std::uint64_t row, std::uint64_t number, const Place* place);
   void commit(std::uint64_t row, std::uint64_t number);
-  std::int64_t kth_live(std::uint64_t k) const;
+  std::vector<std::int64_t> live_rows() const;
+  void sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,
+                     std::int64_t* numbers_out) const;
   bool read_block(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Batch batch,
                   std::uint64_t at, const std::int64_t* expected, std::int64_t* numbers_out,
                   std::uint64_t* moved) const;

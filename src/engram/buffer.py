@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import warnings
 from html import escape
@@ -18,6 +17,7 @@ from engram import collate, samplers, storages, writers
 from engram._later import refuse
 from engram.errors import CorruptStore, RowError, WriterStalled
 from engram.format import files, layout
+from engram.store import Key
 from engram.transforms import Transforms
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
@@ -119,8 +119,7 @@ class ReplayBuffer:
         self._iterator: Iterator[Any] | None = None
         self._warned_batch_size = False
         self._shut_down = False
-        self._key = torch.empty((), dtype=torch.int64, device="cpu")
-        self._key_lock = threading.Lock()
+        self._key = Key()
         self._recorded = False
         self._generator: torch.Generator | None = None
         self.set_rng(generator)
@@ -292,7 +291,7 @@ class ReplayBuffer:
         storage: Any = self._storage
         if self._draws_natively and storage.memory is not None:
             with_rows = return_info or self._shows_rows
-            columns = storage.memory.sample_uniform(self._next_key(), batch_size, with_rows=with_rows)
+            columns = storage.memory.sample_uniform(self._draw_key(), batch_size, with_rows)
             return self._finish(columns, batch_size, columns.pop() if with_rows else None, {}, return_info)
         columns, rows, info = self._draw(batch_size)
         return self._finish(columns, len(rows), rows, info, return_info)
@@ -302,7 +301,7 @@ class ReplayBuffer:
         data = self._storage.batch(columns, n)
         if not self._bare:
             data = self._collate(data)
-            if self._transform.reads:
+            if self._transforms_reads:
                 data = self._transform.forward(data)
         return (data, self._info(rows, info)) if return_info else data
 
@@ -317,7 +316,7 @@ class ReplayBuffer:
 
     def _draw(self, batch_size: int) -> tuple[Any, Tensor, dict[str, Any]]:
         """Ask the sampler, read, and draw again what moved meanwhile."""
-        key = self._next_key()
+        key = self._draw_key().value
         extent = self._storage.extent()
         if extent.size == 0:
             samplers.check_drawable(extent)
@@ -353,12 +352,14 @@ class ReplayBuffer:
             moved = [moved[i] for i in still]
         return columns, rows
 
-    def _next_key(self) -> int:
+    def _draw_key(self) -> Key:
         """64 random bits from the generator: all randomness of one draw."""
-        generator = self._generator
-        with self._key_lock:
-            key = self._key.random_() if generator is None else self._key.random_(generator=generator)
-            return key.item()  # type: ignore[no-any-return]
+        key = self._key
+        if self._generator is None:
+            key.draw()
+        else:
+            key.draw(generator=self._generator)
+        return key
 
     def _resolve_batch_size(self, batch_size: int | None) -> int:
         if batch_size is None:
@@ -664,7 +665,8 @@ class ReplayBuffer:
             tensors and type(self._sampler) is samplers.RandomSampler and not getattr(self, "_tracks", False)
         )
         self._appends = tensors and isinstance(self._writer, writers.RoundRobinWriter)
-        self._bare = tensors and self._collate_fn is None and not self._transform.reads
+        self._transforms_reads = self._transform.reads
+        self._bare = tensors and self._collate_fn is None and not self._transforms_reads
 
     def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
         """Hand priorities of rows to the sampler; one without priorities warns and does nothing."""
@@ -685,7 +687,7 @@ class ReplayBuffer:
             "batch_size": self._batch_size,
             **self._record_more(),
         }
-        files.write_atomically(store.directory / layout.FOLDER / layout.BUFFER, json.dumps(record).encode())
+        files.overwrite(store.directory / layout.FOLDER / layout.BUFFER, json.dumps(record).encode())
 
     def _record_more(self) -> dict[str, Any]:
         return {}
@@ -788,14 +790,14 @@ class ReplayBuffer:
         self._shut_down = True
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_key_lock", "_iterator", "_generator")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_key", "_iterator", "_generator")}
         state["_generator_state"] = None if self._generator is None else self._generator.get_state()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         generator_state = state.pop("_generator_state")
         self.__dict__.update(state)
-        self._key_lock = threading.Lock()
+        self._key = Key()
         self._iterator = None
         self._generator = None
         if generator_state is not None:

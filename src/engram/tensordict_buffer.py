@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 
-from tensordict import is_tensor_collection, is_tensorclass
+from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram import writers
-from engram._tensordict import children
+from engram._tensordict import children, put
 from engram.buffer import ReplayBuffer, register
 
 if TYPE_CHECKING:
@@ -88,31 +88,28 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return super().sample(batch_size, return_info)
 
     def _finish(self, columns: Any, n: int, rows: Any, info: dict[str, Any], return_info: bool) -> Any:
-        storage: Any = self._storage
-        if self._bare and storage.ndim == 1:
-            structure = storage.structure
-            if structure.is_tensordict and not structure.root.batch:
-                info["index"] = rows if storage._device.type == "cpu" else rows.to(storage._device)
-                data = storage.batch(columns, n, info)
-                return (data, info) if return_info else data
         data = super()._finish(columns, n, rows, info, False)
         info = self._info(rows, info)
-        self._attach(data, rows, info)
+        entries = info if self._storage.ndim == 1 else {**info, "index": self._user_index(rows)}
+        if type(data) is TensorDict and data.batch_size == (n,) and not data.is_locked:
+            put(data, entries)
+        else:
+            self._attach(data, n, entries)
         return (data, info) if return_info else data
 
-    def _attach(self, data: Any, rows: Tensor, info: dict[str, Any]) -> None:
+    def _attach(self, data: Any, n: int, entries: dict[str, Any]) -> None:
+        """Add entries ``[n, ...]`` to a batch of another form than ours."""
         if not is_tensor_collection(data):
             raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
-        entries = {**info, "index": self._user_index(rows)}
+        if data.batch_size[:1] != (n,):
+            raise RuntimeError(
+                f"sample: a transform changed the batch size from {n} to {list(data.batch_size)}, so {sorted(entries)} "
+                "cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
+            )
+        missing = len(data.batch_size) - 1
         for key, value in entries.items():
-            if data.batch_size[:1] != (len(rows),):
-                raise RuntimeError(
-                    f"sample: a transform changed the batch size from {len(rows)} to {list(data.batch_size)}, so {key!r} "
-                    "cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
-                )
-            missing = len(data.batch_size) - 1
-            shape = (*value.shape[:1], *(1,) * missing, *value.shape[1:])
-            data.set(key, value.reshape(shape).expand(*data.batch_size, *value.shape[1:]))
+            laid_out = value.reshape(*value.shape[:1], *(1,) * missing, *value.shape[1:])
+            data.set(key, laid_out.expand(*data.batch_size, *value.shape[1:]))
 
     def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:
         structure = getattr(self._storage, "structure", None)

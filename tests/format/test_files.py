@@ -254,3 +254,24 @@ def test_a_text_that_fails_halfway_is_removed(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         make()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("raw", [b"{}", b"x" * 100, b"y" * 101, b"z" * 5000])
+def test_overwriting_keeps_the_space_that_is_there(tmp_path, monkeypatch, raw):
+    path = tmp_path / "a"
+    files.overwrite(path, b"first".ljust(100))
+    inode = path.stat().st_ino
+    if len(raw) <= 100:
+        monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    files.overwrite(path, raw)
+    assert path.read_bytes() == raw.ljust(100)
+    assert (path.stat().st_ino == inode) == (len(raw) <= 100)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_overwriting_does_not_follow_links(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to("mine")
+    with pytest.raises(OSError, match="link"):
+        files.overwrite(tmp_path / "link", b"x")
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import shutil
 import stat
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from engram.errors import CorruptStore
 
-__all__ = ["Creation", "check_size", "open_regular", "read_small", "reserve", "write_atomically"]
+__all__ = ["Creation", "check_size", "open_regular", "overwrite", "read_small", "reserve", "write_atomically"]
 
 _ZEROES = bytes(1 << 20)
 
@@ -94,6 +95,26 @@ def read_small(path: Path, limit: int) -> bytes:
     if len(raw) > limit:
         raise CorruptStore(f"{path}: expected at most {limit} bytes, got more.")
     return raw
+
+
+def overwrite(path: Path, raw: bytes) -> None:
+    """Replace a small file; where its size allows, in its own space, so that this works on a full disk too.
+
+    Up to a page is written by one system call, which no signal cuts short.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        size = 0
+    else:
+        try:
+            size = os.fstat(fd).st_size
+            if len(raw) <= size <= mmap.PAGESIZE:
+                os.pwrite(fd, raw.ljust(size), 0)
+                return
+        finally:
+            os.close(fd)
+    write_atomically(path, raw.ljust(size))
 
 
 def write_atomically(path: Path, raw: bytes) -> None:

@@ -30,6 +30,8 @@ CONTROL = "control"
 TICKETS = "tickets"
 ALIVE = "alive"
 BUFFER = "buffer.json"
+#: What ``buffer.json`` holds at first: an empty object, and room to be overwritten when the disk is full.
+NO_RECORD = b"{}".ljust(4096)
 
 _UNSAFE = frozenset('/<>:"|?*\\ %') | {chr(i) for i in range(32)} | {chr(127)}
 _NAME_MAX = 255

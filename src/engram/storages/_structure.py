@@ -42,6 +42,7 @@ class Structure:
         self.root = root
         #: Whether a row is a plain TensorDict.
         self.is_tensordict = root.kind == "tensordict"
+        self._is_leaf = root.kind == "leaf"
         self._types = dict(types or {})
         self._specs = tuple(
             (getattr(torch, f.dtype), torch.Size(f.shape), getattr(torch, f.dtype) in _FLOATS) for f in self.fields
@@ -55,6 +56,13 @@ class Structure:
             if root.kind == "tensordict" and all(c.kind == "leaf" and c.field == i for i, c in enumerate(leaves))
             else None
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_layout"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._layout = _native.Layout(dlpack_specs(self.fields))
 
     # ---- from the first data -----------------------------------------------------------------------------------------
 
@@ -192,6 +200,12 @@ class Structure:
             self._walk(child, source[key], shapes, out, call, (*path, key), frozenset())
 
     # ---- columns to data ---------------------------------------------------------------------------------------------
+
+    def batch(self, columns: Sequence[Tensor], n: int, device: torch.device | None) -> Any:
+        """Data of this structure around columns ``[n, *shape]``. No copy."""
+        if self._is_leaf:
+            return columns[0]
+        return self.unflatten(columns, torch.Size((n,)), device)
 
     def unflatten(
         self,

@@ -320,9 +320,8 @@ class TensorStorage(Storage):
         batch = torch.Size(()) if where.single else where.rows.shape
         return structure.unflatten(columns, batch, self._device, extra)
 
-    def batch(self, columns: Sequence[Tensor], n: int, extra: dict[str, Tensor] | None = None) -> Any:
-        """A sampled batch of ``n`` rows around columns. No copy."""
-        return self.structure.unflatten(columns, torch.Size((n,)), self._device, extra)  # type: ignore[union-attr]
+    def batch(self, columns: Sequence[Tensor], n: int) -> Any:
+        return self.structure.batch(columns, n, self._device)  # type: ignore[union-attr]
 
     def slice(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
         """Rows ``[start, stop)`` as live views: a writer at work shows through, nothing is checked."""

@@ -1,0 +1,177 @@
+"""The public names, and what importing them costs."""
+
+import ast
+import builtins
+import importlib
+import importlib.resources
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engram
+from engram import errors
+
+SOURCES = sorted(Path(str(importlib.resources.files(engram))).rglob("*.py"))
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(engram.__path__, "engram.")
+    if not module.name.endswith("__main__") and module.name != "engram._core"
+)
+
+NAMES = [
+    "CorruptStore",
+    "Draw",
+    "EngramError",
+    "Extent",
+    "ImmutableDatasetWriter",
+    "IncompatibleStore",
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "ListStorage",
+    "NoSampleable",
+    "Plan",
+    "RandomSampler",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "RowError",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "Storage",
+    "StoragePlan",
+    "StoreInUse",
+    "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter",
+    "TensorStorage",
+    "UncleanStore",
+    "Write",
+    "Writer",
+    "WriterStalled",
+    "__version__",
+    "num_threads",
+    "plan",
+    "set_num_threads",
+]
+
+
+def test_the_list():
+    """A name that comes or goes is a decision: change it here, and in CHANGELOG.md."""
+    assert engram.__all__ == NAMES
+    assert engram.__all__ == sorted(engram.__all__)
+    assert dir(engram) == engram.__all__
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_there_and_explained(name):
+    value = getattr(engram, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert inspect.getdoc(value)
+        assert value.__doc__, f"{name} has no docstring of its own"
+        assert value.__name__ == name
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="Prioritised"):
+        engram.Prioritised  # noqa: B018
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_lists_of_modules(module):
+    loaded = importlib.import_module(module)
+    assert loaded.__doc__, f"{module} does not say what it is"
+    for name in getattr(loaded, "__all__", []):
+        assert hasattr(loaded, name), f"{module}.{name}"
+
+
+def test_public_methods_of_buffers_are_explained():
+    for cls in (engram.ReplayBuffer, engram.TensorDictReplayBuffer):
+        for name, member in inspect.getmembers(cls):
+            if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                assert inspect.getdoc(member), f"{cls.__name__}.{name}"
+
+
+def test_types_ship():
+    assert importlib.resources.files(engram).joinpath("py.typed").is_file()
+
+
+def test_version():
+    assert [part.isdecimal() for part in engram.__version__.split(".")[:3]] == [True] * 3
+
+
+def test_importing_is_light_and_changes_nothing():
+    program = """
+import json, signal, sys, threading, warnings
+before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+import engram
+found = {
+    "heavy": sorted({"torch", "tensordict", "numpy", "msgspec"} & set(sys.modules)),
+    "signals": all(signal.getsignal(s) is before[s] for s in before),
+    "threads": threading.active_count(),
+    "names": len(dir(engram)),
+}
+import engram.format.schema
+found["format"] = sorted({"torch", "tensordict", "numpy"} & set(sys.modules))
+engram.EngramError, engram.RowError
+found["errors"] = sorted({"torch", "tensordict", "numpy"} & set(sys.modules))
+engram.ReplayBuffer
+found["handlers"] = all(signal.getsignal(s) is before[s] for s in before)
+print(json.dumps(found))
+"""
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    assert json.loads(out.stdout) == {
+        "heavy": [],
+        "signals": True,
+        "threads": 1,
+        "names": len(NAMES),
+        "format": [],
+        "errors": [],
+        "handlers": True,
+    }
+    assert out.stderr == ""
+
+
+# ---- exceptions ----------------------------------------------------------------------------------------------------------
+
+
+def raised():
+    """(file, line, class name) of everything the package raises by name."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                call = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+                if isinstance(call, ast.Name | ast.Attribute):
+                    yield path.name, node.lineno, call.id if isinstance(call, ast.Name) else call.attr
+
+
+def test_everything_raised_is_in_the_tree_or_builtin():
+    found = list(raised())
+    assert len(found) > 50
+    for file, line, name in found:
+        if name[0].islower():
+            continue  # a variable that holds one
+        builtin = getattr(builtins, name, None)
+        assert name in errors.__all__ or (builtin and issubclass(builtin, Exception)), f"{file}:{line} raises {name}"
+        assert name not in {"Exception", "AssertionError"}, f"{file}:{line}"
+
+
+def test_every_exception_derives_from_ours_and_from_a_builtin():
+    assert errors.__all__ == sorted(errors.__all__)
+    for name in errors.__all__:
+        cls = getattr(errors, name)
+        assert issubclass(cls, errors.EngramError)
+        assert getattr(engram, name) is cls
+        if cls is not errors.EngramError:
+            (builtin,) = [base for base in cls.__bases__ if base.__module__ == "builtins"]
+            line = next(line for line in errors.__doc__.splitlines() if f" {name} " in line)
+            assert builtin.__name__ in line, "the tree in the docstring is out of date"
+
+
+def test_every_exception_is_used():
+    used = {name for _, _, name in raised()}
+    text = "\n".join(path.read_text() for path in SOURCES)
+    for name in set(errors.__all__) - {"EngramError"}:
+        assert name in used or f"= {name} if" in text, f"{name} is never raised"

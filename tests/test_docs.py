@@ -1,0 +1,66 @@
+"""Every example that is shown works: in the README, in docs/ and in docstrings."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_api import MODULES
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_of_a_page(page, tmp_path, monkeypatch):
+    """The blocks of a page are one program."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    names = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        line = text[: block.start(1)].count("\n")
+        code = "\n" * line + block.group(1)
+        if ">>> " in block.group(1):
+            test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), 0)
+            run(test, clear=False)
+            names.update(test.globs)
+        else:
+            exec(compile(code, str(page), "exec"), names)
+
+
+def run(test, *, clear=True):
+    said = []
+    failed, _ = doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append, clear_globs=clear)
+    assert not failed, "".join(said)
+
+
+@pytest.mark.parametrize("name", ["engram", *MODULES])
+def test_examples_of_a_module(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name)
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        if test.examples:
+            run(test)
+
+
+def test_the_classes_show_how_they_are_used():
+    import engram
+
+    for name in (
+        "ReplayBuffer",
+        "TensorDictReplayBuffer",
+        "LazyTensorStorage",
+        "LazyMemmapStorage",
+        "ListStorage",
+        "TensorStorage",
+        "RandomSampler",
+        "SamplerWithoutReplacement",
+        "RoundRobinWriter",
+        "ImmutableDatasetWriter",
+        "plan",
+    ):
+        assert ">>> " in getattr(engram, name).__doc__, name

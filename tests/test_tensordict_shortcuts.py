@@ -1,0 +1,260 @@
+"""The shortcuts into TensorDict against its public interface. Runs at both ends of the supported range of versions."""
+
+import copy
+import importlib.util
+import pickle
+
+import pytest
+import tensordict
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+
+from engram import _tensordict
+from engram import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.storages import _structure
+
+
+def entries():
+    return {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([[1], [2]])}
+
+
+def made(how, device=None, *, nested=True):
+    source = entries()
+    if nested:
+        source["next"] = how({"c": torch.zeros(2, 3, 1)}, torch.Size([2]), device)
+    return how(source, torch.Size([2]), device)
+
+
+def outcome(action, td):
+    """What an action gives, in a form that can be compared: its result or its error, and what became of the object."""
+    try:
+        result = action(td)
+    except Exception as error:  # noqa: BLE001 - errors are compared, too
+        return type(error), str(error)
+    return plain(result), plain(td)
+
+
+def plain(value):
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.tolist(), str(value.device), value.is_shared()
+    if tensordict.is_tensor_collection(value):
+        return (
+            type(value),
+            tuple(value.batch_size),
+            str(value.device),
+            value.is_locked,
+            value.names,
+            value.requires_grad,
+            [(key, plain(item)) for key, item in value.items()],
+        )
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return [(key, plain(item)) for key, item in value.items()]
+    return value
+
+
+def fails(action):
+    def act(td):
+        try:
+            action(td)
+        except (RuntimeError, KeyError, ValueError) as error:
+            return type(error)
+        return None
+
+    return act
+
+
+ACTIONS = {
+    "keys": lambda td: list(td.keys()),
+    "all keys": lambda td: [str(key) for key in td.keys(include_nested=True, leaves_only=True)],
+    "values": lambda td: list(td.values(include_nested=True, leaves_only=True)),
+    "get": lambda td: (td.get("a"), td["next", "c"], td.get("nothing", None)),
+    "missing": fails(lambda td: td["nothing"]),
+    "in": lambda td: ("a" in td, ("next", "c") in td.keys(include_nested=True), "z" in td),
+    "sizes": lambda td: (td.batch_dims, td.numel(), len(td), td.shape, td.size(0), td.ndim, td.dim()),
+    "names": lambda td: td.names,
+    "give names": lambda td: setattr(td, "names", ["time"]),
+    "set": lambda td: td.set("d", torch.ones(2, 5)),
+    "set nested": lambda td: td.set(("next", "d"), torch.ones(2, 5)),
+    "set new nested": lambda td: td.set(("other", "d"), torch.ones(2, 5)),
+    "set a dict": lambda td: td.set("other", {"d": torch.ones(2)}),
+    "set another shape": fails(lambda td: td.set("d", torch.ones(3))),
+    "set in place": lambda td: td.set_("a", torch.ones(2, 3)),
+    "assign": lambda td: td.__setitem__("a", torch.ones(2, 4)),
+    "assign rows": lambda td: td.__setitem__(0, td[1].clone()),
+    "set at": lambda td: td.set_at_("a", torch.ones(3), 0),
+    "delete": lambda td: td.del_("a"),
+    "delete nested": lambda td: td.__delitem__(("next", "c")),
+    "pop": lambda td: td.pop("a"),
+    "rename": lambda td: td.rename_key_("a", "z"),
+    "update": lambda td: td.update({"a": torch.ones(2, 3), "e": torch.ones(2)}),
+    "select": lambda td: td.select("a", ("next", "c")),
+    "exclude": lambda td: td.exclude("a", inplace=True),
+    "clear": lambda td: td.clear(),
+    "empty": lambda td: td.empty(),
+    "is empty": lambda td: td.is_empty(),
+    "clone": lambda td: td.clone(),
+    "shallow clone": lambda td: td.clone(False),
+    "copy": copy.copy,
+    "deep copy": copy.deepcopy,
+    "pickle": lambda td: pickle.loads(pickle.dumps(td)),
+    "stack": lambda td: torch.stack([td, td.clone()], 1),
+    "lazy stack": lambda td: LazyStackedTensorDict.lazy_stack([td, td.clone()]).contiguous(),
+    "cat": lambda td: torch.cat([td, td]),
+    "to_dict": lambda td: td.to_dict(),
+    "to_tensordict": lambda td: td.to_tensordict(),
+    "index": lambda td: (td[0], td[:1], td[torch.tensor([1, 0])], td[..., None]),
+    "unbind": lambda td: td.unbind(0),
+    "split": lambda td: td.split(1),
+    "reshape": lambda td: td.reshape(1, 2),
+    "squeeze": lambda td: td.unsqueeze(0).squeeze(0),
+    "expand": lambda td: td.expand(4, 2),
+    "batch size": lambda td: setattr(td, "batch_size", []),
+    "impossible batch size": fails(lambda td: setattr(td, "batch_size", [7])),
+    "auto batch size": lambda td: td.auto_batch_size_(),
+    "flatten keys": lambda td: td.flatten_keys("."),
+    "apply": lambda td: td.apply(lambda x: x + 1),
+    "apply in place": lambda td: td.apply_(lambda x: x.zero_()),
+    "zero": lambda td: td.zero_(),
+    "cast": lambda td: td.to(torch.float64),
+    "to device": lambda td: td.to("cpu"),
+    "clear device": lambda td: td.clear_device_(),
+    "detach": lambda td: td.detach(),
+    "lock": lambda td: (td.lock_(), td.get("next").is_locked),
+    "write while locked": fails(lambda td: td.lock_().set("d", torch.ones(2))),
+    "write in place while locked": lambda td: td.lock_().set_("a", torch.ones(2, 3)),
+    "write below while locked": fails(lambda td: td.lock_().get("next").set("d", torch.ones(2))),
+    "unlock": lambda td: (td.lock_().unlock_().set("d", torch.ones(2)), td.get("next").is_locked),
+    "unlock below": fails(lambda td: td.lock_().get("next").unlock_()),
+    "unlock for a while": lambda td: unlocked(td.lock_()),
+    "share": lambda td: (td.share_memory_().is_shared(), td["a"].is_shared()),
+    "equal": lambda td: bool((td == td.clone()).all()),
+    "sum": lambda td: td.sum(),
+    "repr": repr,
+    "truth": fails(bool),
+    "iterate": list,
+}
+
+
+def unlocked(td):
+    with td.unlock_() as opened:
+        opened.set("d", torch.ones(2))
+    return td.is_locked
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+def test_unchecked_is_as_public(action, device):
+    public = outcome(action, made(_tensordict._wrap_public, device))
+    assert outcome(action, made(_tensordict._wrap_unchecked, device)) == public
+
+
+def test_unchecked_has_the_same_insides():
+    ours, public = (vars(made(how)) for how in (_tensordict._wrap_unchecked, _tensordict._wrap_public))
+    assert {key: type(value) for key, value in ours.items() if key != "_tensordict"} == {
+        key: type(value) for key, value in public.items() if key != "_tensordict"
+    }
+    assert ours.keys() == public.keys()
+
+
+def test_unchecked_takes_the_tensors_as_they_are():
+    source = entries()
+    td = _tensordict._wrap_unchecked(source, torch.Size([2]), None)
+    assert all(td.get(key) is value for key, value in source.items())
+
+
+def test_the_shortcuts_are_in_use_with_this_tensordict():
+    assert _tensordict._has_shortcuts()
+    assert _tensordict.wrap is _tensordict._wrap_unchecked
+
+
+def test_children_are_the_entries():
+    td = made(_tensordict._wrap_public)
+    assert list(_tensordict.children(td)) == ["a", "b", "next"]
+    assert _tensordict.children(td)["a"] is td.get("a")
+    stack = LazyStackedTensorDict.lazy_stack([td, td.clone()])
+    assert {key: tuple(value.shape) for key, value in _tensordict.children(stack).items()} == {
+        "a": (2, 2, 3),
+        "b": (2, 2, 1),
+        "next": (2, 2),
+    }
+    td.set("text", NonTensorData("x", batch_size=[2]))
+    assert list(_tensordict.children(td)) == ["a", "b", "next", "text"]
+
+
+def test_put_adds_entries():
+    td = made(_tensordict.wrap)
+    index = torch.tensor([5, 6])
+    _tensordict.put(td, {"index": index, "a": index})
+    assert td.get("index") is index
+    assert td.get("a") is index
+    assert list(td.keys()) == ["a", "b", "next", "index"]
+
+
+# ---- a tensordict that has changed inside ----------------------------------------------------------------------------
+
+
+class Renamed(TensorDict):
+    """A TensorDict with one more attribute."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__["_more"] = 1
+
+
+class Sealed(TensorDict):
+    """A TensorDict whose attributes cannot be set from outside."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+@pytest.fixture(params=[Renamed, Sealed, None])
+def fallback(request, monkeypatch):
+    """The module as it would be beside such a TensorDict, or beside none that can be made with ``object.__new__``."""
+    if request.param is None:
+        monkeypatch.setattr(TensorDict, "__slots__", (), raising=False)
+        monkeypatch.setattr(tensordict, "TensorDict", type("Other", (), {"__new__": lambda cls, *a, **k: TensorDict(*a, **k)}))
+    else:
+        monkeypatch.setattr(tensordict, "TensorDict", request.param)
+    spec = importlib.util.spec_from_file_location("engram_tensordict_fallback", _tensordict.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.undo()
+    return module
+
+
+def test_the_public_way_is_taken_where_the_insides_changed(fallback):
+    assert fallback.wrap is fallback._wrap_public
+    td = TensorDict(entries(), batch_size=[2])
+    assert list(fallback.children(td)) == ["a", "b"]
+    assert fallback.children(td)["a"] is td.get("a")
+    fallback.put(td, {"index": torch.tensor([5, 6])})
+    assert td["index"].tolist() == [5, 6]
+
+
+def test_buffers_work_the_public_way(fallback, monkeypatch):
+    import engram.tensordict_buffer
+
+    monkeypatch.setattr(_structure, "wrap", _tensordict._wrap_public)
+    monkeypatch.setattr(_structure, "entries_of", fallback.children)
+    monkeypatch.setattr(engram.tensordict_buffer, "put", fallback.put, raising=False)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend(made(_tensordict._wrap_public))
+    rb.add(made(_tensordict._wrap_public)[0])
+    batch = rb.sample(20)
+    assert batch.batch_size == (20,)
+    assert bool((batch["a"][:, 0] == torch.where(batch["index"] == 1, 3.0, 0.0)).all())
+    assert batch["next", "c"].shape == (20, 3, 1)
+    assert rb[1]["b"].tolist() == [2]
+
+
+def test_batches_are_unlocked_and_independent():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend(made(_tensordict._wrap_public))
+    batch = rb.sample(4)
+    batch["new"] = torch.zeros(4)
+    batch.zero_()
+    assert rb[1]["b"].tolist() == [2]
+    assert list(rb.sample(4).keys()) == ["a", "b", "next"]
