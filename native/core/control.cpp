@@ -229,7 +229,9 @@ ClaimGuard::ClaimGuard(Participant& participant, std::uint64_t t0, std::uint64_t
       claim.lane = lane;
       claim.p0 = p0;
       claim.t0.store(t0, std::memory_order_release);
+#ifndef ENGRAM_TSAN  // whose build has no fences
       std::atomic_thread_fence(std::memory_order_release);
+#endif
       claim_ = &claim;
       return;
     }

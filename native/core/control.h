@@ -161,7 +161,8 @@ class Control {
     std::uint64_t voided = 0;  // rows that were being written
     std::uint64_t gaps = 0;    // rows reserved but never begun
   };
-  /// For the only process attached: rows left half written become void, claims are cleared, void rows counted again.
+  /// For the only process attached: rows left half written become void, claims are cleared, void rows counted again, and
+  /// whatever was left outside the extent is unused.
   Repair recover() const;
 
  private:

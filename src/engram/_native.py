@@ -20,6 +20,7 @@ __all__ = [
     "format_control",
     "num_threads",
     "permute",
+    "prefetch",
     "set_num_threads",
     "stack",
     "uniform",
@@ -32,6 +33,7 @@ Store = _core.Store
 control_bytes = _core.control_bytes
 format_control = _core.format_control
 permute = _core.permute
+prefetch = _core.prefetch
 stack = _core.stack
 uniform = _core.uniform
 

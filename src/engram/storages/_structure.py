@@ -28,6 +28,7 @@ __all__ = ["SINGLE", "Structure", "is_batched_collection", "leading_size"]
 SINGLE = "_-single-tensor-_"
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+_NO_DATA = "expected a tensor with data, got one on the meta device."
 _FLOATS = tuple(dtype for dtype in _NAMES if dtype.is_floating_point or dtype.is_complex)
 
 
@@ -146,8 +147,12 @@ class Structure:
         dtype, _, is_float = self._specs[i]
         if value.dtype is not dtype or value.shape != expected:
             raise RuntimeError(self._mismatch(i, value, expected, call))
+        if value.is_meta:
+            raise TypeError(f"{call}: {_at(self.fields[i].key)}: {_NO_DATA}")
         if not value.is_cpu and self.on_host:
             value = value.cpu()
+        if value._is_zerotensor():  # made by autograd: it has no memory
+            value = value.clone()
         if is_float and (value.is_neg() or value.is_conj()):
             value = value.resolve_conj().resolve_neg()
         column: Tensor = value if value.is_contiguous() else value.contiguous()
@@ -185,10 +190,9 @@ class Structure:
             out[node.field] = self._leaf(node.field, value, shape, call)
             return
         source = _children(node.kind, value)
-        if source is None:
-            raise TypeError(
-                f"{call}: {_at(path)}: expected a {node.kind} as in the first row, got {_describe(value)}."
-            )
+        if source is None or (node.type and type(value) is not self._types[node.type]):
+            kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
+            raise TypeError(f"{call}: {_at(path)}: expected a {kind} as in the first row, got {_describe(value)}.")
         extra = [key for key in source if key not in node.children and key not in ignored]
         missing = [key for key in node.children if key not in source]
         if extra or missing:
@@ -299,6 +303,8 @@ class _Builder:
             raise TypeError(
                 f"{self.call}: {_at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
             )
+        if value.is_meta:
+            raise TypeError(f"{self.call}: {_at(path)}: {_NO_DATA}")
         if value.layout is not torch.strided or value.is_nested:
             raise TypeError(f"{self.call}: {_at(path)}: expected a dense tensor, got a {value.layout} one.")
         shape = tuple(value.shape[1:] if self.batched else value.shape)
@@ -354,7 +360,9 @@ def _as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
             "Use torch.as_tensor(…), or a ListStorage for other objects."
         )
     array = np.asarray(value)
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.writeable or any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = array.copy()
     try:
         with torch.device("cpu"):

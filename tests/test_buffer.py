@@ -1,0 +1,871 @@
+"""ReplayBuffer: its arguments, writing, sampling, iterating, what it says of itself, and what it refuses."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+
+import engram
+from engram import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NoSampleable,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    RowError,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from tests.components import Backwards, Listener
+
+STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage]
+
+
+@pytest.fixture(params=STORAGES)
+def storage(request):
+    return request.param
+
+
+def rows(rb):
+    """All live rows of a buffer of scalars."""
+    return [int(row) for row in rb[:]] if len(rb) else []
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- constructor: every argument matters -----------------------------------------------------------------------------------
+
+
+def test_all_defaults():
+    rb = ReplayBuffer()
+    assert type(rb.storage) is ListStorage
+    assert rb.storage.max_size == 1000
+    assert type(rb.sampler) is RandomSampler
+    assert type(rb.writer) is RoundRobinWriter
+    assert rb.batch_size is None
+    assert len(rb.transform) == 0
+    assert len(rb) == 0
+
+
+class TestSize:
+    def test_is_that_of_the_default_storage(self):
+        rb = ReplayBuffer(3)
+        assert rb.storage.max_size == 3
+        rb.extend(torch.arange(5))
+        assert rows(rb) == [3, 4, 2]
+
+    def test_bounds_a_list_storage_that_has_none(self):
+        rb = ReplayBuffer(3, storage=ListStorage())
+        rb.extend(torch.arange(5))
+        assert rows(rb) == [3, 4, 2]
+        unbounded = ReplayBuffer(storage=ListStorage())
+        unbounded.extend(torch.arange(5))
+        assert rows(unbounded) == [0, 1, 2, 3, 4]
+        assert "capacity" not in unbounded.stats()
+
+    def test_agrees_with_the_storage(self, storage):
+        assert ReplayBuffer(7, storage=storage(7)).storage.max_size == 7
+        with pytest.raises(ValueError, match="size.*7.*8"):
+            ReplayBuffer(8, storage=storage(7))
+
+    def test_agrees_with_what_the_storage_was_asked_for(self):
+        rb = ReplayBuffer(100, storage=LazyTensorStorage(100, lanes=3))
+        assert rb.storage.max_size == 99
+        ReplayBuffer(99, storage=LazyTensorStorage(100, lanes=3))
+        with pytest.raises(ValueError, match="size"):
+            ReplayBuffer(98, storage=LazyTensorStorage(100, lanes=3))
+
+    @pytest.mark.parametrize("size", [0, -1])
+    def test_out_of_range(self, size):
+        with pytest.raises(ValueError, match=f"size.*{size}"):
+            ReplayBuffer(size)
+
+    @pytest.mark.parametrize("size", [2.5, "10", True, [3]])
+    def test_of_another_type(self, size):
+        with pytest.raises(TypeError, match="size"):
+            ReplayBuffer(size)
+
+
+class TestComponents:
+    def test_given_as_objects(self):
+        storage, sampler, writer = LazyTensorStorage(5), SamplerWithoutReplacement(), RoundRobinWriter()
+        rb = ReplayBuffer(storage=storage, sampler=sampler, writer=writer)
+        assert rb.storage is storage
+        assert rb.sampler is sampler
+        assert rb.writer is writer
+
+    def test_given_as_callables(self):
+        rb = ReplayBuffer(
+            storage=lambda: LazyTensorStorage(5),
+            sampler=SamplerWithoutReplacement,
+            writer=lambda: RoundRobinWriter(track_generations=True),
+        )
+        assert type(rb.storage) is LazyTensorStorage
+        assert type(rb.sampler) is SamplerWithoutReplacement
+        assert rb.writer.tracks_generations
+        assert type(ReplayBuffer(storage=ListStorage).storage) is ListStorage
+
+    @pytest.mark.parametrize("wrong", [3, "LazyTensorStorage", RandomSampler(), RoundRobinWriter, lambda: None, []])
+    def test_a_wrong_storage(self, wrong):
+        with pytest.raises(TypeError, match="storage.*Storage"):
+            ReplayBuffer(storage=wrong)
+
+    @pytest.mark.parametrize("wrong", [3, "uniform", ListStorage(3), RoundRobinWriter(), ListStorage, lambda: 3])
+    def test_a_wrong_sampler(self, wrong):
+        with pytest.raises(TypeError, match="sampler.*Sampler"):
+            ReplayBuffer(sampler=wrong)
+
+    @pytest.mark.parametrize("wrong", [3, "ring", ListStorage(3), RandomSampler(), RandomSampler, lambda: 3])
+    def test_a_wrong_writer(self, wrong):
+        with pytest.raises(TypeError, match="writer.*Writer"):
+            ReplayBuffer(writer=wrong)
+
+    def test_a_storage_class_that_needs_arguments(self):
+        with pytest.raises(TypeError, match="max_size"):
+            ReplayBuffer(10, storage=LazyTensorStorage)
+
+
+class TestBatchSize:
+    def test_is_the_default_of_sample(self, storage):
+        rb = ReplayBuffer(storage=storage(5), batch_size=3)
+        rb.extend(torch.arange(5))
+        assert rb.batch_size == 3
+        assert len(rb.sample()) == 3
+        assert rb.can_sample()
+
+    def test_missing(self, storage):
+        rb = ReplayBuffer(storage=storage(5))
+        rb.extend(torch.arange(5))
+        for call in (rb.sample, rb.can_sample, rb.next, lambda: iter(rb)):
+            with pytest.raises(RuntimeError, match="batch.size"):
+                call()
+
+    def test_given_twice_the_call_wins_and_says_so_once(self):
+        rb = ReplayBuffer(5, batch_size=3)
+        rb.extend(torch.arange(5))
+        with pytest.warns(UserWarning, match="batch_size=4.*batch_size=3"):
+            assert len(rb.sample(4)) == 4
+        assert len(rb.sample(5)) == 5
+        assert len(rb.sample()) == len(rb.sample(3)) == 3
+
+    def test_asking_whether_a_sample_is_possible_says_nothing(self):
+        rb = ReplayBuffer(5, batch_size=3)
+        rb.extend(torch.arange(5))
+        assert rb.can_sample(4)
+        with pytest.warns(UserWarning, match="batch_size=4"):
+            rb.sample(4)
+
+    @pytest.mark.parametrize("wrong", [0, -1])
+    def test_out_of_range(self, wrong, storage):
+        with pytest.raises(ValueError, match=f"batch_size.*{wrong}"):
+            ReplayBuffer(batch_size=wrong)
+        for filled in (False, True):
+            rb = ReplayBuffer(storage=storage(5))
+            if filled:
+                rb.extend(torch.arange(5))
+            with pytest.raises(ValueError, match=f"batch_size.*{wrong}"):
+                rb.sample(wrong)
+
+    @pytest.mark.parametrize("wrong", [2.0, "3", True, torch.tensor(3)])
+    def test_of_another_type(self, wrong):
+        with pytest.raises(TypeError, match="batch_size"):
+            ReplayBuffer(batch_size=wrong)
+        rb = ReplayBuffer(5)
+        rb.extend(torch.arange(5))
+        with pytest.raises(TypeError, match="batch_size"):
+            rb.sample(wrong)
+
+
+class TestGenerator:
+    def test_drives_every_draw(self, storage):
+        def draws(seed):
+            rb = ReplayBuffer(storage=storage(50), generator=seeded(seed))
+            rb.extend(torch.arange(50))
+            return rb.sample(20).tolist()
+
+        assert draws(1) == draws(1) != draws(2)
+
+    def test_on_another_device(self):
+        class Elsewhere:
+            device = torch.device("cuda")
+
+        with pytest.raises(ValueError, match="generator.*CPU.*cuda"):
+            ReplayBuffer(5, generator=Elsewhere())
+        with pytest.raises(ValueError, match="generator.*CPU.*cuda"):
+            ReplayBuffer(5).set_rng(Elsewhere())
+
+
+LATER = {
+    "prefetch": (3, "prefetch"),
+    "pin_memory": (True, "prefetch"),
+    "shared": (True, "processes"),
+    "sample_unit": (object(), "expander"),
+    "transform_factory": (lambda: None, "transform"),
+    "dim_extend": (1, "storage"),
+    "checkpointer": (object(), "checkpoint"),
+    "consume_after_n_samples": (2, "ConsumingSampler"),
+    "compilable": (True, "compile"),
+    "delayed_init": (True, "remote"),
+    "service_backend": ("ray", "remote"),
+    "service_backend_options": ({}, "remote"),
+    "transport": ("auto", "remote"),
+    "transport_options": ({}, "remote"),
+}
+
+
+class TestArgumentsThatComeLater:
+    @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+    @pytest.mark.parametrize(("name", "value", "carrier"), [(k, *v) for k, v in LATER.items()], ids=LATER.keys())
+    def test_are_named_with_what_will_carry_them(self, buffer, name, value, carrier):
+        with pytest.raises(TypeError, match=rf"{buffer.__name__}.*'{name}'.*{carrier}"):
+            buffer(10, **{name: value})
+
+    @pytest.mark.parametrize("name", LATER)
+    def test_may_be_off(self, name):
+        ReplayBuffer(10, **{name: None})
+        TensorDictReplayBuffer(10, **{name: False})
+
+    def test_unknown_ones(self):
+        with pytest.raises(TypeError, match="storge"):
+            ReplayBuffer(10, storge=ListStorage(10))
+        with pytest.raises(TypeError, match="storge"):
+            ReplayBuffer(10, storge=None)
+        with pytest.raises(TypeError, match="priority_key"):
+            ReplayBuffer(10, priority_key="td_error")
+
+    def test_positional(self):
+        with pytest.raises(TypeError):
+            ReplayBuffer(10, ListStorage(10))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------------
+
+
+def test_add_and_extend_return_rows(storage):
+    rb = ReplayBuffer(storage=storage(4))
+    first = rb.add(torch.tensor(0))
+    assert type(first) is int
+    assert first == 0
+    index = rb.extend(torch.arange(1, 6))
+    assert index.dtype is torch.int64
+    assert index.device.type == "cpu"
+    assert index.tolist() == [1, 2, 3, 0, 1]
+    assert rows(rb) == [4, 5, 2, 3]
+    assert rb.add(torch.tensor(6)) == 2
+    assert rb.write_count == 7
+
+
+def test_more_rows_than_fit(storage):
+    rb = ReplayBuffer(storage=storage(4))
+    rb.add(torch.tensor(-1))
+    index = rb.extend(torch.arange(11))
+    assert index.tolist() == [(1 + i) % 4 for i in range(11)]
+    assert rows(rb) == [7, 8, 9, 10]
+    assert (len(rb), rb.write_count) == (4, 12)
+
+
+def test_a_list_of_rows_is_stacked():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    rb.extend([{"a": torch.tensor(1)}, {"a": torch.tensor(2)}])
+    assert rb["a"].tolist() == [1, 2]
+
+
+def test_what_extend_refuses():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    for one in (torch.tensor(1), 3.0, TensorDict({"a": torch.zeros(2)}, batch_size=[])):
+        with pytest.raises(TypeError, match="extend"):
+            rb.extend(one)
+    for wrong in (range(3), {1, 2}, "text", None):
+        with pytest.raises(TypeError, match="extend"):
+            rb.extend(wrong)
+    assert not rb.storage.initialized
+
+
+class TestLane:
+    def test_of_one_call(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(6, lanes=2))
+        assert rb.lanes == 2
+        assert rb.add(torch.tensor(1), lane=1) == 3
+        assert rb.add(torch.tensor(2)) == 0
+        assert rb.extend(torch.tensor([3, 4]), lane=1).tolist() == [4, 5]
+        assert rb.extend(torch.tensor([5, 6]), lane=torch.tensor([1, 0])).tolist() == [3, 1]
+        assert rb.extend(torch.tensor([7, 8]), lane=[0, 1]).tolist() == [2, 4]
+        assert rb.extend(torch.tensor([9]), lane=np.array([1])).tolist() == [5]
+        assert rb.add(torch.tensor(10), lane=np.int64(1)) == 3
+
+    def test_of_the_handle(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(6, lanes=2))
+        assert rb.on_lane(1) is rb
+        assert rb.add(torch.tensor(1)) == 3
+        assert rb.extend(torch.tensor([2])).tolist() == [4]
+        assert rb.add(torch.tensor(2), lane=0) == 0
+        assert ReplayBuffer(storage=rb.storage).add(torch.tensor(1)) == 1  # a lane of its own
+
+    @pytest.mark.parametrize("lane", [-1, 2, 100])
+    def test_out_of_range(self, lane):
+        for filled in (False, True):
+            rb = ReplayBuffer(storage=LazyTensorStorage(6, lanes=2))
+            if filled:
+                rb.extend(torch.arange(2))
+            for call in (
+                lambda: rb.add(torch.tensor(1), lane=lane),
+                lambda: rb.extend(torch.arange(2), lane=lane),
+                lambda: rb.extend(torch.arange(2), lane=torch.tensor([0, lane])),
+                lambda: rb.on_lane(lane),
+            ):
+                with pytest.raises(RowError, match=rf"lane.*2\).*{lane}"):
+                    call()
+            assert rb.write_count == 2 * filled
+            assert rb.storage.initialized == filled
+            assert rb.add(torch.tensor(0)) == 2 * filled
+
+    def test_one_per_row(self, storage):
+        for filled in (False, True):
+            rb = ReplayBuffer(storage=storage(6))
+            if filled:
+                rb.extend(torch.arange(2))
+            for n in (2, 4):
+                with pytest.raises(RuntimeError, match=rf"lane.*3.*{n}"):
+                    rb.extend(torch.arange(3), lane=torch.zeros(n, dtype=torch.int64))
+            assert rb.write_count == 2 * filled
+            assert rb.extend(torch.arange(3), lane=torch.zeros(3, dtype=torch.int64)).tolist() == [
+                2 * filled + i for i in range(3)
+            ]
+
+    @pytest.mark.parametrize("lane", ["a", 0.5, torch.tensor([0.5, 0.5]), torch.tensor([True, False]), object()])
+    def test_of_another_type(self, lane):
+        rb = ReplayBuffer(storage=LazyTensorStorage(6, lanes=2))
+        rb.extend(torch.arange(2))
+        with pytest.raises(TypeError, match="lane"):
+            rb.extend(torch.arange(2), lane=lane)
+        assert rb.write_count == 2
+
+    def test_a_list_storage_has_one(self):
+        rb = ReplayBuffer(5)
+        assert rb.lanes == 1
+        for lane in (1, torch.tensor([0, 1])):
+            with pytest.raises(RowError, match="lane"):
+                rb.extend(torch.arange(2), lane=lane)
+        assert len(rb) == 0
+
+
+def test_update_priority_of_extend_is_for_tensordict_buffers(storage):
+    rb = ReplayBuffer(storage=storage(4))
+    for value in (True, False):
+        with pytest.raises(NotImplementedError, match="update_priority"):
+            rb.extend(torch.arange(2), update_priority=value)
+    assert len(rb) == 0
+    rb.extend(torch.arange(2), update_priority=None)
+
+
+class TestAllOrNothing:
+    """Whatever is refused has changed nothing."""
+
+    GOOD = {"a": torch.zeros(3, 2), "b": {"c": torch.zeros(3)}}
+    WRONG = {
+        "missing field": ({"a": torch.zeros(3, 2)}, KeyError, "'b'"),
+        "unknown field": ({**GOOD, "d": torch.zeros(3)}, KeyError, "'d'"),
+        "missing nested field": ({**GOOD, "b": {}}, KeyError, "'c'"),
+        "shape": ({**GOOD, "a": torch.zeros(3, 5)}, RuntimeError, r"a\b.*\[3, 2\].*\[3, 5\]"),
+        "shape that would broadcast": ({**GOOD, "a": torch.zeros(3, 1)}, RuntimeError, r"a\b.*\[3, 2\].*\[3, 1\]"),
+        "dtype": ({**GOOD, "b": {"c": torch.zeros(3).double()}}, RuntimeError, r"'c'.*float32.*float64"),
+        "dtype that would cast": ({**GOOD, "a": torch.zeros(3, 2).int()}, RuntimeError, r"a\b.*float32.*int32"),
+        "rows": ({**GOOD, "b": {"c": torch.zeros(2)}}, RuntimeError, "rows"),
+        "kind of the tree": (torch.zeros(3, 2), TypeError, "dict"),
+        "kind of a node": ({**GOOD, "b": torch.zeros(3)}, TypeError, "'b'"),
+        "kind of a leaf": ({**GOOD, "a": "text"}, TypeError, "'a'"),
+        "no rows": ({"a": torch.zeros(0, 2), "b": {"c": torch.zeros(0)}}, RuntimeError, "empty"),
+        "one row": ({"a": torch.zeros(2), "b": {"c": torch.tensor(0.0)}}, (TypeError, RuntimeError), "extend"),
+    }
+
+    @pytest.fixture(params=[LazyTensorStorage, LazyMemmapStorage])
+    def rb(self, request):
+        rb = ReplayBuffer(storage=request.param(4))
+        rb.extend({"a": torch.arange(6.0).reshape(3, 2), "b": {"c": torch.arange(3.0)}})
+        return rb
+
+    def unchanged(self, rb):
+        assert (len(rb), rb.write_count) == (3, 3)
+        assert rb["a"].tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert rb["b", "c"].tolist() == [0, 1, 2]
+        assert not rb.storage[3]["a"].any()
+        assert rb.add({"a": torch.ones(2), "b": {"c": torch.tensor(9.0)}}) == 3
+
+    @pytest.mark.parametrize(("data", "kind", "says"), WRONG.values(), ids=WRONG.keys())
+    def test_extend(self, rb, data, kind, says):
+        with pytest.raises(kind, match=says) as caught:
+            rb.extend(data)
+        assert "extend" in str(caught.value)
+        self.unchanged(rb)
+
+    @pytest.mark.parametrize("what", ["missing field", "unknown field", "shape", "dtype", "kind of the tree"])
+    def test_add(self, rb, what):
+        data, kind, says = self.WRONG[what]
+        first = {k: v[0] if isinstance(v, torch.Tensor) else {"c": v["c"][0]} for k, v in data.items()} if isinstance(
+            data, dict
+        ) else data[0]
+        with pytest.raises(kind, match=says.replace("3, ", "")) as caught:
+            rb.add(first)
+        assert "add" in str(caught.value)
+        self.unchanged(rb)
+
+    @pytest.mark.parametrize("what", ["missing field", "unknown field", "shape", "dtype", "rows", "kind of the tree"])
+    def test_assignment(self, rb, what):
+        data, kind, says = self.WRONG[what]
+        with pytest.raises(kind, match=says):
+            rb[:] = data
+        self.unchanged(rb)
+
+    def test_a_list_with_one_wrong_row(self, rb):
+        good = {"a": torch.zeros(2), "b": {"c": torch.tensor(0.0)}}
+        for wrong in ({"a": torch.zeros(2)}, {**good, "a": torch.zeros(3)}, {**good, "b": {"c": torch.tensor(0)}}):
+            with pytest.raises((KeyError, RuntimeError)):
+                rb.extend([good, good, wrong])
+        self.unchanged(rb)
+
+    def test_the_first_write(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        for wrong in ({"a": torch.zeros(3), "b": torch.zeros(2)}, {"a": object()}, {"a": torch.zeros(0)}):
+            with pytest.raises((TypeError, RuntimeError)):
+                rb.extend(wrong)
+        assert not rb.storage.initialized
+        assert rb.extend({"z": torch.zeros(2)}).tolist() == [0, 1]
+
+    def test_a_mistake_that_has_a_likely_reason_is_told_it(self, rb):
+        with pytest.raises(RuntimeError, match=r"extend\(\)"):
+            rb.add(self.GOOD)
+        with pytest.raises(RuntimeError, match=r"torch.float32"):
+            rb.extend({**self.GOOD, "a": torch.zeros(3, 2).double()})
+        with pytest.raises(RuntimeError, match=r"reshape\(\[3, 2\]\)"):
+            rb.extend({**self.GOOD, "a": torch.zeros(3, 2, 1)})
+        flat = ReplayBuffer(storage=LazyTensorStorage(4))
+        flat.add(torch.zeros(2))
+        with pytest.raises(RuntimeError, match=r"add\(\)"):
+            flat.extend(torch.zeros(2))
+
+
+def test_stored_rows_are_copies_without_history(storage):
+    rb = ReplayBuffer(storage=storage(4))
+    data = torch.ones(2, requires_grad=True)
+    rb.add(data)
+    rb.extend((data * 2)[None])
+    assert not rb[:].requires_grad
+    assert not rb.sample(3).requires_grad
+    assert data.requires_grad
+    if storage is not ListStorage:  # a list keeps the objects
+        with torch.no_grad():
+            data.fill_(9)
+        assert rb[0].tolist() == [1, 1]
+    sample = rb.sample(4)
+    sample.fill_(5)
+    assert rb[:].tolist()[1] == [2, 2]
+
+
+def test_one_storage_serves_several_buffers(storage):
+    first = ReplayBuffer(storage=storage(4), sampler=Listener())
+    second = ReplayBuffer(storage=first.storage)
+    second.extend(torch.arange(3))
+    assert rows(first) == [0, 1, 2]
+    assert first.add(torch.tensor(3)) == 3
+    assert second.write_count == 4
+    assert [heard for heard, _ in first.sampler.heard] == [[0, 1, 2], [3]]
+
+
+class TestEmpty:
+    def test_forgets_the_rows_and_begins_again(self, storage):
+        rb = ReplayBuffer(storage=storage(4))
+        rb.extend(torch.arange(6))
+        rb.empty()
+        assert (len(rb), rb.write_count, rb.stats()["size"]) == (0, 0, 0)
+        with pytest.raises(NoSampleable):
+            rb.sample(1)
+        with pytest.raises(RowError):
+            rb[0]
+        assert rb.extend(torch.tensor([7, 8])).tolist() == [0, 1]
+        assert rows(rb) == [7, 8]
+
+    def test_may_keep_the_count(self, storage):
+        rb = ReplayBuffer(storage=storage(4))
+        rb.extend(torch.arange(6))
+        rb.empty(empty_write_count=False)
+        assert (len(rb), rb.write_count) == (0, 6)
+        rb.add(torch.tensor(0))
+        assert rb.write_count == 7
+        rb.empty(False)
+        assert rb.write_count == 7
+        rb.empty()
+        assert rb.write_count == 0
+
+    def test_of_a_buffer_that_was_never_written(self, storage):
+        rb = ReplayBuffer(storage=storage(4))
+        rb.empty()
+        assert len(rb) == 0
+
+    def test_keeps_fields(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        rb.add(torch.zeros(3))
+        rb.empty()
+        with pytest.raises(RuntimeError, match=r"\[3\]"):
+            rb.add(torch.zeros(2))
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------------
+
+
+def test_info_points_at_the_rows(storage):
+    rb = ReplayBuffer(storage=storage(10))
+    rb.extend(torch.arange(14) * 10)
+    batch, info = rb.sample(30, return_info=True)
+    assert set(info) == {"index"}
+    assert info["index"].dtype is torch.int64
+    assert info["index"].shape == (30,)
+    assert torch.equal(batch, torch.stack([rb[int(i)] for i in info["index"]]))
+    assert isinstance(rb.sample(30), torch.Tensor)
+    assert isinstance(rb.sample(30, False), torch.Tensor)
+    assert len(rb.sample(30, True)) == 2
+
+
+def test_nothing_to_sample(storage):
+    for empty in (ReplayBuffer(storage=storage(4), batch_size=2), ReplayBuffer(storage=storage(4), batch_size=2)):
+        with pytest.raises(NoSampleable, match="Add data"):
+            empty.sample()
+        with pytest.raises(RuntimeError):
+            empty.sample(3, return_info=True) if empty.batch_size is None else empty.sample(return_info=True)
+        assert empty.can_sample() is False
+        empty.extend(torch.arange(3))
+        assert empty.can_sample() is True
+        empty.empty()
+
+
+@pytest.mark.filterwarnings("ignore:sample. batch_size=3")
+def test_shutdown_refuses_sampling(storage):
+    rb = ReplayBuffer(storage=storage(4), batch_size=2)
+    rb.extend(torch.arange(4))
+    batches = iter(rb)
+    next(batches)
+    assert rb.is_alive
+    rb.shutdown()
+    rb.shutdown(timeout=1.0)
+    assert not rb.is_alive
+    for call in (rb.sample, lambda: rb.sample(3), lambda: next(batches), rb.next):
+        with pytest.raises(RuntimeError, match="shut down"):
+            call()
+    assert rows(rb) == [0, 1, 2, 3]
+
+
+def test_it_runs_in_this_process(storage):
+    rb = ReplayBuffer(storage=storage(4))
+    assert rb.start() is rb
+    assert rb.client() is rb
+    assert rb.service_backend == "direct"
+    assert rb.synchronize() is None
+    assert rb.initialized is True
+    assert rb.shared is False
+    assert rb.dim_extend == 0
+    rb.close()
+    rb.close()
+
+
+class TestIteration:
+    def test_with_replacement_it_never_ends(self, storage):
+        rb = ReplayBuffer(storage=storage(4), batch_size=3)
+        rb.extend(torch.arange(4))
+        batches = list(itertools.islice(rb, 50))
+        assert len(batches) == 50
+        assert all(len(batch) == 3 for batch in batches)
+
+    def test_without_it_ends_and_begins_again(self, storage):
+        rb = ReplayBuffer(storage=storage(5), sampler=SamplerWithoutReplacement(), batch_size=2)
+        rb.extend(torch.arange(5))
+        for _ in range(3):
+            assert sorted(torch.cat(list(rb)).tolist()) == [0, 1, 2, 3, 4]
+
+    def test_needs_the_constructors_batch_size(self):
+        rb = ReplayBuffer(4)
+        rb.extend(torch.arange(4))
+        with pytest.raises(RuntimeError, match=r"ReplayBuffer\(batch_size"):
+            iter(rb)
+
+    def test_a_pass_that_ended_before_does_not_end_this_one(self):
+        rb = ReplayBuffer(4, sampler=SamplerWithoutReplacement(), batch_size=4)
+        rb.extend(torch.arange(4))
+        rb.sample()
+        assert rb.sampler.ran_out
+        assert len(list(rb)) == 1
+
+    def test_of_an_empty_buffer(self):
+        with pytest.raises(NoSampleable):
+            next(iter(ReplayBuffer(4, batch_size=2)))
+
+    def test_next_is_one_step_of_a_persistent_iterator(self, storage):
+        rb = ReplayBuffer(storage=storage(5), sampler=SamplerWithoutReplacement(), batch_size=2)
+        rb.extend(torch.arange(5))
+        for _ in range(2):
+            steps = [rb.next() for _ in range(4)]
+            assert [None if step is None else len(step) for step in steps] == [2, 2, 1, None]
+
+    def test_next_clears_the_device_of_a_tensordict(self):
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(5), batch_size=2)
+        rb.extend(TensorDict({"a": torch.arange(5)}, batch_size=[5]))
+        assert rb.sample().device == torch.device("cpu")
+        step = rb.next()
+        assert step.device is None
+        assert step["a"].shape == (2,)
+
+
+# ---- components ------------------------------------------------------------------------------------------------------------
+
+
+class TestSwapping:
+    def test_the_storage(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+        rb.extend(torch.arange(4))
+        old, new = rb.storage, ListStorage(3)
+        assert rb.set_storage(new) is old
+        assert rb.storage is new
+        assert len(rb) == 0
+        assert rb.write_count == 0
+        rb.extend(torch.arange(10, 13))
+        assert rb.writer.write_count == 3
+        assert set(rb.sample().tolist()) <= {10, 11, 12}
+        assert len(old) == 4
+        rb.set_storage(TensorStorage(torch.arange(20, 25)))
+        assert set(rb.sample().tolist()) <= set(range(20, 25))
+        assert rb.add(torch.tensor(7)) == 0
+
+    def test_the_storage_with_its_collate_function(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(4), collate_fn=lambda x: ("old", x))
+        rb.set_storage(ListStorage(3), lambda x: ("new", len(x)))
+        rb.extend(["a"])
+        assert rb.sample(2) == ("new", 2)
+        rb.set_storage(ListStorage(3))
+        rb.extend(["a"])
+        assert rb.sample(2) == ("new", 2)
+        rb.set_storage(ListStorage(3), collate_fn=len)
+        rb.extend(["a"])
+        assert rb.sample(2) == 2
+
+    def test_the_old_storage_is_not_heard_any_more(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(4), sampler=Listener())
+        old = rb.set_storage(LazyTensorStorage(4))
+        ReplayBuffer(storage=old).add(torch.tensor(1))
+        assert rb.sampler.heard == []
+        ReplayBuffer(storage=rb.storage).add(torch.tensor(1))
+        assert len(rb.sampler.heard) == 1
+
+    def test_the_sampler(self, storage):
+        rb = ReplayBuffer(storage=storage(4), batch_size=4)
+        rb.extend(torch.arange(4))
+        old = rb.sampler
+        assert rb.set_sampler(SamplerWithoutReplacement(shuffle=False)) is old
+        assert rb.sample().tolist() == [0, 1, 2, 3]
+        rb.set_sampler(RandomSampler())
+        assert len({tuple(rb.sample().tolist()) for _ in range(30)}) > 1
+
+    def test_the_writer_and_the_place_where_it_goes_on(self, storage):
+        rb = ReplayBuffer(storage=storage(4))
+        rb.extend(torch.arange(3))
+        old = rb.writer
+        new = RoundRobinWriter(track_generations=True)
+        assert rb.set_writer(new) is old
+        assert rb.add(torch.tensor(3)) == 3
+        assert rb.add(torch.tensor(4)) == 0
+        assert "index_generation" in rb.sample(2, return_info=True)[1]
+        rb.set_writer(ImmutableDatasetWriter())
+        with pytest.raises(RuntimeError, match="read-only"):
+            rb.add(torch.tensor(5))
+        assert rb.write_count == 0
+        rb.set_writer(Backwards())
+        assert rb.add(torch.tensor(6)) == 3
+        rb.set_writer(RoundRobinWriter())
+        assert rb.add(torch.tensor(7)) == 1
+
+    def test_given_as_classes(self):
+        rb = ReplayBuffer(4)
+        rb.set_storage(lambda: LazyTensorStorage(3))
+        rb.set_sampler(SamplerWithoutReplacement)
+        rb.set_writer(ImmutableDatasetWriter)
+        assert (type(rb.storage), type(rb.sampler)) == (LazyTensorStorage, SamplerWithoutReplacement)
+        assert type(rb.writer) is ImmutableDatasetWriter
+
+    def test_wrong_ones_change_nothing(self):
+        rb = ReplayBuffer(4)
+        before = rb.storage, rb.sampler, rb.writer
+        for call in (rb.set_storage, rb.set_sampler, rb.set_writer):
+            for wrong in (3, None, "text", object()):
+                with pytest.raises(TypeError, match=call.__name__.removeprefix("set_")):
+                    call(wrong)
+        assert (rb.storage, rb.sampler, rb.writer) == before
+        rb.add(torch.tensor(1))
+        assert len(rb.storage) == 1
+
+
+def test_priorities_reach_the_sampler():
+    rb = ReplayBuffer(4, sampler=Listener())
+    rb.update_priority([1, 2], torch.tensor([0.5, 0.6]), generation=torch.tensor([3, 4]))
+    rb.update_priority(1, 0.5)
+    ((index, priority, generation), second) = rb.sampler.priorities
+    assert (index, priority.tolist(), generation.tolist()) == ([1, 2], [0.5, 0.6000000238418579], [3, 4])
+    assert second == (1, 0.5, None)
+
+
+# ---- what it says of itself --------------------------------------------------------------------------------------------------
+
+
+def test_stats(storage):
+    rb = ReplayBuffer(storage=storage(4))
+    expected = {
+        "size": 0,
+        "write_count": 0,
+        "prefetch_queue_size": 0,
+        "initialized": 1,
+        "capacity": 4,
+        "utilization": 0.0,
+        "lanes": 1,
+        "void_rows": 0,
+        "lapped_rows": 0,
+        "redraws": 0,
+    }
+    assert expected.items() <= rb.stats().items()
+    rb.extend(torch.arange(3))
+    assert (rb.stats()["size"], rb.stats()["write_count"], rb.stats()["utilization"]) == (3, 3, 0.75)
+    rb.extend(torch.arange(3))
+    assert (rb.stats()["size"], rb.stats()["write_count"], rb.stats()["utilization"]) == (4, 6, 1.0)
+    assert all(isinstance(value, int | float) for value in rb.stats().values())
+    assert "capacity" not in ReplayBuffer(storage=ListStorage()).stats()
+    assert "utilization" not in ReplayBuffer(storage=ListStorage()).stats()
+    assert ReplayBuffer(storage=LazyTensorStorage(6, lanes=3)).stats()["lanes"] == 3
+
+
+def test_write_count_is_an_int(storage):
+    rb = ReplayBuffer(storage=storage(4))
+    assert type(rb.write_count) is int
+    rb.extend(torch.arange(9))
+    assert type(rb.write_count) is int
+    assert rb.write_count == 9
+
+
+class TestRepr:
+    def test_of_an_empty_buffer(self, storage):
+        text = repr(ReplayBuffer(storage=storage(4)))
+        assert text.startswith("ReplayBuffer(size=0/4 ")
+        assert "RandomSampler()" in text
+        assert "RoundRobinWriter(" in text
+
+    def test_of_a_written_one(self, tmp_path):
+        rb = TensorDictReplayBuffer(
+            storage=LazyMemmapStorage(10_000, scratch_dir=tmp_path, lanes=3),
+            sampler=SamplerWithoutReplacement(drop_last=True),
+            transform=torch.nn.Identity(),
+            batch_size=32,
+        )
+        rb.extend(TensorDict({"obs": torch.zeros(1234, 25), "next": {"r": torch.zeros(1234)}}, batch_size=[1234]))
+        text = repr(rb)
+        for part in (
+            "TensorDictReplayBuffer(size=1 234/9 999 (12.3 %)",
+            "1.04 MB",
+            str(tmp_path),
+            "obs",
+            "r",
+            "lanes=3",
+            "asked for=10000",
+            "SamplerWithoutReplacement(drop_last=True",
+            "Transforms(Identity)",
+            "batch_size=32",
+        ):
+            assert part in text, (part, text)
+        assert "\n" not in text
+
+    def test_of_an_unbounded_one(self):
+        assert repr(ReplayBuffer(storage=ListStorage())).startswith("ReplayBuffer(size=0, storage=ListStorage")
+
+    def test_many_fields_are_counted(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        rb.add({f"field{i:02}": torch.zeros(1) for i in range(20)})
+        assert "fields=20: field00, " in repr(rb)
+        assert "field12" not in repr(rb)
+
+    def test_html(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        rb.add({"<b>": torch.zeros(1)})
+        html = rb._repr_html_()
+        assert html.startswith("<table>")
+        assert html.endswith("</table>")
+        assert "<caption>ReplayBuffer</caption>" in html
+        assert "&lt;b&gt;" in html
+        assert "<b>" not in html
+        assert "RandomSampler()" in html
+
+
+# ---- forms of rows -----------------------------------------------------------------------------------------------------------
+
+
+@tensorclass
+class Step:
+    obs: torch.Tensor
+    reward: torch.Tensor
+
+
+def test_tensorclasses(storage):
+    rb = ReplayBuffer(storage=storage(4))
+    rb.extend(Step(obs=torch.arange(6).reshape(3, 2), reward=torch.zeros(3), batch_size=[3]))
+    rb.add(Step(obs=torch.tensor([6, 7]), reward=torch.tensor(1.0), batch_size=[]))
+    sample = rb.sample(5)
+    assert isinstance(sample, Step)
+    assert sample.obs.shape == (5, 2)
+    assert isinstance(rb[3], Step)
+    assert rb[3].obs.tolist() == [6, 7]
+    assert rb[:].obs.shape == (4, 2)
+
+
+def test_tuples_and_numpy_arrays():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    rb.extend((torch.arange(3), {"a": np.zeros((3, 2), dtype=np.float32)}))
+    rb.add((torch.tensor(9), {"a": np.ones(2, dtype=np.float32)}))
+    number, nested = rb.sample(6)
+    assert number.shape == (6,)
+    assert isinstance(nested["a"], torch.Tensor)
+    assert isinstance(rb[3], tuple)
+    assert rb[3][1]["a"].tolist() == [1, 1]
+
+
+def test_a_first_row_with_batch_dimensions_is_one_row_and_warns():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    with pytest.warns(UserWarning, match=r"\[3\].*one row"):
+        rb.add(TensorDict({"a": torch.arange(3)}, batch_size=[3]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb.add(TensorDict({"a": torch.arange(3)}, batch_size=[3]))
+    assert len(rb) == 2
+    assert rb.sample(5).batch_size == (5, 3)
+
+
+def test_any_object_in_a_list():
+    rb = ReplayBuffer(3, collate_fn=list)
+    thing = object()
+    assert rb.add(thing) == 0
+    assert rb.extend([None, "text"]).tolist() == [1, 2]
+    assert rb[0] is thing
+    assert rb[:] == [thing, None, "text"]
+    assert set(map(id, rb.sample(20))) <= {id(thing), id(None), id(rb[2])}
+
+
+def test_plan_says_what_the_creation_log_says(caplog):
+    row = {"obs": torch.zeros(4), "reward": torch.zeros(1)}
+    text = str(engram.plan(row, 10))
+    caplog.set_level("INFO", logger="engram")
+    ReplayBuffer(storage=LazyTensorStorage(10)).add(row)
+    for message in caplog.messages:
+        name, rest = message.split(": ", 1)
+        assert f"{name}: " in text
+        assert rest.split(", ", 1)[1] in text
+    assert len(caplog.messages) == 2
