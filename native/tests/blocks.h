@@ -97,21 +97,25 @@ class SharedPages {
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
-/// Fills a row of whole words: the first is its id, each other a function of the id and of its place. Id 0: all zero.
+/// Word k of a row: the first is the row's id, all others depend on it too. Id 0: all zero.
+inline std::uint64_t word_of(std::uint64_t id, std::uint64_t k) { return id == 0 ? 0 : id ^ k * 0x9E3779B97F4A7C15ull; }
+
+/// Fills a row of whole words.
 inline void describe(std::byte* row, std::uint64_t bytes, std::uint64_t id) {
   for (std::uint64_t k = 0; k < bytes / 8; ++k) {
-    const std::uint64_t word = k == 0 || id == 0 ? id : engram::mix(id + k * 0x9E3779B97F4A7C15ull);
+    const std::uint64_t word = word_of(id, k);
     std::memcpy(row + k * 8, &word, 8);
   }
 }
 
 /// The id of a row that describes itself; none if the row is torn.
 inline std::optional<std::uint64_t> id_of(const std::byte* row, std::uint64_t bytes) {
-  std::uint64_t id = 0, word = 0;
+  std::uint64_t id = 0;
   std::memcpy(&id, row, 8);
   for (std::uint64_t k = 1; k < bytes / 8; ++k) {
+    std::uint64_t word = 0;
     std::memcpy(&word, row + k * 8, 8);
-    if (word != (id == 0 ? 0 : engram::mix(id + k * 0x9E3779B97F4A7C15ull))) return std::nullopt;
+    if (word != word_of(id, k)) return std::nullopt;
   }
   return id;
 }

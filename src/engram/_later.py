@@ -19,6 +19,4 @@ def refuse(call: str, arguments: Mapping[str, Any], later: Mapping[str, str]) ->
         if name not in later:
             raise TypeError(f"{call}: unexpected argument {name!r}.")
         if value is not None and value is not False:
-            raise TypeError(
-                f"{call}: the argument {name!r} is not supported yet; it will come with {later[name]}."
-            )
+            raise TypeError(f"{call}: the argument {name!r} is not supported yet; it will come with {later[name]}.")

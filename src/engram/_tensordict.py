@@ -42,9 +42,11 @@ def _has_shortcuts() -> bool:
         ours = vars(_wrap_unchecked({"a": torch.zeros(2)}, torch.Size([2]), torch.device("cpu")))
     except (AttributeError, TypeError):
         return False
-    return made.keys() == ours.keys() and all(
-        type(made[key]) is type(ours[key]) for key in made if key != "_tensordict"
-    ) and isinstance(made["_tensordict"], dict)
+    return (
+        made.keys() == ours.keys()
+        and all(type(made[key]) is type(ours[key]) for key in made if key != "_tensordict")
+        and isinstance(made["_tensordict"], dict)
+    )
 
 
 if _has_shortcuts():

@@ -126,7 +126,7 @@ class ReplayBuffer:
         self._sampler: Any = None
         self._writer: Any = None
         self._take_sampler(_instance(sampler, Sampler, "sampler", samplers.RandomSampler))
-        self._take_writer(_instance(writer, Writer, "writer", type(self)._default_writer))
+        self._take_writer(_instance(writer, Writer, "writer", self._default_writer))
         made.attach(self)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
@@ -364,7 +364,9 @@ class ReplayBuffer:
     def _resolve_batch_size(self, batch_size: int | None) -> int:
         if batch_size is None:
             if self._batch_size is None:
-                raise RuntimeError("sample: expected a batch size: pass sample(batch_size) or ReplayBuffer(batch_size=…).")
+                raise RuntimeError(
+                    "sample: expected a batch size: pass sample(batch_size) or ReplayBuffer(batch_size=…)."
+                )
             return self._batch_size
         _check_batch_size(batch_size)
         if self._batch_size is not None and batch_size != self._batch_size and not self._warned_batch_size:
@@ -454,7 +456,7 @@ class ReplayBuffer:
         entries = self._row_entries(where)
         return storage.pack(columns, where, entries) if entries else storage.pack(columns, where)
 
-    def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:
+    def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:  # noqa: ARG002 - TensorDict buffers have some
         """Entries that rows read by number get beside their fields."""
         return None
 
@@ -488,9 +490,7 @@ class ReplayBuffer:
         where = self._storage.resolve(index)
         if self._transform.writes:
             value = self._transform.inv(value)
-        prepared, n = self._storage.prepare(
-            value, "rb[index] = value", batched=not where.single, ignored=self._ignored
-        )
+        prepared, n = self._storage.prepare(value, "rb[index] = value", batched=not where.single, ignored=self._ignored)
         if n != len(where.rows):
             raise RuntimeError(f"rb[index] = value: expected {len(where.rows)} rows, got {n}.")
         self._storage.notify(self._storage.edit(where, prepared), value)
@@ -510,7 +510,13 @@ class ReplayBuffer:
         self._edit_field(key, value, slice(None), "set_")
         return self
 
-    def update_(self, input: Any, clone: bool = False, *, keys_to_update: Iterable[Any] | None = None) -> Self:
+    def update_(
+        self,
+        input: Any,  # noqa: A002 - TensorDict's name
+        clone: bool = False,  # noqa: ARG002 - TensorDict's argument: what is stored is always a copy
+        *,
+        keys_to_update: Iterable[Any] | None = None,
+    ) -> Self:
         """Replace several stored fields of all live rows.
 
         Args:
@@ -638,7 +644,9 @@ class ReplayBuffer:
     def set_rng(self, generator: torch.Generator | None) -> None:
         """The generator of all later draws; None: torch's default one. Raises ``ValueError`` for one not on the CPU."""
         if generator is not None and generator.device.type != "cpu":
-            raise ValueError(f"generator: expected a CPU generator, got one on {generator.device}. Rows are drawn on the CPU.")
+            raise ValueError(
+                f"generator: expected a CPU generator, got one on {generator.device}. Rows are drawn on the CPU."
+            )
         self._generator = generator
 
     def _take_sampler(self, sampler: Any) -> None:
@@ -740,7 +748,7 @@ class ReplayBuffer:
                 "sampler": sampler if sampler is not None else _made_again(record.get("sampler"), _SAMPLERS, "sampler"),
                 "writer": writer if writer is not None else _made_again(record.get("writer"), _WRITERS, "writer"),
                 "batch_size": batch_size if batch_size is not None else record.get("batch_size"),
-                **buffer_class._open_more(record),
+                **buffer_class.open_arguments(record),
             }
             rb: ReplayBuffer = buffer_class(
                 storage=storage, collate_fn=collate_fn, transform=transform, generator=generator, **arguments
@@ -754,7 +762,8 @@ class ReplayBuffer:
         return rb
 
     @classmethod
-    def _open_more(cls, record: dict[str, Any]) -> dict[str, Any]:
+    def open_arguments(cls, record: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it
+        """Constructor arguments of this class in what a store recorded."""
         return {}
 
     def close(self) -> None:
@@ -785,7 +794,7 @@ class ReplayBuffer:
     def synchronize(self) -> None:
         """Wait for queued work: there is none."""
 
-    def shutdown(self, timeout: float | None = None) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:  # noqa: ARG002 - nothing is queued here
         """Refuse sampling from now on. Repeatable. ``timeout`` is for queued work, of which there is none."""
         self._shut_down = True
 
@@ -814,7 +823,8 @@ class ReplayBuffer:
 
     def stats(self) -> dict[str, float]:
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes``, when bounded ``capacity``
-        and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``."""
+        and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``.
+        """
         size = len(self)
         stats: dict[str, float] = {
             "size": size,
@@ -840,7 +850,11 @@ class ReplayBuffer:
         facts = [("size", rows)]
         store = getattr(storage, "memory", None)
         if store is not None:
-            place = str(store.directory) if store.directory else ("RAM" if store.device.type == "cpu" else str(store.device))
+            place = (
+                str(store.directory)
+                if store.directory
+                else ("RAM" if store.device.type == "cpu" else str(store.device))
+            )
             facts.append(("memory", f"{_human(storage.nbytes)} {place}"))
             facts.append(("fields", ", ".join(field.name for field in store.schema.fields[:8])))
             if len(store.schema.fields) > 8:

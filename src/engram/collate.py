@@ -36,8 +36,8 @@ def stack(items: list[Any]) -> Any:
     if is_tensor_collection(first):
         return LazyStackedTensorDict.maybe_dense_stack(items, 0)
     raise TypeError(
-        f"sample: expected items that are tensors, TensorDicts or dicts of them, got {type(first).__name__}. Pass collate_fn= to the buffer "
-        "(collate_fn=list returns them as they are)."
+        f"sample: expected items that are tensors, TensorDicts or dicts of them, got {type(first).__name__}. "
+        "Pass collate_fn= to the buffer (collate_fn=list returns them as they are)."
     )
 
 

@@ -30,7 +30,8 @@ from engram.errors import (
     UncleanStore,
     WriterStalled,
 )
-from engram.format import files, layout, schema as schemas
+from engram.format import files, layout
+from engram.format import schema as schemas
 from engram.format.schema import DTYPES
 from engram.types import Extent, Write
 
@@ -59,7 +60,9 @@ class Repair(NamedTuple):
     """Rows that were reserved but never begun."""
 
     def __str__(self) -> str:
-        return f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} reserved rows set aside"
+        return (
+            f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} reserved rows set aside"
+        )
 
 
 class Key(threading.local):
@@ -173,7 +176,7 @@ class Store:
         self._which = tuple(range(len(schema.fields)))
         self.layout = _native.Layout(dlpack_specs(schema.fields))
         self._finalizer: weakref.finalize[..., Store] | None = None
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         native = self._native_fields()
         self.core: Any = _native.Store(
             control.address,
@@ -216,10 +219,14 @@ class Store:
         """
         raw = schemas.encode(schema)
         if len(raw) > schemas.MAX_BYTES:
-            raise ValueError(f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible.")
+            raise ValueError(
+                f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible."
+            )
         clash = layout.clash(schema.fields)
         if clash is not None:
-            raise ValueError(f"store: two keys need {clash!r}, once as a file and once as a folder. Rename one of them.")
+            raise ValueError(
+                f"store: two keys need {clash!r}, once as a file and once as a folder. Rename one of them."
+            )
         paths = {layout.field_path(directory, field.key): field.row_bytes * schema.capacity for field in schema.fields}
         metas = layout.meta_files(directory, schema)
         if replace:
@@ -319,7 +326,9 @@ class Store:
         except BaseException:
             lock.release()
             raise
-        store._finalizer = weakref.finalize(store, _close, core, lock, control, (directory, schema) if temporary else None)
+        store._finalizer = weakref.finalize(
+            store, _close, core, lock, control, (directory, schema) if temporary else None
+        )
         _register(directory, store)
         return store
 
@@ -339,7 +348,7 @@ class Store:
         Raises:
             StoreInUse: it was closed before, and somebody has opened it since.
         """
-        if self.directory is None or self._pid != os.getpid():
+        if self.directory is None or self.pid != os.getpid():
             return False
         self.close()
         if not (self.directory / layout.FOLDER).exists():
@@ -657,7 +666,9 @@ class _Closed:
 
     def __getattr__(self, name: str) -> Any:
         if name in self._writing:
-            raise RuntimeError(f"the store in {str(self._directory)!r} was closed. Use ReplayBuffer.open to go on with it.")
+            raise RuntimeError(
+                f"the store in {str(self._directory)!r} was closed. Use ReplayBuffer.open to go on with it."
+            )
         return getattr(self._core, name)
 
 
@@ -668,7 +679,7 @@ class _Alive:
         path = directory / layout.FOLDER / layout.ALIVE
         files.check_size(path, 0)
         self._fd = files.open_regular(path, os.O_RDWR)
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
         except BlockingIOError as error:
@@ -679,7 +690,7 @@ class _Alive:
 
     def release(self) -> None:
         # A forked child has the descriptor but not the lock.
-        if self._pid == os.getpid():
+        if self.pid == os.getpid():
             os.close(self._fd)
 
 
@@ -724,7 +735,7 @@ def _forget(store: Store) -> None:
 
 def _close(core: Any, lock: _Alive, control: _Block, erased: tuple[Path, Schema] | None) -> None:
     """Finalizer of a directory store. ``control`` keeps the words mapped until it ran."""
-    if lock._pid != os.getpid():
+    if lock.pid != os.getpid():
         return  # a forked child: the store is its parent's
     core.clean = True
     del control
@@ -753,7 +764,9 @@ def _remove_store(directory: Path) -> None:
     if not (directory / layout.FOLDER).exists():
         return
     if _opened(directory) is not None:
-        raise StoreInUse(f"expected a store that nobody has open, but this process has {str(directory)!r}. Close it first.")
+        raise StoreInUse(
+            f"expected a store that nobody has open, but this process has {str(directory)!r}. Close it first."
+        )
     if (directory / layout.FOLDER / layout.ALIVE).exists():
         _Alive(directory).release()
     path = directory / layout.FOLDER / layout.STORE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
@@ -66,16 +65,20 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
         Args:
             update_priority: False: ``priority_key`` in the data does not become the rows' priority. No effect with samplers
-                that have no priorities.
+                that are not ``prioritized``.
 
         Raises:
             ValueError: not a TensorDict.
         """
-        return super().extend(_to_store(data, "extend"), lane=lane)
+        data = _to_store(data, "extend")
+        index = super().extend(data, lane=lane)
+        if update_priority is not False and getattr(self._sampler, "prioritized", False):
+            priority = data.get(self._priority_key, None)
+            if priority is not None:
+                self._sampler.update_priority(index, priority)
+        return index
 
-    def sample(
-        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
-    ) -> Any:
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.
 
         Raises:
@@ -100,7 +103,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def _attach(self, data: Any, n: int, entries: dict[str, Any]) -> None:
         """Add entries ``[n, ...]`` to a batch of another form than ours."""
         if not is_tensor_collection(data):
-            raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
+            raise RuntimeError(
+                f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}."
+            )
         if data.batch_size[:1] != (n,):
             raise RuntimeError(
                 f"sample: a transform changed the batch size from {n} to {list(data.batch_size)}, so {sorted(entries)} "
@@ -135,7 +140,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         priority = data.get(self._priority_key, None)
         if priority is None:
             raise KeyError(
-                f"update_tensordict_priority: expected the key {self._priority_key!r}, got {[str(k) for k in data.keys()]}."
+                f"update_tensordict_priority: expected the key {self._priority_key!r}, got {[str(k) for k in children(data)]}."
             )
         self._sampler.update_priority(data.get("index"), priority, generation=data.get("index_generation", None))
 
@@ -143,14 +148,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return {"priority_key": self._priority_key}
 
     @classmethod
-    def _open_more(cls, record: dict[str, Any]) -> dict[str, Any]:
+    def open_arguments(cls, record: dict[str, Any]) -> dict[str, Any]:
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
 
 
 def _to_store(data: Any, call: str) -> Any:
     """A TensorDict without the entries that are synthesised on reading."""
     if not is_tensor_collection(data) or is_tensorclass(data):
-        raise ValueError(f"{call}: expected a TensorDict, got {type(data).__name__}. Use a ReplayBuffer for other data.")
+        raise ValueError(
+            f"{call}: expected a TensorDict, got {type(data).__name__}. Use a ReplayBuffer for other data."
+        )
     entries = children(data)
     if "index" in entries or "index_generation" in entries:
         return data.exclude("index", "index_generation")

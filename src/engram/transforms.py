@@ -25,8 +25,7 @@ class _Step:
             forward, inverse = transform, None
         else:
             raise RuntimeError(
-                "transform: expected a callable, or an object with forward and inv, "
-                f"got {type(transform).__name__}."
+                f"transform: expected a callable, or an object with forward and inv, got {type(transform).__name__}."
             )
         if hasattr(transform, "eval") and isinstance(transform, torch.nn.Module):
             transform.eval()
@@ -45,7 +44,7 @@ class Transforms:
     def __init__(self, transform: Any = None) -> None:
         self._steps: list[_Step] = []
         if isinstance(transform, Transforms):
-            self._steps = list(transform._steps)
+            self._steps = list(transform._steps)  # noqa: SLF001 - of our own class
         elif transform is not None:
             self.append(transform)
 

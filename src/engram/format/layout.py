@@ -22,7 +22,18 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field, Schema
 
-__all__ = ["BUFFER", "CONTROL", "FOLDER", "STORE", "TICKETS", "clash", "encode_key", "field_path", "is_store", "meta_files"]
+__all__ = [
+    "BUFFER",
+    "CONTROL",
+    "FOLDER",
+    "STORE",
+    "TICKETS",
+    "clash",
+    "encode_key",
+    "field_path",
+    "is_store",
+    "meta_files",
+]
 
 FOLDER = ".engram"
 STORE = "store.json"
@@ -67,7 +78,9 @@ def clash(fields: Iterable[Field]) -> str | None:
     """A name that would be a file and a folder at once, as of the keys ``a`` and ``("a.memmap", "b")``; None if all fit."""
     paths = {field_path(Path(), field.key) for field in fields}
     folders = {folder for path in paths for folder in path.parents}
-    return next((str(path) for path in (*paths, *(folder / "meta.json" for folder in folders)) if path in folders), None)
+    return next(
+        (str(path) for path in (*paths, *(folder / "meta.json" for folder in folders)) if path in folders), None
+    )
 
 
 def is_store(directory: Path) -> bool:

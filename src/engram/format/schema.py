@@ -148,7 +148,9 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return [field.shape]
         shapes = [s for key, child in node.children.items() for s in self._collect_leaves(child, (*path, key), leaves)]
         if any(shape[: len(node.batch)] != node.batch for shape in shapes):
-            raise ValueError(f"the structure has fields at {path} that do not begin with its batch size {list(node.batch)}")
+            raise ValueError(
+                f"the structure has fields at {path} that do not begin with its batch size {list(node.batch)}"
+            )
         return shapes
 
 
@@ -180,9 +182,7 @@ def validate_key(key: tuple[str, ...]) -> None:
 
 def encode(value: msgspec.Struct) -> bytes:
     """JSON without spaces, in the order of the entries: that of children means something. Equal values have equal bytes."""
-    return json.dumps(
-        msgspec.to_builtins(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False
-    ).encode()
+    return json.dumps(msgspec.to_builtins(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 def fingerprint(raw: bytes) -> int:

@@ -253,9 +253,9 @@ class Storage:
 def _to_rows(index: Any) -> Tensor:
     """Rows from a range, list, array or tensor of ints."""
     rows = index if isinstance(index, Tensor) else torch.as_tensor(np.asarray(index))
-    if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool:
-        if rows.numel():
-            raise TypeError(f"index: expected ints, got {rows.dtype}.")
+    counts = not (rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool)
+    if not counts and rows.numel():
+        raise TypeError(f"index: expected ints, got {rows.dtype}.")
     return rows.to("cpu", torch.int64).reshape(-1)
 
 

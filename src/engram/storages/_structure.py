@@ -15,7 +15,8 @@ from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram import _native
-from engram._tensordict import children as entries_of, wrap
+from engram._tensordict import children as entries_of
+from engram._tensordict import wrap
 from engram.format.schema import DTYPES, Field, Node, Schema, validate_key
 from engram.store import dlpack_specs
 
@@ -272,7 +273,7 @@ class _Builder:
         self.types: dict[str, type] = {}
 
     def node(self, value: Any, path: tuple[str, ...]) -> Node:
-        if isinstance(value, Tensor) and not is_tensor_collection(value) or _is_array(value):
+        if (isinstance(value, Tensor) and not is_tensor_collection(value)) or _is_array(value):
             return self._leaf(value, path)
         kind = _kind(value)
         source = None if kind is None else _children(kind, value)
@@ -362,7 +363,7 @@ def _as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
     array = np.asarray(value)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if not array.flags.writeable or any(stride < 0 or stride % array.itemsize for stride in array.strides):
+    if not array.flags.writeable or any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides):
         array = array.copy()
     try:
         with torch.device("cpu"):
@@ -399,9 +400,7 @@ def leading_size(data: Any, call: str) -> int:
     """
     if is_tensor_collection(data):
         if not data.batch_size:
-            raise TypeError(
-                f"{call}: expected a batch of rows, got {_describe(data)}: one row. Did you mean add()?"
-            )
+            raise TypeError(f"{call}: expected a batch of rows, got {_describe(data)}: one row. Did you mean add()?")
         n = int(data.batch_size[0])
     else:
         sizes: dict[int, tuple[str, ...]] = {}
@@ -420,7 +419,9 @@ def leading_size(data: Any, call: str) -> int:
 def _leading_sizes(data: Any, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str) -> None:
     if is_tensor_collection(data):
         if not data.batch_size:
-            raise TypeError(f"{call}: {_at(path)}: expected a batch of rows, got {_describe(data)}. Did you mean add()?")
+            raise TypeError(
+                f"{call}: {_at(path)}: expected a batch of rows, got {_describe(data)}. Did you mean add()?"
+            )
         sizes.setdefault(int(data.batch_size[0]), path)
     elif isinstance(data, Tensor) or _is_array(data):
         if data.ndim == 0:

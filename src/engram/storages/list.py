@@ -41,9 +41,7 @@ class ListStorage(Storage):
     'bc'
     """
 
-    def __init__(
-        self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: Any
-    ) -> None:
+    def __init__(self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: Any) -> None:
         refuse("ListStorage", later, {"compilable": "tracing through torch.compile"})
         super().__init__()
         if max_size is not None and max_size < 1:
@@ -168,7 +166,9 @@ class ListStorage(Storage):
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         numbers = self._numbers
-        return torch.tensor([numbers[row] if 0 <= row < len(numbers) else -1 for row in rows.tolist()], dtype=torch.int64)
+        return torch.tensor(
+            [numbers[row] if 0 <= row < len(numbers) else -1 for row in rows.tolist()], dtype=torch.int64
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners")}

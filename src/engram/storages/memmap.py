@@ -67,7 +67,9 @@ class LazyMemmapStorage(LazyTensorStorage):
     ) -> None:
         refuse("LazyMemmapStorage", later, _LATER)
         if torch.device(device).type != "cpu":
-            raise ValueError(f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}.")
+            raise ValueError(
+                f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."
+            )
         self._configure(max_size, device="cpu", ndim=ndim, lanes=lanes)
         self._scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self._existsok = existsok
@@ -115,9 +117,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             )
         directory = store.directory
         assert directory is not None  # it was just made there
-        announce(
-            creation_lines(schema.fields, schema.capacity, lambda field: layout.field_path(directory, field.key))
-        )
+        announce(creation_lines(schema.fields, schema.capacity, lambda field: layout.field_path(directory, field.key)))
         return store
 
     @property

@@ -126,7 +126,9 @@ class TensorStorage(Storage):
         if lanes > max_size:
             raise ValueError(f"{name}: lanes: expected at most max_size={max_size}, got {lanes}.")
         if lanes > 1 and ndim > 1:
-            raise ValueError(f"{name}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}.")
+            raise ValueError(
+                f"{name}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}."
+            )
         self._device_argument = str(device)
         self._device = torch.device("cpu" if device == "auto" else device)
         self.ndim = ndim
@@ -237,9 +239,7 @@ class TensorStorage(Storage):
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def prepare(
-        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = ()
-    ) -> tuple[list[Tensor], int]:
+    def prepare(self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = ()) -> tuple[list[Tensor], int]:
         if batched and isinstance(data, list):
             data = _stack(data, call)
         if self.ndim > 1:

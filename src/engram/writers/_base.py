@@ -37,7 +37,9 @@ class NativeWriter:
 
     def _registered(self) -> Any:
         if self._storage is None:
-            raise RuntimeError(f"{type(self).__name__}: expected a registered storage. Hand the writer to a buffer first.")
+            raise RuntimeError(
+                f"{type(self).__name__}: expected a registered storage. Hand the writer to a buffer first."
+            )
         return self._storage
 
     def _write(self, call: str, data: Any, plan: Plan | None, *, batched: bool) -> Write:
