@@ -148,11 +148,16 @@ distclean: clean
 CORE := $(wildcard native/core/*.cpp)
 NATIVE_TESTS := $(wildcard native/tests/test_*.cpp)
 # What threads share. ENGRAM_TSAN builds the variant without fences, which the thread sanitizer does not model.
-TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp)
+TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp native/tests/test_store_threads*.cpp)
+# What sanitizers get in the way of: single steps, and fork beside threads.
+PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp)
 NATIVE_FLAGS := -std=c++20 -Wall -Wextra -pthread -Inative -Inative/core -MMD -MP
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS
 SANITIZE_tsan := -fsanitize=thread -DENGRAM_TSAN
-BINARIES := $(NATIVE_TESTS:native/tests/%.cpp=build/native/asan/%) $(TSAN_TESTS:native/tests/%.cpp=build/native/tsan/%)
+SANITIZE_plain := -O2
+ASAN_TESTS := $(filter-out $(PLAIN_TESTS),$(NATIVE_TESTS))
+BINARIES := $(ASAN_TESTS:native/tests/%.cpp=build/native/asan/%) $(TSAN_TESTS:native/tests/%.cpp=build/native/tsan/%) \
+  $(PLAIN_TESTS:native/tests/%.cpp=build/native/plain/%)
 # gcc's thread sanitizer gives up where the kernel randomizes addresses more than it expects.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
@@ -178,6 +183,7 @@ build/native/$(1)/%: build/native/$(1)/tests/%.o $(CORE:native/%.cpp=build/nativ
 endef
 $(eval $(call flavour,asan))
 $(eval $(call flavour,tsan))
+$(eval $(call flavour,plain))
 
 # Every native source on its own, with warnings as errors and without waiting for an optimizer.
 STRICT := $(patsubst native/%.cpp,build/strict/%.ok,$(CORE) $(wildcard native/bind/*.cpp) $(NATIVE_TESTS))

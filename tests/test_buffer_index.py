@@ -49,7 +49,7 @@ def test_rows_that_are_not_live(rb, index):
     with pytest.raises(RowError):
         rb[index]
     with pytest.raises(IndexError):
-        rb[index] = torch.tensor(1) if not hasattr(index, "__len__") else torch.ones(len(index), dtype=torch.int64)
+        rb[index] = torch.ones(np.shape(index), dtype=torch.int64)
     assert [int(row) for row in rb[:]] == [10, 11, 12, 13, 14]
 
 
@@ -60,7 +60,7 @@ def test_a_row_is_a_copy_except_in_a_list():
     assert rb[3] == 0
 
 
-@pytest.mark.parametrize("index", [1.0, "1" * 0 or object(), torch.tensor([0.5]), [0.5], {1}])
+@pytest.mark.parametrize("index", [1.0, object(), torch.tensor([0.5]), [0.5], {1}])
 def test_what_is_no_index(rb, index):
     with pytest.raises(TypeError, match="index"):
         rb[index]

@@ -43,6 +43,7 @@ const ExchangeTable* exchange = nullptr;
 PyTypeObject* tensor_type = nullptr;
 PyObject* is_neg_name = nullptr;
 PyObject* is_conj_name = nullptr;
+PyObject* is_zero_name = nullptr;
 
 constexpr std::int32_t kCpu = 1;
 
@@ -85,7 +86,12 @@ const std::byte* bytes_of(PyObject* object, const RowSpec& spec, std::int64_t n)
     stride *= expected;
   }
   if (!(contiguous || empty) || is_lazy_view(object, spec.code)) return nullptr;
-  if (tensor.data == nullptr && !empty) return nullptr;  // a tensor of zeros that autograd made: it has no memory
+  // Zeros that autograd made have no memory: their address is an offset from null. Nearly no other tensor lies so low.
+  constexpr std::uintptr_t kLow = std::uintptr_t{1} << 32;
+  if (!empty && reinterpret_cast<std::uintptr_t>(tensor.data) < kLow &&
+      (tensor.data == nullptr || says_yes(object, is_zero_name))) {
+    return nullptr;
+  }
   // An empty tensor has no address, and needs none.
   static const std::byte nothing{};
   return tensor.data == nullptr ? &nothing : static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
@@ -200,6 +206,7 @@ bool use_tensor_type(nb::handle type) {
   tensor_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
   is_neg_name = PyUnicode_InternFromString("is_neg");
   is_conj_name = PyUnicode_InternFromString("is_conj");
+  is_zero_name = PyUnicode_InternFromString("_is_zerotensor");
   return true;
 }
 

@@ -61,8 +61,14 @@ void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, 
 
 #else
 
-void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) { std::memcpy(to, from, bytes); }
-void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) { std::memcpy(to, from, bytes); }
+// Memory without bytes may be nowhere, which memcpy does not allow.
+void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
+void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
 
 void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
   // A copy of constant size is a few moves; a call of memcpy costs more than the bytes of a small row.

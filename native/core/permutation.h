@@ -45,7 +45,7 @@ class Permutation {
   std::uint64_t n_;
   unsigned half_ = 1;
   std::uint64_t mask_ = 1;
-  // Six: with three or four, small domains show visible structure. Up to 16 elements six still do: of 5 elements one
+  // Six: with three or four, small domains show visible structure. Up to 16 elements six still do: of 5 elements the last
   // stayed where it was in 22 % of the permutations instead of 20 %.
   std::uint64_t rounds_ = 6;
 };

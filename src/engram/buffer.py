@@ -160,7 +160,7 @@ class ReplayBuffer:
             if not self._recorded:
                 self._record()
             if self._listening():
-                storage.notify(Write(torch.tensor([row]), number), data)
+                storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
             return row
         write = self._write(data, lane, "add", batched=False)
         return int(write.rows[0]) if storage.ndim == 1 else self._user_index(write.rows)
@@ -211,7 +211,8 @@ class ReplayBuffer:
         lane = self._check_lane(lane)
         if self._read_only:
             self._writer.place(storage.extent(), 0, lane, data)
-        prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored)
+        count = len(lane) if isinstance(lane, Tensor) and lane.ndim == 1 else None
+        prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
         plan = Plan(lane=lane) if self._appends else self._writer.place(storage.extent(), n, lane, data)
         write: Write = storage.write(plan, prepared, n)
         if not self._recorded:
@@ -231,10 +232,18 @@ class ReplayBuffer:
         if lane is None:
             return self._lane
         if isinstance(lane, Tensor | list):
-            return torch.as_tensor(lane).to("cpu", torch.int64)
+            return self._check_lanes(torch.as_tensor(lane, device="cpu"))
         if not isinstance(lane, int) or not 0 <= lane < self._storage.lanes:
             raise RowError(f"lane: expected an int in [0, {self._storage.lanes}) or one per row, got {lane!r}.")
         return lane
+
+    def _check_lanes(self, lanes: Tensor) -> Tensor:
+        """A lane per row. Checked before anything is allocated."""
+        if lanes.dtype.is_floating_point or lanes.dtype.is_complex or lanes.dtype is torch.bool:
+            raise TypeError(f"lane: expected ints, one per row, got {lanes.dtype}.")
+        if bool(((lanes < 0) | (lanes >= self._storage.lanes)).any()):
+            raise RowError(f"lane: expected lanes in [0, {self._storage.lanes}), got {lanes.tolist()[:8]}….")
+        return lanes.to(torch.int64)
 
     def on_lane(self, lane: int) -> Self:
         """Make ``lane`` this handle's lane for all later writes. Returns the buffer. Raises ``RowError``: no such lane."""
@@ -341,7 +350,7 @@ class ReplayBuffer:
                 if time.monotonic() > deadline:
                     raise WriterStalled(f"sample: row {int(rows[moved[0]])} moved at every try for {_WAIT_S:g} s.")
                 time.sleep(0.001)
-            places = torch.tensor(moved)
+            places = torch.tensor(moved, device="cpu")
             expected = None
             if draw.tickets is not None:
                 again = self._sampler.draw(self._storage.extent(), len(moved), _mix(key, attempt))

@@ -72,7 +72,8 @@ class Key(threading.local):
     """
 
     def __init__(self) -> None:
-        self._bits = torch.zeros((), dtype=torch.int64, device="cpu")
+        with torch.inference_mode(mode=False):  # else it could not be drawn into outside of it
+            self._bits = torch.zeros((), dtype=torch.int64, device="cpu")
         self.address = self._bits.data_ptr()
         self.draw = self._bits.random_
         """``draw()`` or ``draw(generator=…)``."""
@@ -114,6 +115,7 @@ class _Block(NamedTuple):
         return self.tensor.data_ptr()
 
 
+@torch.inference_mode(mode=False)  # else nobody could write to views of it outside of it
 def _private_block(nbytes: int) -> _Block:
     """Zeroed private pages, taken from the system when they are first touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -129,6 +131,7 @@ def _file_block(path: Path, nbytes: int) -> _Block:
         return _Block(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8), nbytes)
 
 
+@torch.inference_mode(mode=False)
 def _private_field(field: Field, capacity: int) -> Tensor:
     nbytes = field.row_bytes * capacity
     shape = (capacity, *field.shape)
@@ -137,6 +140,7 @@ def _private_field(field: Field, capacity: int) -> Tensor:
     return _private_block(nbytes).tensor[:nbytes].view(torch_dtype(field)).view(shape)
 
 
+@torch.inference_mode(mode=False)
 def _file_field(directory: Path, field: Field, capacity: int) -> Tensor:
     nbytes = field.row_bytes * capacity
     shape = torch.Size((capacity, *field.shape))
@@ -603,7 +607,7 @@ class DeviceStore(Store):
         # Of a row written twice the last entry wins; index_put leaves that open.
         flipped = rows.flip(0)
         unique, inverse = torch.unique(flipped, return_inverse=True)
-        last = torch.full_like(unique, len(rows)).scatter_reduce_(0, inverse, torch.arange(len(rows)), "amin")
+        last = torch.full_like(unique, len(rows)).scatter_reduce_(0, inverse, torch.arange(len(rows), device="cpu"), "amin")
         source = (len(rows) - 1 - last).to(self.device)
         target = unique.to(self.device)
         for f, column in zip(which, columns, strict=True):

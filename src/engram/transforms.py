@@ -43,20 +43,28 @@ class Transforms:
 
     def __init__(self, transform: Any = None) -> None:
         self._steps: list[_Step] = []
+        #: Whether :meth:`forward` does anything, and :meth:`inv`.
+        self.reads = self.writes = False
         if isinstance(transform, Transforms):
             self._steps = list(transform._steps)  # noqa: SLF001 - of our own class
+            self.reads, self.writes = transform.reads, transform.writes
         elif transform is not None:
             self.append(transform)
 
     def append(self, transform: Any, *, invert: bool = False) -> None:
         """Add a transform at the end. ``invert`` swaps its directions. Raises ``RuntimeError`` for anything else."""
-        self._steps.append(_Step(transform, invert=invert))
+        self._take(len(self), _Step(transform, invert=invert))
 
     def insert(self, index: int, transform: Any, *, invert: bool = False) -> None:
         """Add a transform before position ``index``."""
         if not -len(self) <= index <= len(self):
             raise ValueError(f"insert_transform: index: expected one in [{-len(self)}, {len(self)}], got {index}.")
-        self._steps.insert(index, _Step(transform, invert=invert))
+        self._take(index, _Step(transform, invert=invert))
+
+    def _take(self, index: int, step: _Step) -> None:
+        self._steps.insert(index, step)
+        self.reads |= step.forward is not None
+        self.writes |= step.inverse is not None
 
     def forward(self, data: Any) -> Any:
         """What the user gets for rows read."""
@@ -71,16 +79,6 @@ class Transforms:
             if step.inverse is not None and data is not None:
                 data = step.inverse(data)
         return data
-
-    @property
-    def reads(self) -> bool:
-        """Whether :meth:`forward` does anything."""
-        return any(step.forward is not None for step in self._steps)
-
-    @property
-    def writes(self) -> bool:
-        """Whether :meth:`inv` does anything."""
-        return any(step.inverse is not None for step in self._steps)
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -52,12 +52,12 @@ class Extent(NamedTuple):
         import torch
 
         length = self.capacity // len(self.filled)
-        filled = torch.tensor(self.filled)
+        filled = torch.tensor(self.filled, device="cpu")
         ends = filled.cumsum(0)
         starts = ends - filled
         if self.holes is not None:
             lane = self.holes // length
-            before = starts[lane] + self.holes % length - torch.arange(len(self.holes))
+            before = starts[lane] + self.holes % length - torch.arange(len(self.holes), device="cpu")
             ranks = ranks + torch.searchsorted(before, ranks, right=True)
         lane = torch.searchsorted(ends, ranks, right=True)
         return ranks - starts[lane] + lane * length
@@ -85,7 +85,7 @@ class Write(NamedTuple):
         """int64 ``[n]`` ticket numbers: larger is newer, never reused."""
         import torch
 
-        return torch.arange(self.first, self.first + len(self.rows))
+        return torch.arange(self.first, self.first + len(self.rows), device="cpu")
 
 
 class Draw(NamedTuple):

@@ -63,7 +63,8 @@ def same(one, other):
 
 
 def raw(tensor):
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
+    """Every byte of its values."""
+    return tensor.detach().clone().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
 # ---- there and back --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from engram.samplers._base import NativeSampler, check_drawable
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from engram.types import Extent
+    from engram.types import Extent, Write
 
 __all__ = ["SamplerWithoutReplacement"]
 
@@ -50,6 +50,12 @@ class SamplerWithoutReplacement(NativeSampler):
         self._rows = 0
         self._visited = 0
 
+    def observe(self, write: Write | None, data: Any) -> None:
+        """An emptied buffer: the pass is over."""
+        if write is None:
+            with self._lock:
+                self._rows = self._visited = 0
+
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         check_drawable(extent)
         size = extent.size
@@ -60,18 +66,19 @@ class SamplerWithoutReplacement(NativeSampler):
             )
         with self._lock:
             left = self._rows - self._visited
-            if size != self._rows or left <= 0 or (self.drop_last and left < batch_size):
+            if size != self._rows or left < (batch_size if self.drop_last else 1):
                 self._key, self._rows, self._visited = key, size, 0
             start = self._visited
             count = min(batch_size, size - start)
             self._visited += count
-            left = size - self._visited
-            self.ran_out = left == 0 or (self.drop_last and left < batch_size)
+            if self.drop_last and size - self._visited < batch_size:
+                self._visited = size  # the rest is skipped, whatever is asked for next
+            self.ran_out = self._visited == size
             ranks = _native.empty_rows(count)
             if self.shuffle:
                 _native.permute(self._key, size, start, count, ranks.data_ptr())
             else:
-                torch.arange(start, start + count, out=ranks)
+                torch.arange(start, start + count, out=ranks, device="cpu")
         return Draw(extent.rows(ranks))
 
     def can_sample(self, storage: Any, batch_size: int) -> bool:
@@ -86,15 +93,17 @@ class SamplerWithoutReplacement(NativeSampler):
 
         Raises:
             KeyError: a missing or unknown entry. Nothing is changed.
+            ValueError: a number out of range. Nothing is changed.
         """
         if set(state_dict) != {"key", "rows", "visited", "ran_out"}:
             raise KeyError(
                 f"SamplerWithoutReplacement: expected a state with key, rows, visited, ran_out; got {sorted(state_dict)}."
             )
+        key, rows, visited = (int(state_dict[name]) for name in ("key", "rows", "visited"))
+        if not (0 <= visited <= rows and 0 <= key < 1 << 64):
+            raise ValueError(f"SamplerWithoutReplacement: expected 0 <= visited <= rows, got {state_dict}.")
         with self._lock:
-            self._key = int(state_dict["key"])
-            self._rows = int(state_dict["rows"])
-            self._visited = int(state_dict["visited"])
+            self._key, self._rows, self._visited = key, rows, visited
             self.ran_out = bool(state_dict["ran_out"])
 
     def config(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from engram.types import Extent, Plan, Write
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Rows", "Storage"]
+__all__ = ["Rows", "Storage", "check_count"]
 
 
 class Rows(NamedTuple):
@@ -96,8 +96,13 @@ class Storage:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def prepare(self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = ()) -> tuple[Any, int]:
-        """Check data and bring it into the form that :meth:`write` takes, with the number of rows. Writes nothing."""
+    def prepare(
+        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: int | None = None
+    ) -> tuple[Any, int]:
+        """Check data and bring it into the form that :meth:`write` takes, with the number of rows. Writes nothing.
+
+        ``count``: rows there must be, one per index or lane that was given.
+        """
         raise NotImplementedError
 
     def write(self, plan: Plan, prepared: Any, n: int) -> Write:
@@ -151,10 +156,11 @@ class Storage:
             IndexError: a row is outside ``[0, max_size)``. Nothing is written.
         """
         single = isinstance(cursor, int)
-        prepared, n = self.prepare(data, "set", batched=not single)
-        rows = torch.tensor([cursor]) if single else _to_rows(cursor)
-        if len(rows) != n:
-            raise RuntimeError(f"set: expected as many rows as indices, got {n} rows for {len(rows)} indices.")
+        rows = torch.tensor([cursor], device="cpu") if single else _to_rows(cursor)
+        outside = rows[(rows < 0) | (rows >= self.max_size)]
+        if len(outside) and (self.initialized or self.ndim == 1):  # slots may still be rounded up
+            raise RowError(f"set: row {int(outside[0])} is outside [0, {self.max_size}).")
+        prepared, n = self.prepare(data, "set", batched=not single, count=len(rows))
         self.write(Plan(rows=rows), prepared, n)
 
     def get(self, index: Any) -> tuple[Any, list[int]]:
@@ -176,20 +182,18 @@ class Storage:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         where = self.resolve(index)
-        prepared, n = self.prepare(value, "__setitem__", batched=not where.single)
-        if n != len(where.rows):
-            raise RuntimeError(f"rb[index] = value: expected {len(where.rows)} rows, got {n}.")
+        prepared, _ = self.prepare(value, "storage[index] = value", batched=not where.single, count=len(where.rows))
         self.edit(where, prepared)
 
     def __iter__(self) -> Iterator[Any]:
         for rank in range(len(self)):
-            yield self[int(self.extent().rows(torch.tensor([rank]))[0])]
+            yield self[int(self.extent().rows(torch.tensor([rank], device="cpu"))[0])]
 
     def contains(self, index: int | Tensor) -> bool | Tensor:
         """Whether rows are live: a bool for an int, a bool tensor of the same shape for a tensor of ints."""
         if isinstance(index, Tensor):
             return (self.numbers_of(index.reshape(-1).to("cpu", torch.int64)) >= 0).reshape(index.shape)
-        return bool(self.numbers_of(torch.tensor([operator.index(index)]))[0] >= 0)
+        return bool(self.numbers_of(torch.tensor([operator.index(index)], device="cpu"))[0] >= 0)
 
     def __contains__(self, index: int | Tensor) -> bool:
         found = self.contains(index)
@@ -211,12 +215,15 @@ class Storage:
         if isinstance(index, slice):
             extent = self.extent()
             start, stop, step = index.indices(extent.size)
-            ranks = torch.arange(start, max(start, stop), step) if step > 0 else torch.tensor(range(start, stop, step))
-            rows = extent.rows(ranks.to(torch.int64))
+            if step > 0:
+                ranks = torch.arange(start, max(start, stop), step, device="cpu")
+            else:
+                ranks = torch.tensor(range(start, stop, step), dtype=torch.int64, device="cpu")
+            rows = extent.rows(ranks)
             contiguous = step == 1 and (rows is ranks or len(extent.filled) == 1) and extent.holes is None
             return Rows(rows, span=(start, max(start, stop)) if contiguous else None)
         if isinstance(index, Tensor | np.ndarray | list | range):
-            mask = torch.as_tensor(np.asarray(index) if not isinstance(index, Tensor) else index).to("cpu")
+            mask = torch.as_tensor(np.asarray(index) if not isinstance(index, Tensor) else index, device="cpu")
             if mask.dtype is torch.bool:
                 extent = self.extent()
                 if mask.shape != (extent.size,):
@@ -232,7 +239,7 @@ class Storage:
                 "rb[index]: expected an int, slice, mask, or a list, range, array or tensor of ints; "
                 f"got {type(index).__name__}."
             ) from None
-        return Rows(self._live(torch.tensor([row])), single=True)
+        return Rows(self._live(torch.tensor([row], device="cpu")), single=True)
 
     def _live(self, rows: Tensor) -> Tensor:
         """Rows by number; negative ones count live rows from the end."""
@@ -250,9 +257,15 @@ class Storage:
         return rows
 
 
+def check_count(call: str, count: int | None, n: int) -> None:
+    """Raise ``RuntimeError`` unless there are as many rows as indices or lanes were given."""
+    if count is not None and n != count:
+        raise RuntimeError(f"{call}: expected {count} rows, one per index or lane that was given, got {n}.")
+
+
 def _to_rows(index: Any) -> Tensor:
     """Rows from a range, list, array or tensor of ints."""
-    rows = index if isinstance(index, Tensor) else torch.as_tensor(np.asarray(index))
+    rows = index if isinstance(index, Tensor) else torch.as_tensor(np.asarray(index), device="cpu")
     counts = not (rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool)
     if not counts and rows.numel():
         raise TypeError(f"index: expected ints, got {rows.dtype}.")

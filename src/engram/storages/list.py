@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram._later import refuse
 from engram.errors import RowError
-from engram.storages._base import Rows, Storage, one_or_many
+from engram.storages._base import Rows, Storage, check_count, one_or_many
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
@@ -81,10 +81,13 @@ class ListStorage(Storage):
     def extent(self) -> Extent:
         return Extent(self.max_size, (len(self._items),), (self._cursor % self.max_size,))
 
-    def prepare(self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = ()) -> tuple[list[Any], int]:
+    def prepare(
+        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: int | None = None
+    ) -> tuple[list[Any], int]:
         items = self._split(data, call) if batched else [data]
         if not items:
             raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
+        check_count(call, count, len(items))
         return [self._stored(item) for item in items], len(items)
 
     def _split(self, data: Any, call: str) -> list[Any]:
@@ -124,7 +127,7 @@ class ListStorage(Storage):
                 self._cursor += n
             first = self._put(rows, prepared)
             self._write_count += n
-        return Write(torch.tensor(rows), first)
+        return Write(torch.tensor(rows, device="cpu"), first)
 
     def _put(self, rows: list[int], items: list[Any]) -> int:
         first = self._next
@@ -167,7 +170,7 @@ class ListStorage(Storage):
     def numbers_of(self, rows: Tensor) -> Tensor:
         numbers = self._numbers
         return torch.tensor(
-            [numbers[row] if 0 <= row < len(numbers) else -1 for row in rows.tolist()], dtype=torch.int64
+            [numbers[row] if 0 <= row < len(numbers) else -1 for row in rows.tolist()], dtype=torch.int64, device="cpu"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,6 +186,6 @@ class ListStorage(Storage):
 
 
 def _check_lane(lane: int | Tensor | None) -> None:
-    lanes = lane if isinstance(lane, Tensor) else torch.tensor([lane or 0])
+    lanes = lane if isinstance(lane, Tensor) else torch.tensor([lane or 0], device="cpu")
     if bool((lanes != 0).any()):
         raise RowError(f"lane: expected 0, a ListStorage has one lane; got {int(lanes.abs().max())}.")

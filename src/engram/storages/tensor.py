@@ -14,7 +14,8 @@ from torch import Tensor
 from engram._later import refuse
 from engram.errors import RowError
 from engram.format.schema import Schema
-from engram.storages._base import Rows, Storage
+from engram.storages._base import Rows, Storage, check_count
+from engram.storages._columns import first_leaf, rows_of_batch, rows_of_slot, rows_of_stored
 from engram.storages._structure import Structure, is_batched_collection, leading_size
 from engram.store import DeviceStore, Store
 from engram.types import Extent, Plan, Write
@@ -91,25 +92,25 @@ class TensorStorage(Storage):
         refuse(type(self).__name__, later, _LATER)
         if storage is None:
             raise ValueError("TensorStorage: expected data, got None. LazyTensorStorage(max_size) allocates its own.")
-        capacity = leading_size(_merge(storage, ndim, "TensorStorage"), "TensorStorage")
-        size = capacity if ndim == 1 else leading_size(storage, "TensorStorage")
-        if max_size is not None and max_size not in (size, capacity):
-            raise ValueError(f"TensorStorage: max_size: expected {size}, the size of the data, got {max_size}.")
+        slots = leading_size(storage, "TensorStorage")
+        rows, columns = (storage, ()) if ndim == 1 else rows_of_stored(storage, ndim, "TensorStorage")
+        capacity = leading_size(rows, "TensorStorage")
+        if max_size is not None and max_size not in (slots, capacity):
+            raise ValueError(f"TensorStorage: max_size: expected {slots}, the size of the data, got {max_size}.")
         self._configure(capacity, device=device, ndim=ndim, lanes=lanes)
         if capacity % lanes:
             raise ValueError(f"TensorStorage: lanes: expected a divisor of the {capacity} rows, got {lanes}.")
-        rows = _merge(storage, ndim, "TensorStorage")
         structure = Structure.of(rows, batched=True, call="TensorStorage")
         if self._device_argument == "auto":
             self._device = _device_of(rows)
         structure.on_host = self._device.type == "cpu"
-        columns = structure.flatten(rows, capacity, "TensorStorage")
-        schema = self._schema(structure, _columns(storage, ndim))
+        fields = structure.flatten(rows, capacity, "TensorStorage")
+        schema = self._schema(structure, columns)
         if structure.on_host:
-            store = Store.around(schema, [column.detach() for column in columns])
+            store = Store.around(schema, [field.detach() for field in fields])
         else:
             store = DeviceStore.on(schema, self._device)
-            store.write(Plan(lane=0), columns, capacity)
+            store.write(Plan(lane=0), fields, capacity)
             store.core.write_count = 0
         self._adopt(store, structure)
 
@@ -151,10 +152,10 @@ class TensorStorage(Storage):
         self.structure = structure
         self._capacity = store.capacity
         self._device = store.device
-        self.memory = store
+        self.memory = store  # last: other threads look at it first
 
-    def _initialize(self, data: Any, call: str, *, batched: bool) -> None:
-        """Make the store for a first row, or a first batch of rows ``[n, ...]`` (columns merged)."""
+    def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
+        """Make the store for a first row, or a first batch of rows ``[n, ...]``."""
         raise RuntimeError(f"{call}: the storage has no memory.")
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class TensorStorage(Storage):
     @property
     def columns(self) -> tuple[int, ...]:
         """Sizes of the row dimensions after the first; empty if ``ndim`` is 1."""
-        return () if self.memory is None else self.memory.schema.columns
+        return () if self.memory is None or self.ndim == 1 else self.memory.schema.columns
 
     @property
     def shape(self) -> torch.Size:
@@ -239,21 +240,23 @@ class TensorStorage(Storage):
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = ()) -> tuple[list[Tensor], int]:
+    def prepare(
+        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: int | None = None
+    ) -> tuple[list[Tensor], int]:
         if batched and isinstance(data, list):
             data = _stack(data, call)
+        columns: tuple[int, ...] = ()
         if self.ndim > 1:
-            columns = _columns(data, self.ndim) if batched else _slot_columns(data, self.ndim, call)
-            data = _merge(data, self.ndim, call) if batched else _merge_slot(data, self.ndim)
+            data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
             batched = True
             if self.memory is not None and columns != self.columns:
                 raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         n = leading_size(data, call) if batched else 1
-        if self.structure is None:
+        check_count(call, count, n)
+        if self.memory is None:
             with self._lock:
-                if self.structure is None:
-                    self._first_columns = columns if self.ndim > 1 else ()
-                    self._initialize(data, call, batched=batched)
+                if self.memory is None:
+                    self._initialize(data, columns, call, batched=batched)
         assert self.structure is not None
         return self.structure.flatten(data, n if batched else None, call, ignored), n
 
@@ -343,13 +346,18 @@ class TensorStorage(Storage):
 
     def __getitem__(self, index: Any) -> Any:
         """Rows by number; zeros for a row that is allocated but unwritten (a buffer raises there)."""
+        self.store  # noqa: B018 - raises where there is none
         if self.ndim == 1 and isinstance(index, int) and 0 <= index < self._capacity:
-            self.store  # noqa: B018 - raises where there is none
-            return self.pack(self.read(torch.tensor([index]))[0], Rows(torch.tensor([index]), single=True))
+            row = torch.tensor([index], device="cpu")
+            return self.pack(self.read(row)[0], Rows(row, single=True))
         where = self.resolve(index)
         if where.span is not None:
             return self.slice(*where.span)
         return super().__getitem__(index)
+
+    def get(self, index: Any) -> tuple[Any, list[int]]:
+        self.store  # noqa: B018 - raises where there is none
+        return super().get(index)
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         if self.memory is None:
@@ -425,7 +433,7 @@ class LazyTensorStorage(TensorStorage):
         refuse(type(self).__name__, later, _LATER)
         self._configure(max_size, device=device, ndim=ndim, lanes=lanes)
 
-    def _initialize(self, data: Any, call: str, *, batched: bool) -> None:
+    def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
         if call == "add" and is_batched_collection(data) and not batched:
             import warnings
 
@@ -437,7 +445,7 @@ class LazyTensorStorage(TensorStorage):
         structure = Structure.of(data, batched=batched, call=call)
         if self._device_argument == "auto":
             self._device = _device_of(data)
-        schema = self._schema(structure, self._first_columns)
+        schema = self._schema(structure, columns)
         self._adopt(self._allocate(schema), structure)
 
     def _allocate(self, schema: Schema) -> Store:
@@ -447,66 +455,8 @@ class LazyTensorStorage(TensorStorage):
         return store
 
 
-# ---- layouts of ndim > 1 -----------------------------------------------------------------------------------------------
-
-
-def _map(data: Any, change: Any) -> Any:
-    """Apply ``change`` to every tensor or TensorDict of a pytree."""
-    if isinstance(data, dict):
-        return {key: _map(value, change) for key, value in data.items()}
-    if isinstance(data, tuple) and not isinstance(data, torch.Size):
-        values = [_map(value, change) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
-    if is_tensor_collection(data) or isinstance(data, Tensor):
-        return change(data)
-    return change(torch.as_tensor(data))
-
-
-def _merge(data: Any, ndim: int, call: str) -> Any:
-    """``[*columns, T, …]`` (or ``[T, *columns, …]`` of existing data) to rows, slot after slot."""
-    if ndim == 1:
-        return data
-    if call == "TensorStorage":
-        return _map(data, lambda x: x.flatten(0, ndim - 1))
-    order = (ndim - 1, *range(ndim - 1))
-
-    def merge(x: Any) -> Any:
-        dims = len(x.batch_size) if is_tensor_collection(x) else x.ndim
-        if dims < ndim:
-            raise RuntimeError(f"{call}: expected data with {ndim} leading dimensions [*columns, time], got {dims}.")
-        return x.permute(*order, *range(ndim, dims)).flatten(0, ndim - 1)
-
-    return _map(data, merge)
-
-
-def _merge_slot(data: Any, ndim: int) -> Any:
-    return _map(data, lambda x: x.flatten(0, ndim - 2) if ndim > 2 else x)
-
-
-def _first(data: Any) -> Any:
-    while isinstance(data, dict | tuple) and not is_tensor_collection(data):
-        data = next(iter(data.values())) if isinstance(data, dict) else data[0]
-    return data
-
-
-def _columns(data: Any, ndim: int) -> tuple[int, ...]:
-    if ndim == 1:
-        return ()
-    first = _first(data)
-    shape = tuple(first.batch_size if is_tensor_collection(first) else first.shape)
-    return shape[: ndim - 1]
-
-
-def _slot_columns(data: Any, ndim: int, call: str) -> tuple[int, ...]:
-    first = _first(data)
-    shape = tuple(first.batch_size if is_tensor_collection(first) else first.shape)
-    if len(shape) < ndim - 1:
-        raise RuntimeError(f"{call}: expected one slot with {ndim - 1} leading dimensions (the columns), got {shape}.")
-    return shape[: ndim - 1]
-
-
 def _device_of(data: Any) -> torch.device:
-    first = _first(data)
+    first = first_leaf(data)
     if is_tensor_collection(first):
         first = next(iter(first.values(include_nested=True, leaves_only=True)))
     device: torch.device = getattr(first, "device", None) or torch.device("cpu")

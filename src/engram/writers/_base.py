@@ -67,7 +67,7 @@ class NativeWriter:
 
         Only equality and order mean anything: a rewrite gives a larger one.
         """
-        index = torch.as_tensor(index).to("cpu", torch.int64)
+        index = torch.as_tensor(index, device="cpu").to(torch.int64)
         if not self.tracks_generations or self._storage is None:
             return torch.full_like(index, -1)
         numbers: Tensor = self._storage.numbers_of(index.reshape(-1))

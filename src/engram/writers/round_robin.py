@@ -54,7 +54,7 @@ class RoundRobinWriter(NativeWriter):
         Raises:
             IndexError: a row outside ``[0, capacity)``. Nothing is written.
         """
-        rows = torch.as_tensor(index).to("cpu", torch.int64).reshape(-1)
+        rows = torch.as_tensor(index, device="cpu").to(torch.int64).reshape(-1)
         return self._write("write_at", data, Plan(rows=rows), batched=True).rows
 
     def config(self) -> dict[str, Any]:

@@ -1,0 +1,401 @@
+"""One buffer, several threads; and interrupts at any moment."""
+
+import ctypes
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from tests import fresh
+
+WIDTH = 97
+STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage]
+
+
+@pytest.fixture(params=STORAGES)
+def storage(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _switch_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def described(payloads):
+    """Rows that describe themselves: every number of a row is the same, in three fields."""
+    payloads = torch.as_tensor(payloads)
+    return {
+        "id": payloads,
+        "wide": payloads.unsqueeze(-1).expand(*payloads.shape, WIDTH).to(torch.float64),
+        "check": payloads * 3 + 1,
+    }
+
+
+def as_rows(payloads):
+    payloads = torch.as_tensor(payloads)
+    return TensorDict(described(payloads), batch_size=payloads.shape)
+
+
+def assert_whole(batch):
+    assert torch.equal(batch["wide"], batch["id"].unsqueeze(-1).expand(*batch["id"].shape, WIDTH).to(torch.float64))
+    assert torch.equal(batch["check"], batch["id"] * 3 + 1)
+
+
+def together(*jobs, seconds=0.6):
+    """Run jobs in threads until time is up: each is called again and again with its count."""
+    end = time.monotonic() + seconds
+    errors = []
+    counts = [0] * len(jobs)
+
+    def work(i, job):
+        try:
+            while time.monotonic() < end and not errors:
+                job(counts[i])
+                counts[i] += 1
+        except BaseException as error:  # noqa: BLE001 - reported by the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i, job)) for i, job in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return counts
+
+
+@pytest.mark.parametrize("sampler", [None, SamplerWithoutReplacement])
+@pytest.mark.parametrize("tracks", [False, True])
+def test_writers_and_readers(storage, sampler, tracks):
+    rb = TensorDictReplayBuffer(
+        storage=storage(256), sampler=sampler, writer=RoundRobinWriter(track_generations=tracks), batch_size=16
+    )
+    rb.extend(as_rows(torch.arange(256)))
+
+    def add(i):
+        rb.add(as_rows(1_000_000 + i))
+
+    def extend(i):
+        rb.extend(as_rows(2_000_000 + 100 * i + torch.arange(37)))
+
+    def sample(_):
+        batch = rb.sample()
+        assert_whole(batch)
+        assert batch.batch_size == (16,)
+
+    def read(i):
+        assert_whole(rb[[i % 256, (7 * i) % 256]])
+        assert_whole(rb[i % 256])
+
+    counts = together(add, extend, sample, read)
+    assert min(counts) > 5
+    assert len(rb) == 256
+    assert rb.write_count == 256 + counts[0] + 37 * counts[1]
+    for row in range(256):
+        assert_whole(rb[row])
+
+
+def test_editors_and_readers():
+    rb = ReplayBuffer(storage=LazyTensorStorage(64))
+    rb.extend(described(torch.arange(64)))
+
+    def edit(i):
+        rb[i % 64] = described(1_000 + i)
+
+    def edit_many(i):
+        rb[[3, 9, 27]] = described(torch.tensor([5_000 + i, 6_000 + i, 7_000 + i]))
+
+    def sample(_):
+        assert_whole(rb.sample(32))
+
+    counts = together(edit, edit_many, sample, sample)
+    assert min(counts) > 5
+    assert rb.write_count == 64
+
+
+def test_a_lane_per_thread_keeps_its_order():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4 * 1000, lanes=4))
+
+    def writer(lane):
+        def write(i):
+            if i < 300:
+                rb.extend(described(10_000 * lane + 3 * i + torch.arange(3)), lane=lane)
+            else:
+                time.sleep(0.01)
+
+        return write
+
+    counts = together(*(writer(lane) for lane in range(4)))
+    for lane in range(4):
+        n = 3 * min(300, counts[lane])
+        assert rb["id"][rb["id"] // 10_000 == lane].tolist() == list(range(10_000 * lane, 10_000 * lane + n))
+
+
+def test_every_write_has_its_own_rows(storage):
+    """Until the ring is full, no row is lost and none is handed out twice."""
+    rb = ReplayBuffer(storage=storage(4 * 60 * 5))
+    taken = [[] for _ in range(4)]
+
+    def writer(k):
+        def write(i):
+            if i < 60:
+                if i % 2:
+                    taken[k] += rb.extend(as_rows(torch.full((9,), k))).tolist()
+                else:
+                    taken[k].append(rb.add(as_rows(k)))
+            else:
+                time.sleep(0.01)
+
+        return write
+
+    together(*(writer(k) for k in range(4)), seconds=1.0)
+    rows = sum(taken, [])
+    assert sorted(rows) == list(range(len(rows)))
+    assert len(rb) == rb.write_count == len(rows)
+    for k in range(4):
+        assert set(rb[taken[k]]["id"].tolist()) <= {k}
+
+
+def test_emptying_while_others_work(storage):
+    rb = ReplayBuffer(storage=storage(64))
+    rb.extend(as_rows(torch.arange(64)))
+
+    def write(i):
+        rb.extend(as_rows(1_000 + i + torch.arange(9)))
+
+    def sample(_):
+        try:
+            assert_whole(rb.sample(8))
+        except (RuntimeError, IndexError) as error:
+            assert "empty" in str(error) or "no row" in str(error) or "read" in str(error), error  # noqa: PT017
+
+    def empty(_):
+        rb.empty()
+        time.sleep(0.005)
+
+    counts = together(write, sample, empty)
+    assert min(counts) > 3
+    rb.empty()
+    rb.extend(as_rows(torch.arange(5)))
+    assert rb["id"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_first_write_is_made_by_one(storage):
+    for _ in range(5):
+        rb = ReplayBuffer(storage=storage(64))
+        barrier = threading.Barrier(4)
+        errors = []
+
+        def write(k, rb=rb, barrier=barrier, errors=errors):
+            barrier.wait()
+            try:
+                rb.extend(as_rows(torch.full((3,), k)))
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        threads = [threading.Thread(target=write, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert len(rb) == rb.write_count == 12
+        assert_whole(rb[:])
+        assert sorted(rb["id"].tolist()) == sorted([0, 1, 2, 3] * 3)
+
+
+def test_one_pass_shared_by_threads(storage):
+    rb = ReplayBuffer(storage=storage(999), sampler=SamplerWithoutReplacement(), batch_size=9)
+    rb.extend(torch.arange(999))
+    seen = [[] for _ in range(3)]
+
+    def read(k):
+        def take(i):
+            if i < 37:
+                seen[k] += rb.sample().tolist()
+            else:
+                time.sleep(0.01)
+
+        return take
+
+    together(*(read(k) for k in range(3)), seconds=1.0)
+    if sum(map(len, seen)) == 999:  # else the machine was too slow to finish the pass
+        assert sorted(sum(seen, [])) == list(range(999))
+    assert len(set(sum(seen, []))) == sum(map(len, seen))
+
+
+# ---- interrupts ------------------------------------------------------------------------------------------------------------------
+
+
+def interrupt(thread):
+    """Raise KeyboardInterrupt in a thread, between two of its bytecodes."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
+
+
+def test_interrupts_leave_whole_rows(storage):
+    rb = ReplayBuffer(storage=storage(50))
+    rb.extend(as_rows(torch.arange(50)))
+    batch = as_rows(1_000 + torch.arange(33))
+    stop, interrupted = time.monotonic() + 1.0, 0
+
+    def write():
+        nonlocal interrupted
+        while time.monotonic() < stop:
+            try:
+                while time.monotonic() < stop:
+                    rb.extend(batch)
+                    rb.add(batch[3])
+                    rb[[1, 2]] = batch[4:6]
+            except KeyboardInterrupt:
+                interrupted += 1
+
+    def run():
+        while True:  # an interrupt may also come where nobody waits for it
+            try:
+                return write()
+            except KeyboardInterrupt:
+                continue
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while time.monotonic() < stop and thread.is_alive():
+        interrupt(thread)
+        time.sleep(0.0007)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert interrupted > 20
+    check_after_interrupts(rb)
+
+
+def check_after_interrupts(rb):
+    assert len(rb) == 50
+    for row in range(50):
+        assert_whole(rb[row])
+    for _ in range(20):
+        assert_whole(rb.sample(32))
+    # and it goes on as a ring
+    index = rb.extend(as_rows(torch.arange(120)))
+    assert index.tolist() == [(int(index[0]) + i) % 50 for i in range(120)]
+    assert sorted(rb["id"].tolist()) == list(range(70, 120))
+    assert rb.stats()["void_rows"] == 0
+
+
+def test_interrupts_while_it_fills(storage):
+    """Growing is where a list could lose count."""
+    for attempt in range(60):
+        rb = ReplayBuffer(storage=storage(400))
+        thread = threading.Thread(target=filling, args=(rb,))
+        thread.start()
+        time.sleep(0.0003 * (attempt % 20))
+        if thread.is_alive():
+            interrupt(thread)
+        thread.join(20)
+        assert not thread.is_alive()
+        n = len(rb)
+        if n:
+            assert_whole(rb[:])
+            assert rb[:]["id"].tolist() == [i % 7 for i in range(n)]
+        index = rb.extend(as_rows(torch.tensor([100, 101])))
+        assert index.tolist() == [n, n + 1] or set(index.tolist()) <= set(range(n + 2))
+        assert rb[index.tolist()]["id"].tolist() == [100, 101]
+        assert len(rb) <= n + 2
+
+
+def filling(rb):
+    try:
+        for _ in range(40):
+            rb.extend(as_rows(torch.arange(7)))
+    except KeyboardInterrupt:
+        pass
+
+
+def test_a_storm_of_signals():
+    """SIGINT from another process, as a user's Ctrl-C or a scheduler's: no handler of ours, no torn row."""
+    out = fresh.run(
+        """
+        import os, signal, subprocess, sys, time, torch
+        from engram import LazyTensorStorage, ReplayBuffer
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        storm = subprocess.Popen(
+            [sys.executable, "-S", "-c",
+             "import os, signal, sys, time\\n"
+             "end = time.monotonic() + 1.2\\n"
+             "while time.monotonic() < end:\\n"
+             "    os.kill(int(sys.argv[1]), signal.SIGINT)\\n"
+             "    time.sleep(0.0005)\\n", str(os.getpid())],
+        )
+        rb = ReplayBuffer(storage=LazyTensorStorage(50))
+        batch = {"id": torch.arange(33), "wide": torch.arange(33.0)[:, None].expand(33, 4096).contiguous()}
+        caught = done = 0
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                while storm.poll() is None:
+                    rb.extend(batch)
+                    done += 1
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                break
+            except KeyboardInterrupt:
+                caught += 1
+        rows = rb[:]
+        assert torch.equal(rows["wide"], rows["id"][:, None].float().expand(len(rb), 4096))
+        assert rb.stats()["void_rows"] == 0
+        assert len(rb) == 50
+        print("caught" if caught > 20 else f"only {caught}", "wrote" if done > 20 else f"only {done}")
+        """
+    )
+    assert out == "caught wrote"
+
+
+def test_a_signal_in_the_middle_of_extend():
+    """The handler runs after the native call, and the rows are there."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(50), sampler=RaisesWhenTold())
+    rb.extend(described(torch.arange(10)))
+    rb.sampler.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        rb.extend(described(torch.arange(10, 20)))
+    assert len(rb) == 20
+    assert_whole(rb[:])
+    rb.sampler.armed = False
+    assert rb.extend(described(torch.arange(3))).tolist() == [20, 21, 22]
+
+
+class RaisesWhenTold:
+    """A custom sampler that sends its own process SIGINT while it hears of a write."""
+
+    armed = False
+
+    def draw(self, extent, batch_size, key):
+        raise NotImplementedError
+
+    def observe(self, write, data):
+        if self.armed:
+            signal.raise_signal(signal.SIGINT)
+
+    def update_priority(self, index, priority, *, generation=None):
+        pass
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
