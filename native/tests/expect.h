@@ -65,9 +65,12 @@ std::string show(const T& value) {
   }
 }
 
+template <class T>
+constexpr bool is_number = std::is_integral_v<T> && !std::is_same_v<T, bool>;
+
 template <class A, class B>
 bool equal(const A& a, const B& b) {
-  if constexpr (std::is_integral_v<A> && std::is_integral_v<B> && !std::is_same_v<A, bool> && !std::is_same_v<B, bool>) {
+  if constexpr (is_number<A> && is_number<B>) {
     return std::cmp_equal(a, b);
   } else {
     return a == b;

@@ -116,7 +116,7 @@ TEST(every_byte_of_the_header_counts) {
     for (unsigned bit = 0; bit < 8; ++bit) {
       heap.control[at] ^= static_cast<std::byte>(1u << bit);
       if (refusal(heap) == "accepted") {
-        expect::fail(__FILE__, __LINE__, "byte " + std::to_string(at) + ", bit " + std::to_string(bit) + " has no effect");
+        expect::fail(__FILE__, __LINE__, "no effect: bit " + std::to_string(bit) + " of byte " + std::to_string(at));
       }
       heap.control[at] ^= static_cast<std::byte>(1u << bit);
     }

@@ -30,7 +30,9 @@ TEST(gathers_what_a_naive_loop_gathers) {
       for (const std::uint64_t n : {0, 1, 2, 15, 16, 17, 33, 100}) {
         // A row ends where its memory ends: the last row and prefetches near it are drawn on purpose.
         std::vector<std::int64_t> rows(n);
-        for (auto& row : rows) row = static_cast<std::int64_t>(dice.below(4) == 0 ? capacity - 1 : dice.below(capacity));
+        for (auto& row : rows) {
+          row = static_cast<std::int64_t>(dice.below(4) == 0 ? capacity - 1 : dice.below(capacity));
+        }
         const std::vector<std::byte> before = noise(guard + n * bytes + guard, dice);
         std::vector<std::byte> out = before, wanted = before;
         for (std::uint64_t j = 0; j < n; ++j) {

@@ -40,7 +40,9 @@ std::vector<std::byte> copy(std::span<const std::byte> bytes) { return {bytes.be
 
 /// What a store is, but for the remains of old claims: to see that nothing changed.
 struct Snapshot {
-  explicit Snapshot(const Blocks& blocks) : fixed(copy(blocks.control.first(3 * kPage))), tickets(copy(blocks.tickets)) {
+  explicit Snapshot(const Blocks& blocks) {
+    tickets = copy(blocks.tickets);
+    fixed = copy(blocks.control.first(3 * kPage));
     lanes = copy(blocks.control.last(blocks.geometry.lanes * sizeof(Lane)));
     for (const Field& field : blocks.fields) {
       data.push_back(copy({field.data, field.row_bytes * blocks.geometry.capacity}));
@@ -213,7 +215,9 @@ class Pair {
   void randomise(Rows& rows) {
     for (auto& column : rows.data) {
       const std::uint64_t salt = dice_.bits();
-      for (std::uint64_t b = 0; b < column.size(); ++b) column[b] = static_cast<std::byte>(mix(salt + b / 8) >> b % 8 * 8);
+      for (std::uint64_t b = 0; b < column.size(); ++b) {
+        column[b] = static_cast<std::byte>(mix(salt + b / 8) >> b % 8 * 8);
+      }
     }
   }
   void write(std::uint64_t row, std::uint64_t number, Rows& columns, std::uint64_t i, const Sizes& which) {

@@ -157,8 +157,8 @@ struct Reader {
   std::uint64_t read = 0, torn = 0;
 };
 
-/// After all have stopped: what was read is what was written under that number, and each row holds its newest write. Only
-/// a writer that was lapped before it had its number may have a larger one than the row that it left alone.
+/// After all have stopped: what was read is what was written under that number, and each row holds its newest write.
+/// Only a writer that was lapped before it had its number may have a larger one than the row that it left alone.
 void check_history(const Heap& heap, const Store& store, const std::vector<Writer*>& writers,
                    const std::vector<Reader*>& readers) {
   const Control& control = store.control();

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 import time
 import warnings
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram import collate, samplers, storages, writers
 from engram._later import refuse
-from engram.errors import CorruptStore, RowError, WriterStalled
+from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
 from engram.store import Key
 from engram.transforms import Transforms
@@ -100,8 +103,11 @@ class ReplayBuffer:
         refuse(type(self).__name__, later, _LATER)
         if batch_size is not None:
             _check_batch_size(batch_size)
-        if size is not None and size < 1:
-            raise ValueError(f"{type(self).__name__}: size: expected at least 1 row, got {size}.")
+        if size is not None:
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{type(self).__name__}: size: expected an int, got {type(size).__name__}.")
+            if size < 1:
+                raise ValueError(f"{type(self).__name__}: size: expected at least 1 row, got {size}.")
         made = _instance(storage, storages.Storage, "storage", lambda: storages.ListStorage(size or 1000))
         if isinstance(made, storages.ListStorage) and size is not None:
             made.bound(size)
@@ -166,16 +172,16 @@ class ReplayBuffer:
         return int(write.rows[0]) if storage.ndim == 1 else self._user_index(write.rows)
 
     def _add_transformed(self, data: Any, lane: int | None) -> Any:
-        """Write transforms see a row as a batch of one."""
-        batch = _map_tensors(data, lambda x: x.unsqueeze(-1) if is_tensor_collection(x) else x.unsqueeze(0))
-        batch = self._transform.inv(batch)
-        n = _rows_of(batch)
+        """Write transforms see a row as a batch of one: a dimension more behind the batch dimensions it has."""
+        at = self._storage.ndim - 1
+        batch = self._transform.inv(_map_tensors(data, lambda x: _with_dim(x, at)))
+        n = 0 if batch is None else _size_of_dim(batch, at)
         if n == 0:
             return self._no_index()
         if n == 1:
-            row = _map_tensors(batch, lambda x: x.squeeze(-1) if is_tensor_collection(x) else x.squeeze(0))
-            write = self._write(row, lane, "add", batched=False)
+            write = self._write(_map_tensors(batch, lambda x: _without_dim(x, at)), lane, "add", batched=False)
             return int(write.rows[0]) if self._storage.ndim == 1 else self._user_index(write.rows)
+        batch = _map_tensors(batch, lambda x: _move_dim(x, at))
         return self._user_index(self._write(batch, lane, "extend", batched=True).rows)
 
     def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
@@ -200,9 +206,10 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
-        if self._transform.writes:
+        dims = self._storage.ndim
+        if self._transform.writes and _rows_of(data, dims) != 0:
             data = self._transform.inv(data)
-            if _rows_of(data) == 0:
+            if _rows_of(data, dims) == 0:
                 return self._no_index()
         return self._user_index(self._write(data, lane, "extend", batched=True).rows)
 
@@ -212,8 +219,13 @@ class ReplayBuffer:
         if self._read_only:
             self._writer.place(storage.extent(), 0, lane, data)
         count = len(lane) if isinstance(lane, Tensor) and lane.ndim == 1 else None
+        plan = Plan(lane=lane) if self._appends else None
+        if plan is None and not storage.initialized:  # a writer that refuses leaves no memory behind
+            rows = _rows_of(data, storage.ndim) if batched else 1
+            plan = None if rows is None else self._writer.place(storage.extent(), rows, lane, data)
         prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
-        plan = Plan(lane=lane) if self._appends else self._writer.place(storage.extent(), n, lane, data)
+        if plan is None:
+            plan = self._writer.place(storage.extent(), n, lane, data)
         write: Write = storage.write(plan, prepared, n)
         if not self._recorded:
             self._record()
@@ -231,11 +243,15 @@ class ReplayBuffer:
     def _check_lane(self, lane: Any) -> Any:
         if lane is None:
             return self._lane
-        if isinstance(lane, Tensor | list):
+        if isinstance(lane, list) or getattr(lane, "ndim", 0):
             return self._check_lanes(torch.as_tensor(lane, device="cpu"))
-        if not isinstance(lane, int) or not 0 <= lane < self._storage.lanes:
+        try:
+            number = operator.index(lane)
+        except TypeError:
+            raise TypeError(f"lane: expected an int, or one int per row, got {lane!r}.") from None
+        if not 0 <= number < self._storage.lanes:
             raise RowError(f"lane: expected an int in [0, {self._storage.lanes}) or one per row, got {lane!r}.")
-        return lane
+        return number
 
     def _check_lanes(self, lanes: Tensor) -> Tensor:
         """A lane per row. Checked before anything is allocated."""
@@ -257,7 +273,7 @@ class ReplayBuffer:
 
     def observe(self, write: Write | None, data: Any) -> None:
         """Called by the storage after a write through any buffer; tells the sampler if it listens."""
-        if self._hears:
+        if self._hears or (write is None and hasattr(self._sampler, "observe")):
             self._sampler.observe(write, data)
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -310,8 +326,8 @@ class ReplayBuffer:
         data = self._storage.batch(columns, n)
         if not self._bare:
             data = self._collate(data)
-            if self._transforms_reads:
-                data = self._transform.forward(data)
+        if self._transform.reads:
+            data = self._transform.forward(data)
         return (data, self._info(rows, info)) if return_info else data
 
     def _info(self, rows: Any, info: dict[str, Any]) -> dict[str, Any]:
@@ -330,36 +346,49 @@ class ReplayBuffer:
         if extent.size == 0:
             samplers.check_drawable(extent)
         draw = self._sampler.draw(extent, batch_size, key)
-        rows = draw.rows
-        columns, moved = self._storage.read(rows, draw.tickets)
-        info = dict(draw.info)
+        chosen = draw.tickets is not None
+        if self._tracks and not chosen:  # so that the generation is that of what was read
+            draw = draw._replace(tickets=self._storage.numbers_of(draw.rows))
+        columns, moved = self._storage.read(draw.rows, draw.tickets)
         if moved:
-            columns, rows = self._redraw(draw, columns, moved, key)
+            draw = self._read_again(draw, columns, moved, "sample", key=key if chosen else None)
+        info = dict(draw.info)
         if self._tracks:
-            info["index_generation"] = self._storage.numbers_of(rows) if draw.tickets is None else draw.tickets
-        return columns, rows, info
+            info["index_generation"] = draw.tickets
+        return columns, draw.rows, info
 
-    def _redraw(self, draw: Draw, columns: Any, moved: list[int], key: int) -> tuple[Any, Tensor]:
-        """Read moved rows once more; rows whose ticket must match are replaced by others of the sampler's choice."""
-        rows = draw.rows.clone()
+    def _read_again(self, draw: Draw, columns: Any, moved: list[int], call: str, *, key: int | None) -> Draw:
+        """Replace what was read of rows that moved meanwhile; what was read in the end.
+
+        The same rows once more; or, with a ``key``, others of the sampler's choice, as it named the tickets they must have.
+        """
+        storage = self._storage
+        rows, info = draw.rows.clone(), dict(draw.info)
+        tickets = None if draw.tickets is None else draw.tickets.clone()
         deadline = time.monotonic() + _WAIT_S
         attempt = 0
         while moved:
             attempt += 1
+            extent = storage.extent()
+            if extent.size == 0:
+                raise NoSampleable(f"{call}: the buffer was emptied meanwhile. Add data first.")
             if attempt > _TRIES:
                 if time.monotonic() > deadline:
-                    raise WriterStalled(f"sample: row {int(rows[moved[0]])} moved at every try for {_WAIT_S:g} s.")
+                    raise WriterStalled(f"{call}: row {int(rows[moved[0]])} moved at every try for {_WAIT_S:g} s.")
                 time.sleep(0.001)
             places = torch.tensor(moved, device="cpu")
             expected = None
-            if draw.tickets is not None:
-                again = self._sampler.draw(self._storage.extent(), len(moved), _mix(key, attempt))
-                rows[places], expected = again.rows, again.tickets
-            fresh, still = self._storage.read(rows[places], expected)
-            for column, values in zip(columns, fresh, strict=True):
-                column[places] = values
+            if key is not None:
+                other = self._sampler.draw(extent, len(moved), _mix(key, attempt))
+                rows[places], expected = other.rows, other.tickets
+                info = {name: _replaced(value, places, other.info.get(name)) for name, value in info.items()}
+            if tickets is not None:
+                expected = storage.numbers_of(rows[places]) if expected is None else expected
+                tickets[places] = expected
+            fresh, still = storage.read(rows[places], expected)
+            storage.patch(columns, moved, fresh)
             moved = [moved[i] for i in still]
-        return columns, rows
+        return Draw(rows, tickets, info)
 
     def _draw_key(self) -> Key:
         """64 random bits from the generator: all randomness of one draw."""
@@ -370,7 +399,7 @@ class ReplayBuffer:
             key.draw(generator=self._generator)
         return key
 
-    def _resolve_batch_size(self, batch_size: int | None) -> int:
+    def _resolve_batch_size(self, batch_size: int | None, *, warn: bool = True) -> int:
         if batch_size is None:
             if self._batch_size is None:
                 raise RuntimeError(
@@ -378,7 +407,7 @@ class ReplayBuffer:
                 )
             return self._batch_size
         _check_batch_size(batch_size)
-        if self._batch_size is not None and batch_size != self._batch_size and not self._warned_batch_size:
+        if warn and not self._warned_batch_size and self._batch_size not in (None, batch_size):
             self._warned_batch_size = True
             warnings.warn(
                 f"sample: batch_size={batch_size} is used instead of the buffer's batch_size={self._batch_size}.",
@@ -388,7 +417,7 @@ class ReplayBuffer:
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether :meth:`sample` would find data now. Raises ``RuntimeError`` if no batch size is known."""
-        n = self._resolve_batch_size(batch_size)
+        n = self._resolve_batch_size(batch_size, warn=False)
         if hasattr(self._sampler, "can_sample"):
             return bool(self._sampler.can_sample(self._storage, n))
         return len(self) > 0
@@ -442,43 +471,35 @@ class ReplayBuffer:
         """
         if _is_key(index):
             return _entry(self[:], index)
-        storage = self._storage
-        if storage.ndim > 1:
-            return self._grid_item(index)
-        if not storage.initialized:
-            storage.store  # noqa: B018 - raises: nothing was written
-        where = storage.resolve(index)
-        live = where.span is not None and isinstance(storage, storages.TensorStorage) and not self._transform.reads
-        if live:
-            data = storage.slice(*where.span, self._row_entries(where))
+        where = self._where(index)
+        if where.view is not None and not self._transform.reads:
+            data = self._storage.view(where, self._row_entries(where))
         else:
             data = self._read(where)
-        if not where.single and (self._collate_fn is not None or isinstance(storage, storages.ListStorage)):
+        if not where.single and not self._bare:
             data = self._collate(data)
         return self._transform.forward(data) if self._transform.reads else data
 
-    def _read(self, where: Rows) -> Any:
+    def _where(self, index: Any) -> Rows:
+        """The rows an index means: with ``ndim > 1`` it is one into the layout of :meth:`extend`, ``[*columns, T]``."""
         storage = self._storage
-        columns, moved = storage.read(where.rows)
+        if not storage.initialized:
+            storage.store  # noqa: B018 - raises: nothing was written
+        where: Rows = storage.locate(index)
+        return where
+
+    def _read(self, where: Rows) -> Any:
+        columns, moved = self._storage.read(where.rows)
         if moved:
-            columns, _ = self._redraw(Draw(where.rows), columns, moved, 0)
-        entries = self._row_entries(where)
-        return storage.pack(columns, where, entries) if entries else storage.pack(columns, where)
+            self._read_again(Draw(where.rows), columns, moved, "rb[index]", key=None)
+        return self._storage.pack(columns, where, self._row_entries(where))
 
-    def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:  # noqa: ARG002 - TensorDict buffers have some
-        """Entries that rows read by number get beside their fields."""
-        return None
-
-    def _grid_item(self, index: Any) -> Any:
-        """``ndim > 1``: an index into the view laid out as in ``extend``."""
-        storage: Any = self._storage
-        storage.store  # noqa: B018 - raises where nothing was written
-        grid = _map_tensors(storage.grid(), lambda x: x[index])
-        if not isinstance(index, slice):
-            grid = _map_tensors(grid, lambda x: x.clone())
-        if self._collate_fn is not None and not isinstance(index, int):
-            grid = self._collate_fn(grid)
-        return self._transform.forward(grid) if self._transform.reads else grid
+    def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:
+        """Entries that TensorDicts read by number get beside their fields: with ``ndim > 1`` the slot, not the row."""
+        if not self._adds_index:
+            return None
+        width = math.prod(getattr(self._storage, "columns", ()))
+        return {"index": self._to_device(where.rows if width == 1 else where.rows // width)}
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Replace live rows, or with a key one field of all live rows. Write transforms apply to rows.
@@ -493,16 +514,16 @@ class ReplayBuffer:
         if _is_key(index):
             self._edit_field(index, value, slice(None), "rb[key] = value")
             return
-        if self._storage.ndim > 1:
-            _set_grid(self._storage.grid(), index, value)
-            return
-        where = self._storage.resolve(index)
+        where = self._where(index)
+        value = self._without_synthesised(value, "rb[index] = value")
         if self._transform.writes:
             value = self._transform.inv(value)
-        prepared, n = self._storage.prepare(value, "rb[index] = value", batched=not where.single, ignored=self._ignored)
-        if n != len(where.rows):
-            raise RuntimeError(f"rb[index] = value: expected {len(where.rows)} rows, got {n}.")
+        prepared = self._storage.prepare_at(where, value, "rb[index] = value", ignored=self._ignored)
         self._storage.notify(self._storage.edit(where, prepared), value)
+
+    def _without_synthesised(self, data: Any, call: str) -> Any:  # noqa: ARG002 - TensorDict buffers have such entries
+        """Data without the entries that are made on reading."""
+        return data
 
     def set_at_(self, key: Any, value: Any, index: Any) -> Self:
         """Replace one stored field of live rows, in place, without transforms.
@@ -541,14 +562,13 @@ class ReplayBuffer:
             wanted = [(key,) if isinstance(key, str) else tuple(key) for key in keys_to_update]
             entries = {key: value for key, value in entries.items() if any(key[: len(w)] == w for w in wanted)}
         storage = self._tensor_storage("update_")
-        where = storage.resolve(slice(None))
-        storage.edit_fields(where, entries, "update_")
+        storage.notify(storage.edit_fields(self._where(slice(None)), entries, "update_"), None)
         return self
 
     def _edit_field(self, key: Any, value: Any, index: Any, call: str) -> None:
         storage = self._tensor_storage(call)
         path = (key,) if isinstance(key, str) else tuple(key)
-        write = storage.edit_fields(storage.resolve(index), {path: value}, call)
+        write = storage.edit_fields(self._where(index), {path: value}, call)
         storage.notify(write, None)
 
     def _tensor_storage(self, call: str) -> storages.TensorStorage:
@@ -576,13 +596,11 @@ class ReplayBuffer:
         A plain callable is for reading; with ``invert`` for writing. Raises ``RuntimeError`` for anything else.
         """
         self._transform.append(transform, invert=invert)
-        self._choose_paths()
         return self
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
         """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range."""
         self._transform.insert(index, transform, invert=invert)
-        self._choose_paths()
         return self
 
     @property
@@ -642,12 +660,14 @@ class ReplayBuffer:
         """Swap the sampler; the previous one is returned."""
         previous = self._sampler
         self._take_sampler(_instance(sampler, Sampler, "sampler", None))
+        self._record()
         return previous
 
     def set_writer(self, writer: Writer) -> Any:
         """Swap the writer; the previous one is returned. Cursors belong to the store: the next write goes on there."""
         previous = self._writer
         self._take_writer(_instance(writer, Writer, "writer", None))
+        self._record()
         return previous
 
     def set_rng(self, generator: torch.Generator | None) -> None:
@@ -670,6 +690,7 @@ class ReplayBuffer:
         self._writer = writer
         self._read_only = bool(getattr(writer, "read_only", False))
         self._tracks = bool(getattr(writer, "tracks_generations", False))
+        self._adds_index = bool(getattr(writer, "adds_index", False))
         if hasattr(writer, "register_storage"):
             writer.register_storage(self._storage)
         self._recorded = False
@@ -681,9 +702,8 @@ class ReplayBuffer:
         self._draws_natively = (
             tensors and type(self._sampler) is samplers.RandomSampler and not getattr(self, "_tracks", False)
         )
-        self._appends = tensors and isinstance(self._writer, writers.RoundRobinWriter)
-        self._transforms_reads = self._transform.reads
-        self._bare = tensors and self._collate_fn is None and not self._transforms_reads
+        self._appends = tensors and getattr(type(self._writer), "place", None) is writers.RoundRobinWriter.place
+        self._bare = tensors and self._collate_fn is None
 
     def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
         """Hand priorities of rows to the sampler; one without priorities warns and does nothing."""
@@ -693,6 +713,8 @@ class ReplayBuffer:
 
     def _record(self) -> None:
         """Note in the directory which components the buffer has, for :meth:`open`."""
+        if not self._storage.initialized:
+            return
         self._recorded = True
         store = getattr(self._storage, "memory", None)
         if store is None or store.directory is None or store.closed:
@@ -756,7 +778,7 @@ class ReplayBuffer:
             arguments: dict[str, Any] = {
                 "sampler": sampler if sampler is not None else _made_again(record.get("sampler"), _SAMPLERS, "sampler"),
                 "writer": writer if writer is not None else _made_again(record.get("writer"), _WRITERS, "writer"),
-                "batch_size": batch_size if batch_size is not None else record.get("batch_size"),
+                "batch_size": batch_size if batch_size is not None else _recorded_batch_size(record),
                 **buffer_class.open_arguments(record),
             }
             rb: ReplayBuffer = buffer_class(
@@ -778,9 +800,18 @@ class ReplayBuffer:
     def close(self) -> None:
         """Let go of files and locks; a temporary folder is removed. Repeatable; tensors handed out stay valid.
 
-        Called when the buffer is collected or the program ends, too.
+        Called when the buffer is collected or the program ends, too. Where several buffers of this process use one store,
+        it is the last one that closes it.
         """
+        self._record_first()
         self._storage.close()
+
+    def _record_first(self) -> None:
+        """Where the writer was used without the buffer, nothing may be recorded yet."""
+        store = getattr(self._storage, "memory", None)
+        if store is not None and store.directory is not None and not store.closed:
+            if not (store.directory / layout.FOLDER / layout.BUFFER).exists():
+                self._record()
 
     def start(self) -> Self:
         """Returns the buffer: it runs in this process."""
@@ -904,7 +935,10 @@ class ReplayBuffer:
                 coordinates.append(rows % width)
                 rows = rows // width
             rows = torch.stack([rows, *reversed(coordinates)], -1)
-        device = storage.device
+        return self._to_device(rows)
+
+    def _to_device(self, rows: Tensor) -> Tensor:
+        device = self._storage.device
         return rows if device is None or device.type == "cpu" else rows.to(device)
 
     def _no_index(self) -> Tensor:
@@ -932,6 +966,16 @@ def _recorded(component: Any, known: dict[str, Any]) -> dict[str, Any]:
     if known.get(name) is type(component):
         return {"type": name, "config": component.config()}
     return {"type": name, "custom": True}
+
+
+def _recorded_batch_size(record: dict[str, Any]) -> int | None:
+    batch_size: int | None = record.get("batch_size")
+    if batch_size is not None:
+        try:
+            _check_batch_size(batch_size)
+        except (TypeError, ValueError) as error:
+            raise CorruptStore(f"open: the recorded {error}") from error
+    return batch_size
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
@@ -985,39 +1029,86 @@ def _is_key(index: Any) -> bool:
 
 
 def _entry(data: Any, key: Any) -> Any:
-    if is_tensor_collection(data):
-        value = data.get(key, None)
-        if value is None:
-            raise KeyError(f"rb[key]: expected one of {[str(k) for k in data.keys(True, True)]}, got {key!r}.")
-        return value
     for part in (key,) if isinstance(key, str) else key:
-        if not isinstance(data, dict) or part not in data:
-            known = list(data) if isinstance(data, dict) else []
-            raise KeyError(f"rb[key]: expected one of {known}, got {key!r}.")
-        data = data[part]
+        known = list(data.keys()) if isinstance(data, dict) or is_tensor_collection(data) else []
+        if part not in known:
+            raise KeyError(f"rb[key]: expected one of {known}, got {part!r} in {key!r}.")
+        data = data[part] if isinstance(data, dict) else data.get(part)
     return data
 
 
 def _map_tensors(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply ``change`` to every tensor, array or TensorDict of a pytree."""
     if isinstance(data, dict):
         return {key: _map_tensors(value, change) for key, value in data.items()}
-    if isinstance(data, tuple):
+    if isinstance(data, tuple | list):
         values = [_map_tensors(value, change) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
-    return change(data) if isinstance(data, Tensor) or is_tensor_collection(data) else data
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+    return change(data) if _has_dims(data) else data
 
 
-def _rows_of(data: Any) -> int:
-    """Rows of a batch, 0 for None."""
+def _has_dims(data: Any) -> bool:
+    return isinstance(data, Tensor | np.ndarray | np.generic) or is_tensor_collection(data)
+
+
+def _first_leaf(data: Any) -> Any:
+    """Some leaf of a pytree; None if it has none."""
+    while isinstance(data, dict | tuple) and not is_tensor_collection(data):
+        data = next(iter(data.values() if isinstance(data, dict) else data), None)
+    return data
+
+
+def _rows_of(data: Any, dims: int = 1) -> int | None:
+    """Rows of a batch whose first ``dims`` dimensions count them: 0 for None, None where that cannot be told."""
     if data is None:
         return 0
-    if isinstance(data, dict):
-        return _rows_of(next(iter(data.values()), None))
-    if isinstance(data, tuple) and not is_tensor_collection(data):
-        return _rows_of(data[0]) if data else 0
-    if is_tensor_collection(data):
-        return int(data.batch_size[0]) if data.batch_size else 1
-    return len(data) if getattr(data, "ndim", 1) else 1
+    if isinstance(data, list):
+        return len(data)
+    leaf = _first_leaf(data)
+    if not _has_dims(leaf):
+        return len(data) if isinstance(data, tuple) else None
+    shape = leaf.batch_size if is_tensor_collection(leaf) else leaf.shape
+    return math.prod(shape[:dims]) if len(shape) >= dims else None
+
+
+def _with_dim(x: Any, at: int) -> Any:
+    """A row as a batch of one: the dimension stands behind a TensorDict's own, or at ``at``."""
+    if is_tensor_collection(x):
+        return x.unsqueeze(-1)
+    return x.unsqueeze(at) if isinstance(x, Tensor) else np.expand_dims(x, at)
+
+
+def _size_of_dim(batch: Any, at: int) -> int:
+    """Rows in what a transform made of a batch of one."""
+    leaf = _first_leaf(batch)
+    if not _has_dims(leaf):
+        return 1
+    if is_tensor_collection(leaf):
+        return int(leaf.batch_size[-1]) if leaf.batch_size else 1
+    return int(leaf.shape[at]) if leaf.ndim > at else 1
+
+
+def _without_dim(x: Any, at: int) -> Any:
+    if is_tensor_collection(x):
+        return x.squeeze(-1) if x.batch_size else x
+    return x.squeeze(at) if x.ndim > at else x
+
+
+def _move_dim(x: Any, at: int) -> Any:
+    """Several rows in the layout of ``extend``."""
+    if not is_tensor_collection(x):
+        return x
+    last = len(x.batch_size) - 1
+    return x.permute(*range(at), last, *range(at, last))
+
+
+def _replaced(values: Any, places: Tensor, others: Any) -> Any:
+    """An entry of a draw's info in which some rows were drawn again."""
+    if not isinstance(values, Tensor) or not isinstance(others, Tensor):
+        return values
+    values = values.clone()
+    values[places.to(values.device)] = others
+    return values
 
 
 def _flat_items(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -1026,18 +1117,6 @@ def _flat_items(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
             yield from _flat_items(value, (*path, key))
         else:
             yield (*path, key), value
-
-
-def _set_grid(grid: Any, index: Any, value: Any) -> None:
-    """``ndim > 1``: assignment through the live view."""
-    if isinstance(grid, dict):
-        for key in grid:
-            _set_grid(grid[key], index, value[key])
-    elif isinstance(grid, tuple):
-        for part, new in zip(grid, value, strict=True):
-            _set_grid(part, index, new)
-    else:
-        grid[index] = value
 
 
 def _mix(key: int, attempt: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from engram import _native
 from engram._tensordict import children, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["stack"]
 
@@ -21,9 +24,11 @@ def stack(items: list[Any]) -> Any:
 
     Raises:
         TypeError: the items are something else, so the buffer needs a ``collate_fn`` of its own.
-        RuntimeError: tensors of different shapes.
+        RuntimeError: tensors of different shapes; no items.
         KeyError: dicts of different keys.
     """
+    if not items:
+        raise RuntimeError("no items to stack. Pass collate_fn= to the buffer (collate_fn=list returns an empty list).")
     first = items[0]
     if isinstance(first, Tensor):
         return _stack_tensors(items)
@@ -34,6 +39,7 @@ def stack(items: list[Any]) -> Any:
         if dense is not None:
             return dense
     if is_tensor_collection(first):
+        _check_kind(items, is_tensor_collection)
         return LazyStackedTensorDict.maybe_dense_stack(items, 0)
     raise TypeError(
         f"sample: expected items that are tensors, TensorDicts or dicts of them, got {type(first).__name__}. "
@@ -48,11 +54,22 @@ def _stack_tensors(items: list[Tensor]) -> Tensor:
         out = torch.empty((len(items), *first.shape), dtype=first.dtype, device="cpu")
         if _native.stack(items, out):
             return out
+    _check_kind(items, lambda item: isinstance(item, Tensor))
     return torch.stack(items)
+
+
+def _check_kind(items: list[Any], fits: Callable[[Any], bool]) -> None:
+    odd = next((item for item in items if not fits(item)), None)
+    if odd is not None:
+        raise TypeError(
+            f"sample: expected items of one kind, got {type(items[0]).__name__} and {type(odd).__name__}. "
+            "Pass collate_fn= to the buffer."
+        )
 
 
 def _stack_dicts(items: list[dict[str, Any]]) -> dict[str, Any]:
     _native.prefetch(items)
+    _check_kind(items, lambda item: isinstance(item, dict))
     keys = items[0].keys()
     for item in items:
         if item.keys() != keys:

@@ -52,8 +52,10 @@ def plan(example: Any, capacity: int) -> StoragePlan:
     """
     from engram import _native
 
-    if type(capacity) is not int or capacity < 1:
-        raise ValueError(f"plan: capacity: expected an int of at least 1, got {capacity!r}.")
+    if type(capacity) is not int:
+        raise TypeError(f"plan: capacity: expected an int, got {type(capacity).__name__}.")
+    if capacity < 1:
+        raise ValueError(f"plan: capacity: expected at least 1, got {capacity}.")
     structure = Structure.of(example, batched=False, call="plan")
     row_bytes = sum(field.row_bytes for field in structure.fields)
     overhead = capacity * _TICKET + _native.control_bytes(1)

@@ -180,6 +180,8 @@ class Store:
         self._which = tuple(range(len(schema.fields)))
         self.layout = _native.Layout(dlpack_specs(schema.fields))
         self._finalizer: weakref.finalize[..., Store] | None = None
+        #: Storages around it: within a process several may be.
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.pid = os.getpid()
         native = self._native_fields()
         self.core: Any = _native.Store(
@@ -361,6 +363,12 @@ class Store:
         with contextlib.suppress(OSError):
             self.directory.rmdir()
         return True
+
+    def release(self, owner: Any) -> None:
+        """One of the :attr:`owners` is done with it; the last one closes it."""
+        self.owners.discard(owner)
+        if not self.owners:
+            self.close()
 
     @property
     def closed(self) -> bool:

@@ -14,8 +14,6 @@ from engram.buffer import ReplayBuffer, register
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.storages import Rows
-
 __all__ = ["TensorDictReplayBuffer"]
 
 
@@ -116,15 +114,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
             laid_out = value.reshape(*value.shape[:1], *(1,) * missing, *value.shape[1:])
             data.set(key, laid_out.expand(*data.batch_size, *value.shape[1:]))
 
-    def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:
-        structure = getattr(self._storage, "structure", None)
-        if not getattr(self._writer, "adds_index", False) or structure is None or not structure.is_tensordict:
-            return None
-        index = self._user_index(where.rows)
-        if structure.root.batch:
-            extra = len(structure.root.batch)
-            index = index.reshape(-1, *(1,) * extra).expand(-1, *structure.root.batch)
-        return {"index": index}
+    def _without_synthesised(self, data: Any, call: str) -> Any:
+        return _to_store(data, call)
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Hand the priorities of a sampled batch to the sampler; no effect on samplers without priorities.

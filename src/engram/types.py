@@ -37,6 +37,16 @@ class Extent(NamedTuple):
         """Live rows, over all lanes."""
         return sum(self.filled) - (0 if self.holes is None else len(self.holes))
 
+    def contains(self, rows: Tensor) -> Tensor:
+        """Whether rows are inside their lane's extent and no holes: bool, same shape."""
+        import torch
+
+        length = self.capacity // len(self.filled)
+        inside = (rows >= 0) & (rows < self.capacity)
+        lane = torch.where(inside, rows, 0) // length
+        inside &= rows - lane * length < torch.tensor(self.filled, device="cpu")[lane]
+        return inside if self.holes is None else inside & ~torch.isin(rows, self.holes)
+
     def rows(self, ranks: Tensor) -> Tensor:
         """The rows with these ranks among the live ones, in row order (lane after lane).
 

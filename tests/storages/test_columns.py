@@ -20,7 +20,7 @@ def test_rows_are_slot_after_slot(columns, time, rest):
     ndim = len(columns) + 1
     slot = np.arange(int(np.prod([*columns, *rest]))).reshape(*columns, *rest)
     batch = np.stack([slot + 1000 * t for t in range(time)], axis=ndim - 1)  # [*columns, time, *rest]
-    expected = np.concatenate([(slot + 1000 * t).reshape(-1, *rest) for t in range(time)])
+    expected = np.concatenate([(slot + 1000 * t).reshape(np.prod(columns), *rest) for t in range(time)])
     data = {"a": torch.from_numpy(batch), "b": (batch, Pair(batch, TensorDict({"c": batch}, batch.shape[:ndim])))}
     rows, found = rows_of_batch(data, ndim, "extend")
     assert found == tuple(columns)

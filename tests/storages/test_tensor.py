@@ -722,7 +722,7 @@ def test_other_columns_are_refused(make):
     before = state(storage)
     for data, error, says in (
         (vectorised(4, 2), RuntimeError, r"expected columns \(3,\) as in the first write, got \(4,\)"),
-        (vectorised(3, 2)[:, 0], RuntimeError, r"extend: expected data.* 2 leading dimensions, got \[3\]"),
+        (vectorised(3, 2)[:, 0], RuntimeError, r"extend: data: expected .* 2 leading dimensions, got \[3\]"),
     ):
         with pytest.raises(error, match=says):
             rb.extend(data)

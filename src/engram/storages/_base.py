@@ -29,6 +29,10 @@ class Rows(NamedTuple):
     """The user asked for one row, not for a batch of one."""
     span: tuple[int, int] | None = None
     """Rows ``[a, b)``, where the index is a contiguous slice without holes."""
+    shape: torch.Size | None = None
+    """``ndim > 1``: the shape that the index selects from ``[*columns, time]``; ``rows`` is flat."""
+    view: slice | None = None
+    """The slice, where a live view shows these rows."""
 
 
 class Storage:
@@ -169,8 +173,20 @@ class Storage:
         columns, moved = self.read(where.rows)
         return self.pack(columns, where), moved
 
-    def pack(self, columns: Any, where: Rows) -> Any:
-        """Data in the user's form around what :meth:`read` returned."""
+    def locate(self, index: Any) -> Rows:
+        """As :meth:`resolve`; with ``ndim > 1`` the index is one into the layout of ``extend``."""
+        return self.resolve(index)
+
+    def prepare_at(self, where: Rows, data: Any, call: str, *, ignored: Iterable[str] = ()) -> Any:
+        """Check data for rows that were located and bring it into the form that :meth:`edit` takes."""
+        return self.prepare(data, call, batched=not where.single, ignored=ignored, count=len(where.rows))[0]
+
+    def pack(self, columns: Any, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
+        """Data in the user's form around what :meth:`read` returned. ``extra`` ``[n]`` joins the entries of TensorDicts."""
+        raise NotImplementedError
+
+    def patch(self, columns: Any, places: list[int], fresh: Any) -> None:
+        """Replace what :meth:`read` returned for some places."""
         raise NotImplementedError
 
     def batch(self, columns: Any, n: int) -> Any:
@@ -249,11 +265,13 @@ class Storage:
             if bool((ranks < 0).any()):
                 raise RowError(f"rb[index]: expected indices of at least {-extent.size}, got {int(rows.min())}.")
             rows = torch.where(rows < 0, extent.rows(ranks.clamp(0, max(extent.size - 1, 0))), rows)
-        bad = (self.numbers_of(rows) < 0).nonzero().reshape(-1)
-        if len(bad):
-            raise RowError(
-                f"rb[index]: row {int(rows[bad[0]])} is not live: expected one of the {len(self)} rows that hold data."
-            )
+        doubtful = rows[self.numbers_of(rows) < 0]
+        if len(doubtful):
+            dead = doubtful[~self.extent().contains(doubtful)]  # the others are just being written
+            if len(dead):
+                raise RowError(
+                    f"rb[index]: row {int(dead[0])} is not live: expected one of the {len(self)} rows that hold data."
+                )
         return rows
 
 

@@ -8,37 +8,68 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
+
+from engram.storages._structure import as_tensor, at, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["first_leaf", "rows_of_batch", "rows_of_slot", "rows_of_stored"]
+__all__ = ["first_leaf", "rows_of_batch", "rows_of_selection", "rows_of_slot", "rows_of_stored", "selected_rows"]
 
 
 def rows_of_batch(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
     """``[*columns, time, ...]`` as rows ``[time * columns, ...]``, and the columns."""
-    shape = _leading(data, ndim, f"{call}: expected data laid out [*columns, time, …] with {ndim} leading dimensions")
 
     def merge(x: Any) -> Any:
         rest = range(ndim, len(_shape(x)))
         return x.permute(ndim - 1, *range(ndim - 1), *rest).flatten(0, ndim - 1)
 
-    return _map(data, merge), shape[:-1]
+    rows, shape = _rearrange(data, ndim, merge, call, "data laid out [*columns, time, …]")
+    return rows, shape[:-1]
 
 
 def rows_of_slot(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
     """One slot ``[*columns, ...]`` as rows ``[columns, ...]``, and the columns."""
-    shape = _leading(data, ndim - 1, f"{call}: expected one slot with {ndim - 1} leading dimensions, the columns")
-    return _map(data, lambda x: x.flatten(0, ndim - 2) if ndim > 2 else x), shape
+    return _rearrange(data, ndim - 1, lambda x: x.flatten(0, ndim - 2), call, "one slot, laid out [*columns, …]")
 
 
 def rows_of_stored(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
     """Data in the store's own layout ``[time, *columns, ...]`` as rows, and the columns."""
-    shape = _leading(data, ndim, f"{call}: expected data laid out [time, *columns, …] with {ndim} leading dimensions")
-    return _map(data, lambda x: x.flatten(0, ndim - 1)), shape[1:]
+    rows, shape = _rearrange(
+        data, ndim, lambda x: x.flatten(0, ndim - 1), call, "data laid out [time, *columns, …]"
+    )
+    return rows, shape[1:]
+
+
+def rows_of_selection(data: Any, shape: torch.Size, call: str) -> Any:
+    """Data for rows that an index selected, ``[*shape, ...]``, as rows ``[n, ...]``."""
+
+    def merge(x: Any) -> Any:
+        found = _shape(x)
+        if found[: len(shape)] != tuple(shape):
+            raise RuntimeError(f"{call}: expected data of leading dimensions {list(shape)}, got {list(found)}.")
+        return x.flatten(0, len(shape) - 1) if shape else x.unsqueeze(0)
+
+    return _map(data, merge)
+
+
+def selected_rows(index: Any, slots: int, columns: tuple[int, ...]) -> Tensor:
+    """The rows that an index into ``[*columns, slots]`` selects, int64 in the shape it selects.
+
+    Raises:
+        IndexError: out of range.
+    """
+    if isinstance(index, range):
+        index = list(index)
+    grid = (*columns, slots)
+    row = 0
+    for dim, size in enumerate((slots, *columns)):  # time first, as the store lays them out
+        at = (len(columns), *range(len(columns)))[dim]
+        coordinate = torch.arange(size, device="cpu").reshape(*(-1 if i == at else 1 for i in range(len(grid))))
+        row = row * size + coordinate.expand(grid)[index]
+    return torch.as_tensor(row)
 
 
 def first_leaf(data: Any) -> Any:
@@ -52,19 +83,34 @@ def _shape(x: Any) -> tuple[int, ...]:
     return tuple(x.batch_size if is_tensor_collection(x) else x.shape)
 
 
-def _leading(data: Any, count: int, expected: str) -> tuple[int, ...]:
-    shape = _shape(first_leaf(data))
-    if len(shape) < count:
-        raise RuntimeError(f"{expected}, got {list(shape)}.")
-    return shape[:count]
+def _rearrange(
+    data: Any, count: int, change: Callable[[Any], Any], call: str, layout: str
+) -> tuple[Any, tuple[int, ...]]:
+    """``change`` every tensor or TensorDict of a pytree; also the first ``count`` sizes, which all of them must share."""
+    seen: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
+    def rearrange(x: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(x, dict):
+            return {key: rearrange(value, (*path, str(key))) for key, value in x.items()}
+        if isinstance(x, tuple | list):
+            values = [rearrange(value, (*path, str(i))) for i, value in enumerate(x)]
+            return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+        if not (is_tensor_collection(x) or isinstance(x, Tensor)):
+            x = as_tensor(x, path, call)
+        shape = _shape(x)
+        if len(shape) < count:
+            raise RuntimeError(
+                f"{call}: {at(path)}: expected {layout} with {count} leading dimensions, got {list(shape)}."
+            )
+        seen.append((path, shape[:count]))
+        if shape[:count] != seen[0][1]:
+            raise RuntimeError(
+                f"{call}: {at(path)}: expected leading dimensions {list(seen[0][1])} as in {at(seen[0][0])}, "
+                f"got {list(shape[:count])}."
+            )
+        return change(x)
 
-def _map(data: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(data, dict):
-        return {key: _map(value, change) for key, value in data.items()}
-    if isinstance(data, tuple):
-        values = [_map(value, change) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
-    if is_tensor_collection(data) or isinstance(data, Tensor):
-        return change(data)
-    return change(torch.as_tensor(data, device="cpu"))
+    rows = rearrange(data, ())
+    if not seen:
+        raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
+    return rows, seen[0][1]

@@ -23,7 +23,7 @@ from engram.store import dlpack_specs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["SINGLE", "Structure", "is_batched_collection", "leading_size"]
+__all__ = ["SINGLE", "Structure", "as_tensor", "at", "describe", "is_batched_collection", "leading_size"]
 
 #: Key of the only field of a storage of plain tensors (TorchRL's name for it, so that its readers know it).
 SINGLE = "_-single-tensor-_"
@@ -79,7 +79,7 @@ class Structure:
         builder = _Builder(batched=batched, call=call)
         root = builder.node(data, ())
         if not builder.fields:
-            raise TypeError(f"{call}: expected at least one tensor, got {_describe(data)}.")
+            raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
         return cls(builder.fields, root, builder.types)
 
     @classmethod
@@ -137,19 +137,28 @@ class Structure:
     def column(self, i: int, value: Any, n: int, *, single: bool, call: str) -> Tensor:
         """Values ``[n, *shape]`` for one field; for a single row ``[*shape]`` will do."""
         field = self.fields[i]
-        value = value if isinstance(value, Tensor) else _as_tensor(value, field.key, call)
+        value = value if isinstance(value, Tensor) else as_tensor(value, field.key, call)
         if single and value.shape == field.shape:
             value = value.unsqueeze(0)
         return self._leaf(i, value, torch.Size((n, *field.shape)), call)
 
+    def rows_of_field(self, i: int, value: Any, shape: torch.Size, call: str) -> Tensor:
+        """Values ``[*shape, *field shape]`` of one field as rows ``[n, *field shape]``."""
+        field = self.fields[i]
+        value = value if isinstance(value, Tensor) else as_tensor(value, field.key, call)
+        expected = torch.Size((*shape, *field.shape))
+        if value.shape != expected:
+            raise RuntimeError(self._mismatch(i, value, expected, call))
+        return value.reshape(-1, *field.shape)
+
     def _leaf(self, i: int, value: Any, expected: torch.Size, call: str) -> Tensor:
         if not isinstance(value, Tensor):
-            value = _as_tensor(value, self.fields[i].key, call)
+            value = as_tensor(value, self.fields[i].key, call)
         dtype, _, is_float = self._specs[i]
         if value.dtype is not dtype or value.shape != expected:
             raise RuntimeError(self._mismatch(i, value, expected, call))
         if value.is_meta:
-            raise TypeError(f"{call}: {_at(self.fields[i].key)}: {_NO_DATA}")
+            raise TypeError(f"{call}: {at(self.fields[i].key)}: {_NO_DATA}")
         if not value.is_cpu and self.on_host:
             value = value.cpu()
         if value._is_zerotensor():  # made by autograd: it has no memory
@@ -193,12 +202,12 @@ class Structure:
         source = _children(node.kind, value)
         if source is None or (node.type and type(value) is not self._types[node.type]):
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
-            raise TypeError(f"{call}: {_at(path)}: expected a {kind} as in the first row, got {_describe(value)}.")
+            raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")
         extra = [key for key in source if key not in node.children and key not in ignored]
         missing = [key for key in node.children if key not in source]
         if extra or missing:
             raise KeyError(
-                f"{call}: {_at(path)}: expected the fields of the first row, {list(node.children)}; "
+                f"{call}: {at(path)}: expected the fields of the first row, {list(node.children)}; "
                 f"got {list(source)} (missing {missing}, unknown {extra}). Write the same fields in every row."
             )
         for key, child in node.children.items():
@@ -279,13 +288,13 @@ class _Builder:
         source = None if kind is None else _children(kind, value)
         if kind is None or source is None:
             raise TypeError(
-                f"{self.call}: {_at(path)}: expected a tensor or an array, got {_describe(value)}. "
+                f"{self.call}: {at(path)}: expected a tensor or an array, got {describe(value)}. "
                 "Use torch.as_tensor(…), or a ListStorage for other objects."
             )
         children = {}
         for key, child in source.items():
             if not isinstance(key, str):
-                raise TypeError(f"{self.call}: {_at(path)}: expected keys that are strings, got {key!r}.")
+                raise TypeError(f"{self.call}: {at(path)}: expected keys that are strings, got {key!r}.")
             validate_key((*path, key))
             children[key] = self.node(child, (*path, key))
         batch: tuple[int, ...] = ()
@@ -299,15 +308,15 @@ class _Builder:
 
     def _leaf(self, value: Any, path: tuple[str, ...]) -> Node:
         key = path or (SINGLE,)
-        value = value if isinstance(value, Tensor) else _as_tensor(value, key, self.call)
+        value = value if isinstance(value, Tensor) else as_tensor(value, key, self.call)
         if value.dtype not in _NAMES:
             raise TypeError(
-                f"{self.call}: {_at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
+                f"{self.call}: {at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
             )
         if value.is_meta:
-            raise TypeError(f"{self.call}: {_at(path)}: {_NO_DATA}")
+            raise TypeError(f"{self.call}: {at(path)}: {_NO_DATA}")
         if value.layout is not torch.strided or value.is_nested:
-            raise TypeError(f"{self.call}: {_at(path)}: expected a dense tensor, got a {value.layout} one.")
+            raise TypeError(f"{self.call}: {at(path)}: expected a dense tensor, got a {value.layout} one.")
         shape = tuple(value.shape[1:] if self.batched else value.shape)
         self.fields.append(Field(key=key, dtype=_NAMES[value.dtype], shape=shape))
         return Node(kind="leaf", field=len(self.fields) - 1)
@@ -354,10 +363,10 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray | np.generic)
 
 
-def _as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
+def as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
     if not _is_array(value):
         raise TypeError(
-            f"{call}: {_at(key)}: expected a tensor or an array, got {_describe(value)}. "
+            f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. "
             "Use torch.as_tensor(…), or a ListStorage for other objects."
         )
     array = np.asarray(value)
@@ -369,16 +378,16 @@ def _as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
         with torch.device("cpu"):
             return torch.from_numpy(array)
     except TypeError as error:
-        raise TypeError(f"{call}: {_at(key)}: an array of {array.dtype} cannot be stored.") from error
+        raise TypeError(f"{call}: {at(key)}: an array of {array.dtype} cannot be stored.") from error
 
 
-def _at(path: tuple[str, ...]) -> str:
+def at(path: tuple[str, ...]) -> str:
     if not path or path == (SINGLE,):
         return "data"
     return f"field {path[0]!r}" if len(path) == 1 else f"field {path}"
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if is_tensor_collection(value):
@@ -400,16 +409,16 @@ def leading_size(data: Any, call: str) -> int:
     """
     if is_tensor_collection(data):
         if not data.batch_size:
-            raise TypeError(f"{call}: expected a batch of rows, got {_describe(data)}: one row. Did you mean add()?")
+            raise TypeError(f"{call}: expected a batch of rows, got {describe(data)}: one row. Did you mean add()?")
         n = int(data.batch_size[0])
     else:
         sizes: dict[int, tuple[str, ...]] = {}
         _leading_sizes(data, (), sizes, call)
         if len(sizes) > 1:
-            listed = ", ".join(f"{_at(path)} has {size}" for size, path in sizes.items())
+            listed = ", ".join(f"{at(path)} has {size}" for size, path in sizes.items())
             raise RuntimeError(f"{call}: expected the same number of rows in every leaf, but {listed}.")
         if not sizes:
-            raise TypeError(f"{call}: expected at least one tensor, got {_describe(data)}.")
+            raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
         n = next(iter(sizes))
     if n == 0:
         raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
@@ -420,20 +429,20 @@ def _leading_sizes(data: Any, path: tuple[str, ...], sizes: dict[int, tuple[str,
     if is_tensor_collection(data):
         if not data.batch_size:
             raise TypeError(
-                f"{call}: {_at(path)}: expected a batch of rows, got {_describe(data)}. Did you mean add()?"
+                f"{call}: {at(path)}: expected a batch of rows, got {describe(data)}. Did you mean add()?"
             )
         sizes.setdefault(int(data.batch_size[0]), path)
     elif isinstance(data, Tensor) or _is_array(data):
         if data.ndim == 0:
             raise TypeError(
-                f"{call}: {_at(path)}: expected a batch of rows, got a scalar without dimensions. Did you mean add()?"
+                f"{call}: {at(path)}: expected a batch of rows, got a scalar without dimensions. Did you mean add()?"
             )
         sizes.setdefault(int(data.shape[0]), path)
     else:
         kind = _kind(data)
         source = None if kind is None else _children(kind, data)
         if source is None:
-            raise TypeError(f"{call}: {_at(path)}: expected a tensor or an array, got {_describe(data)}.")
+            raise TypeError(f"{call}: {at(path)}: expected a tensor or an array, got {describe(data)}.")
         for key, child in source.items():
             _leading_sizes(child, (*path, str(key)), sizes, call)
 

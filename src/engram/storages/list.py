@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection
+from tensordict import is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram._later import refuse
@@ -23,7 +23,7 @@ __all__ = ["ListStorage"]
 class ListStorage(Storage):
     """A list of arbitrary objects: ragged tensors, strings, whole trajectories.
 
-    ``extend`` takes a list, a tuple, or a tensor, array or TensorDict, whose rows become the items. Items are stored as
+    ``extend`` takes a list, tuple, range or set, or a tensor, array or TensorDict, whose rows become the items. Items are stored as
     they are, tensors detached: a later change of the object shows.
 
     Args:
@@ -44,6 +44,8 @@ class ListStorage(Storage):
     def __init__(self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: Any) -> None:
         refuse("ListStorage", later, {"compilable": "tracing through torch.compile"})
         super().__init__()
+        if max_size is not None and type(max_size) is not int:
+            raise TypeError(f"ListStorage: max_size: expected an int, got {type(max_size).__name__}.")
         if max_size is not None and max_size < 1:
             raise ValueError(f"ListStorage: max_size: expected at least 1 row, got {max_size}.")
         self._max_size = max_size
@@ -91,7 +93,7 @@ class ListStorage(Storage):
         return [self._stored(item) for item in items], len(items)
 
     def _split(self, data: Any, call: str) -> list[Any]:
-        if isinstance(data, list | tuple):
+        if isinstance(data, list | tuple | range | set | frozenset) and not is_tensor_collection(data):
             return list(data)
         if is_tensor_collection(data) and data.batch_size:
             return list(data.unbind(0))
@@ -124,21 +126,25 @@ class ListStorage(Storage):
             else:
                 _check_lane(plan.lane)
                 rows = [(self._cursor + i) % self.max_size for i in range(n)]
-                self._cursor += n
+            check_count("write", len(rows), n)
             first = self._put(rows, prepared)
+            if plan.rows is None:
+                self._cursor += n
             self._write_count += n
         return Write(torch.tensor(rows, device="cpu"), first)
 
     def _put(self, rows: list[int], items: list[Any]) -> int:
+        """An interrupt may end this anywhere: it is the item, not its number, that makes a row."""
+        del self._numbers[len(self._items) :]
         first = self._next
         self._next += len(items)
         for i, (row, item) in enumerate(zip(rows, items, strict=True)):
             if row == len(self._items):
-                self._items.append(item)
                 self._numbers.append(first + i)
+                self._items.append(item)
             else:
-                self._items[row] = item
                 self._numbers[row] = first + i
+                self._items[row] = item
         return first
 
     def edit(self, where: Rows, prepared: list[Any]) -> Write:
@@ -146,13 +152,34 @@ class ListStorage(Storage):
             return Write(where.rows, self._put(where.rows.tolist(), prepared))
 
     def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[Any], list[int]]:
-        items = self._items
+        items, wanted = self._items, rows.tolist()
+        if expected is not None:
+            return self._read_expected(wanted, expected.tolist())
         try:
-            return [items[row] for row in rows.tolist()], []
+            found = [items[row] for row in wanted]
         except IndexError as error:
-            raise RowError(f"read: expected rows in [0, {len(items)}), got {int(rows.max())}.") from error
+            raise RowError(f"read: expected rows in [0, {len(items)}), got {max(wanted)}.") from error
+        if wanted and min(wanted) < 0:
+            raise RowError(f"read: expected rows in [0, {len(items)}), got {min(wanted)}.")
+        return found, []
 
-    def pack(self, columns: list[Any], where: Rows) -> Any:
+    def _read_expected(self, rows: list[int], expected: list[int]) -> tuple[list[Any], list[int]]:
+        with self._lock:
+            items, numbers = self._items, self._numbers
+            live = [0 <= row < len(items) for row in rows]
+            moved = [i for i, row in enumerate(rows) if not live[i] or numbers[row] != expected[i]]
+            for row in rows:
+                if not 0 <= row < self.max_size:
+                    raise RowError(f"read: expected rows in [0, {len(items)}), got {row}.")
+            return [items[row] if live[i] else None for i, row in enumerate(rows)], moved
+
+    def patch(self, columns: list[Any], places: list[int], fresh: list[Any]) -> None:
+        for place, item in zip(places, fresh, strict=True):
+            columns[place] = item
+
+    def pack(self, columns: list[Any], where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
+        if extra is not None:
+            columns = [_with_entries(item, {key: value[i] for key, value in extra.items()}) for i, item in enumerate(columns)]
         return one_or_many(columns, where.single)
 
     def batch(self, columns: list[Any], n: int) -> list[Any]:
@@ -168,10 +195,10 @@ class ListStorage(Storage):
                 self._write_count = 0
 
     def numbers_of(self, rows: Tensor) -> Tensor:
-        numbers = self._numbers
-        return torch.tensor(
-            [numbers[row] if 0 <= row < len(numbers) else -1 for row in rows.tolist()], dtype=torch.int64, device="cpu"
-        )
+        with self._lock:
+            numbers, length = self._numbers, len(self._items)
+            found = [numbers[row] if 0 <= row < length else -1 for row in rows.tolist()]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners")}
@@ -183,6 +210,16 @@ class ListStorage(Storage):
     def __repr__(self) -> str:
         bound = "unbounded" if self._max_size is None else f"{self._max_size}"
         return f"ListStorage(size={len(self)}/{bound})"
+
+
+def _with_entries(item: Any, entries: dict[str, Tensor]) -> Any:
+    """A TensorDict around the same tensors, with more entries; other items as they are."""
+    if not is_tensor_collection(item) or is_tensorclass(item):
+        return item
+    item = item.copy()
+    for key, value in entries.items():
+        item.set(key, value.expand(item.batch_size))
+    return item
 
 
 def _check_lane(lane: int | Tensor | None) -> None:

@@ -126,7 +126,12 @@ class LazyMemmapStorage(LazyTensorStorage):
         return self._scratch_dir if self.memory is None else self.memory.directory
 
     def slice(self, start: int, stop: int, extra: Any = None) -> Any:
-        view = super().slice(start, stop, extra)
+        return self._locked(super().slice(start, stop, extra))
+
+    def grid(self, index: Any = ..., extra: Any = None) -> Any:
+        return self._locked(super().grid(index, extra))
+
+    def _locked(self, view: Any) -> Any:
         if self.structure is not None and self.structure.is_tensordict:
             view.lock_()
         return view

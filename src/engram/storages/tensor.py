@@ -15,7 +15,14 @@ from engram._later import refuse
 from engram.errors import RowError
 from engram.format.schema import Schema
 from engram.storages._base import Rows, Storage, check_count
-from engram.storages._columns import first_leaf, rows_of_batch, rows_of_slot, rows_of_stored
+from engram.storages._columns import (
+    first_leaf,
+    rows_of_batch,
+    rows_of_selection,
+    rows_of_slot,
+    rows_of_stored,
+    selected_rows,
+)
 from engram.storages._structure import Structure, is_batched_collection, leading_size
 from engram.store import DeviceStore, Store
 from engram.types import Extent, Plan, Write
@@ -92,8 +99,8 @@ class TensorStorage(Storage):
         refuse(type(self).__name__, later, _LATER)
         if storage is None:
             raise ValueError("TensorStorage: expected data, got None. LazyTensorStorage(max_size) allocates its own.")
-        slots = leading_size(storage, "TensorStorage")
         rows, columns = (storage, ()) if ndim == 1 else rows_of_stored(storage, ndim, "TensorStorage")
+        slots = leading_size(storage, "TensorStorage")
         capacity = leading_size(rows, "TensorStorage")
         if max_size is not None and max_size not in (slots, capacity):
             raise ValueError(f"TensorStorage: max_size: expected {slots}, the size of the data, got {max_size}.")
@@ -152,6 +159,7 @@ class TensorStorage(Storage):
         self.structure = structure
         self._capacity = store.capacity
         self._device = store.device
+        store.owners.add(self)
         self.memory = store  # last: other threads look at it first
 
     def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
@@ -287,6 +295,12 @@ class TensorStorage(Storage):
     def edit(self, where: Rows, prepared: list[Tensor]) -> Write:
         return self.store.edit(where.rows, range(len(prepared)), prepared)
 
+    def prepare_at(self, where: Rows, data: Any, call: str, *, ignored: Iterable[str] = ()) -> list[Tensor]:
+        if where.shape is None:
+            return super().prepare_at(where, data, call, ignored=ignored)  # type: ignore[no-any-return]
+        rows = rows_of_selection(data, where.shape, call)
+        return self._written().flatten(rows, len(where.rows), call, ignored)
+
     def edit_fields(self, where: Rows, entries: Mapping[tuple[str, ...], Any], call: str) -> Write:
         """Replace some fields of live rows; everything is checked before anything is written.
 
@@ -303,6 +317,8 @@ class TensorStorage(Storage):
                     f"{call}: expected a stored field, one of {[f.name for f in structure.fields]}, got {key}."
                 )
             which.append(number)
+            if where.shape is not None:
+                value = structure.rows_of_field(number, value, where.shape, call)
             columns.append(structure.column(number, value, len(where.rows), single=where.single, call=call))
         return self.store.edit(where.rows, which, columns)
 
@@ -316,12 +332,27 @@ class TensorStorage(Storage):
         return self.store.read(rows, expected=expected)
 
     def pack(self, columns: Sequence[Tensor], where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
-        structure = self._written()
         if where.single:
-            columns = [column[0] for column in columns]
-            extra = None if extra is None else {key: value[0] for key, value in extra.items()}
-        batch = torch.Size(()) if where.single else where.rows.shape
-        return structure.unflatten(columns, batch, self._device, extra)
+            columns, batch = [column[0] for column in columns], torch.Size(())
+        elif where.shape is not None:
+            batch = where.shape
+            columns = [column.reshape(*batch, *column.shape[1:]) for column in columns]
+        else:
+            batch = where.rows.shape
+        return self._written().unflatten(columns, batch, self._device, self._entries(extra, batch))
+
+    def _entries(self, extra: dict[str, Tensor] | None, batch: torch.Size) -> dict[str, Tensor] | None:
+        """Entries ``[n]`` expanded to the batch dimensions of TensorDicts; other rows have no room for them."""
+        structure = self._written()
+        if extra is None or not structure.is_tensordict:
+            return None
+        own = structure.root.batch
+        return {key: value.reshape((*batch, *(1,) * len(own))).expand((*batch, *own)) for key, value in extra.items()}
+
+    def patch(self, columns: list[Tensor], places: list[int], fresh: list[Tensor]) -> None:
+        at = torch.tensor(places, device=self._device)
+        for column, values in zip(columns, fresh, strict=True):
+            column[at] = values
 
     def batch(self, columns: Sequence[Tensor], n: int) -> Any:
         return self.structure.batch(columns, n, self._device)  # type: ignore[union-attr]
@@ -332,17 +363,38 @@ class TensorStorage(Storage):
 
     def _view(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
         columns = [tensor[start:stop] for tensor in self.store.tensors]
-        return self._written().unflatten(columns, torch.Size((stop - start,)), self._device, extra)
+        batch = torch.Size((stop - start,))
+        return self._written().unflatten(columns, batch, self._device, self._entries(extra, batch))
 
-    def grid(self) -> Any:
-        """``ndim > 1``: live views of all whole slots in the layout of ``extend``, ``[*columns, time]``."""
+    def grid(self, index: Any = ..., extra: dict[str, Tensor] | None = None) -> Any:
+        """``ndim > 1``: live views of all whole slots, or some, in the layout of ``extend``, ``[*columns, time]``."""
         slots = len(self) // math.prod(self.columns)
         shape = (slots, *self.columns)
         columns = []
         for tensor in self.store.tensors:
             laid_out = tensor[: math.prod(shape)].reshape(*shape, *tensor.shape[1:])
-            columns.append(laid_out.movedim(0, self.ndim - 1))
-        return self._written().unflatten(columns, torch.Size((*self.columns, slots)), self._device)
+            columns.append(laid_out.movedim(0, self.ndim - 1)[index])
+        own = len(self._written().fields[0].shape)
+        batch = columns[0].shape[: columns[0].ndim - own]
+        return self._written().unflatten(columns, batch, self._device, self._entries(extra, batch))
+
+    def view(self, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
+        """Live views of rows that were located by a slice."""
+        if where.span is not None:
+            return self.slice(*where.span, extra)
+        return self.grid(where.view, extra)
+
+    def locate(self, index: Any) -> Rows:
+        if self.ndim == 1:
+            where = self.resolve(index)
+            return where if where.span is None else where._replace(view=slice(*where.span))
+        slots = len(self) // math.prod(self.columns)
+        try:
+            rows = selected_rows(index, slots, self.columns)
+        except IndexError as error:
+            raise RowError(f"rb[index]: {error}.") from error
+        view = slice(None) if index is Ellipsis else index if isinstance(index, slice) else None
+        return Rows(rows.reshape(-1), single=rows.ndim == 0, shape=rows.shape, view=view)
 
     def __getitem__(self, index: Any) -> Any:
         """Rows by number; zeros for a row that is allocated but unwritten (a buffer raises there)."""
@@ -386,10 +438,12 @@ class TensorStorage(Storage):
         saved = state.pop("memory", None)
         self.__dict__.update(state)
         self.memory = None if saved is None else Store.reattach(saved)
+        if self.memory is not None:
+            self.memory.owners.add(self)
 
     def close(self) -> None:
         if self.memory is not None:
-            self.memory.close()
+            self.memory.release(self)
 
     def __repr__(self) -> str:
         lanes = f", lanes={self._lanes}" if self._lanes > 1 else ""

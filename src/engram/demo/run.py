@@ -1,0 +1,67 @@
+"""The demo: two training processes, one after the other, over one replay buffer on disk."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from engram.demo.progress import Progress
+from engram.demo.report import plot, summary
+from engram.demo.training import INTERRUPTED, REPLACE
+
+__all__ = ["new_folder", "run"]
+
+
+def run(*, steps: int, directory: Path | None, seed: int) -> int:
+    """Train, replace the process half-way, go on, report. The exit code: 0, or 130 after Ctrl-C.
+
+    Args:
+        steps: environment steps, at most.
+        directory: folder of the run, new or empty; None: a numbered one under ``engram-demo``.
+        seed: of everything.
+
+    Raises:
+        FileExistsError: the folder holds something already.
+    """
+    folder = new_folder(Path("engram-demo")) if directory is None else directory
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"--dir {str(folder)!r}: expected a new or empty folder, found files. Choose another, or remove it.")
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    console.print(f"DQN on CartPole-v1, replay in {folder / 'replay'} (seed {seed})")
+    code = _train(folder, steps, seed, "first")
+    if code == REPLACE:
+        console.print("Half-way: the training process has ended. A new one opens the store it left.")
+        code = _train(folder, steps, seed, "second")
+    if code == INTERRUPTED:
+        console.print(f'\nInterrupted. The store is whole: engram.ReplayBuffer.open("{folder / "replay"}")')
+        return INTERRUPTED
+    if code != 0:
+        console.print(f"The training process ended with code {code}.")
+        return code
+    progress, _ = Progress.load(folder)
+    console.print(summary(progress, folder))
+    picture = plot(progress, folder / "demo.png")
+    console.print(f"Learning curve and age of the sampled rows: {picture}")
+    return 0
+
+
+def _train(folder: Path, steps: int, seed: int, phase: str) -> int:
+    command = [sys.executable, "-m", "engram.demo.training", str(folder), str(steps), str(seed), phase]
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the terminal sent it to the child, too, which ends in order
+            continue
+
+
+def new_folder(parent: Path) -> Path:
+    """``parent/run-001``, or the next number that is free."""
+    number = 1
+    while (parent / f"run-{number:03d}").exists():
+        number += 1
+    return parent / f"run-{number:03d}"

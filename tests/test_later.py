@@ -1,0 +1,25 @@
+import pytest
+
+from engram._later import refuse
+
+LATER = {"prefetch": "background prefetching", "shared": "shared buffers"}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"prefetch": None}, {"prefetch": False, "shared": None}])
+def test_values_that_mean_off_are_accepted(arguments):
+    refuse("ReplayBuffer", arguments, LATER)
+
+
+@pytest.mark.parametrize("value", [True, 1, 0, "", [], "spawn"])
+def test_what_is_not_there_yet_is_named_with_what_will_carry_it(value):
+    with pytest.raises(
+        TypeError,
+        match=r"^ReplayBuffer: the argument 'prefetch' is not supported yet; it will come with background prefetching\.$",
+    ):
+        refuse("ReplayBuffer", {"shared": None, "prefetch": value}, LATER)
+
+
+@pytest.mark.parametrize("value", [None, False, 3])
+def test_unknown_arguments_are_refused_whatever_they_are(value):
+    with pytest.raises(TypeError, match=r"^ReplayBuffer: unexpected argument 'sise'\.$"):
+        refuse("ReplayBuffer", {"sise": value}, LATER)

@@ -1,0 +1,104 @@
+import re
+from collections import namedtuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, _native, plan
+
+ROW = {"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "next": {"reward": torch.zeros(1), "done": torch.tensor(True)}}
+
+
+def test_counts():
+    found = plan(ROW, 1_000_000)
+    assert found.capacity == 1_000_000
+    assert [(field.name, field.dtype, field.shape) for field in found.fields] == [
+        ("obs", "uint8", (4, 84, 84)),
+        ("('next', 'reward')", "float32", (1,)),
+        ("('next', 'done')", "bool", ()),
+    ]
+    assert found.row_bytes == 28_224 + 4 + 1
+    assert found.nbytes == found.row_bytes * 1_000_000
+    assert found.overhead == 8 * 1_000_000 + _native.control_bytes(1)
+
+
+def test_text():
+    assert str(plan(ROW, 1000)).split("\n") == [
+        "obs: obs.memmap or RAM, 28.224 MB, shape [1000, 4, 84, 84] uint8",
+        "('next', 'reward'): next/reward.memmap or RAM, 0.004 MB, shape [1000, 1] float32",
+        "('next', 'done'): next/done.memmap or RAM, 0.001 MB, shape [1000] bool",
+        "1000 rows of 28229 bytes: 28.229 MB, and 0.053 MB beside them",
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ROW,
+        torch.zeros(3, dtype=torch.bfloat16),
+        (torch.zeros(3), torch.zeros(())),
+        namedtuple("Pair", "a b")(torch.zeros(3), torch.zeros(())),
+        TensorDict({"a": torch.zeros(3), "next": {"b": torch.zeros(2)}}, []),
+    ],
+)
+def test_the_same_lines_as_the_creation_log(tmp_path, caplog, row):
+    caplog.set_level("INFO", "engram")
+    lines = str(plan(row, 500)).split("\n")[:-1]
+    assert caplog.messages == []
+    for storage in (LazyTensorStorage(500), LazyMemmapStorage(500, scratch_dir=tmp_path / "store")):
+        caplog.clear()
+        ReplayBuffer(storage=storage).add(row)
+        place = f"{tmp_path}/store/" if isinstance(storage, LazyMemmapStorage) else ""
+        ours = [re.sub(r": (\S+) or RAM,", f": {place}\\1," if place else ": RAM,", line) for line in lines]
+        assert caplog.messages == ours
+        assert storage.nbytes == plan(row, 500).nbytes
+        storage.close()
+
+
+def test_overhead_is_what_a_store_takes(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100_000, scratch_dir=tmp_path))
+    rb.add({"a": torch.zeros(4)})
+    found = plan({"a": torch.zeros(4)}, 100_000)
+    words = sum((tmp_path / ".engram" / name).stat().st_size for name in ("tickets", "control"))
+    assert found.overhead == words
+    assert found.overhead <= 9 * 100_000
+    assert found.nbytes == (tmp_path / "a.memmap").stat().st_size
+    rb.close()
+
+
+@given(st.integers(1, 10**12), st.lists(st.integers(0, 50), max_size=3))
+def test_nothing_is_allocated(capacity, shape):
+    found = plan({"a": torch.zeros(shape, dtype=torch.float64)}, capacity)
+    assert found.nbytes == capacity * found.row_bytes == capacity * torch.zeros(shape).numel() * 8
+
+
+@pytest.mark.parametrize(
+    ("capacity", "error", "says"),
+    [
+        (0, ValueError, "capacity: expected at least 1, got 0"),
+        (-5, ValueError, "capacity: expected at least 1, got -5"),
+        (True, TypeError, "capacity: expected an int, got bool"),
+        (1.5, TypeError, "capacity: expected an int, got float"),
+        ("10", TypeError, "capacity: expected an int, got str"),
+    ],
+)
+def test_impossible_capacities(capacity, error, says):
+    with pytest.raises(error, match=f"plan: {says}"):
+        plan(ROW, capacity)
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "says"),
+    [
+        ({"a": "text"}, TypeError, "plan: field 'a': expected a tensor or an array"),
+        ({"a": torch.zeros(2).to(torch.float8_e5m2)}, TypeError, "plan: field 'a': dtype torch.float8_e5m2"),
+        ({".engram": torch.zeros(2)}, ValueError, "is reserved"),
+        ({}, TypeError, "plan: expected at least one tensor"),
+    ],
+)
+def test_rows_that_could_not_be_stored(row, error, says):
+    with pytest.raises(error, match=says):
+        plan(row, 10)
