@@ -425,7 +425,7 @@ class MemmapMachine(BufferMachine):
 
 
 _settings = settings(
-    max_examples=300,
+    max_examples=100,
     phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],  # no explanations: they take minutes
     stateful_step_count=30,
     deadline=None,

@@ -245,43 +245,67 @@ def test_one_pass_shared_by_threads(storage):
 # ---- interrupts ------------------------------------------------------------------------------------------------------------------
 
 
-def interrupt(thread):
-    """Raise KeyboardInterrupt in a thread, between two of its bytecodes."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
+class Interrupted(threading.Thread):
+    """Calls a job again and again, and gets KeyboardInterrupt between two bytecodes of it: the next one never before it has
+    recovered from the last."""
+
+    def __init__(self, job):
+        super().__init__(daemon=True)
+        self.job = job
+        self.interrupts = 0
+        self.calls = 0
+        self.errors = []
+        self._armed = self._stop_now = False
+        self.start()
+
+    def run(self):
+        while not self._stop_now:
+            try:
+                self._armed = True
+                while not self._stop_now:
+                    self.job()
+                    self.calls += 1
+            except KeyboardInterrupt:
+                self.interrupts += 1
+            except BaseException as error:  # noqa: BLE001 - reported by the test
+                self.errors.append(error)
+                return
+
+    def interrupt(self):
+        end = time.monotonic() + 10
+        while not self._armed and not self.errors and time.monotonic() < end:
+            time.sleep(0)
+        self._armed, before = False, self.interrupts
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(KeyboardInterrupt))
+        while self.interrupts == before and not self.errors and time.monotonic() < end:
+            time.sleep(0)
+
+    def finish(self):
+        self._stop_now = True
+        self.join(20)
+        assert not self.is_alive()
+        if self.errors:
+            raise self.errors[0]
 
 
 def test_interrupts_leave_whole_rows(storage):
     rb = ReplayBuffer(storage=storage(50))
     rb.extend(as_rows(torch.arange(50)))
     batch = as_rows(1_000 + torch.arange(33))
-    stop, interrupted = time.monotonic() + 1.0, 0
 
     def write():
-        nonlocal interrupted
-        while time.monotonic() < stop:
-            try:
-                while time.monotonic() < stop:
-                    rb.extend(batch)
-                    rb.add(batch[3])
-                    rb[[1, 2]] = batch[4:6]
-            except KeyboardInterrupt:
-                interrupted += 1
+        rb.extend(batch)
+        rb.add(batch[3])
+        rb[[1, 2]] = batch[4:6]
 
-    def run():
-        while True:  # an interrupt may also come where nobody waits for it
-            try:
-                return write()
-            except KeyboardInterrupt:
-                continue
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while time.monotonic() < stop and thread.is_alive():
-        interrupt(thread)
-        time.sleep(0.0007)
-    thread.join(20)
-    assert not thread.is_alive()
-    assert interrupted > 20
+    victim = Interrupted(write)
+    end = time.monotonic() + 0.8
+    while time.monotonic() < end:
+        victim.interrupt()
+        time.sleep(0.0005 * (victim.interrupts % 5))
+    victim.finish()
+    assert victim.interrupts > 20
+    assert victim.calls > 5
     check_after_interrupts(rb)
 
 
@@ -300,31 +324,30 @@ def check_after_interrupts(rb):
 
 def test_interrupts_while_it_fills(storage):
     """Growing is where a list could lose count."""
-    for attempt in range(60):
-        rb = ReplayBuffer(storage=storage(400))
-        thread = threading.Thread(target=filling, args=(rb,))
-        thread.start()
-        time.sleep(0.0003 * (attempt % 20))
-        if thread.is_alive():
-            interrupt(thread)
-        thread.join(20)
-        assert not thread.is_alive()
-        n = len(rb)
-        if n:
-            assert_whole(rb[:])
-            assert rb[:]["id"].tolist() == [i % 7 for i in range(n)]
-        index = rb.extend(as_rows(torch.tensor([100, 101])))
-        assert index.tolist() == [n, n + 1] or set(index.tolist()) <= set(range(n + 2))
-        assert rb[index.tolist()]["id"].tolist() == [100, 101]
-        assert len(rb) <= n + 2
+    rb = ReplayBuffer(storage=storage(4_000))
 
+    def fill():
+        if len(rb) + 7 > 4_000:
+            rb.empty()
+        rb.extend(as_rows(torch.arange(7)))
 
-def filling(rb):
-    try:
-        for _ in range(40):
-            rb.extend(as_rows(torch.arange(7)))
-    except KeyboardInterrupt:
-        pass
+    victim = Interrupted(fill)
+    for i in range(150):
+        victim.interrupt()
+        time.sleep(0.0002 * (i % 7))
+    victim.finish()
+    assert victim.interrupts == 150
+    n = len(rb)
+    if n:
+        assert_whole(rb[:])
+    index = rb.extend(as_rows(torch.tensor([100, 101])))
+    assert index[1] - index[0] == 1
+    assert index[0] <= n
+    assert n <= len(rb) <= n + 2
+    assert rb[index.tolist()]["id"].tolist() == [100, 101]
+    rb.empty()
+    assert rb.extend(as_rows(torch.arange(9))).tolist() == list(range(9))
+    assert rb["id"].tolist() == list(range(9))
 
 
 def test_a_storm_of_signals():
@@ -338,7 +361,7 @@ def test_a_storm_of_signals():
         storm = subprocess.Popen(
             [sys.executable, "-S", "-c",
              "import os, signal, sys, time\\n"
-             "end = time.monotonic() + 1.2\\n"
+             "end = time.monotonic() + 1.0\\n"
              "while time.monotonic() < end:\\n"
              "    os.kill(int(sys.argv[1]), signal.SIGINT)\\n"
              "    time.sleep(0.0005)\\n", str(os.getpid())],
@@ -346,16 +369,18 @@ def test_a_storm_of_signals():
         rb = ReplayBuffer(storage=LazyTensorStorage(50))
         batch = {"id": torch.arange(33), "wide": torch.arange(33.0)[:, None].expand(33, 4096).contiguous()}
         caught = done = 0
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
             try:
-                while storm.poll() is None:
-                    rb.extend(batch)
-                    done += 1
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                break
+                try:
+                    while time.monotonic() < end:
+                        rb.extend(batch)
+                        done += 1
+                except KeyboardInterrupt:
+                    caught += 1
             except KeyboardInterrupt:
-                caught += 1
+                pass
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         rows = rb[:]
         assert torch.equal(rows["wide"], rows["id"][:, None].float().expand(len(rb), 4096))
         assert rb.stats()["void_rows"] == 0

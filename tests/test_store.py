@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import fcntl
 import gc
 import inspect
 import json
@@ -452,13 +453,14 @@ def damage(path, how):
                     path.symlink_to("elsewhere")
 
 
+DAMAGE = ["empty", "a byte short", "a byte long", "a page long", "missing", "a folder", "a FIFO", "a link"]
+
+
 @pytest.mark.parametrize(
-    "how", ["empty", "a byte short", "a byte long", "a page long", "missing", "a folder", "a FIFO", "a link"]
+    ("part", "how"),
+    [(part, how) for part in PARTS for how in (DAMAGE[2:] if part == ".engram/alive" else DAMAGE)],
 )
-@pytest.mark.parametrize("part", PARTS)
 def test_damaged_files_are_named_and_left_as_they_are(folder, part, how):
-    if part == ".engram/alive" and how in ("empty", "a byte short"):
-        pytest.skip("it is empty")
     damage(folder / part, how)
     before = snapshot(folder)
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -612,6 +614,21 @@ def test_hostile_descriptions_with_a_good_sum_map_nothing(folder, changes):
 
 
 @pytest.mark.parametrize(
+    "raw",
+    [b" " * (2 << 20), b'{"a":' * 100_000, b"[" * (1 << 20), b'{"version":[1,0],"capacity":NaN}', b'{"a":1,"a":2}', b"\xff\xfe"],
+    ids=["2 MiB", "100,000 deep", "1 MiB of lists", "NaN", "a key twice", "not UTF-8"],
+)
+def test_descriptions_that_are_no_descriptions(folder, raw):
+    (folder / ".engram" / "store.json").write_bytes(raw)
+    before = snapshot(folder)
+    began = time.monotonic()
+    with pytest.raises(CorruptStore, match=r"store\.json: "):
+        Store.open(folder)
+    assert time.monotonic() - began < 5
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize(
     "type_name", ["os:stat_result", "os:path", "posix:system", ":", "no_such_module:C", "collections:OrderedDict", "a b:c.d"]
 )
 def test_classes_are_looked_up_never_imported(folder, type_name):
@@ -682,6 +699,7 @@ FAIL_AT = {
     "publishing": (os, "rename", errno.EIO),
     "mapping words": (torch, "from_file", errno.ENOMEM),
     "mapping a field": (MemoryMappedTensor, "from_filename", errno.ENOMEM),
+    "locking": (fcntl, "lockf", errno.ENOLCK),
     "attaching": (engram.store, "_register", errno.EIO),
 }
 

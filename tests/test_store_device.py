@@ -15,7 +15,7 @@ from engram import (
     TensorStorage,
 )
 from engram.format.schema import Field, Node, Schema
-from engram.store import DeviceStore, Store
+from engram.store import DeviceStore, Key, Store
 from engram.types import Plan
 
 FIELDS = (Field(key=("a",), dtype="float32", shape=(3,)), Field(key=("b",), dtype="int64", shape=()))
@@ -24,6 +24,12 @@ ROOT = Node(kind="dict", children={"a": Node(kind="leaf", field=0), "b": Node(ki
 
 def schema(capacity, lanes):
     return Schema(capacity, lanes, (), FIELDS, ROOT)
+
+
+def key_of(bits):
+    key = Key()
+    key._bits.fill_(bits)
+    return key
 
 
 def columns(payloads):
@@ -84,7 +90,7 @@ def test_random_operations(length, lanes, operations):
             for store in both:
                 store.empty(keep_write_count=keep)
         elif name == "sample" and native.core.size():
-            drawn = [store.sample_uniform(seed, n, with_rows=True) for store in both]
+            drawn = [store.sample_uniform(key_of(seed), n, with_rows=True) for store in both]
             for one, other in zip(*drawn, strict=True):
                 assert torch.equal(one, other)
         agree(native, device)
@@ -111,7 +117,7 @@ def agree(native, device):
 def test_rows_outside():
     store = DeviceStore.on(schema(4, 1), torch.device("cpu"))
     with pytest.raises(NoSampleable):
-        store.sample_uniform(1, 2, with_rows=False)
+        store.sample_uniform(key_of(1), 2, with_rows=False)
     store.write(Plan(lane=0), columns(torch.arange(2)), 2)
     for rows in (torch.tensor([4]), torch.tensor([-1])):
         with pytest.raises(RowError):

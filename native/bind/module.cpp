@@ -152,35 +152,38 @@ void bind_store(nb::module_& m) {
           "rows"_a, "n"_a, "which"_a, "batch"_a, "expected"_a, "numbers"_a)
       .def(
           "sample_uniform",
-          [](const Store& self, std::uint64_t key, std::uint64_t n, const nb::tuple& batch, Address rows) {
+          [](const Store& self, std::uint64_t key, std::uint64_t n, const nb::tuple& batch, Address rows, Address numbers) {
             const Outputs outputs(batch);
             nb::gil_scoped_release release;
-            self.sample_uniform(key, n, outputs.span(), at<std::int64_t>(rows), nullptr);
+            self.sample_uniform(key, n, outputs.span(), at<std::int64_t>(rows), at<std::int64_t>(numbers));
           },
-          "key"_a, "n"_a, "batch"_a, "rows"_a)
+          "key"_a, "n"_a, "batch"_a, "rows"_a, "numbers"_a)
       .def(
           "draw_uniform",
-          [](const Store& self, const engram::Layout& layout, Address key_at, std::uint64_t n, bool with_rows) {
+          [](const Store& self, const engram::Layout& layout, Address key_at, std::uint64_t n, bool with_rows,
+             bool with_numbers) {
             const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
+            engram::check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
             nb::list tensors;
             std::vector<std::byte*> addresses;
-            addresses.reserve(self.fields() + 1);
-            engram::check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+            addresses.reserve(self.fields() + 2);
             layout.allocate(static_cast<std::int64_t>(n), tensors, addresses);
-            std::int64_t* rows = nullptr;
-            if (with_rows) {
+            const auto extra = [&](bool wanted) -> std::int64_t* {
+              if (!wanted) return nullptr;
               engram::allocate_rows(static_cast<std::int64_t>(n), tensors, addresses);
-              rows = reinterpret_cast<std::int64_t*>(addresses.back());
-              addresses.pop_back();
-            }
+              return reinterpret_cast<std::int64_t*>(addresses.back());
+            };
+            std::int64_t* rows = extra(with_rows);
+            std::int64_t* numbers = extra(with_numbers);
             {
               nb::gil_scoped_release release;
-              self.sample_uniform(key, n, addresses, rows, nullptr);
+              self.sample_uniform(key, n, {addresses.data(), self.fields()}, rows, numbers);
             }
             return tensors;
           },
-          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a,
-          "As sample_uniform, with the key at an address, into new tensors: one per field, and with_rows one more, int64 [n].")
+          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a,
+          "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
+          "for their ticket numbers, where wanted.")
       .def(
           "numbers_of",
           [](const Store& self, Address rows, std::uint64_t n, Address numbers) {

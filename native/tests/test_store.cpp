@@ -482,7 +482,11 @@ TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     brief.store.control().word(1).store(ticket(5, State::committed));
   });
-  brief.append(0, 4, 50);
+  try {
+    brief.append(0, 4, 50);
+  } catch (const Stalled& e) {
+    expect::fail(__FILE__, __LINE__, e.what());
+  }
   finisher.join();
   EXPECT_EQ(brief.store.control().size(), 4u);
   EXPECT(brief.store.holes().empty());

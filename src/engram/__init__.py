@@ -66,7 +66,6 @@ __all__ = [
 
 _HOME = {
     "engram._native": ("num_threads", "set_num_threads"),
-    "engram.buffer": ("ReplayBuffer",),
     "engram.errors": (
         "CorruptStore",
         "EngramError",
@@ -80,7 +79,8 @@ _HOME = {
     "engram.samplers": ("RandomSampler", "SamplerWithoutReplacement"),
     "engram.sizing": ("StoragePlan", "plan"),
     "engram.storages": ("LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage", "TensorStorage"),
-    "engram.tensordict_buffer": ("TensorDictReplayBuffer",),
+    # Both from here: ReplayBuffer.open must know every buffer class that a store may have been used with.
+    "engram.tensordict_buffer": ("ReplayBuffer", "TensorDictReplayBuffer"),
     "engram.types": ("Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
     "engram.writers": ("ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"),
 }

@@ -316,8 +316,9 @@ class ReplayBuffer:
         storage: Any = self._storage
         if self._draws_natively and storage.memory is not None:
             with_rows = return_info or self._shows_rows
-            columns = storage.memory.sample_uniform(self._draw_key(), batch_size, with_rows)
-            return self._finish(columns, batch_size, columns.pop() if with_rows else None, {}, return_info)
+            columns = storage.memory.sample_uniform(self._draw_key(), batch_size, with_rows, self._tracks)
+            info = {"index_generation": columns.pop()} if self._tracks else {}
+            return self._finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
         columns, rows, info = self._draw(batch_size)
         return self._finish(columns, len(rows), rows, info, return_info)
 
@@ -476,7 +477,7 @@ class ReplayBuffer:
             data = self._storage.view(where, self._row_entries(where))
         else:
             data = self._read(where)
-        if not where.single and not self._bare:
+        if not (self._bare or where.single or isinstance(index, int)):
             data = self._collate(data)
         return self._transform.forward(data) if self._transform.reads else data
 
@@ -699,9 +700,7 @@ class ReplayBuffer:
     def _choose_paths(self) -> None:
         """Uniform draws and plain appends need nothing between them and the store: one native call each."""
         tensors = isinstance(self._storage, storages.TensorStorage)
-        self._draws_natively = (
-            tensors and type(self._sampler) is samplers.RandomSampler and not getattr(self, "_tracks", False)
-        )
+        self._draws_natively = tensors and type(self._sampler) is samplers.RandomSampler
         self._appends = tensors and getattr(type(self._writer), "place", None) is writers.RoundRobinWriter.place
         self._bare = tensors and self._collate_fn is None
 
@@ -810,7 +809,8 @@ class ReplayBuffer:
         """Where the writer was used without the buffer, nothing may be recorded yet."""
         store = getattr(self._storage, "memory", None)
         if store is not None and store.directory is not None and not store.closed:
-            if not (store.directory / layout.FOLDER / layout.BUFFER).exists():
+            path = store.directory / layout.FOLDER / layout.BUFFER
+            if path.exists() and files.read_small(path, 1 << 20).strip() == layout.NO_RECORD.strip():
                 self._record()
 
     def start(self) -> Self:

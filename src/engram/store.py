@@ -7,6 +7,7 @@ address. Everything here is checked once, when a store is made or opened; after 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -534,13 +535,14 @@ class Store:
         except IndexError as error:
             raise RowError(f"read: {error}.") from error
 
-    def sample_uniform(self, key: Key, n: int, with_rows: bool) -> list[Tensor]:
+    def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
         """Draw ``n`` live rows uniformly, with replacement, and copy them: one native call.
 
         Args:
             key: 64 random bits, from which everything follows.
             n: rows.
             with_rows: return the rows drawn, int64 ``[n]``, behind the fields.
+            with_numbers: return their ticket numbers, int64 ``[n]``, behind those.
 
         Returns:
             One tensor ``[n, *row shape]`` per field.
@@ -550,15 +552,15 @@ class Store:
         """
         try:
             if _native.HAS_EXCHANGE:
-                drawn: list[Tensor] = self.core.draw_uniform(self.layout, key.address, n, with_rows)
+                drawn: list[Tensor] = self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers)
                 return drawn
             columns = self.allocate(n)
-            rows = _native.empty_rows(n)
+            rows, numbers = _native.empty_rows(n), _native.empty_rows(n)
             addresses = tuple([column.data_ptr() for column in columns])
-            self.core.sample_uniform(key.value, n, addresses, rows.data_ptr())
-            return [*columns, rows] if with_rows else columns
+            self.core.sample_uniform(key.value, n, addresses, rows.data_ptr(), numbers.data_ptr())
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
+        return [*columns, *[rows] * with_rows, *[numbers] * with_numbers]
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
@@ -601,9 +603,19 @@ class DeviceStore(Store):
 
     def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
         with self._lock:
+            filled, _ = self.core.extent()
             write = self._write(plan, n, (), ())
+            if plan.rows is not None:
+                self._clear_gaps(filled)
             self._put(write.rows, self._which, columns)
         return write
+
+    def _clear_gaps(self, filled: Sequence[int]) -> None:
+        """Rows that became live because a row above them was written hold zeros."""
+        for lane, (before, now) in enumerate(zip(filled, self.core.extent()[0], strict=True)):
+            start = lane * self.lane_length
+            for tensor in self.tensors:
+                tensor[start + before : start + now].zero_()
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
         with self._lock:
@@ -615,7 +627,9 @@ class DeviceStore(Store):
         # Of a row written twice the last entry wins; index_put leaves that open.
         flipped = rows.flip(0)
         unique, inverse = torch.unique(flipped, return_inverse=True)
-        last = torch.full_like(unique, len(rows)).scatter_reduce_(0, inverse, torch.arange(len(rows), device="cpu"), "amin")
+        last = torch.full_like(unique, len(rows)).scatter_reduce_(
+            0, inverse, torch.arange(len(rows), device="cpu"), "amin"
+        )
         source = (len(rows) - 1 - last).to(self.device)
         target = unique.to(self.device)
         for f, column in zip(which, columns, strict=True):
@@ -628,15 +642,15 @@ class DeviceStore(Store):
             _, moved = super().read(rows, expected=expected, which=())
             return self._take(rows, self._which if which is None else which), moved
 
-    def sample_uniform(self, key: Key, n: int, with_rows: bool) -> list[Tensor]:
-        rows = _native.empty_rows(n)
+    def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
+        rows, numbers = _native.empty_rows(n), _native.empty_rows(n)
         with self._lock:
             try:
-                self.core.sample_uniform(key.value, n, (), rows.data_ptr())
+                self.core.sample_uniform(key.value, n, (), rows.data_ptr(), numbers.data_ptr())
             except _native.NothingLive as error:
                 raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
             columns = self._take(rows, self._which)
-        return [*columns, rows] if with_rows else columns
+        return [*columns, *[rows] * with_rows, *[numbers.to(self.device)] * with_numbers]
 
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         index = rows.to(self.device)
@@ -694,8 +708,10 @@ class _Alive:
         self.pid = os.getpid()
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-        except BlockingIOError as error:
+        except OSError as error:
             os.close(self._fd)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
             raise StoreInUse(
                 f"open: expected a store that no live process has open, but {str(directory)!r} is in use. Close it there first."
             ) from error

@@ -14,7 +14,7 @@ from engram.buffer import ReplayBuffer, register
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TensorDictReplayBuffer"]
+__all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
 
 @register

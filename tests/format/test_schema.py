@@ -2,7 +2,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engram.errors import CorruptStore, IncompatibleStore
@@ -70,6 +70,7 @@ def test_decode_undoes_encode(schema):
     assert encode(decode(raw, "store.json")) == raw
 
 
+@settings(max_examples=40)
 @given(all_schemas(), all_schemas())
 def test_fingerprints_tell_schemas_apart(one, other):
     assert (fingerprint(encode(one)) == fingerprint(encode(other))) == (one == other)

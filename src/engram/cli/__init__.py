@@ -19,22 +19,26 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--steps", type=click.IntRange(min=1), default=100_000, show_default=True, help="Environment steps, at most.")
-@click.option("--dir", "directory", type=click.Path(path_type=Path), help="Folder of the run. Default: engram-demo/run-…")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the environment and the agent.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=100_000, show_default=True, help="Environment steps, at most."
+)
+@click.option(
+    "--dir", "directory", type=click.Path(path_type=Path), help="Folder of the run. Default: engram-demo/run-…"
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the environment and the agent."
+)
 def demo(steps: int, directory: Path | None, seed: int) -> None:
     """Train DQN on CartPole-v1 from a replay buffer on disk, and replace the training process half-way.
 
     Ends when the mean return of the last 20 episodes passes 195. Ctrl-C leaves a store that reopens.
     """
-    try:
-        from engram.demo import run
-    except ModuleNotFoundError as error:
-        if error.name not in ("gymnasium", "matplotlib"):
-            raise
-        raise click.ClickException(f'the demo needs {error.name}: pip install "engram[demo]"') from error
+    from engram.demo import run
+
     try:
         code = run.run(steps=steps, directory=directory, seed=seed)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f'the demo needs {error.name}: pip install "engram[demo]"') from error
     except FileExistsError as error:
         raise click.ClickException(str(error)) from error
     sys.exit(code)

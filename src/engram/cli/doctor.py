@@ -18,14 +18,18 @@ def findings() -> list[tuple[str, str, bool]]:
     """``(what, what was found, whether it is as it should be)``, in the order to show them."""
     found = [
         ("engram", __version__, True),
-        ("Python", f"{platform.python_version()} ({platform.machine()}, {platform.system()})", sys.version_info >= (3, 11)),
+        (
+            "Python",
+            f"{platform.python_version()} ({platform.machine()}, {platform.system()})",
+            sys.version_info >= (3, 11),
+        ),
         ("GIL", "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off", True),
     ]
     found += [_torch(), _package("tensordict"), _core()]
     found += [
         ("cores", f"{os.cpu_count()}", True),
         ("huge pages", _first_line("/sys/kernel/mm/transparent_hugepage/enabled"), True),
-        ("shared memory", _free("/dev/shm"), True),
+        ("shared memory", _free("/dev/shm"), True),  # noqa: S108 - only looked at
         ("temporary folder", f"{tempfile.gettempdir()}, {_free(tempfile.gettempdir())}", True),
     ]
     return found

@@ -54,7 +54,7 @@ class Agent:
             target = batch["next", "reward"] + GAMMA * bootstrap
         loss = nn.functional.smooth_l1_loss(value, target)
         self._optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self._online.parameters(), 10.0)
         self._optimizer.step()
         with torch.no_grad():

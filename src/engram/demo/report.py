@@ -11,7 +11,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 from engram import ReplayBuffer
-from engram.demo.training import BATCH, SOLVED, WINDOW
+from engram.demo.task import BATCH, SOLVED, WINDOW
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,11 @@ def summary(progress: Progress, folder: Path) -> str:
     fields = ", ".join(f"{field.name} {list(field.shape)} {field.dtype}" for field in store.schema.fields)
     rows = f"{len(replay)} of {store.capacity} rows, {store.nbytes / 1e6:.2f} MB"
     replay.close()
-    ending = f"solved: the mean return of the last {WINDOW} episodes passed {SOLVED:.0f}" if progress.solved else "not solved"
+    ending = (
+        f"solved: the mean return of the last {WINDOW} episodes passed {SOLVED:.0f}"
+        if progress.solved
+        else "not solved"
+    )
     lines = [
         f"{ending.capitalize()} after {progress.steps} steps and {len(progress.returns)} episodes.",
         f"Store: {folder / 'replay'}: {rows}: {fields}.",

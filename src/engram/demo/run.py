@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 
-from engram.demo.progress import Progress
-from engram.demo.report import plot, summary
-from engram.demo.training import INTERRUPTED, REPLACE
+from engram.demo.task import INTERRUPTED, REPLACE
 
 __all__ = ["new_folder", "run"]
 
@@ -25,10 +24,14 @@ def run(*, steps: int, directory: Path | None, seed: int) -> int:
 
     Raises:
         FileExistsError: the folder holds something already.
+        ModuleNotFoundError: gymnasium or matplotlib is missing.
     """
+    _check_packages()
     folder = new_folder(Path("engram-demo")) if directory is None else directory
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"--dir {str(folder)!r}: expected a new or empty folder, found files. Choose another, or remove it.")
+        raise FileExistsError(
+            f"--dir {str(folder)!r}: expected a new or empty folder, found files. Choose another, or remove it."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.print(f"DQN on CartPole-v1, replay in {folder / 'replay'} (seed {seed})")
@@ -42,11 +45,21 @@ def run(*, steps: int, directory: Path | None, seed: int) -> int:
     if code != 0:
         console.print(f"The training process ended with code {code}.")
         return code
+    from engram.demo.progress import Progress
+    from engram.demo.report import plot, summary
+
     progress, _ = Progress.load(folder)
     console.print(summary(progress, folder))
     picture = plot(progress, folder / "demo.png")
     console.print(f"Learning curve and age of the sampled rows: {picture}")
     return 0
+
+
+def _check_packages() -> None:
+    """Raise ``ModuleNotFoundError`` for what the training process would lack."""
+    for name in ("gymnasium", "matplotlib"):
+        if sys.modules.get(name, name) is None or find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _train(folder: Path, steps: int, seed: int, phase: str) -> int:

@@ -11,29 +11,22 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from tensordict import TensorDict
 
 from engram import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 from engram.demo.agent import Agent
 from engram.demo.progress import Progress
+from engram.demo.task import BATCH, CAPACITY, DONE, EPSILON, INTERRUPTED, LEARN_FROM, REPLACE, SOLVED, WINDOW
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["SOLVED", "Training", "main"]
+__all__ = ["Training", "main", "run"]
 
-CAPACITY = 20_000
-BATCH = 128
-LEARN_FROM = 500
-EPSILON = (1.0, 0.02, 4_000)
-"""First value, last value, steps between them."""
-SOLVED = 195.0
-WINDOW = 20
 KEEP = 20_000
 """Measurements kept for the report."""
-
-DONE, REPLACE, INTERRUPTED = 0, 10, 130
 
 
 class Training:
@@ -158,7 +151,9 @@ def run(folder: Path, steps: int, seed: int, *, first: bool) -> int:
     progress = training.progress
     console = Console()
     if not first:
-        console.print(f"New process: reopened {len(training.replay)} rows of {folder / 'replay'}, going on at step {progress.steps}.")
+        console.print(
+            f"New process: reopened {len(training.replay)} rows of {folder / 'replay'}, going on at step {progress.steps}."
+        )
     with _bar(console) as bar:
         task = bar.add_task("training", total=steps, completed=progress.steps, extra="")
         shown = started = time.perf_counter()
@@ -166,18 +161,16 @@ def run(folder: Path, steps: int, seed: int, *, first: bool) -> int:
         while progress.steps < steps and not interrupted:
             training.step()
             now = time.perf_counter()
-            if now - shown > 0.2:
+            if now - shown > (0.2 if console.is_terminal else 5.0):
                 shown = now
-                bar.update(task, completed=progress.steps, extra=_status(training, (progress.updates - updates) / (now - started)))
-                if not console.is_terminal and progress.steps // 5000 != (progress.steps - 400) // 5000:
-                    console.print(f"step {progress.steps}: {_status(training, (progress.updates - updates) / (now - started))}")
+                status = _status(training, (progress.updates - updates) / (now - started))
+                bar.update(task, completed=progress.steps, extra=status)
+                if not console.is_terminal:
+                    console.print(f"step {progress.steps}: {status}")
             recent = training.recent_return
-            if recent > SOLVED:
-                progress.solved = True
+            progress.solved = recent > SOLVED
+            if progress.solved or (first and (recent > SOLVED / 2 or progress.steps >= steps // 2)):
                 break
-            if first and (recent > SOLVED / 2 or progress.steps >= steps // 2):
-                break
-        bar.update(task, completed=progress.steps, extra=_status(training, (progress.updates - updates) / (time.perf_counter() - started)))
     code = INTERRUPTED if interrupted else DONE
     if code == DONE and first and not progress.solved and progress.steps < steps:
         progress.replaced_at = len(progress.returns)

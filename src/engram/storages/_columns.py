@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
@@ -37,9 +38,7 @@ def rows_of_slot(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]
 
 def rows_of_stored(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
     """Data in the store's own layout ``[time, *columns, ...]`` as rows, and the columns."""
-    rows, shape = _rearrange(
-        data, ndim, lambda x: x.flatten(0, ndim - 1), call, "data laid out [time, *columns, …]"
-    )
+    rows, shape = _rearrange(data, ndim, lambda x: x.flatten(0, ndim - 1), call, "data laid out [time, *columns, …]")
     return rows, shape[1:]
 
 
@@ -47,12 +46,14 @@ def rows_of_selection(data: Any, shape: torch.Size, call: str) -> Any:
     """Data for rows that an index selected, ``[*shape, ...]``, as rows ``[n, ...]``."""
 
     def merge(x: Any) -> Any:
-        found = _shape(x)
-        if found[: len(shape)] != tuple(shape):
-            raise RuntimeError(f"{call}: expected data of leading dimensions {list(shape)}, got {list(found)}.")
         return x.flatten(0, len(shape) - 1) if shape else x.unsqueeze(0)
 
-    return _map(data, merge)
+    rows, found = _rearrange(data, len(shape), merge, call, "data for the rows of the index")
+    if found != tuple(shape):
+        raise RuntimeError(
+            f"{call}: expected leading dimensions {list(shape)}, as the index selects, got {list(found)}."
+        )
+    return rows
 
 
 def selected_rows(index: Any, slots: int, columns: tuple[int, ...]) -> Tensor:
@@ -64,12 +65,12 @@ def selected_rows(index: Any, slots: int, columns: tuple[int, ...]) -> Tensor:
     if isinstance(index, range):
         index = list(index)
     grid = (*columns, slots)
-    row = 0
-    for dim, size in enumerate((slots, *columns)):  # time first, as the store lays them out
-        at = (len(columns), *range(len(columns)))[dim]
-        coordinate = torch.arange(size, device="cpu").reshape(*(-1 if i == at else 1 for i in range(len(grid))))
-        row = row * size + coordinate.expand(grid)[index]
-    return torch.as_tensor(row)
+    rows = torch.zeros((), dtype=torch.int64, device="cpu")
+    for place in (len(columns), *range(len(columns))):  # time first, as the store lays them out
+        coordinate = torch.arange(grid[place], device="cpu")
+        coordinate = coordinate.reshape([-1 if i == place else 1 for i in range(len(grid))])
+        rows = rows * grid[place] + coordinate.expand(grid)[index]
+    return rows
 
 
 def first_leaf(data: Any) -> Any:

@@ -428,9 +428,7 @@ def leading_size(data: Any, call: str) -> int:
 def _leading_sizes(data: Any, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str) -> None:
     if is_tensor_collection(data):
         if not data.batch_size:
-            raise TypeError(
-                f"{call}: {at(path)}: expected a batch of rows, got {describe(data)}. Did you mean add()?"
-            )
+            raise TypeError(f"{call}: {at(path)}: expected a batch of rows, got {describe(data)}. Did you mean add()?")
         sizes.setdefault(int(data.batch_size[0]), path)
     elif isinstance(data, Tensor) or _is_array(data):
         if data.ndim == 0:

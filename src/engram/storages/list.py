@@ -179,7 +179,9 @@ class ListStorage(Storage):
 
     def pack(self, columns: list[Any], where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
         if extra is not None:
-            columns = [_with_entries(item, {key: value[i] for key, value in extra.items()}) for i, item in enumerate(columns)]
+            columns = [
+                _with_entries(item, {key: value[i] for key, value in extra.items()}) for i, item in enumerate(columns)
+            ]
         return one_or_many(columns, where.single)
 
     def batch(self, columns: list[Any], n: int) -> list[Any]:

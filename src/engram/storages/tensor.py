@@ -411,6 +411,16 @@ class TensorStorage(Storage):
         self.store  # noqa: B018 - raises where there is none
         return super().get(index)
 
+    def rows_at(self, coordinates: Tensor) -> Tensor:
+        """``ndim > 1``: the rows of ``[..., ndim]`` coordinates, slot first; -1 for those outside."""
+        if self.memory is None:
+            return torch.full(coordinates.shape[:-1], -1)
+        sizes = torch.tensor([self._capacity // math.prod(self.columns), *self.columns], device="cpu")
+        rows = torch.zeros(coordinates.shape[:-1], dtype=torch.int64, device="cpu")
+        for size, at in zip(sizes, coordinates.unbind(-1), strict=True):
+            rows = rows * size + at
+        return torch.where(((coordinates >= 0) & (coordinates < sizes)).all(-1), rows, -1)
+
     def numbers_of(self, rows: Tensor) -> Tensor:
         if self.memory is None:
             return torch.full_like(rows, -1)

@@ -65,9 +65,15 @@ class NativeWriter:
     def generations_of(self, index: Any) -> Tensor:
         """Ticket numbers of rows, int64, same shape; -1 if not tracked, never written or out of range.
 
-        Only equality and order mean anything: a rewrite gives a larger one.
+        With ``ndim > 1`` the index is ``[..., ndim]`` coordinates, or a tuple of those, and the result ``[...]``. Only
+        equality and order mean anything: a rewrite gives a larger one.
         """
+        ndim = 1 if self._storage is None else self._storage.ndim
+        if isinstance(index, tuple):
+            index = torch.stack([torch.as_tensor(one, device="cpu") for one in index], -1) if ndim > 1 else index[0]
         index = torch.as_tensor(index, device="cpu").to(torch.int64)
+        if ndim > 1:
+            index = self._storage.rows_at(index)
         if not self.tracks_generations or self._storage is None:
             return torch.full_like(index, -1)
         numbers: Tensor = self._storage.numbers_of(index.reshape(-1))

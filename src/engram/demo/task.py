@@ -1,0 +1,18 @@
+"""What the demo sets out to do. Imports nothing, so that the process that only starts others is there at once."""
+
+from __future__ import annotations
+
+__all__ = ["BATCH", "CAPACITY", "DONE", "EPSILON", "INTERRUPTED", "LEARN_FROM", "REPLACE", "SOLVED", "WINDOW"]
+
+SOLVED = 195.0
+"""Mean return of the last ``WINDOW`` episodes that ends training."""
+WINDOW = 20
+CAPACITY = 20_000
+BATCH = 128
+LEARN_FROM = 500
+"""Rows before the first update."""
+EPSILON = (1.0, 0.02, 4_000)
+"""First value, last value, steps between them."""
+
+DONE, REPLACE, INTERRUPTED = 0, 10, 130
+"""Exit codes of a training process."""

@@ -1,0 +1,62 @@
+import subprocess
+import sys
+
+import click.testing
+import pytest
+
+from engram import __version__
+from engram.cli import main
+from engram.cli.doctor import findings
+
+
+def test_help_and_version_start_without_torch():
+    code = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from engram.cli import main\n"
+        "for arguments in (['--help'], ['--version'], ['demo', '--help'], ['doctor', '--help']):\n"
+        "    result = CliRunner().invoke(main, arguments)\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "print(sorted({'torch', 'tensordict', 'numpy'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version():
+    assert click.testing.CliRunner().invoke(main, ["--version"]).output.strip() == f"engram, version {__version__}"
+
+
+@pytest.mark.parametrize("missing", ["gymnasium", "matplotlib"])
+def test_the_demo_says_which_package_it_lacks(missing, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, missing, None)
+    result = click.testing.CliRunner().invoke(main, ["demo"])
+    assert result.exit_code == 1
+    assert result.output.strip() == f'Error: the demo needs {missing}: pip install "engram[demo]"'
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--seed", "-1"], ["--steps", "many"]])
+def test_options_out_of_range(arguments):
+    result = click.testing.CliRunner().invoke(main, ["demo", *arguments])
+    assert result.exit_code == 2
+    assert arguments[0] in result.output
+
+
+def test_doctor_names_what_it_finds():
+    found = {name: (value, ok) for name, value, ok in findings()}
+    assert found["engram"] == (__version__, True)
+    assert "loaded" in found["native core"][0]
+    assert "natively" in found["native core"][0]
+    assert set(found) >= {"Python", "GIL", "torch", "tensordict", "cores", "huge pages", "shared memory"}
+    result = click.testing.CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0
+    assert __version__ in result.output
+
+
+def test_doctor_fails_where_something_essential_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = click.testing.CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1
+    assert "BAD  torch" in result.output

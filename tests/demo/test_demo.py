@@ -1,0 +1,171 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import click.testing
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram import ReplayBuffer, TensorDictReplayBuffer
+from engram.cli import main
+from engram.demo import run as demo
+from engram.demo.agent import Agent
+from engram.demo.progress import Progress
+from engram.demo.training import Training
+
+
+def batch(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    observation = torch.rand(n, 4, generator=g)
+    action = torch.randint(2, (n,), generator=g)
+    return TensorDict(
+        {
+            "observation": observation,
+            "action": action,
+            "next": {
+                "observation": torch.rand(n, 4, generator=g),
+                "reward": (action == (observation[:, 0] > 0.5).long()).float().unsqueeze(1),  # one action is right
+                "terminated": torch.ones(n, 1, dtype=torch.bool),
+                "truncated": torch.zeros(n, 1, dtype=torch.bool),
+                "done": torch.ones(n, 1, dtype=torch.bool),
+            },
+        },
+        batch_size=[n],
+    )
+
+
+def test_the_agent_learns_which_action_is_right():
+    torch.manual_seed(0)
+    agent = Agent()
+    for seed in range(400):
+        agent.learn(batch(128, seed))
+    unseen = torch.rand(200, 4, generator=torch.Generator().manual_seed(1))
+    unseen = unseen[(unseen[:, 0] - 0.5).abs() > 0.1]
+    right = [agent.act(observation) == int(observation[0] > 0.5) for observation in unseen]
+    assert np.mean(right) > 0.95
+
+
+def test_only_what_did_not_terminate_is_bootstrapped():
+    torch.manual_seed(0)
+    ending, going_on = Agent(), Agent()
+    going_on.restore(ending.arrays())
+    data = batch(32)
+    data["next", "reward"] = torch.zeros(32, 1)
+    other = data.clone()
+    other["next", "terminated"] = torch.zeros(32, 1, dtype=torch.bool)
+    assert ending.learn(data) != going_on.learn(other)
+
+
+def test_an_agent_restored_goes_on_as_the_first_one_would():
+    torch.manual_seed(0)
+    first, second = Agent(), Agent()
+    for seed in range(5):
+        first.learn(batch(16, seed))
+    second.restore(first.arrays())
+    for seed in range(5, 10):
+        assert first.learn(batch(16, seed)) == second.learn(batch(16, seed))
+
+
+def test_progress_round_trip(tmp_path):
+    progress = Progress(
+        seed=3, steps=10, returns=[1.0, 2.5], replaced_at=1, ages=[4, 5], sample_us=[1.5], update_us=[2.0]
+    )
+    tensors = Agent().arrays()
+    progress.save(tmp_path, tensors)
+    again, arrays = Progress.load(tmp_path)
+    assert again == progress
+    assert arrays.keys() == tensors.keys()
+    assert all(torch.equal(arrays[name], tensors[name]) for name in tensors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["progress.json", "weights.npz"]
+
+
+def test_numbered_folders(tmp_path):
+    assert demo.new_folder(tmp_path) == tmp_path / "run-001"
+    (tmp_path / "run-001").mkdir()
+    assert demo.new_folder(tmp_path) == tmp_path / "run-002"
+
+
+def test_a_folder_with_files_is_refused(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    result = click.testing.CliRunner().invoke(main, ["demo", "--dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "expected a new or empty folder" in result.output.replace("\n", " ")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def engram(*arguments, **options):
+    command = [sys.executable, "-c", "from engram.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo") / "run"
+    return folder, engram(
+        "demo", "--steps", "900", "--dir", str(folder), "--seed", "5", env={**os.environ, "COLUMNS": "500"}
+    )
+
+
+def test_the_demo_replaces_its_process_and_reports(finished):
+    folder, done = finished
+    assert done.returncode == 0, done.stderr
+    progress, _ = Progress.load(folder)
+    assert (progress.steps, progress.updates, progress.seed) == (900, 401, 5)
+    assert progress.replaced_at is not None
+    assert "New process: reopened 450 rows" in done.stdout
+    assert f"{folder / 'replay'}" in done.stdout
+    assert "not solved" in done.stdout.lower()
+    assert "900 of 20000 rows" in done.stdout
+    assert "per update (median)" in done.stdout
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_store_of_the_demo_reopens(finished):
+    folder, _ = finished
+    rb = ReplayBuffer.open(folder / "replay")
+    assert type(rb) is TensorDictReplayBuffer
+    assert (len(rb), rb.write_count) == (900, 900)
+    rows = rb[:]
+    ended = rows["next", "done"].squeeze(1)
+    assert torch.equal(ended, (rows["next", "terminated"] | rows["next", "truncated"]).squeeze(1))
+    # Within an episode, also over the change of process, what follows is what was observed next.
+    inside = (~ended[:-1]).nonzero().squeeze(1)
+    inside = inside[inside != 449]  # a new process begins a new episode
+    assert torch.equal(rows["next", "observation"][inside], rows["observation"][inside + 1])
+    assert rb.sample()["index_generation"].shape == (128,)
+    rb.close()
+
+
+def test_a_seed_is_a_run(tmp_path):
+    runs = []
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        training = Training(tmp_path / name, seed)
+        for _ in range(60):
+            training.step()
+        runs.append(training.replay["observation"].clone())
+        training.replay.close()
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_control_c_leaves_a_store_that_reopens(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", "from engram.cli import main; main()", "demo", "--dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (folder / "replay" / ".engram" / "store.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "engram.ReplayBuffer.open(" in out
+    rb = ReplayBuffer.open(folder / "replay")
+    assert rb.storage.store.repair is None  # closed in order
+    assert len(rb) > 0
+    assert len(rb.sample()) == 128
+    rb.close()
