@@ -4,9 +4,9 @@ live.
 Measured: one ``sample`` of 128 out of 100,000 rows of ``{a: [3, 4] float32, b: [3, 4] float32, c: bool}``, as
 a bare tensor (``a`` alone), a dict and a TensorDict, each in a list, in RAM and memory-mapped. engram and
 TorchRL run the same class with the same storage, batch size and ``collate_fn``; for a list of dicts, which only engram
-stacks by itself, a further row gives both the same function. cpprb knows dicts of NumPy arrays only. One thread, rows warm: written just before and read by the check. Then what the figure leaves
-out: a buffer half full, ``TensorDictReplayBuffer``, and engram beside itself (memory-mapped against RAM, dict
-against TensorDict).
+stacks by itself, a further row gives both the same function. cpprb knows dicts of NumPy arrays only. One thread,
+rows warm: written just before and read by the check. Then what the figure leaves out: a buffer half full, ``TensorDictReplayBuffer``,
+and engram beside itself (memory-mapped against RAM, dict against TensorDict).
 """
 
 import tempfile
@@ -56,7 +56,9 @@ def _cell(libraries: rivals.Libraries, kind: str, storage: str, source: Any, fie
         notes["cpprb"] = "cpprb: no list storage."
         if kind == "dict":
             collate = {"TorchRL": data.stack_dicts}
-            notes["TorchRL"] = "A list of dicts: TorchRL needs a collate_fn (torch.stack per key), engram stacks by itself."
+            notes["TorchRL"] = (
+                "A list of dicts: TorchRL needs a collate_fn (torch.stack per key), engram stacks by itself."
+            )
     else:
         collate = data.identity
         notes["cpprb"] = ARRAYS_ONLY if kind != "tensor" else "cpprb: no bare tensors, every row is a dict."
@@ -75,7 +77,13 @@ def _same_collate(libraries: rivals.Libraries, fields: data.Fields, share: float
         sides = _torch_like_sides(libraries, "list", _items(fields), Path(name), data.stack_dicts)
         timing = alternate(sides, STACK.scaled(share))
     notes = {"cpprb": "cpprb: no list storage."}
-    return timed("sample/dict/list-own-collate", "sample 128 · dict · list, own collate_fn", timing, times=("TorchRL",), notes=notes)
+    return timed(
+        "sample/dict/list-own-collate",
+        "sample 128 · dict · list, own collate_fn",
+        timing,
+        times=("TorchRL",),
+        notes=notes,
+    )
 
 
 def _half_full(libraries: rivals.Libraries, storage: str, half: data.Fields, share: float) -> Row:
@@ -152,7 +160,10 @@ def _torch_like_sides(
     present = [libraries[name] for name in rivals.TORCH_LIKE if libraries[name].module is not None]
     by_name = collate if isinstance(collate, dict) else dict.fromkeys(rivals.TORCH_LIKE, collate)
     return [
-        Side(library.name, _sampler(library, storage, source, folder, by_name.get(library.name), live=live, buffer=buffer))
+        Side(
+            library.name,
+            _sampler(library, storage, source, folder, by_name.get(library.name), live=live, buffer=buffer),
+        )
         for library in present
     ]
 

@@ -410,9 +410,11 @@ class TestAllOrNothing:
     @pytest.mark.parametrize("what", ["missing field", "unknown field", "shape", "dtype", "kind of the tree"])
     def test_add(self, rb, what):
         data, kind, says = self.WRONG[what]
-        first = {k: v[0] if isinstance(v, torch.Tensor) else {"c": v["c"][0]} for k, v in data.items()} if isinstance(
-            data, dict
-        ) else data[0]
+        first = (
+            {k: v[0] if isinstance(v, torch.Tensor) else {"c": v["c"][0]} for k, v in data.items()}
+            if isinstance(data, dict)
+            else data[0]
+        )
         with pytest.raises(kind, match=says.replace("3, ", "")) as caught:
             rb.add(first)
         assert "add" in str(caught.value)

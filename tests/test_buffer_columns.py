@@ -201,7 +201,9 @@ def test_views_and_copies(storage):
 def test_other_columns_are_refused(rb):
     for columns in (2, 4):
         with pytest.raises(RuntimeError, match=rf"columns.*3.*{columns}"):
-            rb.extend(TensorDict({"a": grid(columns, 0, 2), "b": {"c": torch.zeros(columns, 2, 2)}}, batch_size=[columns, 2]))
+            rb.extend(
+                TensorDict({"a": grid(columns, 0, 2), "b": {"c": torch.zeros(columns, 2, 2)}}, batch_size=[columns, 2])
+            )
     with pytest.raises(RuntimeError):
         rb.add(TensorDict({"a": torch.zeros(2, dtype=torch.int64), "b": {"c": torch.zeros(2, 2)}}, batch_size=[2]))
     assert (len(rb), rb.write_count) == (12, 4)

@@ -73,7 +73,10 @@ class TestPrivateMemory:
 
     def test_components_belong_to_the_copy(self, storage, how):
         rb = ReplayBuffer(
-            storage=storage(6), writer=RoundRobinWriter(track_generations=True), sampler=SamplerWithoutReplacement(), batch_size=4
+            storage=storage(6),
+            writer=RoundRobinWriter(track_generations=True),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=4,
         )
         rb.extend(torch.arange(6))
         rb.sample()

@@ -225,7 +225,9 @@ class Remembering:
         chosen = list(range(batch_size)) if first else [4] * batch_size
         self.tries.append((batch_size, key))
         tickets = [self.tickets[row] - (first and row in self.stale) for row in chosen]
-        return Draw(torch.tensor(chosen), torch.tensor(tickets), {"chosen_at_try": torch.full((batch_size,), len(self.tries))})
+        return Draw(
+            torch.tensor(chosen), torch.tensor(tickets), {"chosen_at_try": torch.full((batch_size,), len(self.tries))}
+        )
 
     def observe(self, write, data):
         if write is not None:
@@ -270,10 +272,9 @@ def test_in_a_tensordict_buffer(storage):
 
 def test_redraws_ask_the_generator_only_once(storage):
     """So that a reproducible run does not depend on who moved when."""
+
     def keys(stale):
-        rb = ReplayBuffer(
-            storage=storage(5), sampler=Remembering(stale), generator=torch.Generator().manual_seed(1)
-        )
+        rb = ReplayBuffer(storage=storage(5), sampler=Remembering(stale), generator=torch.Generator().manual_seed(1))
         rb.extend(torch.arange(5))
         rb.sample(3)
         rb.sampler.stale.clear()

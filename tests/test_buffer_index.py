@@ -202,7 +202,12 @@ def test_fields_by_key(kind, storage):
 
 
 def test_assigning_a_field_is_checked(fields):
-    for wrong in (torch.zeros(5), torch.zeros(4, dtype=torch.int64), torch.zeros(5, 1, dtype=torch.int64), torch.tensor(1)):
+    for wrong in (
+        torch.zeros(5),
+        torch.zeros(4, dtype=torch.int64),
+        torch.zeros(5, 1, dtype=torch.int64),
+        torch.tensor(1),
+    ):
         with pytest.raises(RuntimeError, match=r"a\b.*\[5\].*int64"):
             fields["a"] = wrong
     assert fields["a"].tolist() == [0, 1, 2, 3, 4]

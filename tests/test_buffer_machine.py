@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings, strategies as st
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tensordict import TensorDict
 
@@ -112,9 +113,7 @@ class Dicts:
         return p, int(row["b"]["c"])
 
     def read(self, batch):
-        return [
-            self.read_one({"a": a, "b": {"c": c}}) for a, c in zip(batch["a"], batch["b"]["c"], strict=True)
-        ]
+        return [self.read_one({"a": a, "b": {"c": c}}) for a, c in zip(batch["a"], batch["b"]["c"], strict=True)]
 
     first, second = "a", ("b", "c")
 

@@ -332,7 +332,9 @@ def test_closing_one_handle_leaves_the_other_its_lock(folder):
     in_use(folder)
     rb.add({"a": torch.tensor(3)})
     rb.close()
-    assert fresh.run("from engram import ReplayBuffer\nprint(len(ReplayBuffer.open(folder)))", folder=str(folder)) == "4"
+    assert (
+        fresh.run("from engram import ReplayBuffer\nprint(len(ReplayBuffer.open(folder)))", folder=str(folder)) == "4"
+    )
 
 
 def test_another_process_goes_on(folder):

@@ -99,7 +99,9 @@ def test_ragged_tensordicts_become_a_lazy_stack(items):
 
 
 def test_nested_tensordicts_and_memory_mapped_leaves():
-    items = [TensorDict({"next": {"r": torch.randn(1)}, "m": MemoryMappedTensor.from_tensor(torch.randn(2))}) for _ in "abc"]
+    items = [
+        TensorDict({"next": {"r": torch.randn(1)}, "m": MemoryMappedTensor.from_tensor(torch.randn(2))}) for _ in "abc"
+    ]
     batch = stack(items)
     assert isinstance(batch, TensorDict)
     assert batch["next", "r"].shape == (3, 1)

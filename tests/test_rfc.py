@@ -83,7 +83,10 @@ def test_creation_is_silent_where_logging_is_configured(tmp_path):
 @pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
 def test_nested_dictionaries(storage):
     buffer = ReplayBuffer(storage=storage(10))
-    rows = {"observation": {"pixels": torch.arange(12).reshape(4, 3), "state": torch.ones(4)}, "reward": torch.rand(4, 1)}
+    rows = {
+        "observation": {"pixels": torch.arange(12).reshape(4, 3), "state": torch.ones(4)},
+        "reward": torch.rand(4, 1),
+    }
     buffer.extend(rows)
     sample = buffer.sample(5)
     assert type(sample) is dict

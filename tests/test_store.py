@@ -164,8 +164,15 @@ def test_a_process_that_opens_twice_gets_the_same_store(folder, tmp_path):
     second.close()
 
 
-def test_threads_that_open_at_once_get_the_same_store(folder):
+def test_threads_that_open_at_once_get_the_same_store(folder, monkeypatch):
     gate = threading.Barrier(8)
+    real = files.read_small
+
+    def slow(*args):
+        time.sleep(0.02)
+        return real(*args)
+
+    monkeypatch.setattr(files, "read_small", slow)
 
     def open_it(_):
         gate.wait()
@@ -264,7 +271,6 @@ def test_a_forked_child_does_not_share_the_lock(folder):
 WORDS = 4096  # per row: 32 KiB, so that a kill often lands inside a write
 BATCH = 24
 PERIOD = 256
-
 
 
 def content(sequence):
@@ -368,7 +374,9 @@ def test_unclean_stores_of_another_boot_are_refused_unless_accepted(folder, monk
     killed_while_open(folder)
     monkeypatch.setattr(engram.store, "_boot_id", lambda: "another")
     before = snapshot(folder)
-    with pytest.raises(UncleanStore, match=r'nothing is promised of its rows\. Use ReplayBuffer\.open.*unclean="accept"'):
+    with pytest.raises(
+        UncleanStore, match=r'nothing is promised of its rows\. Use ReplayBuffer\.open.*unclean="accept"'
+    ):
         ReplayBuffer.open(folder)
     assert snapshot(folder) == before
     rb = ReplayBuffer.open(folder, unclean="accept")
@@ -615,7 +623,14 @@ def test_hostile_descriptions_with_a_good_sum_map_nothing(folder, changes):
 
 @pytest.mark.parametrize(
     "raw",
-    [b" " * (2 << 20), b'{"a":' * 100_000, b"[" * (1 << 20), b'{"version":[1,0],"capacity":NaN}', b'{"a":1,"a":2}', b"\xff\xfe"],
+    [
+        b" " * (2 << 20),
+        b'{"a":' * 100_000,
+        b"[" * (1 << 20),
+        b'{"version":[1,0],"capacity":NaN}',
+        b'{"a":1,"a":2}',
+        b"\xff\xfe",
+    ],
     ids=["2 MiB", "100,000 deep", "1 MiB of lists", "NaN", "a key twice", "not UTF-8"],
 )
 def test_descriptions_that_are_no_descriptions(folder, raw):
@@ -629,7 +644,8 @@ def test_descriptions_that_are_no_descriptions(folder, raw):
 
 
 @pytest.mark.parametrize(
-    "type_name", ["os:stat_result", "os:path", "posix:system", ":", "no_such_module:C", "collections:OrderedDict", "a b:c.d"]
+    "type_name",
+    ["os:stat_result", "os:path", "posix:system", ":", "no_such_module:C", "collections:OrderedDict", "a b:c.d"],
 )
 def test_classes_are_looked_up_never_imported(folder, type_name):
     path = folder / ".engram" / "store.json"

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engram import (
@@ -50,7 +51,10 @@ steps = st.lists(
 @given(st.integers(1, 7), st.integers(1, 3), steps)
 def test_random_operations(length, lanes, operations):
     capacity = length * lanes
-    native, device = Store.private(schema(capacity, lanes)), DeviceStore.on(schema(capacity, lanes), torch.device("cpu"))
+    native, device = (
+        Store.private(schema(capacity, lanes)),
+        DeviceStore.on(schema(capacity, lanes), torch.device("cpu")),
+    )
     both = (native, device)
     payload = 1
     for name, seed in operations:

@@ -415,7 +415,12 @@ def test_an_error_of_the_transform_comes_through():
     rb = ReplayBuffer(storage=LazyTensorStorage(9))
     rb.extend(torch.arange(3.0))
     rb.append_transform(Stubborn())
-    for call in (lambda: rb.add(torch.tensor(1.0)), lambda: rb.extend(torch.zeros(2)), lambda: rb.sample(1), lambda: rb[0]):
+    for call in (
+        lambda: rb.add(torch.tensor(1.0)),
+        lambda: rb.extend(torch.zeros(2)),
+        lambda: rb.sample(1),
+        lambda: rb[0],
+    ):
         with pytest.raises(ZeroDivisionError, match="mine"):
             call()
     assert rb.write_count == 3

@@ -4,7 +4,8 @@ import inspect
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engram import Draw, Extent, ImmutableDatasetWriter, Plan, RandomSampler, RoundRobinWriter, Sampler, Write, Writer
 from tests.components import Backwards, Listener, Newest

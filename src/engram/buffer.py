@@ -104,7 +104,7 @@ class ReplayBuffer:
         if batch_size is not None:
             _check_batch_size(batch_size)
         if size is not None:
-            if not isinstance(size, int) or isinstance(size, bool):
+            if type(size) is not int:
                 raise TypeError(f"{type(self).__name__}: size: expected an int, got {type(size).__name__}.")
             if size < 1:
                 raise ValueError(f"{type(self).__name__}: size: expected at least 1 row, got {size}.")
@@ -243,7 +243,7 @@ class ReplayBuffer:
     def _check_lane(self, lane: Any) -> Any:
         if lane is None:
             return self._lane
-        if isinstance(lane, list) or getattr(lane, "ndim", 0):
+        if isinstance(lane, list) or getattr(lane, "ndim", 0) != 0:
             return self._check_lanes(torch.as_tensor(lane, device="cpu"))
         try:
             number = operator.index(lane)

@@ -197,12 +197,18 @@ HOSTILE = {
     "leaf with children": edited(
         structure={"kind": "leaf", "field": 0, "children": {"next": {"kind": "leaf", "field": 1}}}
     ),
-    "sequence out of order": edited(structure={"kind": "tuple", "children": {"1": LEAVES, "0": {**LEAVES, "field": 1}}}),
+    "sequence out of order": edited(
+        structure={"kind": "tuple", "children": {"1": LEAVES, "0": {**LEAVES, "field": 1}}}
+    ),
     "leaf elsewhere than its key says": edited(
         structure={"kind": "dict", "children": {"b": LEAVES, "next": GOOD["structure"]["children"]["next"]}}
     ),
     "batch that the leaves do not have": edited(
-        structure={**GOOD["structure"], "children": {**GOOD["structure"]["children"], "a": LEAVES}, "kind": "tensordict"}
+        structure={
+            **GOOD["structure"],
+            "children": {**GOOD["structure"]["children"], "a": LEAVES},
+            "kind": "tensordict",
+        }
         | {"batch": [3]}
     ),
     "negative batch": edited(structure={**GOOD["structure"], "kind": "tensordict", "batch": [-2]}),
@@ -229,7 +235,9 @@ def test_sixteen_levels_and_255_bytes_are_possible():
 
 @pytest.mark.parametrize("version", [[1, 1], [2, 0], [0, 9], [1 << 40, 0]])
 def test_other_versions_are_incompatible_whatever_else_they_hold(version):
-    with pytest.raises(IncompatibleStore, match=rf"store\.json: expected format 1\.0, got {version[0]}\.{version[1]}\. "):
+    with pytest.raises(
+        IncompatibleStore, match=rf"store\.json: expected format 1\.0, got {version[0]}\.{version[1]}\. "
+    ):
         decode(edited(version=version, surprise={"new": [1.5, None]}), "store.json")
 
 
@@ -245,7 +253,9 @@ def test_random_changes_of_a_description_raise_nothing_else(data):
             case "byte":
                 raw[at : at + 1] = bytes([data.draw(st.integers(0, 255))])
             case "insert":
-                raw[at:at] = data.draw(st.sampled_from([b"-", b"0", b"99", b"1e9", b"null", b"[", b"}", b'"', b"\\u0000"]))
+                raw[at:at] = data.draw(
+                    st.sampled_from([b"-", b"0", b"99", b"1e9", b"null", b"[", b"}", b'"', b"\\u0000"])
+                )
             case "delete":
                 del raw[at : at + data.draw(st.integers(1, 9))]
             case _:

@@ -233,7 +233,9 @@ def test_state_is_a_copy_of_plain_values():
     assert all(type(value) in (int, bool) for value in state.values())
 
 
-@pytest.mark.parametrize("change", [{"key": "x"}, {"rows": None}, {"more": 1}, {"visited": -1}, {"visited": 21}, {"key": -1}])
+@pytest.mark.parametrize(
+    "change", [{"key": "x"}, {"rows": None}, {"more": 1}, {"visited": -1}, {"visited": 21}, {"key": -1}]
+)
 def test_a_wrong_state_changes_nothing(change):
     rb = buffer(20, 3)
     rb.sample()

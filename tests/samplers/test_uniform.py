@@ -46,7 +46,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-@pytest.mark.parametrize(("rows", "capacity"), [(1, 1), (1, 8), (2, 2), (3, 7), (7, 7), (13, 26), (13, 13), (1000, 1000)])
+@pytest.mark.parametrize(
+    ("rows", "capacity"), [(1, 1), (1, 8), (2, 2), (3, 7), (7, 7), (13, 26), (13, 13), (1000, 1000)]
+)
 def test_every_live_row_is_equally_likely(rows, capacity, way):
     rb = buffer(rows, capacity, generator=seeded(rows * capacity), **way)
     counts = torch.bincount(rb.sample(200 * rows), minlength=capacity)

@@ -184,19 +184,31 @@ def test_copies_are_independent():
         (lambda rb: rb.extend([]), RuntimeError, "extend: expected at least one row, got an empty batch"),
         (lambda rb: rb.extend(()), RuntimeError, "empty batch"),
         (lambda rb: rb.extend(torch.zeros(0, 2)), RuntimeError, "empty batch"),
-        (lambda rb: rb.extend({"a": torch.zeros(2)}), TypeError, r"extend: expected a list of items.*got dict.*add\(\)\?"),
+        (
+            lambda rb: rb.extend({"a": torch.zeros(2)}),
+            TypeError,
+            r"extend: expected a list of items.*got dict.*add\(\)\?",
+        ),
         (lambda rb: rb.extend(torch.tensor(1)), TypeError, r"got Tensor\. Did you mean add\(\)\?"),
         (lambda rb: rb.extend(np.float32(1)), TypeError, r"Did you mean add\(\)\?"),
         (lambda rb: rb.extend(1.5), TypeError, r"got float\. Did you mean add\(\)\?"),
         (lambda rb: rb.extend("text"), TypeError, r"got str\. Did you mean add\(\)\?"),
-        (lambda rb: rb.extend(TensorDict({"a": torch.zeros(2)}, [])), TypeError, r"TensorDict\. Did you mean add\(\)\?"),
+        (
+            lambda rb: rb.extend(TensorDict({"a": torch.zeros(2)}, [])),
+            TypeError,
+            r"TensorDict\. Did you mean add\(\)\?",
+        ),
         (lambda rb: rb.extend(["x"], lane=1), RowError, r"lane: expected .*\[0, 1\).* got 1"),
         (lambda rb: rb.extend(["x", "y"], lane=torch.tensor([0, 1])), RowError, r"lanes? in \[0, 1\)"),
         (lambda rb: rb.extend(["x"], lane=torch.tensor([0, 0])), RuntimeError, "expected 2 rows, one per"),
         (lambda rb: rb.add("x", lane=-1), RowError, "lane"),
         (lambda rb: rb.storage.set(10, "x"), RowError, r"row 10 is outside \[0, 10\)"),
         (lambda rb: rb.storage.set(-1, "x"), RowError, r"row -1 is outside \[0, 10\)"),
-        (lambda rb: rb.storage.set(5, "x"), RuntimeError, "row 5: expected at most 2, the next row: a list cannot have a gap"),
+        (
+            lambda rb: rb.storage.set(5, "x"),
+            RuntimeError,
+            "row 5: expected at most 2, the next row: a list cannot have a gap",
+        ),
         (lambda rb: rb.storage.set([2, 4], ["x", "y"]), RuntimeError, "row 4: expected at most 3"),
         (lambda rb: rb.storage.set([0, 1], ["x"]), RuntimeError, "expected 2 rows, one per index"),
         (lambda rb: rb.__setitem__(2, "x"), RowError, "row 2 is not live"),
@@ -233,7 +245,9 @@ def test_impossible_sizes(error, size, says):
 
 def test_arguments_of_later():
     ListStorage(3, compilable=False)
-    with pytest.raises(TypeError, match=r"ListStorage: the argument 'compilable' is not supported yet; .*torch\.compile"):
+    with pytest.raises(
+        TypeError, match=r"ListStorage: the argument 'compilable' is not supported yet; .*torch\.compile"
+    ):
         ListStorage(3, compilable=True)
     with pytest.raises(TypeError, match="ListStorage: unexpected argument 'lanes'"):
         ListStorage(3, lanes=2)

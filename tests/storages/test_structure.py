@@ -299,7 +299,11 @@ MISFITS = {
         RuntimeError,
         r"field a: expected shape \[3, 2\] float32 .* got \[3, 2\] float64\. Convert it with \.to\(torch\.float32\)",
     ),
-    "another dtype of the same size": (changed(a=torch.zeros(3, 2, dtype=torch.int32)), RuntimeError, "Convert it with"),
+    "another dtype of the same size": (
+        changed(a=torch.zeros(3, 2, dtype=torch.int32)),
+        RuntimeError,
+        "Convert it with",
+    ),
     "one row": (changed(a=torch.zeros(2)), RuntimeError, r"It looks like one row: did you mean add\(\)\?"),
     "a tensor for a dict": (changed(next=GOOD["a"]), TypeError, r"field 'next': expected a dict as in the first row"),
     "a dict for a tensor": (changed(a=GOOD["next"]), TypeError, r"field 'a': expected a tensor or an array, got dict"),
@@ -352,7 +356,11 @@ def test_entries_that_are_ignored():
 
 
 FIRST = {
-    "string": ({"a": "text"}, TypeError, r"field 'a': expected a tensor or an array, got str 'text'\. Use torch\.as_tensor"),
+    "string": (
+        {"a": "text"},
+        TypeError,
+        r"field 'a': expected a tensor or an array, got str 'text'\. Use torch\.as_tensor",
+    ),
     "object": ({"a": {"b": object()}}, TypeError, r"field \('a', 'b'\): expected a tensor or an array, got object"),
     "float": ({"a": 1.0}, TypeError, "field 'a': .* got float 1.0"),
     "int": ({"a": 1}, TypeError, "field 'a': .* got int 1"),
@@ -375,9 +383,21 @@ FIRST = {
         "field 'b': expected a tensor or an array",
     ),
     "text in a td": (TensorDict({"a": torch.zeros(3), "b": "text"}, [3]), TypeError, "field 'b': expected a tensor"),
-    "text in a tensorclass": (Step(torch.zeros(3), "text", batch_size=[3]), TypeError, "field 'done': expected a tensor"),
-    "float8": ({"a": torch.zeros(3, dtype=torch.float8_e4m3fn)}, TypeError, r"'a': dtype torch\.float8_e4m3fn cannot be"),
-    "sparse": ({"a": torch.eye(3).to_sparse()}, TypeError, r"'a': expected a dense tensor, got a torch\.sparse_coo one"),
+    "text in a tensorclass": (
+        Step(torch.zeros(3), "text", batch_size=[3]),
+        TypeError,
+        "field 'done': expected a tensor",
+    ),
+    "float8": (
+        {"a": torch.zeros(3, dtype=torch.float8_e4m3fn)},
+        TypeError,
+        r"'a': dtype torch\.float8_e4m3fn cannot be",
+    ),
+    "sparse": (
+        {"a": torch.eye(3).to_sparse()},
+        TypeError,
+        r"'a': expected a dense tensor, got a torch\.sparse_coo one",
+    ),
     "number as a key": ({"a": {1: torch.zeros(3)}}, TypeError, "field 'a': expected keys that are strings, got 1"),
     ".engram": ({"a": {".engram": torch.zeros(3)}}, ValueError, r"'\.engram' is reserved.*Rename the key"),
     "a key that is too long": ({"a" * 256: torch.zeros(3)}, ValueError, "a key of 256 bytes, at most 255"),
@@ -436,7 +456,11 @@ def test_leading_size():
         (np.float32(1), TypeError, r"data: expected a batch of rows.*Did you mean add\(\)\?"),
         (1.5, TypeError, "data: expected a tensor or an array, got float 1.5"),
         ({"a": torch.zeros(3), "b": torch.zeros(())}, TypeError, r"field 'b': .* scalar .*Did you mean add\(\)\?"),
-        (TensorDict({"a": torch.zeros(3)}, []), TypeError, r"got a TensorDict of batch size \[\]: one row\. Did you mean add"),
+        (
+            TensorDict({"a": torch.zeros(3)}, []),
+            TypeError,
+            r"got a TensorDict of batch size \[\]: one row\. Did you mean add",
+        ),
         ({"a": TensorDict({"b": torch.zeros(3)}, [])}, TypeError, r"field 'a': .*Did you mean add\(\)\?"),
         ({"a": torch.zeros(3), "b": {"c": torch.zeros(4)}}, RuntimeError, r"'a' has 3, field \('b', 'c'\) has 4"),
         (torch.zeros(0, 2), RuntimeError, "expected at least one row, got an empty batch"),
@@ -455,7 +479,10 @@ def test_what_is_no_batch(data, error, says):
 
 
 def test_classes_come_back_as_themselves():
-    batch = {"steps": Step(torch.zeros(3, 2), torch.zeros(3), batch_size=[3]), "pair": Pair(torch.zeros(3), torch.ones(3))}
+    batch = {
+        "steps": Step(torch.zeros(3, 2), torch.zeros(3), batch_size=[3]),
+        "pair": Pair(torch.zeros(3), torch.ones(3)),
+    }
     structure = Structure.of(batch, batched=True, call="extend")
     out = structure.unflatten(structure.flatten(batch, 3, "extend"), torch.Size((3,)))
     assert type(out["steps"]) is Step

@@ -133,7 +133,11 @@ def test_capacity_is_rounded_down_to_whole_lanes(make, asked, lanes, capacity):
 @pytest.mark.parametrize("tensor", UNUSUAL.values(), ids=UNUSUAL)
 def test_unusual_tensors(make, tensor, form):
     n = len(tensor)
-    wrap = {"tensor": lambda x: x, "dict": lambda x: {"a": x}, "tensordict": lambda x: TensorDict({"a": x}, x.shape[:1])}[form]
+    wrap = {
+        "tensor": lambda x: x,
+        "dict": lambda x: {"a": x},
+        "tensordict": lambda x: TensorDict({"a": x}, x.shape[:1]),
+    }[form]
     plain = tensor.detach().resolve_conj().resolve_neg().clone().contiguous()
     before = raw(tensor)
     rb = ReplayBuffer(storage=make(20))
@@ -340,7 +344,13 @@ def test_rows_come_back_in_the_form_they_came_in(make, form):
     batch, info = rb.sample(30, return_info=True)
     assert torch.equal(key(batch), info["index"])
     rb = reopened(rb)
-    for result, rows in ((rb[:], [0, 1, 2, 3]), (rb[1:3], [1, 2]), (rb[[3, 0]], [3, 0]), (rb[2], 2), (rb.sample(5), None)):
+    for result, rows in (
+        (rb[:], [0, 1, 2, 3]),
+        (rb[1:3], [1, 2]),
+        (rb[[3, 0]], [3, 0]),
+        (rb[2], 2),
+        (rb.sample(5), None),
+    ):
         assert type(result) is expected or (expected is torch.Tensor and isinstance(result, torch.Tensor))
         if rows is not None:
             assert key(result).tolist() == rows
@@ -464,8 +474,12 @@ LATER = {
     "missing field": rejected({"a": GOOD["a"]}, KeyError, r"extend: .*missing \['next'\]"),
     "unknown field": rejected({**GOOD, "z": GOOD["a"]}, KeyError, r"unknown \['z'\]"),
     "missing below": rejected({**GOOD, "next": {}}, KeyError, r"field 'next': .*missing \['b'\]"),
-    "dtype": rejected({**GOOD, "a": GOOD["a"].double()}, RuntimeError, r"field a: expected .*float32.*got .*float64\. Convert"),
-    "shape": rejected({**GOOD, "a": torch.zeros(2, 4)}, RuntimeError, r"field a: expected shape \[2, 3\].*got \[2, 4\]"),
+    "dtype": rejected(
+        {**GOOD, "a": GOOD["a"].double()}, RuntimeError, r"field a: expected .*float32.*got .*float64\. Convert"
+    ),
+    "shape": rejected(
+        {**GOOD, "a": torch.zeros(2, 4)}, RuntimeError, r"field a: expected shape \[2, 3\].*got \[2, 4\]"
+    ),
     "shape that would broadcast": rejected({**GOOD, "a": torch.zeros(2, 1)}, RuntimeError, r"got \[2, 1\]"),
     "the last of many leaves": rejected(
         {**GOOD, "next": {"b": torch.zeros(2, 1, dtype=torch.int64)}}, RuntimeError, r"\('next', 'b'\)"
@@ -639,7 +653,13 @@ def test_unwritten_storages(make):
     assert (len(storage), storage.initialized, storage.max_size, storage.write_count) == (0, False, 6, 0)
     assert (storage.nbytes, storage.shape, storage._storage, 3 in storage) == (0, (0,), None, False)
     assert "not allocated yet" in repr(storage)
-    for read in (lambda: storage.get(0), lambda: storage[0], lambda: rb[0], lambda: rb[:], lambda: storage.get(range(2))):
+    for read in (
+        lambda: storage.get(0),
+        lambda: storage[0],
+        lambda: rb[0],
+        lambda: rb[:],
+        lambda: storage.get(range(2)),
+    ):
         with pytest.raises(RuntimeError, match=r"nothing was ever written.*by the first add or extend"):
             read()
     with pytest.raises(RuntimeError, match=r"Add data before sampling|empty"):
@@ -782,7 +802,11 @@ def test_storage_around_other_data(data):
 
 
 def test_leaves_that_are_not_contiguous_are_copied():
-    data = {"a": torch.arange(8).reshape(2, 4).t(), "b": torch.zeros(1).expand(4), "c": torch.ones(4, requires_grad=True)}
+    data = {
+        "a": torch.arange(8).reshape(2, 4).t(),
+        "b": torch.zeros(1).expand(4),
+        "c": torch.ones(4, requires_grad=True),
+    }
     storage = TensorStorage(data)
     storage[0] = {"a": torch.tensor([9, 9]), "b": torch.tensor(1.0), "c": torch.tensor(5.0)}
     assert data["a"][0].tolist() == [0, 4]

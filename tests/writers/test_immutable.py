@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from engram import ImmutableDatasetWriter, ListStorage, ReplayBuffer, RoundRobinWriter, TensorDictReplayBuffer, TensorStorage
+from engram import (
+    ImmutableDatasetWriter,
+    ListStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ class Progress:
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Write ``progress.json`` and ``weights.npz``: each is the old file or the new one, never a part."""
         weights = folder / "weights.tmp.npz"
-        np.savez(weights, **{name: value.numpy() for name, value in tensors.items()})
+        np.savez(weights, allow_pickle=False, **{name: value.numpy() for name, value in tensors.items()})
         weights.replace(folder / "weights.npz")
         text = folder / "progress.json.tmp"
         text.write_text(json.dumps(asdict(self)))

@@ -64,7 +64,7 @@ def _check_packages() -> None:
 
 def _train(folder: Path, steps: int, seed: int, phase: str) -> int:
     command = [sys.executable, "-m", "engram.demo.training", str(folder), str(steps), str(seed), phase]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command)  # noqa: S603 - this interpreter, our own module
     while True:
         try:
             return process.wait()

@@ -149,7 +149,8 @@ class Structure:
         expected = torch.Size((*shape, *field.shape))
         if value.shape != expected:
             raise RuntimeError(self._mismatch(i, value, expected, call))
-        return value.reshape(-1, *field.shape)
+        rows: Tensor = value.reshape(-1, *field.shape)
+        return rows
 
     def _leaf(self, i: int, value: Any, expected: torch.Size, call: str) -> Tensor:
         if not isinstance(value, Tensor):
