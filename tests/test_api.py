@@ -134,6 +134,16 @@ print(json.dumps(found))
     assert out.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("n", "kind"), [(0, ValueError), (-1, ValueError), (1025, ValueError), ("2", TypeError), (True, TypeError)]
+)
+def test_numbers_of_threads(n, kind):
+    before = engram.num_threads()
+    with pytest.raises(kind, match="set_num_threads"):
+        engram.set_num_threads(n)
+    assert engram.num_threads() == before >= 1
+
+
 # ---- exceptions ----------------------------------------------------------------------------------------------------------
 
 

@@ -455,6 +455,32 @@ class TestAllOrNothing:
             flat.extend(torch.zeros(2))
 
 
+def test_what_cannot_be_stored_in_tensors():
+    for wrong, kind, says in [
+        ({".engram": torch.zeros(3)}, ValueError, ".engram"),
+        ({"a": torch.zeros(3).to_sparse()}, TypeError, "'a'.*dense"),
+        ({"a": np.array(["x", "y"])}, TypeError, "'a'"),
+        ({"a": [1, 2]}, TypeError, "'a'"),
+        ({1: torch.zeros(3)}, TypeError, "keys"),
+        ({}, TypeError, "at least one"),
+        (TensorDict({"a": "text"}, batch_size=[3]), TypeError, "'a'"),
+    ]:
+        rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        with pytest.raises(kind, match=says):
+            rb.extend(wrong)
+        assert not rb.storage.initialized
+
+
+def test_resolved_views_are_stored():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    data = torch.randn(3, 2, dtype=torch.complex64)
+    rb.extend({"conj": data.conj(), "neg": data.conj().imag, "strided": data.t()[:, :].t()})
+    assert torch.equal(rb["conj"], data.conj().resolve_conj())
+    assert torch.equal(rb["neg"], -data.imag)
+    assert torch.equal(rb["strided"], data)
+    assert not rb["conj"].is_conj()
+
+
 def test_stored_rows_are_copies_without_history(storage):
     rb = ReplayBuffer(storage=storage(4))
     data = torch.ones(2, requires_grad=True)
@@ -806,6 +832,26 @@ class TestRepr:
         assert "&lt;b&gt;" in html
         assert "<b>" not in html
         assert "RandomSampler()" in html
+
+
+def test_what_collectors_and_trainers_look_at(storage):
+    rb = TensorDictReplayBuffer(storage=storage(6), transform=torch.nn.Identity(), batch_size=2)
+    assert rb._storage.initialized is (storage is ListStorage)
+    assert not rb.shared
+    rb.extend(TensorDict({"a": torch.arange(4)}, batch_size=[4]))
+    assert rb._storage.initialized is True
+    assert rb._storage.device == rb.storage.device == (None if storage is ListStorage else torch.device("cpu"))
+    assert rb._sampler is rb.sampler
+    assert len(rb._transform) == 1
+    assert isinstance(rb._transform[0], torch.nn.Identity)
+    if storage is not ListStorage:
+        everything = rb._storage._storage
+        assert isinstance(everything, TensorDict)
+        assert list(everything.keys()) == ["a"]
+        assert everything.batch_size == (6,)
+    rb.update_tensordict_priority(rb.sample())
+    rb.empty(empty_write_count=False)
+    assert rb.write_count == 4
 
 
 # ---- forms of rows -----------------------------------------------------------------------------------------------------------

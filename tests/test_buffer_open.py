@@ -17,6 +17,7 @@ from engram import (
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
+    UncleanStore,
 )
 from tests import fresh
 from tests.components import Backwards, Listener, Newest
@@ -175,6 +176,27 @@ def test_generator_given(folder):
         draws.append(rb.sample(40)["a"].tolist())
         rb.close()
     assert draws[0] == draws[1] != draws[2]
+
+
+def test_a_store_that_another_boot_left_open(folder, monkeypatch):
+    program = fresh.start(
+        """
+        import os, torch
+        from engram import LazyMemmapStorage, ReplayBuffer
+
+        rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=folder))
+        rb.extend({"a": torch.arange(3)})
+        os._exit(0)
+        """,
+        folder=str(folder),
+    )
+    assert program.wait() == 0
+    monkeypatch.setattr("engram.store._boot_id", lambda: "another")
+    with pytest.raises(UncleanStore, match='unclean="accept"'):
+        ReplayBuffer.open(folder)
+    with pytest.raises(UncleanStore):
+        ReplayBuffer.open(folder, unclean="refuse")
+    assert ReplayBuffer.open(folder, unclean="accept")["a"].tolist() == [0, 1, 2]
 
 
 def test_unclean_is_one_of_two(folder):

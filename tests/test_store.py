@@ -479,6 +479,21 @@ def test_damaged_files_are_named_and_left_as_they_are(folder, part, how):
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+@pytest.mark.parametrize("part", ["next", ".engram"])
+@pytest.mark.parametrize("how", ["a file", "an empty folder", "missing"])
+def test_damaged_folders_are_noticed(folder, part, how):
+    shutil.rmtree(folder / part)
+    if how == "a file":
+        (folder / part).write_text("")
+    elif how == "an empty folder":
+        (folder / part).mkdir()
+    before = snapshot(folder)
+    gone = (part, how) == (".engram", "missing")  # then there is no store
+    with pytest.raises(FileNotFoundError if gone else CorruptStore, match=f"{folder}"):
+        ReplayBuffer.open(folder)
+    assert snapshot(folder) == before
+
+
 def test_every_changed_byte_of_the_description_is_noticed(folder):
     path = folder / ".engram" / "store.json"
     good = path.read_bytes()

@@ -342,7 +342,7 @@ class Store:
     def close(self) -> None:
         """Mark a directory store as closed in order, let go of its lock, remove a temporary folder. Repeatable.
 
-        Tensors that were handed out stay valid.
+        Tensors that were handed out stay valid, and rows can still be read; writing raises ``RuntimeError``.
         """
         if self._finalizer is not None and self._finalizer.alive:
             _forget(self)

@@ -1,6 +1,7 @@
 import ctypes
 import errno
 import os
+import socket
 import stat
 
 import pytest
@@ -148,20 +149,24 @@ def not_regular(path, kind):
             path.mkdir()
         case "fifo":
             os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(str(path))
         case "link":
             path.symlink_to("elsewhere")
         case "broken link":
             path.symlink_to("nowhere")
 
 
-KINDS = ["folder", "fifo", "link", "broken link"]
+KINDS = ["folder", "fifo", "socket", "link", "broken link"]
 
 
 def test_sizes_must_be_exact(tmp_path):
     path = tmp_path / "a"
-    with pytest.raises(CorruptStore, match=r"/a: expected a file of 3 bytes, found none"):
-        files.check_size(path, 3)
-    path.write_bytes(b"abc")
+    for missing in (path, path / "b"):
+        with pytest.raises(CorruptStore, match=rf"{missing}: expected a file of 3 bytes, found none"):
+            files.check_size(missing, 3)
+        path.write_bytes(b"abc")
     files.check_size(path, 3)
     for wrong in (2, 4):
         with pytest.raises(CorruptStore, match=rf"/a: expected {wrong} bytes, got 3\. .* nothing was changed"):

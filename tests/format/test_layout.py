@@ -38,7 +38,9 @@ def check_same_as_tensordict(td, folder):
     paths = {layout.field_path(folder, field.key) for field in schema.fields if field.row_bytes}
     assert {os.path.relpath(path, folder) for path in (*metas, *paths)} == everything(folder)
     for path, raw in metas.items():
-        assert json.loads(raw) == json.loads(path.read_text())
+        ours, theirs = json.loads(raw), json.loads(path.read_text())
+        newer = {key for key in theirs if key.startswith("_")} - ours.keys()  # tensordict 0.15 says more
+        assert ours == {key: value for key, value in theirs.items() if key not in newer}
 
 
 def test_layout_is_tensordicts(tmp_path):

@@ -62,7 +62,7 @@ def check_size(path: Path, nbytes: int) -> None:
     """Raise ``CorruptStore`` unless ``path`` is a regular file of exactly ``nbytes`` bytes."""
     try:
         status = os.lstat(path)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptStore(f"{path}: expected a file of {nbytes} bytes, found none.") from error
     if not stat.S_ISREG(status.st_mode):
         raise CorruptStore(f"{path}: expected a regular file, got something else.")
@@ -76,7 +76,7 @@ def open_regular(path: Path, flags: int) -> int:
     """A descriptor of a file that is there. Raises ``CorruptStore`` if it is missing or not regular, a link for instance."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptStore(f"{path}: expected a file, found none.") from error
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):

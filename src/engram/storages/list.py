@@ -189,10 +189,10 @@ class ListStorage(Storage):
 
     def empty(self, *, keep_write_count: bool) -> None:
         with self._lock:
+            self._cursor = 0  # first: an interrupt may end this anywhere
+            self._next += 1
             self._items.clear()
             self._numbers.clear()
-            self._next += 1
-            self._cursor = 0
             if not keep_write_count:
                 self._write_count = 0
 
