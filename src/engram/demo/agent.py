@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Agent"]
 
 GAMMA = 0.99
-LEARNING_RATE = 1e-3
-TARGET_RATE = 0.01
+LEARNING_RATE = 2.5e-4
+HIDDEN = 256
+SYNC = 200
+"""Updates between two copies of the online network to the target network."""
 #: Of the observations of CartPole: position, velocity, angle, angular velocity.
 SCALE = (0.4, 0.5, 5.0, 0.5)
 
@@ -34,10 +36,11 @@ class Agent:
     def __init__(self, observations: int = 4, actions: int = 2) -> None:
         self._scale = torch.tensor(SCALE[:observations])
         self._online = nn.Sequential(
-            nn.Linear(observations, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, actions)
+            nn.Linear(observations, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, actions)
         )
         self._target = copy.deepcopy(self._online)
-        self._optimizer = torch.optim.Adam(self._online.parameters(), lr=LEARNING_RATE)
+        self._optimizer = torch.optim.Adam(self._online.parameters(), lr=LEARNING_RATE, fused=True)
+        self._updates = 0
 
     @torch.no_grad()
     def act(self, observation: Tensor) -> int:
@@ -55,11 +58,10 @@ class Agent:
         loss = nn.functional.smooth_l1_loss(value, target)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self._online.parameters(), 10.0)
         self._optimizer.step()
-        with torch.no_grad():
-            for slow, fast in zip(self._target.parameters(), self._online.parameters(), strict=True):
-                slow.lerp_(fast, TARGET_RATE)
+        self._updates += 1
+        if self._updates % SYNC == 0:
+            self._target.load_state_dict(self._online.state_dict())
         return float(loss.detach())
 
     def arrays(self) -> dict[str, Tensor]:
@@ -68,6 +70,7 @@ class Agent:
         tensors |= {f"target.{name}": value for name, value in self._target.state_dict().items()}
         for number, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"adam.{number}.{name}": value for name, value in state.items()}
+        tensors["updates"] = torch.tensor(self._updates)
         return {name: value.detach().clone() for name, value in tensors.items()}
 
     def restore(self, arrays: dict[str, Tensor]) -> None:
@@ -76,7 +79,9 @@ class Agent:
         adam: dict[int, dict[str, Tensor]] = {}
         for name, value in arrays.items():
             group, _, rest = name.partition(".")
-            if group == "adam":
+            if name == "updates":
+                self._updates = int(value)
+            elif group == "adam":
                 number, _, entry = rest.partition(".")
                 adam.setdefault(int(number), {})[entry] = value
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -34,13 +35,16 @@ def run(*, steps: int, directory: Path | None, seed: int) -> int:
         )
     folder.mkdir(parents=True, exist_ok=True)
     console = Console()
-    console.print(f"DQN on CartPole-v1, replay in {folder / 'replay'} (seed {seed})")
+    console.print(f"DQN on CartPole-v1, replay in {folder / 'replay'} (seed {seed})", soft_wrap=True)
     code = _train(folder, steps, seed, "first")
     if code == REPLACE:
         console.print("Half-way: the training process has ended. A new one opens the store it left.")
         code = _train(folder, steps, seed, "second")
     if code == INTERRUPTED:
-        console.print(f'\nInterrupted. The store is whole: engram.ReplayBuffer.open("{folder / "replay"}")')
+        if (folder / "progress.json").exists():
+            console.print(
+                f'\nInterrupted. The store is whole: engram.ReplayBuffer.open("{folder / "replay"}")', soft_wrap=True
+            )
         return INTERRUPTED
     if code != 0:
         console.print(f"The training process ended with code {code}.")
@@ -49,9 +53,9 @@ def run(*, steps: int, directory: Path | None, seed: int) -> int:
     from engram.demo.report import plot, summary
 
     progress, _ = Progress.load(folder)
-    console.print(summary(progress, folder))
+    console.print(summary(progress, folder), soft_wrap=True)
     picture = plot(progress, folder / "demo.png")
-    console.print(f"Learning curve and age of the sampled rows: {picture}")
+    console.print(f"Learning curve and age of the sampled rows: {picture}", soft_wrap=True)
     return 0
 
 
@@ -65,11 +69,14 @@ def _check_packages() -> None:
 def _train(folder: Path, steps: int, seed: int, phase: str) -> int:
     command = [sys.executable, "-m", "engram.demo.training", str(folder), str(steps), str(seed), phase]
     process = subprocess.Popen(command)  # noqa: S603 - this interpreter, our own module
+    interrupted = False
     while True:
         try:
-            return process.wait()
-        except KeyboardInterrupt:  # the terminal sent it to the child, too, which ends in order
-            continue
+            code = process.wait()
+            return INTERRUPTED if interrupted else code
+        except KeyboardInterrupt:  # a terminal sends it to the child, too, which ends in order; others may not
+            interrupted = True
+            process.send_signal(signal.SIGINT)
 
 
 def new_folder(parent: Path) -> Path:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["BATCH", "CAPACITY", "DONE", "EPSILON", "INTERRUPTED", "LEARN_FROM", "REPLACE", "SOLVED", "WINDOW"]
+__all__ = [
+    "BATCH",
+    "CAPACITY",
+    "DONE",
+    "EPSILON",
+    "INTERRUPTED",
+    "LEARN_EVERY",
+    "LEARN_FROM",
+    "REPLACE",
+    "SOLVED",
+    "WINDOW",
+]
 
 SOLVED = 195.0
 """Mean return of the last ``WINDOW`` episodes that ends training."""
@@ -11,7 +22,9 @@ CAPACITY = 20_000
 BATCH = 128
 LEARN_FROM = 500
 """Rows before the first update."""
-EPSILON = (1.0, 0.02, 4_000)
+LEARN_EVERY = 2
+"""Steps between two updates."""
+EPSILON = (1.0, 0.05, 4_000)
 """First value, last value, steps between them."""
 
 DONE, REPLACE, INTERRUPTED = 0, 10, 130

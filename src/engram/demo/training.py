@@ -18,7 +18,18 @@ from tensordict import TensorDict
 from engram import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 from engram.demo.agent import Agent
 from engram.demo.progress import Progress
-from engram.demo.task import BATCH, CAPACITY, DONE, EPSILON, INTERRUPTED, LEARN_FROM, REPLACE, SOLVED, WINDOW
+from engram.demo.task import (
+    BATCH,
+    CAPACITY,
+    DONE,
+    EPSILON,
+    INTERRUPTED,
+    LEARN_EVERY,
+    LEARN_FROM,
+    REPLACE,
+    SOLVED,
+    WINDOW,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,7 +109,7 @@ class Training:
         if terminated or truncated:
             progress.returns.append(self._return)
             self._observation = None
-        if len(self.replay) >= LEARN_FROM:
+        if len(self.replay) >= LEARN_FROM and progress.steps % LEARN_EVERY == 0:
             self._learn(row)
 
     def _choose(self, observation: torch.Tensor) -> int:
@@ -152,7 +163,8 @@ def run(folder: Path, steps: int, seed: int, *, first: bool) -> int:
     console = Console()
     if not first:
         console.print(
-            f"New process: reopened {len(training.replay)} rows of {folder / 'replay'}, going on at step {progress.steps}."
+            f"New process: reopened {len(training.replay)} rows of {folder / 'replay'}, going on at step {progress.steps}.",
+            soft_wrap=True,
         )
     with _bar(console) as bar:
         task = bar.add_task("training", total=steps, completed=progress.steps, extra="")
