@@ -132,6 +132,25 @@ def test_editors_and_readers():
     assert rb.write_count == 64
 
 
+def test_editing_rows_that_are_just_being_rewritten():
+    """Such a row is live: the edit waits for the writer."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(3))
+    rb.extend(torch.zeros(3, 50_000))
+    batch, row = torch.ones(7, 50_000), torch.full((50_000,), 2.0)
+
+    def write(_):
+        rb.extend(batch)
+
+    def edit(i):
+        rb[i % 3] = row
+
+    def read(i):
+        assert len(rb[i % 3].unique()) == 1
+
+    counts = together(write, edit, read)
+    assert min(counts) > 5
+
+
 def test_a_lane_per_thread_keeps_its_order():
     rb = ReplayBuffer(storage=LazyTensorStorage(4 * 1000, lanes=4))
 

@@ -249,6 +249,15 @@ void bind_store(nb::module_& m) {
       .def_prop_ro("void_rows", [](const Store& self) { return self.control().counters().void_rows.load(); })
       .def_prop_ro("lapped_rows", [](const Store& self) { return self.control().counters().lapped_rows.load(); })
       .def_prop_ro("redraws", [](const Store& self) { return self.control().counters().redraws.load(); })
+      .def_prop_ro("in_flight",
+                   [](Store& self) {
+                     std::uint64_t claims = 0;
+                     const Control& control = self.control();
+                     for (std::uint64_t i = 0; i < engram::kParticipants; ++i) {
+                       for (const auto& claim : control.participant(i).claims) claims += claim.t0.load() != 0;
+                     }
+                     return claims;
+                   })
       .def_prop_rw(
           "clean", [](const Store& self) { return self.control().lock_page().clean.load() == 1; },
           [](Store& self, bool clean) { self.control().lock_page().clean.store(clean ? 1 : 0); })

@@ -113,8 +113,13 @@ struct Owned {
 nb::object make_tensor(const RowSpec& spec, std::int64_t n, std::byte** address) {
   constexpr std::size_t kAlign = 64;
   const auto ndim = static_cast<std::int32_t>(spec.shape.size() + 1);
-  std::size_t bytes = (spec.bits + 7u) / 8u * static_cast<std::size_t>(n);
-  for (const std::int64_t size : spec.shape) bytes *= static_cast<std::size_t>(size);
+  if (n < 0) throw std::invalid_argument("a negative number of rows");
+  std::size_t bytes = 0;
+  bool too_large = __builtin_mul_overflow((spec.bits + 7u) / 8u, static_cast<std::size_t>(n), &bytes);
+  for (const std::int64_t size : spec.shape) {
+    too_large |= __builtin_mul_overflow(bytes, static_cast<std::size_t>(size), &bytes);
+  }
+  if (too_large || bytes > std::size_t{1} << 47) throw std::bad_alloc();
   // malloc and room to align: cheaper than aligned_alloc.
   const std::size_t head = sizeof(Owned) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim);
   auto* memory = static_cast<std::byte*>(std::malloc(head + kAlign + bytes));

@@ -234,7 +234,8 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
     grow_over(rows, n);
   } else {
     for (std::uint64_t i = 0; i < n; ++i) {
-      if (!is_committed(control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire))) {
+      const State state = state_of(control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire));
+      if (state != State::committed && state != State::writing) {  // one that is being written is waited for
         throw std::out_of_range("row " + std::to_string(rows[i]) + " is not live");
       }
     }

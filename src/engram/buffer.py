@@ -255,6 +255,10 @@ class ReplayBuffer:
 
     def _check_lanes(self, lanes: Tensor) -> Tensor:
         """A lane per row. Checked before anything is allocated."""
+        if lanes.ndim != 1:
+            raise RuntimeError(
+                f"lane: expected an int, or one per row in one dimension, got shape {list(lanes.shape)}."
+            )
         if lanes.dtype.is_floating_point or lanes.dtype.is_complex or lanes.dtype is torch.bool:
             raise TypeError(f"lane: expected ints, one per row, got {lanes.dtype}.")
         if bool(((lanes < 0) | (lanes >= self._storage.lanes)).any()):
@@ -561,6 +565,9 @@ class ReplayBuffer:
         entries = dict(_flat_items(input))
         if keys_to_update is not None:
             wanted = [(key,) if isinstance(key, str) else tuple(key) for key in keys_to_update]
+            for w in wanted:
+                if not any(key[: len(w)] == w for key in entries):
+                    raise KeyError(f"update_: expected keys of the input, {list(entries)}, got {w}.")
             entries = {key: value for key, value in entries.items() if any(key[: len(w)] == w for w in wanted)}
         storage = self._tensor_storage("update_")
         storage.notify(storage.edit_fields(self._where(slice(None)), entries, "update_"), None)
@@ -651,6 +658,8 @@ class ReplayBuffer:
         self._storage = _instance(storage, storages.Storage, "storage", None)
         previous.detach(self)
         self._storage.attach(self)
+        if self._lane >= self._storage.lanes:
+            self._lane = 0
         if collate_fn is not None:
             self._collate_fn = collate_fn
         self._take_sampler(self._sampler)
@@ -769,6 +778,9 @@ class ReplayBuffer:
             raise ValueError(f"open: unclean: expected 'refuse' or 'accept', got {unclean!r}.")
         path = Path(directory).absolute()
         storage = storages.LazyMemmapStorage.open(path, unclean=unclean)
+        repair = storage.store.repair
+        if repair is not None:  # said before anything else can fail
+            storages.tensor.announce([f"{path}: its last process did not close it: {repair}."])
         try:
             record = _read_record(path)
             buffer_class = _BUFFERS.get(str(record.get("buffer", "ReplayBuffer")))
@@ -786,9 +798,8 @@ class ReplayBuffer:
         except BaseException:
             storage.close()
             raise
-        repair = storage.store.repair
-        if repair is not None:
-            storages.tensor.announce([f"{path}: its last process did not close it: {repair}."])
+        if sampler is not None or writer is not None or batch_size is not None:
+            rb._record()
         return rb
 
     @classmethod

@@ -154,6 +154,23 @@ def _file_field(directory: Path, field: Field, capacity: int) -> Tensor:
     return tensor
 
 
+#: Stores in this process's own memory.
+_private_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _as_rows(rows: Tensor, call: str) -> Tensor:
+    """Rows (or lanes, or tickets) as the core reads them: int64, contiguous, on the CPU.
+
+    Raises:
+        TypeError: not a tensor of ints.
+    """
+    if rows.dtype is not torch.int64 or not rows.is_cpu:
+        if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool:
+            raise TypeError(f"{call}: expected int64 rows, got a tensor of {rows.dtype}.")
+        rows = rows.to("cpu", torch.int64)
+    return rows.contiguous()
+
+
 class Store:
     """Rows on the CPU, read and written by the native core.
 
@@ -185,6 +202,8 @@ class Store:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.pid = os.getpid()
         native = self._native_fields()
+        if directory is None:
+            _private_stores.add(self)
         self.core: Any = _native.Store(
             control.address,
             control.nbytes,
@@ -321,8 +340,8 @@ class Store:
                     f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
                 )
             boot, last = _boot_id(), _last_boot_id(core)
-            if last != "" and not core.clean:  # "": it was just made
-                if last != boot and unclean != "accept":
+            if last != "" and not (core.clean and core.in_flight == 0):  # "": it was just made
+                if not core.clean and last != boot and unclean != "accept":
                     raise UncleanStore(
                         f"open: the store in {str(directory)!r} was open when its machine went down, and nothing is promised "
                         'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
@@ -382,8 +401,12 @@ class Store:
         """What a copy of this object needs: where a directory store is, or the bytes of a private one."""
         if self.directory is not None:
             return Saved(self.schema, self.directory, None)
-        parts = (self._control.tensor, self._tickets.tensor, *self.tensors)
-        return Saved(self.schema, None, [part.clone() for part in parts])
+        before = self._tickets.tensor.clone().view(torch.int64)
+        fields = [tensor.clone() for tensor in self.tensors]
+        after = self._tickets.tensor.clone().view(torch.int64)
+        # A row that was written meanwhile may be torn: its copy is void (state 3).
+        tickets = torch.where(before == after, after, after | 3).view(torch.uint8)
+        return Saved(self.schema, None, [self._control.tensor.clone(), tickets, *fields])
 
     @staticmethod
     def reattach(saved: Saved) -> Store:
@@ -396,11 +419,14 @@ class Store:
         control.tensor.copy_(saved.parts[0])
         tickets.tensor.copy_(saved.parts[1])
         if any(not part.is_cpu for part in saved.parts):
-            return DeviceStore(schema, saved.parts[2:], control, tickets)
-        tensors = [_private_field(field, schema.capacity) for field in schema.fields]
-        for tensor, part in zip(tensors, saved.parts[2:], strict=True):
-            tensor.copy_(part)
-        return Store(schema, tensors, control, tickets)
+            store: Store = DeviceStore(schema, saved.parts[2:], control, tickets)
+        else:
+            tensors = [_private_field(field, schema.capacity) for field in schema.fields]
+            for tensor, part in zip(tensors, saved.parts[2:], strict=True):
+                tensor.copy_(part)
+            store = Store(schema, tensors, control, tickets)
+        store.core.recover()  # whoever was writing is not a writer of the copy
+        return store
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
@@ -461,7 +487,7 @@ class Store:
                 first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
             else:
                 assert plan.lane is not None  # a Plan has rows or a lane
-                lane = plan.lane.contiguous()
+                lane = _as_rows(plan.lane, "extend")
                 first = self.core.append_by_lane(lane.data_ptr(), n, addresses, rows.data_ptr())
         except _native.Stalled as error:
             raise WriterStalled(f"extend: {error}.") from error
@@ -477,7 +503,7 @@ class Store:
         Raises:
             RowError: a row is not live. Nothing is written.
         """
-        rows = rows.contiguous()
+        rows = _as_rows(rows, "edit")
         addresses = tuple([column.data_ptr() for column in columns])
         try:
             first = self.core.scatter(rows.data_ptr(), len(rows), tuple(which), addresses, False)
@@ -517,8 +543,10 @@ class Store:
         Raises:
             RowError: a row is outside ``[0, capacity)``.
         """
-        rows = rows.contiguous()
+        rows = _as_rows(rows, "read")
         n = rows.numel()
+        if expected is not None and expected.shape != rows.shape:
+            raise RuntimeError(f"read: expected one ticket per row, {list(rows.shape)}, got {list(expected.shape)}.")
         if which is None:
             which = self._which
             columns = self.allocate(n)
@@ -527,7 +555,7 @@ class Store:
             columns = [torch.empty((n, *f.shape), dtype=torch_dtype(f), device="cpu") for f in fields]
         wanted = 0
         if expected is not None:
-            expected = expected.contiguous()
+            expected = _as_rows(expected, "read")
             wanted = expected.data_ptr()
         addresses = tuple([column.data_ptr() for column in columns])
         try:
@@ -564,7 +592,7 @@ class Store:
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
-        rows = rows.contiguous()
+        rows = _as_rows(rows, "numbers_of")
         numbers = torch.empty_like(rows)
         self.core.numbers_of(rows.data_ptr(), rows.numel(), numbers.data_ptr())
         return numbers
@@ -732,6 +760,16 @@ _registry_lock = threading.Lock()
 os.register_at_fork(after_in_child=_registry.clear)
 
 
+def _forget_writers() -> None:
+    """In a forked child: threads of the parent that were writing to private memory do not exist here."""
+    for store in list(_private_stores):
+        if store.core.in_flight:
+            store.core.recover()
+
+
+os.register_at_fork(after_in_child=_forget_writers)
+
+
 def _identity(directory: Path) -> tuple[int, int] | None:
     try:
         status = os.stat(directory / layout.FOLDER)
@@ -765,7 +803,7 @@ def _close(core: Any, lock: _Alive, control: _Block, erased: tuple[Path, Schema]
     """Finalizer of a directory store. ``control`` keeps the words mapped until it ran."""
     if lock.pid != os.getpid():
         return  # a forked child: the store is its parent's
-    core.clean = True
+    core.clean = core.in_flight == 0  # a thread may be writing still: then the next open looks at the rows
     del control
     lock.release()
     if erased is not None:

@@ -117,8 +117,9 @@ class TensorStorage(Storage):
             store = Store.around(schema, [field.detach() for field in fields])
         else:
             store = DeviceStore.on(schema, self._device)
-            store.write(Plan(lane=0), fields, capacity)
-            store.core.write_count = 0
+            for tensor, field in zip(store.tensors, fields, strict=True):
+                tensor.copy_(field.detach())
+            store.core.fill()
         self._adopt(store, structure)
 
     # ---- set-up --------------------------------------------------------------------------------------------------------
