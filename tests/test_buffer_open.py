@@ -137,6 +137,33 @@ def test_components_come_back_whoever_wrote_first(folder):
     assert rb.batch_size == 2
 
 
+def test_a_second_buffer_that_only_listens_leaves_the_record_alone(folder):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=folder), sampler=SamplerWithoutReplacement())
+    rb.extend({"a": torch.arange(3)})
+    watching = ReplayBuffer(storage=rb.storage, sampler=Listener())
+    rb.extend({"a": torch.arange(3)})
+    assert len(watching.sampler.heard) == 1
+    rb.close()
+    assert type(ReplayBuffer.open(folder).sampler) is SamplerWithoutReplacement
+
+
+def test_components_come_back_whoever_wrote_before_a_crash(folder):
+    program = fresh.start(
+        """
+        import os, torch
+        from engram import LazyMemmapStorage, ReplayBuffer, SamplerWithoutReplacement
+
+        rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=folder), sampler=SamplerWithoutReplacement())
+        rb.empty()
+        rb.writer.extend({"a": torch.arange(3)})
+        os._exit(0)
+        """,
+        folder=str(folder),
+    )
+    assert program.wait() == 0
+    assert type(ReplayBuffer.open(folder).sampler) is SamplerWithoutReplacement
+
+
 def test_reading_with_other_components_leaves_the_record_alone(folder):
     written(folder, sampler=SamplerWithoutReplacement(), batch_size=2)
     ReplayBuffer.open(folder, sampler=RandomSampler(), batch_size=3).close()

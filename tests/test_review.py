@@ -13,7 +13,6 @@ from engram import (
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
-    SamplerWithoutReplacement,
     TensorStorage,
 )
 from engram.store import DeviceStore
@@ -134,15 +133,6 @@ def test_existing_data_fills_every_lane_of_a_device():
     store.core.fill()
     assert store.extent().filled == (4, 4)
     assert store.write(Plan(lane=1), [torch.tensor([9])], 1).rows.tolist() == [4]
-
-
-def test_open_notes_the_components_it_was_given(tmp_path):
-    rb = ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path / "r"))
-    rb.extend(torch.arange(8))
-    rb.close()
-    ReplayBuffer.open(tmp_path / "r", sampler=SamplerWithoutReplacement(drop_last=True), batch_size=3).close()
-    again = ReplayBuffer.open(tmp_path / "r")
-    assert (type(again.sampler), again.sampler.drop_last, again.batch_size) == (SamplerWithoutReplacement, True, 3)
 
 
 def test_refused_lanes_allocate_nothing():

@@ -126,7 +126,7 @@ class ReplayBuffer:
         self._warned_batch_size = False
         self._shut_down = False
         self._key = Key()
-        self._recorded = False
+        self._recorded = self._looked_for_record = False
         self._generator: torch.Generator | None = None
         self.set_rng(generator)
         self._sampler: Any = None
@@ -276,7 +276,11 @@ class ReplayBuffer:
         return int(self._storage.lanes)
 
     def observe(self, write: Write | None, data: Any) -> None:
-        """Called by the storage after a write through any buffer; tells the sampler if it listens."""
+        """Called by the storage after a write through any buffer or writer; tells the sampler if it listens."""
+        if write is not None and not (self._recorded or self._looked_for_record):
+            self._looked_for_record = True
+            if not self._is_recorded():
+                self._record()
         if self._hears or (write is None and hasattr(self._sampler, "observe")):
             self._sampler.observe(write, data)
 
@@ -736,6 +740,13 @@ class ReplayBuffer:
         }
         files.overwrite(store.directory / layout.FOLDER / layout.BUFFER, json.dumps(record).encode())
 
+    def _is_recorded(self) -> bool:
+        """Whether the directory names some components already."""
+        store = getattr(self._storage, "memory", None)
+        if store is None or store.directory is None or store.closed:
+            return True
+        return bool(_read_record(store.directory))
+
     def _record_more(self) -> dict[str, Any]:
         return {}
 
@@ -754,7 +765,7 @@ class ReplayBuffer:
     ) -> ReplayBuffer:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
-        Buffer class, sampler, writer and batch size are those it was used with last; an argument replaces one. If its
+        Buffer class, sampler, writer and batch size are those of the buffer that last wrote to it; an argument replaces one. If its
         process died, rows that were half written are set aside and that is logged. Within one process, a store that is open
         already is attached to.
 
@@ -798,8 +809,6 @@ class ReplayBuffer:
         except BaseException:
             storage.close()
             raise
-        if sampler is not None or writer is not None or batch_size is not None:
-            rb._record()
         return rb
 
     @classmethod
@@ -813,16 +822,7 @@ class ReplayBuffer:
         Called when the buffer is collected or the program ends, too. Where several buffers of this process use one store,
         it is the last one that closes it.
         """
-        self._record_first()
         self._storage.close()
-
-    def _record_first(self) -> None:
-        """Where the writer was used without the buffer, nothing may be recorded yet."""
-        store = getattr(self._storage, "memory", None)
-        if store is not None and store.directory is not None and not store.closed:
-            path = store.directory / layout.FOLDER / layout.BUFFER
-            if path.exists() and files.read_small(path, 1 << 20).strip() == layout.NO_RECORD.strip():
-                self._record()
 
     def start(self) -> Self:
         """Returns the buffer: it runs in this process."""
