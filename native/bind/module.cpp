@@ -271,6 +271,7 @@ void bind_store(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  nb::set_leak_warnings(false);  // what a program holds at its end is not a leak
   m.doc() = "The native core of engram. Private: use the classes of the package.";
   nb::exception<engram::Stalled>(m, "Stalled", PyExc_TimeoutError);
   nb::exception<engram::NothingLive>(m, "NothingLive", PyExc_RuntimeError);
