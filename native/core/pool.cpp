@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -49,10 +50,11 @@ class Pool {
       chunks_ = chunks;
       next_.store(0, std::memory_order_relaxed);
       busy_ = workers_.size();
-      ++round_;
+      round_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     take_chunks();
+    spin_until([this] { return busy_.load(std::memory_order_acquire) == 0; });
     std::unique_lock<std::mutex> guard(state_);
     done_.wait(guard, [this] { return busy_ == 0; });
   }
@@ -74,13 +76,25 @@ class Pool {
 
   void start_workers() {
     for (std::size_t i = 1; i < size(); ++i) {
-      workers_.emplace_back([this, seen = round_]() mutable { work(seen); });
+      workers_.emplace_back([this, seen = round_.load()]() mutable { work(seen); });
+    }
+  }
+
+  // Waking a thread takes as long as a job lasts: whoever waits looks for a moment before it sleeps. Short, because the core
+  // may be the learner's.
+  template <class Ready>
+  static void spin_until(Ready ready) {
+    constexpr auto kSpin = std::chrono::microseconds(100);
+    const auto end = std::chrono::steady_clock::now() + kSpin;
+    while (!ready() && std::chrono::steady_clock::now() < end) {
     }
   }
 
   void work(std::size_t seen) {
-    std::unique_lock<std::mutex> guard(state_);
+    std::unique_lock<std::mutex> guard(state_, std::defer_lock);
     for (;;) {
+      spin_until([&] { return round_.load(std::memory_order_acquire) != seen; });
+      guard.lock();
       wake_.wait(guard, [&] { return stop_ || round_ != seen; });
       if (stop_) return;
       seen = round_;
@@ -88,6 +102,7 @@ class Pool {
       take_chunks();
       guard.lock();
       if (--busy_ == 0) done_.notify_one();
+      guard.unlock();
     }
   }
 
@@ -125,7 +140,8 @@ class Pool {
   std::vector<std::thread> workers_;
   std::atomic<std::size_t> wanted_{1};
   std::atomic<std::size_t> next_{0};
-  std::size_t round_ = 0, busy_ = 0, chunks_ = 0;
+  std::atomic<std::size_t> round_{0}, busy_{0};
+  std::size_t chunks_ = 0;
   Task task_ = nullptr;
   void* context_ = nullptr;
   bool stop_ = false;
