@@ -20,8 +20,10 @@ from benchmarks.claims import Row, timed
 from benchmarks.data import identity
 from benchmarks.timing import Effort, Side, Timing, alternate
 
-FRAMES = Effort(calls=10, blocks=50, lead=10)
-"""Ten calls before each block: torch's threads go on spinning for some milliseconds after their last work."""
+FRAMES = Effort(calls=10, blocks=50, lead=10, rest_s=0.03)
+"""A rest before each block, for all alike: torch's threads go on spinning for five to ten milliseconds after
+their last work, on a core that the next side would use.
+"""
 
 PLAUSIBLE_GAIN = (0.85, 2.2)
 """What a second thread can do for the plain copy. Outside, another program had one of the cores."""

@@ -31,12 +31,15 @@ class Effort:
     """How much is measured: ``blocks`` counted rounds after ``warmup`` uncounted ones, ``calls`` per block.
 
     ``lead`` calls before each block are not timed, so that no block pays for the switch from another side.
+    Before those nobody does anything for ``rest_s`` seconds: threads that the side before keeps spinning, in
+    case there is more to do, go to sleep and leave the cores.
     """
 
     calls: int
     blocks: int
     warmup: int = 2
     lead: int = 3
+    rest_s: float = 0
 
     def scaled(self, share: float) -> "Effort":
         """The same blocks, fewer of them: never fewer than five, or quartiles mean nothing."""
@@ -113,6 +116,8 @@ def _block(side: Side, effort: Effort, clock: Callable[[], int]) -> int:
     """Nanoseconds of ``effort.calls`` calls."""
     if side.prepare is not None:
         side.prepare()
+    if effort.rest_s:
+        time.sleep(effort.rest_s)
     call = side.call
     for _ in range(effort.lead):
         call()

@@ -209,6 +209,21 @@ def test_optional_attributes():
     assert not rb.can_sample(3)
 
 
+def test_iteration_clears_the_flag():
+    class EverySecond(Newest):
+        ran_out = False
+        draws = 0
+
+        def draw(self, extent, batch_size, key):
+            self.draws += 1
+            self.ran_out |= self.draws % 2 == 0
+            return super().draw(extent, batch_size, key)
+
+    rb = ReplayBuffer(5, sampler=EverySecond(), batch_size=2)
+    rb.extend(torch.arange(4))
+    assert [len(list(rb)) for _ in range(3)] == [2, 2, 2]
+
+
 # ---- tickets: rows that moved since they were chosen ---------------------------------------------------------------------------------
 
 

@@ -185,6 +185,7 @@ def test_inserted_before_another(rb):
     assert rb[:].tolist() == [10, 12, 14, 16]
     rb.insert_transform(0, lambda x: x * 2, invert=True)
     assert rb.add(torch.tensor(4.0)) == 4
+    assert rb.storage[4] == 8
     assert rb[4] == 26
 
 

@@ -33,6 +33,15 @@ def test_ranks_are_the_live_rows_in_order(case):
     assert extent.rows(backwards).tolist() == live[::-1]
 
 
+@settings(max_examples=200, deadline=None, database=None)
+@given(extents())
+def test_it_contains_the_live_rows_and_nothing_else(case):
+    extent, live = case
+    rows = torch.arange(-2, extent.capacity + 3)
+    assert rows[extent.contains(rows)].tolist() == live
+    assert extent.contains(rows.flip(0).reshape(1, -1)).shape == (1, len(rows))
+
+
 def test_rows_of_one_lane_are_the_ranks_themselves():
     ranks = torch.tensor([2, 0, 0])
     assert Extent(10, (3,), (3,)).rows(ranks) is ranks

@@ -1,6 +1,9 @@
 #include "pool.h"
 
 #include <pthread.h>
+#ifdef __linux__
+#include <sched.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -14,6 +17,30 @@
 
 namespace engram {
 namespace {
+
+#ifdef __linux__
+
+int current_core() { return sched_getcpu(); }
+
+// Moves the calling thread from `core` to any other that it may use. Linux takes an idle virtual core for one that the
+// host has preempted, and wakes a thread on its waker's core instead: there it waits until the waker has done the work.
+void leave_core(int core) {
+  if (core < 0 || current_core() != core) return;
+  cpu_set_t all;
+  if (sched_getaffinity(0, sizeof all, &all) != 0) return;
+  cpu_set_t others = all;
+  CPU_CLR(static_cast<std::size_t>(core), &others);
+  if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0) {
+    sched_setaffinity(0, sizeof all, &all);
+  }
+}
+
+#else
+
+int current_core() { return -1; }
+void leave_core(int) {}
+
+#endif
 
 class Pool {
  public:
@@ -48,12 +75,17 @@ class Pool {
       task_ = task;
       context_ = context;
       chunks_ = chunks;
+      open_ = true;
+      core_ = current_core();
       next_.store(0, std::memory_order_relaxed);
-      busy_ = workers_.size();
       round_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     take_chunks();
+    {
+      std::lock_guard<std::mutex> guard(state_);
+      open_ = false;  // nothing is left to take: whoever wakes only now is not waited for
+    }
     spin_until([this] { return busy_.load(std::memory_order_acquire) == 0; });
     std::unique_lock<std::mutex> guard(state_);
     done_.wait(guard, [this] { return busy_ == 0; });
@@ -98,11 +130,16 @@ class Pool {
       wake_.wait(guard, [&] { return stop_ || round_ != seen; });
       if (stop_) return;
       seen = round_;
+      const int core = core_;
+      if (open_) {
+        ++busy_;
+        guard.unlock();
+        take_chunks();
+        guard.lock();
+        if (--busy_ == 0) done_.notify_one();
+      }
       guard.unlock();
-      take_chunks();
-      guard.lock();
-      if (--busy_ == 0) done_.notify_one();
-      guard.unlock();
+      leave_core(core);
     }
   }
 
@@ -140,10 +177,13 @@ class Pool {
   std::vector<std::thread> workers_;
   std::atomic<std::size_t> wanted_{1};
   std::atomic<std::size_t> next_{0};
-  std::atomic<std::size_t> round_{0}, busy_{0};
+  std::atomic<std::size_t> round_{0};  // counts jobs
+  std::atomic<std::size_t> busy_{0};   // workers inside the job
   std::size_t chunks_ = 0;
   Task task_ = nullptr;
   void* context_ = nullptr;
+  int core_ = -1;      // the caller's
+  bool open_ = false;  // the job has chunks to take
   bool stop_ = false;
 };
 

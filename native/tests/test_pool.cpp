@@ -91,6 +91,12 @@ TEST(a_busy_pool_makes_nobody_wait) {
   holder.join();
 }
 
+TEST(late_threads_take_nothing_of_the_next_job) {
+  // Far more threads than cores or chunks: most wake when their job is over, many when the next one has begun.
+  set_num_threads(40);
+  for (int round = 0; round < 500; ++round) EXPECT(each_once(static_cast<std::size_t>(2 + round % 5)));
+}
+
 TEST(callers_at_the_same_time_do_not_mix) {
   set_num_threads(3);
   std::vector<std::thread> callers;
