@@ -4,46 +4,41 @@
 #include <atomic>
 #include <cstring>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 namespace engram {
 namespace {
-
-// Rows ahead of the copy whose first bytes are fetched: enough to hide one memory access behind the copies of small rows.
-constexpr std::uint64_t kAhead = 16;
 
 // Rows at least this long are copied as one stream across rows.
 constexpr std::uint64_t kLongRow = 4096;
 
-inline void prefetch(const std::byte* p) { __builtin_prefetch(p, 0, 0); }
-
 template <std::uint64_t N>
-void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
-  std::uint64_t j = 0;
-  for (; j + kAhead < n; ++j) {
-    const std::byte* next = data + static_cast<std::uint64_t>(rows[j + kAhead]) * N;
-    prefetch(next);
-    if constexpr (N > 16) prefetch(next + N - 1);  // a row may lie across two cache lines
+void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t n, std::byte* out, Field next) {
+  for (std::uint64_t j = 0; j < n; ++j) {
+    if (next.data != nullptr) prefetch_row(next, rows[j]);
     std::memcpy(out + j * N, data + static_cast<std::uint64_t>(rows[j]) * N, N);
   }
-  for (; j < n; ++j) std::memcpy(out + j * N, data + static_cast<std::uint64_t>(rows[j]) * N, N);
 }
 
-[[maybe_unused]] void gather_any(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
+[[maybe_unused]] void gather_any(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out,
+                                 Field next) {
   const std::uint64_t bytes = field.row_bytes;
   // Of a long row the hardware prefetches the rest by itself once its first lines were touched.
   const std::uint64_t head = std::min<std::uint64_t>(bytes, 512);
-  const std::uint64_t ahead = bytes <= 256 ? kAhead : bytes <= kLongRow ? 4 : 1;
+  const std::uint64_t ahead = bytes <= 256 ? 16 : bytes <= kLongRow ? 4 : 1;
   for (std::uint64_t j = 0; j < n; ++j) {
+    if (next.data != nullptr) prefetch_row(next, rows[j]);
     if (j + ahead < n) {
-      const std::byte* next = field.data + static_cast<std::uint64_t>(rows[j + ahead]) * bytes;
-      for (std::uint64_t line = 0; line < head; line += 64) prefetch(next + line);
+      const std::byte* row = field.data + static_cast<std::uint64_t>(rows[j + ahead]) * bytes;
+      for (std::uint64_t line = 0; line < head; line += 64) __builtin_prefetch(row + line);
     }
     std::memcpy(out + j * bytes, field.data + static_cast<std::uint64_t>(rows[j]) * bytes, bytes);
   }
 }
 
 #if defined(__x86_64__) && !defined(ENGRAM_TSAN)
-
-typedef char Wide __attribute__((vector_size(32), aligned(1), may_alias));
 
 // Long rows, in wide moves that fetch what lies 4 KiB ahead, in this row or the next: memcpy leaves that to the hardware,
 // which begins anew at every row and page. 15 % less time for rows of 28 kB outside the caches; narrow moves gain nothing.
@@ -56,12 +51,11 @@ typedef char Wide __attribute__((vector_size(32), aligned(1), may_alias));
     std::byte* to = out + j * bytes;
     std::uint64_t i = 0;
     for (; i + 64 <= bytes; i += 64) {
-      prefetch(i + kLongRow < bytes ? from + i + kLongRow : next + (i + kLongRow - bytes));
-      const auto* source = reinterpret_cast<const Wide*>(from + i);
-      auto* target = reinterpret_cast<Wide*>(to + i);
-      const Wide a = source[0], b = source[1];
-      target[0] = a;
-      target[1] = b;
+      __builtin_prefetch(i + kLongRow < bytes ? from + i + kLongRow : next + (i + kLongRow - bytes));
+      const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+      const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 32));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), a);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i + 32), b);
     }
     std::memcpy(to + i, from + i, bytes - i);
   }
@@ -83,7 +77,7 @@ void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
   for (std::uint64_t i = 0; i < bytes; ++i) std::atomic_ref(to[i]).store(from[i], std::memory_order_release);
 }
 
-void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
+void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, const Field*) {
   for (std::uint64_t j = 0; j < n; ++j) {
     copy_from_shared(out + j * field.row_bytes, field.data + static_cast<std::uint64_t>(rows[j]) * field.row_bytes,
                      field.row_bytes);
@@ -101,40 +95,41 @@ void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
-void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
+void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, const Field* next) {
+  const Field after = next == nullptr ? Field{nullptr, 0} : *next;
   // A copy of constant size is a few moves; a call of memcpy costs more than the bytes of a small row.
   switch (field.row_bytes) {
     case 0:
       return;
     case 1:
-      return gather_fixed<1>(field.data, rows, n, out);
+      return gather_fixed<1>(field.data, rows, n, out, after);
     case 2:
-      return gather_fixed<2>(field.data, rows, n, out);
+      return gather_fixed<2>(field.data, rows, n, out, after);
     case 4:
-      return gather_fixed<4>(field.data, rows, n, out);
+      return gather_fixed<4>(field.data, rows, n, out, after);
     case 8:
-      return gather_fixed<8>(field.data, rows, n, out);
+      return gather_fixed<8>(field.data, rows, n, out, after);
     case 12:
-      return gather_fixed<12>(field.data, rows, n, out);
+      return gather_fixed<12>(field.data, rows, n, out, after);
     case 16:
-      return gather_fixed<16>(field.data, rows, n, out);
+      return gather_fixed<16>(field.data, rows, n, out, after);
     case 24:
-      return gather_fixed<24>(field.data, rows, n, out);
+      return gather_fixed<24>(field.data, rows, n, out, after);
     case 32:
-      return gather_fixed<32>(field.data, rows, n, out);
+      return gather_fixed<32>(field.data, rows, n, out, after);
     case 48:
-      return gather_fixed<48>(field.data, rows, n, out);
+      return gather_fixed<48>(field.data, rows, n, out, after);
     case 64:
-      return gather_fixed<64>(field.data, rows, n, out);
+      return gather_fixed<64>(field.data, rows, n, out, after);
     case 96:
-      return gather_fixed<96>(field.data, rows, n, out);
+      return gather_fixed<96>(field.data, rows, n, out, after);
     case 128:
-      return gather_fixed<128>(field.data, rows, n, out);
+      return gather_fixed<128>(field.data, rows, n, out, after);
     default:
 #ifdef __x86_64__
       if (field.row_bytes >= kLongRow && __builtin_cpu_supports("avx2")) return gather_long_avx2(field, rows, n, out);
 #endif
-      return gather_any(field, rows, n, out);
+      return gather_any(field, rows, n, out, after);
   }
 }
 

@@ -17,7 +17,15 @@ struct Field {
 void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes);
 void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes);
 
-/// out[j] = field[rows[j]] for j in [0, n). Rows must have been checked.
-void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out);
+/// Asks the memory for a row that is about to be copied: a small row lies in one cache line or across two.
+inline void prefetch_row(const Field& field, std::int64_t row) {
+  const std::byte* first = field.data + static_cast<std::uint64_t>(row) * field.row_bytes;
+  __builtin_prefetch(first);
+  if (field.row_bytes > 16) __builtin_prefetch(first + field.row_bytes - 1);
+}
+
+/// out[j] = field[rows[j]] for j in [0, n). Rows must have been checked. Meanwhile the same rows of `next`, the field that
+/// will be gathered after this one (or null), are asked for: the waits for memory then lie beside the copies.
+void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, const Field* next);
 
 }  // namespace engram

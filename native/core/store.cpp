@@ -263,15 +263,21 @@ std::uint64_t Store::block_rows(std::span<const std::uint64_t> which) const {
   return std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, bytes), 1, kBlockRows);
 }
 
+// Asks for the tickets of rows that will be read soon: one block ahead, so that nobody waits for them.
+void Store::prefetch_tickets(const std::int64_t* rows, std::uint64_t n) const {
+  for (std::uint64_t i = 0; i < n; ++i) __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i])));
+}
+
 // Reads rows[0, n), n <= 64, into places at … of the batch; bit i of *moved says that rows[i] was not whole throughout.
 bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Batch batch,
                        std::uint64_t at, const std::int64_t* expected, std::int64_t* numbers_out,
                        std::uint64_t* moved) const {
   static_assert(kBlockRows <= 64);
   std::uint64_t words[kBlockRows];
-  for (std::uint64_t i = 0; i < n; ++i) __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i])), 0, 3);
+  const Field* first = which.empty() ? nullptr : &fields_[which[0]];
   std::uint64_t bad = 0;
   for (std::uint64_t i = 0; i < n; ++i) {
+    if (first != nullptr) prefetch_row(*first, rows[i]);
     words[i] = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
     const bool ok = is_committed(words[i]) &&
                     (expected == nullptr || number_of(words[i]) == static_cast<std::uint64_t>(expected[i]));
@@ -280,7 +286,8 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
   }
   for (std::uint64_t f = 0; f < which.size(); ++f) {
     const Field& field = fields_[which[f]];
-    gather_rows(field, rows, n, batch[f] + at * field.row_bytes);
+    const Field* next = f + 1 < which.size() ? &fields_[which[f + 1]] : nullptr;
+    gather_rows(field, rows, n, batch[f] + at * field.row_bytes, next);
   }
   fence(std::memory_order_acquire);
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -324,7 +331,9 @@ std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t 
   const std::uint64_t block = block_rows(which);
   std::vector<std::uint64_t> moved((n + block - 1) / block);
   for_each_chunk(n, bytes, block, [&](std::uint64_t begin, std::uint64_t end) {
+    prefetch_tickets(rows + begin, std::min(block, end - begin));
     for (std::uint64_t i = begin; i < end; i += block) {
+      if (i + block < end) prefetch_tickets(rows + i + block, std::min(block, end - i - block));
       read_block(rows + i, std::min(block, end - i), which, batch, i, expected == nullptr ? nullptr : expected + i,
                  numbers_out == nullptr ? nullptr : numbers_out + i, &moved[i / block]);
     }
@@ -362,10 +371,17 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
   };
 
   for_each_chunk(n, row_bytes_, block, [&](std::uint64_t begin, std::uint64_t end) {
-    std::int64_t chosen[kBlockRows];
-    for (std::uint64_t i = begin; i < end && !impatient.load(std::memory_order_relaxed); i += block) {
+    std::int64_t drawn[2][kBlockRows];
+    std::int64_t *chosen = drawn[0], *upcoming = drawn[1];
+    const auto choose = [&](std::uint64_t i, std::int64_t* rows) {
       const std::uint64_t count = std::min(block, end - i);
-      for (std::uint64_t j = 0; j < count; ++j) chosen[j] = spans.row(random.below(spans.total(), i + j));
+      for (std::uint64_t j = 0; j < count; ++j) rows[j] = spans.row(random.below(spans.total(), i + j));
+      prefetch_tickets(rows, count);
+    };
+    choose(begin, chosen);
+    for (std::uint64_t i = begin; i < end && !impatient.load(std::memory_order_relaxed); i += block) {
+      if (i + block < end) choose(i + block, upcoming);
+      const std::uint64_t count = std::min(block, end - i);
       std::uint64_t moved = 0;
       read_block(chosen, count, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved);
       for (; moved != 0; moved &= moved - 1) {
@@ -373,6 +389,7 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
         redraw(i + j, &chosen[j]);
       }
       if (rows_out != nullptr) std::memcpy(rows_out + i, chosen, count * sizeof(std::int64_t));
+      std::swap(chosen, upcoming);
     }
   });
   if (impatient.load(std::memory_order_relaxed)) sample_listed(random, n, batch, rows_out, numbers_out);

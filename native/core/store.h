@@ -78,6 +78,7 @@ class Store {
   std::vector<std::int64_t> live_rows() const;
   void sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                      std::int64_t* numbers_out) const;
+  void prefetch_tickets(const std::int64_t* rows, std::uint64_t n) const;
   bool read_block(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Batch batch,
                   std::uint64_t at, const std::int64_t* expected, std::int64_t* numbers_out,
                   std::uint64_t* moved) const;

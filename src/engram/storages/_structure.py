@@ -52,12 +52,14 @@ class Structure:
         self._batch_shapes: dict[int, list[torch.Size]] = {}
         self._layout = _native.Layout(dlpack_specs(self.fields))
         leaves = list(root.children.values())
-        #: Names of the fields in order, if the structure is one flat TensorDict: the common case has a short path.
+        #: Names of the fields in order, if a row is one flat TensorDict or dict: the common cases have a short path.
         self._flat = (
             tuple(root.children)
-            if root.kind == "tensordict" and all(c.kind == "leaf" and c.field == i for i, c in enumerate(leaves))
+            if root.kind in ("tensordict", "dict")
+            and all(c.kind == "leaf" and c.field == i for i, c in enumerate(leaves))
             else None
         )
+        self._flat_type = TensorDict if self.is_tensordict else dict
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_layout"}
@@ -112,8 +114,8 @@ class Structure:
             RuntimeError: a shape or dtype differs from the first row's.
             TypeError: a leaf is no tensor or array, or data is of another kind than the first row.
         """
-        if self._flat is not None and self.on_host and type(data) is TensorDict:
-            source = entries_of(data)
+        if self._flat is not None and self.on_host and type(data) is self._flat_type:
+            source = entries_of(data) if self.is_tensordict else data
             if len(source) == len(self._flat):
                 try:
                     columns = [source[name] for name in self._flat]
@@ -220,6 +222,8 @@ class Structure:
         """Data of this structure around columns ``[n, *shape]``. No copy."""
         if self._is_leaf:
             return columns[0]
+        if self._flat is not None and not self.is_tensordict:
+            return dict(zip(self._flat, columns))  # noqa: B905 - strict costs, and both are the schema's
         return self.unflatten(columns, torch.Size((n,)), device)
 
     def unflatten(
@@ -230,7 +234,7 @@ class Structure:
         extra: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """Data of this structure around columns ``[*batch, *shape]``. No copy. ``extra`` joins the root's entries."""
-        if self._flat is not None:
+        if self._flat is not None and self.is_tensordict:
             source: dict[str, Any] = dict(zip(self._flat, columns))  # noqa: B905 - strict costs, and both are the schema's
             if extra:
                 source.update(extra)
