@@ -84,7 +84,13 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
     if (state_of(seen) == State::writing) return Mark::busy;
   } while (!word.compare_exchange_weak(seen, ticket(number, State::writing), std::memory_order_acq_rel,
                                        std::memory_order_acquire));
-  if (state_of(seen) == State::voided) control_.counters().void_rows.fetch_sub(1, std::memory_order_relaxed);
+  if (state_of(seen) == State::voided) {
+    // Never below zero: an empty() may just have forgotten them all.
+    Word& left = control_.counters().void_rows;
+    std::uint64_t n = left.load(std::memory_order_relaxed);
+    while (n > 0 && !left.compare_exchange_weak(n, n - 1, std::memory_order_relaxed)) {
+    }
+  }
   return Mark::marked;
 }
 

@@ -132,10 +132,11 @@ def test_the_store_of_the_demo_reopens(finished):
     rows = rb[:]
     ended = rows["next", "done"].squeeze(1)
     assert torch.equal(ended, (rows["next", "terminated"] | rows["next", "truncated"]).squeeze(1))
-    # Within an episode, also over the change of process, what follows is what was observed next.
+    # Within an episode what follows is what was observed next. A process that stops ends its episode.
     inside = (~ended[:-1]).nonzero().squeeze(1)
-    inside = inside[inside != 449]  # a new process begins a new episode
     assert torch.equal(rows["next", "observation"][inside], rows["observation"][inside + 1])
+    assert bool(ended[449]), "the process was replaced here"
+    assert bool(ended[-1])
     assert rb.sample()["index_generation"].shape == (128,)
     rb.close()
 
@@ -152,14 +153,23 @@ def test_a_seed_is_a_run(tmp_path):
     assert not torch.equal(runs[0], runs[2])
 
 
+def started(folder):
+    command = [sys.executable, "-c", "from engram.cli import main; main()", "demo", "--dir", str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert path.exists()
+
+
 @pytest.mark.parametrize("group", [True, False], ids=["as a terminal does", "to the parent alone"])
 def test_control_c_leaves_a_store_that_reopens(tmp_path, group):
     folder = tmp_path / "run"
-    command = [sys.executable, "-c", "from engram.cli import main; main()", "demo", "--dir", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not (folder / "replay" / ".engram" / "store.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    process = started(folder)
+    wait_for(folder / "replay" / ".engram" / "store.json")
     time.sleep(1)
     (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=60)
@@ -169,4 +179,28 @@ def test_control_c_leaves_a_store_that_reopens(tmp_path, group):
     assert rb.storage.store.repair is None  # closed in order
     assert len(rb) > 0
     assert len(rb.sample()) == 128
+    rb.close()
+
+
+def test_control_c_before_it_has_begun(tmp_path):
+    """The training process is still importing torch."""
+    folder = tmp_path / "run"
+    process = started(folder)
+    wait_for(folder)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_the_training_ends_with_the_demo(tmp_path):
+    folder = tmp_path / "run"
+    process = started(folder)
+    wait_for(folder / "replay" / ".engram" / "store.json")
+    process.kill()
+    wait_for(folder / "progress.json")
+    process.communicate(timeout=60)  # until the training process, which has the same pipes, is gone, too
+    rb = ReplayBuffer.open(folder / "replay")
+    assert rb.storage.store.repair is None  # closed in order
     rb.close()

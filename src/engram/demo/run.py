@@ -14,6 +14,9 @@ from engram.demo.task import INTERRUPTED, REPLACE
 
 __all__ = ["new_folder", "run"]
 
+TELL_AGAIN_S = 0.5
+"""Between two requests to end."""
+
 
 def run(*, steps: int, directory: Path | None, seed: int) -> int:
     """Train, replace the process half-way, go on, report. The exit code: 0, or 130 after Ctrl-C.
@@ -68,14 +71,22 @@ def _check_packages() -> None:
 
 def _train(folder: Path, steps: int, seed: int, phase: str) -> int:
     command = [sys.executable, "-m", "engram.demo.training", str(folder), str(steps), str(seed), phase]
-    process = subprocess.Popen(command)  # noqa: S603 - this interpreter, our own module
+    # Until the child listens, Ctrl-C does nothing to it: it is told again until it ends in order.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(command)  # noqa: S603 - this interpreter, our own module
+    finally:
+        signal.signal(signal.SIGINT, handler)
     interrupted = False
     while True:
         try:
-            code = process.wait()
+            code = process.wait(TELL_AGAIN_S if interrupted else None)
             return INTERRUPTED if interrupted else code
-        except KeyboardInterrupt:  # a terminal sends it to the child, too, which ends in order; others may not
+        except KeyboardInterrupt:
             interrupted = True
+        except subprocess.TimeoutExpired:
+            pass
+        if process.poll() is None:
             process.send_signal(signal.SIGINT)
 
 

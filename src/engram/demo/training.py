@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -69,7 +70,7 @@ class Training:
                 batch_size=BATCH,
                 generator=self.generator,
             )
-        self._newest = 0
+        self._newest = -1
         self._observation: np.ndarray[Any, Any] | None = None
         self._return = 0.0
 
@@ -109,8 +110,9 @@ class Training:
         if terminated or truncated:
             progress.returns.append(self._return)
             self._observation = None
+        self._newest = row
         if len(self.replay) >= LEARN_FROM and progress.steps % LEARN_EVERY == 0:
-            self._learn(row)
+            self._learn()
 
     def _choose(self, observation: torch.Tensor) -> int:
         first, last, steps = EPSILON
@@ -119,7 +121,7 @@ class Training:
             return int(torch.randint(2, (), generator=self.generator))
         return self.agent.act(observation)
 
-    def _learn(self, row: int) -> None:
+    def _learn(self) -> None:
         progress = self.progress
         start = time.perf_counter()
         batch = self.replay.sample()
@@ -130,12 +132,15 @@ class Training:
         _keep(progress.sample_us, (sampled - start) * 1e6)
         _keep(progress.update_us, (end - start) * 1e6)
         if progress.updates % 50 == 0:
-            newest = int(self.replay.writer.generations_of(row))
+            newest = int(self.replay.writer.generations_of(self._newest))
             for generation in batch["index_generation"][:16].tolist():
                 _keep(progress.ages, newest - generation)
 
     def save(self) -> None:
-        """Write what the next process needs, and close the replay."""
+        """Write what the next process needs, and close the replay. An episode under way ends here: nobody goes on with it."""
+        if self._observation is not None:
+            for key in ("truncated", "done"):
+                self.replay.set_at_(("next", key), torch.tensor([[True]]), [self._newest])
         self.progress.save(self.folder, self.agent.arrays())
         self.replay.close()
 
@@ -158,6 +163,7 @@ def run(folder: Path, steps: int, seed: int, *, first: bool) -> int:
         interrupted = True
 
     signal.signal(signal.SIGINT, interrupt)
+    parent = os.getppid()
     training = Training(folder, seed)
     progress = training.progress
     console = Console()
@@ -172,6 +178,7 @@ def run(folder: Path, steps: int, seed: int, *, first: bool) -> int:
         updates = progress.updates
         while progress.steps < steps and not interrupted:
             training.step()
+            interrupted |= os.getppid() != parent  # nobody is left to go on
             now = time.perf_counter()
             if now - shown > (0.2 if console.is_terminal else 5.0):
                 shown = now
