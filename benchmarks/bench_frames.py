@@ -20,8 +20,8 @@ from benchmarks.claims import Row, timed
 from benchmarks.data import identity
 from benchmarks.timing import Effort, Side, Timing, alternate
 
-FRAMES = Effort(calls=10, blocks=50, lead=10, rest_s=0.03)
-"""A rest before each block, for all alike: torch's threads go on spinning for five to ten milliseconds after
+FRAMES = Effort(calls=20, blocks=50, lead=20, rest_s=0.03)
+"""Twenty calls not timed: a thread that slept is on its feet after some three milliseconds. A rest before each block, for all alike: torch's threads go on spinning for five to ten milliseconds after
 their last work, on a core that the next side would use.
 """
 
