@@ -206,7 +206,7 @@ void bind_store(nb::module_& m) {
           "empty",
           [](Store& self, bool keep_write_count) {
             nb::gil_scoped_release release;
-            self.control().empty(keep_write_count);
+            self.empty(keep_write_count);
           },
           "keep_write_count"_a)
       .def(

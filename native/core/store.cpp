@@ -68,6 +68,15 @@ Store::Store(Control control, std::vector<Field> fields, std::uint64_t participa
   for (const Field& field : fields_) row_bytes_ += field.row_bytes;
 }
 
+// Either this sees an index that was just attached, or that index, when it looks around, sees what was just committed.
+template <class Tell>
+void Store::tell_indexes(Tell&& tell) const {
+  fence(std::memory_order_seq_cst);
+  const auto* list = indexes_->current.load(std::memory_order_acquire);
+  if (list == nullptr) return;
+  for (Index* index : *list) tell(*index);
+}
+
 // Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: somebody else
 // is writing it.
 Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place) {
@@ -161,7 +170,10 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   {
     const ClaimGuard claim(participant_, t0, n, static_cast<std::int64_t>(lane), p0);
+    std::vector<std::int64_t> rows;
+    if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
     write_ring(lane, p0, n, t0, columns, nullptr, rows_out);
+    tell_indexes([&](Index& index) { index.written(rows_out, n, t0); });
   }
   control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
   return t0;
@@ -192,9 +204,12 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   {
     const ClaimGuard claim(participant_, t0, n, -1, 0);
+    std::vector<std::int64_t> rows;
+    if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
     for (const Run& run : runs) {
       write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin, rows_out);
     }
+    tell_indexes([&](Index& index) { index.written(rows_out, n, t0); });
   }
   control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
   return t0;
@@ -227,6 +242,8 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
       }
       fence(std::memory_order_release);
       commit(gap, number);
+      const auto zeroed = static_cast<std::int64_t>(gap);
+      tell_indexes([&](Index& index) { index.written(&zeroed, 1, number); });
     }
   }
 }
@@ -259,8 +276,30 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
     fence(std::memory_order_release);
     commit(row, t0 + i);
   }
+  tell_indexes([&](Index& index) {
+    if (grow) {
+      index.written(rows, n, t0);
+    } else {
+      index.edited(rows, n, t0, which);
+    }
+  });
   if (grow) control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
   return t0;
+}
+
+void Store::empty(bool keep_write_count) {
+  control_.empty(keep_write_count);
+  tell_indexes([](Index& index) { index.emptied(); });
+}
+
+void Store::attach(Index& index) {
+  std::lock_guard<std::mutex> guard(indexes_->attaching);
+  const auto* before = indexes_->current.load(std::memory_order_relaxed);
+  auto list = before == nullptr ? std::vector<Index*>{} : *before;
+  list.push_back(&index);
+  indexes_->lists.push_back(std::make_unique<const std::vector<Index*>>(std::move(list)));
+  indexes_->current.store(indexes_->lists.back().get(), std::memory_order_release);
+  fence(std::memory_order_seq_cst);
 }
 
 std::uint64_t Store::block_rows(std::span<const std::uint64_t> which) const {

@@ -7,13 +7,17 @@
 // Every method may be called from any thread. Threads that write at the same time each hold a claim.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
 #include "control.h"
 #include "gather.h"
+#include "index.h"
 #include "random.h"
 
 namespace engram {
@@ -46,6 +50,13 @@ class Store {
   std::uint64_t scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                         Columns columns, bool grow);
 
+  /// Forgets all rows (Control::empty), and tells the indexes.
+  void empty(bool keep_write_count);
+
+  /// From now on every write is told to the index too, which must outlive the store. Writes that are under way may not be:
+  /// what was written before, the index looks up by itself after this call.
+  void attach(Index& index);
+
   /// Copies rows into a batch. Returns the positions whose row was not whole, or changed during the copy, or no longer
   /// holds `expected` (ticket numbers, may be null); their content in the batch is unspecified.
   std::vector<std::int64_t> gather(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
@@ -69,6 +80,8 @@ class Store {
   };
   enum class Mark { marked, lapped, busy };
 
+  template <class Tell>
+  void tell_indexes(Tell&& tell) const;
   void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
                   const std::int64_t* pick, std::int64_t* rows_out);
   void grow_over(const std::int64_t* rows, std::uint64_t n);
@@ -89,6 +102,14 @@ class Store {
   std::vector<Field> fields_;
   std::vector<std::uint64_t> all_;  // 0 … fields - 1
   std::uint64_t row_bytes_ = 0;     // of all fields
+
+  /// Grows while others write: each list is complete and never changed, older ones stay for whoever still walks them.
+  struct Indexes {
+    std::atomic<const std::vector<Index*>*> current{nullptr};
+    std::vector<std::unique_ptr<const std::vector<Index*>>> lists;
+    std::mutex attaching;
+  };
+  std::unique_ptr<Indexes> indexes_ = std::make_unique<Indexes>();
 };
 
 }  // namespace engram

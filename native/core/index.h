@@ -1,0 +1,26 @@
+// What a store keeps beside its rows for samplers, up to date with every write, whoever writes.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+namespace engram {
+
+/// Called by the write path after the rows are committed, from the writing thread. An index has a lock of its own, and
+/// looks at the tickets under it: by then a row may hold a newer write already, whose own call comes.
+class Index {
+ public:
+  virtual ~Index() = default;
+
+  /// rows[0, n) hold new steps; row i was written under number t0 + i. Of a row named twice the last write stays.
+  virtual void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) = 0;
+
+  /// Fields `which` of live rows were replaced; the rows have new numbers, t0 + i.
+  virtual void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0,
+                      std::span<const std::uint64_t> which) = 0;
+
+  /// All rows were forgotten.
+  virtual void emptied() = 0;
+};
+
+}  // namespace engram
