@@ -21,8 +21,9 @@ from benchmarks.data import identity
 from benchmarks.timing import Effort, Side, Timing, alternate
 
 FRAMES = Effort(calls=20, blocks=50, lead=20, rest_s=0.03)
-"""Twenty calls not timed: a thread that slept is on its feet after some three milliseconds. A rest before each block, for all alike: torch's threads go on spinning for five to ten milliseconds after
-their last work, on a core that the next side would use.
+"""A rest before each block, for all alike: torch's threads go on spinning for five to ten milliseconds after
+their last work, on a core that the next side would use. Then twenty calls that are not timed: threads are
+made, or woken, in the first three milliseconds. What is measured is a learner that samples again and again.
 """
 
 PLAUSIBLE_GAIN = (0.85, 2.2)

@@ -417,7 +417,10 @@ def test_half_written_rows_are_set_aside(folder):
 
     rb = ReplayBuffer.open(folder)
     assert rb.storage.store.repair == (1, 1, 0)
-    assert str(rb.storage.store.repair) == "1 unfinished writes, 1 half-written rows and 0 reserved rows set aside"
+    assert (
+        str(rb.storage.store.repair)
+        == "1 unfinished writes, 1 half-written rows and 0 rows that were never begun set aside"
+    )
     assert len(rb) == 5
     assert rb[:]["a"].tolist() == [0, 1, 3, 4, 6]
     assert set(rb.sample(300)["a"].tolist()) == {0, 1, 3, 4, 6}

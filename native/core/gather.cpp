@@ -11,7 +11,7 @@
 namespace engram {
 namespace {
 
-// Rows at least this long are copied as one stream across rows.
+// Rows at least this long are copied as one stream across rows, fetched that far ahead: never farther than the next row.
 constexpr std::uint64_t kLongRow = 4096;
 
 template <std::uint64_t N>

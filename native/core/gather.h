@@ -25,7 +25,8 @@ inline void prefetch_row(const Field& field, std::int64_t row) {
 }
 
 /// out[j] = field[rows[j]] for j in [0, n). Rows must have been checked. Meanwhile the same rows of `next`, the field that
-/// will be gathered after this one (or null), are asked for: the waits for memory then lie beside the copies.
+/// will be gathered after this one (or null), are asked for: the waits for memory then lie beside the copies. Beside long
+/// rows nothing is: there the memory is busy anyway.
 void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, const Field* next);
 
 }  // namespace engram

@@ -24,6 +24,7 @@ int current_core() { return sched_getcpu(); }
 
 // Moves the calling thread from `core` to any other that it may use. Linux takes an idle virtual core for one that the
 // host has preempted, and wakes a thread on its waker's core instead: there it waits until the waker has done the work.
+// (Whoever narrows the process's cores in this very moment is undone for this thread.)
 void leave_core(int core) {
   if (core < 0 || current_core() != core) return;
   cpu_set_t all;
@@ -57,6 +58,7 @@ class Pool {
   void resize(std::size_t n) {
     check(n >= 1 && n <= 1024, "the number of threads must be in [1, 1024]");
     std::lock_guard<std::mutex> call(call_);
+    if (n == size()) return;
     stop_workers();
     wanted_.store(n, std::memory_order_relaxed);
   }
@@ -167,7 +169,6 @@ class Pool {
     new (&pool.wake_) std::condition_variable;
     new (&pool.done_) std::condition_variable;
     new (&pool.state_) std::mutex;
-    pool.busy_ = 0;
     pool.call_.unlock();
   }
 

@@ -560,6 +560,64 @@ TEST(draws_are_uniform_over_partly_filled_lanes) {
   EXPECT_EQ(filled.store.control().size(), live.size());
 }
 
+TEST(a_void_row_that_an_emptying_has_forgotten_is_not_counted_off) {
+  const Heap heap(geometry(1, 3), {16});
+  Store store = heap.open();
+  const Control& control = store.control();
+  control.counters().next_ticket = 9;
+  control.word(0).store(ticket(8, State::voided));  // void_rows is 0: empty() has just been there
+  Rows rows(heap.fields, 1);
+  rows.describe(0, 1);
+  store.append(0, 1, rows.in, nullptr);
+  EXPECT_EQ(control.counters().void_rows.load(), 0u);
+  EXPECT_EQ(control.size(), 1u);
+}
+
+// ---- indexes ---------------------------------------------------------------------------------------------------------
+
+struct Listener : engram::Index {
+  std::vector<std::string> heard;
+  static std::string list(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
+    std::string text = " @" + std::to_string(t0);
+    for (std::uint64_t i = 0; i < n; ++i) text += " " + std::to_string(rows[i]);
+    return text;
+  }
+  void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override {
+    heard.push_back("written" + list(rows, n, t0));
+  }
+  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0,
+              std::span<const std::uint64_t> which) override {
+    heard.push_back("edited" + list(rows, n, t0) + " field " + std::to_string(which[0]));
+  }
+  void emptied() override { heard.push_back("emptied"); }
+};
+
+TEST(indexes_hear_of_every_write) {
+  const Heap heap(geometry(2, 3), {16, 24});
+  Store store = heap.open();
+  Rows rows(heap.fields, 4);
+  for (std::uint64_t i = 0; i < 4; ++i) rows.describe(i, i + 1);
+  store.append(0, 1, rows.in, nullptr);  // before anybody listens
+  Listener a, b;
+  store.attach(a);
+  store.append(1, 2, rows.in, nullptr);
+  store.attach(b);
+  const std::int64_t lanes[] = {1, 0, 1};
+  store.append_by_lane(lanes, 3, rows.in, nullptr);
+  const std::int64_t edited[] = {4, 0};
+  const std::uint64_t which[] = {1};
+  store.scatter(edited, 2, which, Columns(rows.in).subspan(1), false);
+  const std::uint64_t all[] = {0, 1};
+  store.empty(false);
+  const std::int64_t grown[] = {2};
+  store.scatter(grown, 1, all, rows.in, true);  // rows 0 and 1 become live as zeros
+  const std::vector<std::string> later = {"written @4 5 1 3", "edited @7 4 0 field 1", "emptied",
+                                          "written @10 0",    "written @10 1",         "written @11 2"};
+  EXPECT(b.heard == later);
+  EXPECT_EQ(a.heard.size(), 7u);
+  EXPECT_EQ(a.heard[0], "written @2 3 4");
+}
+
 TEST(draws_are_uniform_beside_void_rows) {
   Filled filled(geometry(2, 10), {8}, {10, 4});
   filled.make_void({0, 5, 6, 13});

@@ -61,9 +61,7 @@ class Repair(NamedTuple):
     """Rows that were reserved but never begun."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} reserved rows set aside"
-        )
+        return f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} rows that were never begun set aside"
 
 
 class Key(threading.local):

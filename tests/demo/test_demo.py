@@ -189,9 +189,10 @@ def test_control_c_before_it_has_begun(tmp_path):
     wait_for(folder)
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
+    assert ("engram.ReplayBuffer.open(" in out) == (folder / "replay" / ".engram").exists()
 
 
 def test_the_training_ends_with_the_demo(tmp_path):
@@ -201,6 +202,7 @@ def test_the_training_ends_with_the_demo(tmp_path):
     process.kill()
     wait_for(folder / "progress.json")
     process.communicate(timeout=60)  # until the training process, which has the same pipes, is gone, too
+    assert Progress.load(folder)[0].replaced_at is None, "it went on to the end of the first half"
     rb = ReplayBuffer.open(folder / "replay")
     assert rb.storage.store.repair is None  # closed in order
     rb.close()

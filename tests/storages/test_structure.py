@@ -459,7 +459,7 @@ def test_leading_size():
         (
             TensorDict({"a": torch.zeros(3)}, []),
             TypeError,
-            r"got a TensorDict of batch size \[\]: one row\. Did you mean add",
+            r"got a TensorDict of batch size \[\]: one row\. For one row use add",
         ),
         ({"a": TensorDict({"b": torch.zeros(3)}, [])}, TypeError, r"field 'a': .*Did you mean add\(\)\?"),
         ({"a": torch.zeros(3), "b": {"c": torch.zeros(4)}}, RuntimeError, r"'a' has 3, field \('b', 'c'\) has 4"),

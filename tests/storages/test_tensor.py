@@ -510,7 +510,7 @@ LATER = {
     "negative lanes": rejected(GOOD, RowError, r"lanes? in \[0, 2\)", lane=torch.tensor([0, -1])),
     "count of lanes": rejected(GOOD, RuntimeError, "expected 3 rows, one per .*lane", lane=torch.tensor([0, 0, 1])),
     "lanes of two dimensions": rejected(GOOD, RuntimeError, "one dimension", lane=torch.tensor([[0, 1]])),
-    "td without batch": rejected(TensorDict(ROW, []), TypeError, r"Did you mean add\(\)\?"),
+    "td without batch": rejected(TensorDict(ROW, []), TypeError, r"For one row use add\(\)"),
     "another kind": rejected(TensorDict(GOOD, [2]), TypeError, "expected a dict as in the first row, got a TensorDict"),
     "rows that differ": rejected([ROW, {**ROW, "a": torch.zeros(4)}], RuntimeError, r"field a: expected shape \[3\]"),
     "lists of other rows": rejected([{"a": torch.zeros(3)}], KeyError, r"missing \['next'\]"),

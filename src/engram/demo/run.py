@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from engram.demo.task import INTERRUPTED, REPLACE
+from engram.format import layout
 
 __all__ = ["new_folder", "run"]
 
@@ -44,7 +46,7 @@ def run(*, steps: int, directory: Path | None, seed: int) -> int:
         console.print("Half-way: the training process has ended. A new one opens the store it left.")
         code = _train(folder, steps, seed, "second")
     if code == INTERRUPTED:
-        if (folder / "progress.json").exists():
+        if (folder / "replay" / layout.FOLDER / layout.STORE).exists():
             console.print(
                 f'\nInterrupted. The store is whole: engram.ReplayBuffer.open("{folder / "replay"}")', soft_wrap=True
             )
@@ -70,7 +72,16 @@ def _check_packages() -> None:
 
 
 def _train(folder: Path, steps: int, seed: int, phase: str) -> int:
-    command = [sys.executable, "-m", "engram.demo.training", str(folder), str(steps), str(seed), phase]
+    command = [
+        sys.executable,
+        "-m",
+        "engram.demo.training",
+        str(folder),
+        str(steps),
+        str(seed),
+        phase,
+        str(os.getpid()),
+    ]
     # Until the child listens, Ctrl-C does nothing to it: it is told again until it ends in order.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

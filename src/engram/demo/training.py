@@ -1,4 +1,4 @@
-"""The training loop of one process. ``python -m engram.demo.training FOLDER STEPS SEED PHASE`` runs it."""
+"""The training loop of one process. ``python -m engram.demo.training FOLDER STEPS SEED PHASE PARENT`` runs it."""
 
 from __future__ import annotations
 
@@ -151,10 +151,11 @@ def _keep(values: list[Any], value: Any) -> None:
         del values[: KEEP // 2]
 
 
-def run(folder: Path, steps: int, seed: int, *, first: bool) -> int:
+def run(folder: Path, steps: int, seed: int, *, first: bool, parent: int) -> int:
     """Train until it is time to stop: the exit code says why.
 
-    The first process stops half-way: when the recent return passes half of what solves the task, or at half of the steps.
+    It stops in order, too, when the process ``parent`` is gone. The first process stops half-way: when the recent return
+    passes half of what solves the task, or at half of the steps.
     """
     interrupted = False
 
@@ -163,7 +164,6 @@ def run(folder: Path, steps: int, seed: int, *, first: bool) -> int:
         interrupted = True
 
     signal.signal(signal.SIGINT, interrupt)
-    parent = os.getppid()
     training = Training(folder, seed)
     progress = training.progress
     console = Console()
@@ -218,8 +218,8 @@ def _status(training: Training, updates_per_s: float) -> str:
 
 def main() -> None:
     """The process that :mod:`engram.demo.run` starts."""
-    folder, steps, seed, phase = sys.argv[1:]
-    sys.exit(run(Path(folder), int(steps), int(seed), first=phase == "first"))
+    folder, steps, seed, phase, parent = sys.argv[1:]
+    sys.exit(run(Path(folder), int(steps), int(seed), first=phase == "first", parent=int(parent)))
 
 
 if __name__ == "__main__":

@@ -269,8 +269,10 @@ class Storage:
         if len(doubtful):
             dead = doubtful[~self.extent().contains(doubtful)]  # the others are just being written
             if len(dead):
+                holes = self.extent().holes
+                lost = "" if holes is None else f"; {len(holes)} between them were lost with a writer that died"
                 raise RowError(
-                    f"rb[index]: row {int(dead[0])} is not live: expected one of the {len(self)} rows that hold data."
+                    f"rb[index]: row {int(dead[0])} is not live: expected one of the {len(self)} rows that hold data{lost}."
                 )
         return rows
 

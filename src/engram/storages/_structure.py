@@ -29,6 +29,7 @@ __all__ = ["SINGLE", "Structure", "as_tensor", "at", "describe", "is_batched_col
 SINGLE = "_-single-tensor-_"
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+_ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]."
 _NO_DATA = "expected a tensor with data, got one on the meta device."
 _FLOATS = tuple(dtype for dtype in _NAMES if dtype.is_floating_point or dtype.is_complex)
 
@@ -414,7 +415,7 @@ def leading_size(data: Any, call: str) -> int:
     """
     if is_tensor_collection(data):
         if not data.batch_size:
-            raise TypeError(f"{call}: expected a batch of rows, got {describe(data)}: one row. Did you mean add()?")
+            raise TypeError(f"{call}: expected a batch of rows, got {describe(data)}: one row. {_ONE_ROW}")
         n = int(data.batch_size[0])
     else:
         sizes: dict[int, tuple[str, ...]] = {}

@@ -505,7 +505,7 @@ class LazyTensorStorage(TensorStorage):
             warnings.warn(
                 f"add: the first row is a TensorDict of batch size {list(data.batch_size)}; it is stored as one row of "
                 "that shape. If it is a batch of rows, use extend().",
-                stacklevel=4,
+                stacklevel=5,
             )
         structure = Structure.of(data, batched=batched, call=call)
         if self._device_argument == "auto":
