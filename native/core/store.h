@@ -35,6 +35,7 @@ class Store {
 
   const Control& control() const { return control_; }
   std::uint64_t fields() const { return fields_.size(); }
+  std::uint64_t row_bytes(std::uint64_t field) const { return fields_[field].row_bytes; }
 
   /// Appends n rows to a lane; of more rows than the lane is long the last lane_length survive. rows_out: [n], may be
   /// null. Returns t0: row i has ticket number t0 + i.

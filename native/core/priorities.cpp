@@ -1,0 +1,245 @@
+#include "priorities.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "check.h"
+#include "random.h"
+
+namespace engram {
+namespace {
+
+constexpr char kMagic[8] = {'e', 'n', 'g', 'p', 'r', 'i', 'o', 1};
+constexpr std::uint64_t kPatience = 1000;  // draws of a row that moves each time
+
+bool usable(double x) { return std::isfinite(x) && x >= 0; }
+
+PriorityHeader* header_in(std::span<std::byte> memory) {
+  check(memory.size() >= kPage, "priorities in memory without room for their header");
+  auto* header = reinterpret_cast<PriorityHeader*>(memory.data());
+  check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0, "not priorities, or of another format");
+  return header;
+}
+
+// 53 random bits as a number in [0, 1).
+double fraction(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }
+
+}  // namespace
+
+std::uint64_t Priorities::bytes(std::uint64_t rows, bool within_buffer) {
+  return kPage + SumTree::bytes(rows, within_buffer);
+}
+
+void Priorities::format(std::span<std::byte> memory, std::uint64_t rows, const Config& config) {
+  check(memory.size() == bytes(rows, config.within_buffer), "priorities in memory of another size");
+  check(usable(config.alpha) && usable(config.beta) && usable(config.eps), "alpha, beta and eps must be finite and not negative");
+  auto* header = new (memory.data()) PriorityHeader{};
+  header->leaves = rows;
+  header->within_buffer = config.within_buffer ? 1 : 0;
+  header->eps = config.eps;
+  header->alpha = config.alpha;
+  header->beta = config.beta;
+  std::memcpy(header->magic, kMagic, sizeof kMagic);
+}
+
+Priorities::Priorities(std::span<std::byte> memory, const Control* tickets)
+    : header_(header_in(memory)),
+      tree_(memory.subspan(kPage), header_->leaves, header_->within_buffer != 0),
+      tickets_(tickets) {
+  check(usable(header_->alpha) && usable(header_->beta) && usable(header_->eps) && usable(header_->highest),
+        "priorities whose alpha, beta, eps or highest is negative or not finite");
+  check(tickets == nullptr || tickets->capacity() == header_->leaves, "priorities of a store of another capacity");
+}
+
+double Priorities::alpha() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return header_->alpha;
+}
+
+double Priorities::beta() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return header_->beta;
+}
+
+double Priorities::total() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return tree_.sum();
+}
+
+double Priorities::leaf(std::uint64_t row) const {
+  check_row(static_cast<std::int64_t>(row), tree_.leaves());
+  std::lock_guard<std::mutex> guard(mutex_);
+  return tree_.leaf(row);
+}
+
+double Priorities::leaf_of(double priority) const { return std::pow(priority + header_->eps, header_->alpha); }
+
+double Priorities::default_leaf() const {
+  if (header_->within_buffer != 0 && tree_.max() > 0) return tree_.max();
+  return leaf_of(header_->highest > 0 ? header_->highest : 1.0);
+}
+
+double Priorities::default_priority() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (header_->within_buffer != 0 && tree_.max() > 0 && header_->alpha > 0) {
+    return std::max(0.0, std::pow(tree_.max(), 1 / header_->alpha) - header_->eps);
+  }
+  return header_->highest > 0 ? header_->highest : 1.0;
+}
+
+void Priorities::set_alpha(double alpha) {
+  check(usable(alpha), "alpha must be finite and not negative");
+  std::lock_guard<std::mutex> guard(mutex_);
+  const double power = header_->alpha > 0 ? alpha / header_->alpha : 1.0;
+  const double most = 1e300 / static_cast<double>(tree_.leaves());
+  for (std::uint64_t row = 0; row < tree_.leaves(); ++row) {
+    check(tree_.leaf(row) == 0 || std::pow(tree_.leaf(row), power) < most, "with that alpha a priority is too large");
+  }
+  header_->alpha = alpha;
+  tree_.transform([power](std::uint64_t, double leaf) { return leaf > 0 ? std::pow(leaf, power) : 0.0; });
+}
+
+void Priorities::set_beta(double beta) {
+  check(usable(beta), "beta must be finite and not negative");
+  std::lock_guard<std::mutex> guard(mutex_);
+  header_->beta = beta;
+}
+
+void Priorities::set_highest(double highest) {
+  check(usable(highest), "the highest priority must be finite and not negative");
+  std::lock_guard<std::mutex> guard(mutex_);
+  header_->highest = highest;
+}
+
+void Priorities::scan_locked() {
+  const double leaf = default_leaf();
+  const auto live = [this](std::uint64_t row) {
+    return tickets_ != nullptr && is_committed(tickets_->word(row).load(std::memory_order_acquire));
+  };
+  tree_.transform([&](std::uint64_t row, double old) { return !live(row) ? 0.0 : old > 0 ? old : leaf; });
+}
+
+void Priorities::scan() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  scan_locked();
+}
+
+void Priorities::emptied() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  tree_.clear();
+  header_->highest = 0;
+  // Rows that others have written since: their call may have come before the clearing.
+  if (tickets_ != nullptr && tickets_->size() > 0) scan_locked();
+}
+
+void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const double leaf = default_leaf();
+  rows_.clear();
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (tickets_ != nullptr) {
+      const std::uint64_t word = tickets_->word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
+      if (word != ticket(t0 + i, State::committed)) continue;
+    }
+    rows_.push_back(rows[i]);
+  }
+  leaves_.assign(rows_.size(), leaf);
+  tree_.set(rows_.data(), leaves_.data(), rows_.size());
+}
+
+void Priorities::reset(const std::int64_t* rows, std::uint64_t n) {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (rows[i] != -1) check_row(rows[i], tree_.leaves());
+  }
+  std::lock_guard<std::mutex> guard(mutex_);
+  rows_.clear();
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (rows[i] == -1) continue;
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    if (tickets_ == nullptr || is_committed(tickets_->word(row).load(std::memory_order_acquire))) rows_.push_back(rows[i]);
+  }
+  leaves_.assign(rows_.size(), default_leaf());
+  tree_.set(rows_.data(), leaves_.data(), rows_.size());
+}
+
+void Priorities::update(const std::int64_t* rows, const double* priorities, std::uint64_t n,
+                        const std::int64_t* expected) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  rows_.clear();
+  leaves_.clear();
+  const double most = 1e300 / static_cast<double>(tree_.leaves());
+  double highest = header_->highest;
+  std::uint64_t dropped = 0;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (rows[i] != -1) check_row(rows[i], tree_.leaves());
+    const double leaf = usable(priorities[i]) ? leaf_of(priorities[i]) : -1;
+    if (!(leaf >= 0 && leaf < most)) {
+      throw BadPriority("a priority at position " + std::to_string(i) + " is " + std::to_string(priorities[i]));
+    }
+    if (rows[i] == -1) continue;
+    if (tickets_ != nullptr) {
+      const std::uint64_t word = tickets_->word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
+      if (!is_committed(word) || (expected != nullptr && number_of(word) != static_cast<std::uint64_t>(expected[i]))) {
+        ++dropped;
+        continue;
+      }
+    }
+    rows_.push_back(rows[i]);
+    leaves_.push_back(leaf);
+    highest = std::max(highest, priorities[i]);
+  }
+  header_->highest = highest;
+  header_->dropped.fetch_add(dropped, std::memory_order_relaxed);
+  tree_.set(rows_.data(), leaves_.data(), rows_.size());
+}
+
+void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows,
+                      std::int64_t* numbers, double* weights) const {
+  const Random random(key);
+  std::vector<double> u(n);
+  for (std::uint64_t i = 0; i < n; ++i) u[i] = fraction(random.bits(i, attempt));
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (!(tree_.sum() > 0)) throw NothingLive("every priority is zero");
+  tree_.find(u.data(), n, rows);
+  const double least = tree_.min_positive(), power = -header_->beta;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    if (weights != nullptr) weights[i] = power == 0 ? 1.0 : std::pow(tree_.leaf(row) / least, power);
+    if (numbers == nullptr) continue;
+    const std::uint64_t word = tickets_ == nullptr ? 0 : tickets_->word(row).load(std::memory_order_acquire);
+    numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+  }
+}
+
+void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,
+                        std::int64_t* numbers, double* weights) const {
+  std::vector<std::uint64_t> which(store.fields());
+  for (std::uint64_t f = 0; f < which.size(); ++f) which[f] = f;
+  draw(key, 0, n, rows, numbers, weights);
+  std::vector<std::int64_t> moved = store.gather(rows, n, which, batch, numbers, nullptr);
+  std::vector<std::int64_t> again, its_number;
+  std::vector<double> its_weight;
+  std::vector<std::byte*> room(batch.size());
+  for (std::uint64_t attempt = 1; !moved.empty(); ++attempt) {
+    if (attempt > kPatience) throw Stalled("rows moved at every one of " + std::to_string(kPatience) + " tries");
+    again.resize(n);
+    its_number.resize(n);
+    its_weight.resize(n);
+    draw(key, attempt, n, again.data(), its_number.data(), its_weight.data());
+    std::vector<std::int64_t> still;
+    for (const std::int64_t position : moved) {
+      const auto i = static_cast<std::uint64_t>(position);
+      rows[i] = again[i];
+      numbers[i] = its_number[i];
+      if (weights != nullptr) weights[i] = its_weight[i];
+      for (std::uint64_t f = 0; f < room.size(); ++f) room[f] = batch[f] + i * store.row_bytes(f);
+      if (!store.gather(rows + i, 1, which, room, numbers + i, nullptr).empty()) still.push_back(position);
+    }
+    moved = std::move(still);
+    store.control().counters().redraws.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace engram

@@ -1,0 +1,111 @@
+// Priorities of rows: an index of a store, kept in a sum tree.
+//
+// Proportional prioritization (Schaul et al., "Prioritized Experience Replay", ICLR 2016, §3.3 and 3.4): a row is drawn with
+// P(i) = leaf_i / sum of leaves, leaf = (priority + eps) ^ alpha. The weight that corrects for it,
+// (N * P(i)) ^ -beta over the largest such weight, is (leaf_i / smallest positive leaf) ^ -beta: N and the sum cancel.
+//
+//   memory   PriorityHeader, padded to a page · the tree
+//
+// The leaves of rows that hold nothing are zero. One mutex, held for microseconds.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "check.h"
+#include "control.h"
+#include "index.h"
+#include "store.h"
+#include "sum_tree.h"
+
+namespace engram {
+
+/// A priority that is negative, not finite, or too large for the tree.
+struct BadPriority : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+struct PriorityHeader {
+  char magic[8];  // "engprio\1"
+  std::uint64_t leaves;
+  std::uint64_t within_buffer;  // 1: new rows get the largest priority that is live, else the largest there ever was
+  double eps;
+  double alpha, beta;
+  double highest;          // largest priority of all updates, 0 before the first
+  Word dropped;            // updates that came for rows rewritten since they were drawn
+  std::uint64_t redo[2];   // reserved: the range of a half-done update
+};
+static_assert(sizeof(PriorityHeader) <= kPage);
+
+class Priorities : public Index {
+ public:
+  struct Config {
+    double alpha, beta, eps;
+    bool within_buffer;
+  };
+
+  static std::uint64_t bytes(std::uint64_t rows, bool within_buffer);
+
+  /// Writes the header into zeroed memory of bytes(). Throws std::invalid_argument: a negative or infinite number.
+  static void format(std::span<std::byte> memory, std::uint64_t rows, const Config& config);
+
+  /// A view of formatted memory, which must outlive it. `tickets`: the store's words, which say what is live; null: every
+  /// row given is (rows in a list). Throws std::invalid_argument: not such memory.
+  Priorities(std::span<std::byte> memory, const Control* tickets);
+
+  double alpha() const;
+  double beta() const;
+  double eps() const { return header_->eps; }
+  bool within_buffer() const { return header_->within_buffer != 0; }
+  double default_priority() const;
+  std::uint64_t dropped() const { return header_->dropped.load(std::memory_order_relaxed); }
+  std::uint64_t rows() const { return tree_.leaves(); }
+  double total() const;
+  double leaf(std::uint64_t row) const;
+
+  /// Raises every leaf to the power new / old; from 0, where all leaves were 1, they stay equal. O(rows).
+  void set_alpha(double alpha);
+  void set_beta(double beta);
+  void set_highest(double highest);
+
+  /// Live rows without a priority get the default one, others' leaves become zero. O(rows).
+  void scan();
+
+  void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
+  void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>) override {}
+  void emptied() override;
+
+  /// Back to the default priority.
+  void reset(const std::int64_t* rows, std::uint64_t n);
+
+  /// New priorities. Row -1 is passed over. Rows whose ticket number is not `expected` (may be null: any live row) are
+  /// dropped and counted. Of a row named twice the last one stays. Everything is checked first: BadPriority or
+  /// std::out_of_range, and nothing changed.
+  void update(const std::int64_t* rows, const double* priorities, std::uint64_t n, const std::int64_t* expected);
+
+  /// Draws n rows, with replacement, with their ticket numbers (-1: just being rewritten) and weights; numbers and weights
+  /// may be null. A pure function of (key, attempt, leaves). Throws NothingLive: all are zero.
+  void draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers,
+            double* weights) const;
+
+  /// draw(), and the rows themselves; rows that move meanwhile are drawn again. Throws Stalled if that does not end.
+  void sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,
+              std::int64_t* numbers, double* weights) const;
+
+ private:
+  double leaf_of(double priority) const;
+  double default_leaf() const;
+  void scan_locked();
+
+  PriorityHeader* header_;
+  SumTree tree_;
+  const Control* tickets_;
+  mutable std::mutex mutex_;
+  std::vector<std::int64_t> rows_;  // of the call under way
+  std::vector<double> leaves_;
+};
+
+}  // namespace engram

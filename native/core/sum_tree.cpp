@@ -1,0 +1,170 @@
+#include "sum_tree.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "check.h"
+
+namespace engram {
+namespace {
+
+constexpr std::uint64_t kFanout = SumTree::kFanout;
+constexpr std::uint64_t kMostLeaves = std::uint64_t{1} << 40;
+constexpr std::uint64_t kTogether = 64;  // descents that advance together
+
+std::uint64_t padded(std::uint64_t nodes) { return (nodes + kFanout - 1) / kFanout * kFanout; }
+
+// Nodes per level, the leaves first, one node at the top.
+std::vector<std::uint64_t> sizes_of(std::uint64_t leaves) {
+  check(leaves >= 1 && leaves <= kMostLeaves, "a tree must have between 1 and 2^40 leaves");
+  std::vector<std::uint64_t> sizes{leaves};
+  do sizes.push_back((sizes.back() + kFanout - 1) / kFanout);
+  while (sizes.back() > 1);
+  return sizes;
+}
+
+double sum_of(const double* c) { return ((((((c[0] + c[1]) + c[2]) + c[3]) + c[4]) + c[5]) + c[6]) + c[7]; }
+
+// Zero says that there is none.
+double min_of(const double* c) {
+  double least = 0;
+  for (std::uint64_t i = 0; i < kFanout; ++i) least = c[i] > 0 && (least == 0 || c[i] < least) ? c[i] : least;
+  return least;
+}
+
+double max_of(const double* c) { return *std::max_element(c, c + kFanout); }
+
+}  // namespace
+
+std::uint64_t SumTree::bytes(std::uint64_t leaves, bool with_max) {
+  const std::vector<std::uint64_t> sizes = sizes_of(leaves);
+  std::uint64_t above = 0;
+  for (std::uint64_t l = 1; l < sizes.size(); ++l) above += padded(sizes[l]);
+  return (padded(leaves) + above * (with_max ? 3 : 2)) * sizeof(double);
+}
+
+SumTree::SumTree(std::span<std::byte> memory, std::uint64_t leaves, bool with_max)
+    : leaves_(leaves), sizes_(sizes_of(leaves)), memory_(memory) {
+  check(memory.size() == bytes(leaves, with_max), "a tree in memory of another size");
+  check(reinterpret_cast<std::uintptr_t>(memory.data()) % 64 == 0, "a tree in memory that is not aligned to 64 bytes");
+  auto* at = reinterpret_cast<double*>(memory.data());
+  double* const first = at;
+  at += padded(leaves);
+  const auto take = [&](std::vector<double*>& levels) {
+    levels.push_back(first);
+    for (std::uint64_t l = 1; l < sizes_.size(); ++l) {
+      levels.push_back(at);
+      at += padded(sizes_[l]);
+    }
+  };
+  take(sums_);
+  take(minima_);
+  if (with_max) take(maxima_);
+}
+
+void SumTree::compute(std::uint64_t level, std::uint64_t node) {
+  sums_[level][node] = sum_of(sums_[level - 1] + node * kFanout);
+  minima_[level][node] = min_of(minima_[level - 1] + node * kFanout);
+  if (!maxima_.empty()) maxima_[level][node] = max_of(maxima_[level - 1] + node * kFanout);
+}
+
+void SumTree::set(const std::int64_t* rows, const double* values, std::uint64_t n) {
+  check_rows(rows, n, leaves_);
+  constexpr std::uint64_t kAhead = 16;
+  std::vector<std::uint64_t>& parents = parents_;
+  parents.clear();
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(sums_[0] + rows[i + kAhead], 1);
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    sums_[0][row] = values[i];
+    if (parents.empty() || parents.back() != row / kFanout) parents.push_back(row / kFanout);
+  }
+  for (std::uint64_t level = 1; level < sizes_.size() && !parents.empty(); ++level) {
+    unify(parents, sizes_[level]);
+    for (std::uint64_t i = 0; i < parents.size(); ++i) {
+      if (i + kAhead < parents.size()) {
+        __builtin_prefetch(sums_[level - 1] + parents[i + kAhead] * kFanout);
+        __builtin_prefetch(minima_[level - 1] + parents[i + kAhead] * kFanout);
+        __builtin_prefetch(sums_[level] + parents[i + kAhead], 1);
+        __builtin_prefetch(minima_[level] + parents[i + kAhead], 1);
+      }
+      compute(level, parents[i]);
+    }
+    std::uint64_t kept = 0;
+    for (const std::uint64_t node : parents) {
+      if (kept == 0 || parents[kept - 1] != node / kFanout) parents[kept++] = node / kFanout;
+    }
+    parents.resize(kept);
+  }
+}
+
+// Each node once, where there are few enough to tick them off: with many, hardly any comes twice.
+void SumTree::unify(std::vector<std::uint64_t>& nodes, std::uint64_t size) {
+  if (size > 64 * nodes.size() || nodes.size() < 2) return;
+  ticked_.assign((size + 63) / 64, 0);
+  for (const std::uint64_t node : nodes) ticked_[node / 64] |= std::uint64_t{1} << node % 64;
+  nodes.clear();
+  for (std::uint64_t w = 0; w < ticked_.size(); ++w) {
+    for (std::uint64_t bits = ticked_[w]; bits != 0; bits &= bits - 1) {
+      nodes.push_back(w * 64 + static_cast<std::uint64_t>(std::countr_zero(bits)));
+    }
+  }
+}
+
+void SumTree::find(const double* u, std::uint64_t n, std::int64_t* rows) const {
+  const double total = sum();
+  check(total > 0, "a tree whose leaves are all zero");
+  double left[kTogether];
+  std::uint64_t node[kTogether];
+  for (std::uint64_t begin = 0; begin < n; begin += kTogether) {
+    const std::uint64_t count = std::min(kTogether, n - begin);
+    for (std::uint64_t i = 0; i < count; ++i) {
+      left[i] = u[begin + i] * total;
+      node[i] = 0;
+    }
+    for (std::uint64_t level = sizes_.size() - 1; level-- > 0;) {
+      for (std::uint64_t i = 0; i < count; ++i) {
+        const double* children = sums_[level] + node[i] * kFanout;
+        // The sums left to right, as the parent was computed: the last one is the parent. The first that is above what is
+        // left is above the one before it, so its child is not zero.
+        double upto[kFanout + 1] = {0};
+        for (std::uint64_t k = 0; k < kFanout; ++k) upto[k + 1] = upto[k] + children[k];
+        std::uint64_t c = 0;
+        for (std::uint64_t k = 0; k < kFanout; ++k) c += upto[k + 1] <= left[i];
+        if (c == kFanout) {  // rounding put it on the very end: it falls on the last child that is not zero
+          while (c > 0 && !(children[c - 1] > 0)) --c;
+          check(c > 0, "a tree whose sums do not agree");
+          left[i] = upto[--c];
+        }
+        left[i] = std::max(0.0, left[i] - upto[c]);
+        node[i] = node[i] * kFanout + c;
+        if (level > 0) __builtin_prefetch(sums_[level - 1] + node[i] * kFanout);
+      }
+    }
+    for (std::uint64_t i = 0; i < count; ++i) rows[begin + i] = static_cast<std::int64_t>(node[i]);
+  }
+}
+
+void SumTree::clear() { std::memset(memory_.data(), 0, memory_.size()); }
+
+void SumTree::rebuild() {
+  for (std::uint64_t level = 1; level < sizes_.size(); ++level) {
+    for (std::uint64_t node = 0; node < sizes_[level]; ++node) compute(level, node);
+  }
+}
+
+bool SumTree::consistent() const {
+  const auto same = [](double a, double b) { return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b); };
+  for (std::uint64_t level = 1; level < sizes_.size(); ++level) {
+    for (std::uint64_t node = 0; node < sizes_[level]; ++node) {
+      const std::uint64_t child = node * kFanout;
+      if (!same(sums_[level][node], sum_of(sums_[level - 1] + child))) return false;
+      if (!same(minima_[level][node], min_of(minima_[level - 1] + child))) return false;
+      if (!maxima_.empty() && !same(maxima_[level][node], max_of(maxima_[level - 1] + child))) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace engram
