@@ -19,6 +19,7 @@
 #include "../core/pool.h"
 #include "../core/random.h"
 #include "../core/store.h"
+#include "priorities.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -210,6 +211,9 @@ void bind_store(nb::module_& m) {
           },
           "keep_write_count"_a)
       .def(
+          "attach", [](Store& self, engram::Index& index) { self.attach(index); }, "index"_a, nb::keep_alive<1, 2>(),
+          "From now on tell the index of every write.")
+      .def(
           "fill",
           [](Store& self) {
             nb::gil_scoped_release release;
@@ -275,7 +279,9 @@ NB_MODULE(_core, m) {
   m.doc() = "The native core of engram. Private: use the classes of the package.";
   nb::exception<engram::Stalled>(m, "Stalled", PyExc_TimeoutError);
   nb::exception<engram::NothingLive>(m, "NothingLive", PyExc_RuntimeError);
+  nb::class_<engram::Index>(m, "Index", "Something a store keeps up to date with every write.");
   bind_store(m);
+  engram::bind_priorities(m);
   engram::bind_tensors(m);
   m.def("control_bytes", &engram::control_bytes, "lanes"_a, "Size of the control block of a store with that many lanes.");
   m.def(

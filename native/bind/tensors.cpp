@@ -246,6 +246,13 @@ void allocate_rows(std::int64_t n, nb::list& tensors, std::vector<std::byte*>& a
   addresses.push_back(address);
 }
 
+void allocate_weights(std::int64_t n, bool single_precision, nb::list& tensors, std::vector<std::byte*>& addresses) {
+  constexpr std::uint8_t kFloat = 2;
+  std::byte* address = nullptr;
+  tensors.append(make_tensor({kFloat, static_cast<std::uint8_t>(single_precision ? 32 : 64), {}}, n, &address));
+  addresses.push_back(address);
+}
+
 void bind_tensors(nb::module_& m) {
   nb::class_<Layout>(m, "Layout", "dtypes and shapes of rows: [(DLPack type code, bits, shape), …].")
       .def(nb::init<const nb::list&>(), "specs"_a)

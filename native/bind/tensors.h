@@ -37,6 +37,10 @@ class Layout {
 /// As Layout::allocate, one int64 tensor [n].
 void allocate_rows(std::int64_t n, nanobind::list& tensors, std::vector<std::byte*>& addresses);
 
+/// As Layout::allocate, one float32 or float64 tensor [n].
+void allocate_weights(std::int64_t n, bool single_precision, nanobind::list& tensors,
+                      std::vector<std::byte*>& addresses);
+
 void bind_tensors(nanobind::module_& m);
 
 }  // namespace engram

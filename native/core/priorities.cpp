@@ -74,6 +74,12 @@ double Priorities::leaf(std::uint64_t row) const {
   return tree_.leaf(row);
 }
 
+bool Priorities::is_live(std::uint64_t row) const {
+  return tickets_ == nullptr || is_committed(tickets_->word(row).load(std::memory_order_acquire));
+}
+
+double Priorities::largest_leaf() const { return 1e300 / static_cast<double>(tree_.leaves()); }
+
 double Priorities::leaf_of(double priority) const { return std::pow(priority + header_->eps, header_->alpha); }
 
 double Priorities::default_leaf() const {
@@ -93,7 +99,7 @@ void Priorities::set_alpha(double alpha) {
   check(usable(alpha), "alpha must be finite and not negative");
   std::lock_guard<std::mutex> guard(mutex_);
   const double power = header_->alpha > 0 ? alpha / header_->alpha : 1.0;
-  const double most = 1e300 / static_cast<double>(tree_.leaves());
+  const double most = largest_leaf();
   for (std::uint64_t row = 0; row < tree_.leaves(); ++row) {
     check(tree_.leaf(row) == 0 || std::pow(tree_.leaf(row), power) < most, "with that alpha a priority is too large");
   }
@@ -107,6 +113,31 @@ void Priorities::set_beta(double beta) {
   header_->beta = beta;
 }
 
+double Priorities::highest() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return header_->highest;
+}
+
+void Priorities::copy_leaves(double* out, std::uint64_t n) const {
+  check(n <= tree_.leaves(), "more leaves than there are rows");
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (std::uint64_t row = 0; row < n; ++row) out[row] = tree_.leaf(row);
+}
+
+void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
+  check(usable(alpha), "alpha must be finite and not negative");
+  check(n <= tree_.leaves(), "more leaves than there are rows");
+  const double most = largest_leaf();
+  for (std::uint64_t row = 0; row < n; ++row) {
+    if (!usable(leaves[row]) || !(leaves[row] < most)) {
+      throw BadPriority("the leaf of row " + std::to_string(row) + " is " + std::to_string(leaves[row]));
+    }
+  }
+  std::lock_guard<std::mutex> guard(mutex_);
+  header_->alpha = alpha;
+  tree_.transform([&](std::uint64_t row, double) { return row < n && is_live(row) ? leaves[row] : 0.0; });
+}
+
 void Priorities::set_highest(double highest) {
   check(usable(highest), "the highest priority must be finite and not negative");
   std::lock_guard<std::mutex> guard(mutex_);
@@ -115,10 +146,7 @@ void Priorities::set_highest(double highest) {
 
 void Priorities::scan_locked() {
   const double leaf = default_leaf();
-  const auto live = [this](std::uint64_t row) {
-    return tickets_ != nullptr && is_committed(tickets_->word(row).load(std::memory_order_acquire));
-  };
-  tree_.transform([&](std::uint64_t row, double old) { return !live(row) ? 0.0 : old > 0 ? old : leaf; });
+  tree_.transform([&](std::uint64_t row, double old) { return !is_live(row) ? 0.0 : old > 0 ? old : leaf; });
 }
 
 void Priorities::scan() {
@@ -157,8 +185,7 @@ void Priorities::reset(const std::int64_t* rows, std::uint64_t n) {
   rows_.clear();
   for (std::uint64_t i = 0; i < n; ++i) {
     if (rows[i] == -1) continue;
-    const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (tickets_ == nullptr || is_committed(tickets_->word(row).load(std::memory_order_acquire))) rows_.push_back(rows[i]);
+    if (is_live(static_cast<std::uint64_t>(rows[i]))) rows_.push_back(rows[i]);
   }
   leaves_.assign(rows_.size(), default_leaf());
   tree_.set(rows_.data(), leaves_.data(), rows_.size());
@@ -169,7 +196,7 @@ void Priorities::update(const std::int64_t* rows, const double* priorities, std:
   std::lock_guard<std::mutex> guard(mutex_);
   rows_.clear();
   leaves_.clear();
-  const double most = 1e300 / static_cast<double>(tree_.leaves());
+  const double most = largest_leaf();
   double highest = header_->highest;
   std::uint64_t dropped = 0;
   for (std::uint64_t i = 0; i < n; ++i) {

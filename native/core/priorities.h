@@ -69,7 +69,18 @@ class Priorities : public Index {
   /// Raises every leaf to the power new / old; from 0, where all leaves were 1, they stay equal. O(rows).
   void set_alpha(double alpha);
   void set_beta(double beta);
+
+  /// The largest priority of all updates, 0 before the first.
+  double highest() const;
   void set_highest(double highest);
+
+  /// Counts updates that somebody else dropped.
+  void drop(std::uint64_t n) { header_->dropped.fetch_add(n, std::memory_order_relaxed); }
+
+  /// The leaves of rows [0, n). Throws std::out_of_range for more than there are.
+  void copy_leaves(double* out, std::uint64_t n) const;
+  /// Takes over leaves that are powers `alpha`, checked first (BadPriority); those of other rows, and of rows that hold nothing, become zero.
+  void restore(const double* leaves, std::uint64_t n, double alpha);
 
   /// Live rows without a priority get the default one, others' leaves become zero. O(rows).
   void scan();
@@ -96,6 +107,8 @@ class Priorities : public Index {
               std::int64_t* numbers, double* weights) const;
 
  private:
+  bool is_live(std::uint64_t row) const;
+  double largest_leaf() const;  // no sum of such leaves overflows
   double leaf_of(double priority) const;
   double default_leaf() const;
   void scan_locked();

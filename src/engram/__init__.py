@@ -18,12 +18,13 @@ if TYPE_CHECKING:
         EngramError,
         IncompatibleStore,
         NoSampleable,
+        PriorityError,
         RowError,
         StoreInUse,
         UncleanStore,
         WriterStalled,
     )
-    from engram.samplers import RandomSampler, SamplerWithoutReplacement
+    from engram.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
     from engram.sizing import StoragePlan, plan
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
     from engram.tensordict_buffer import TensorDictReplayBuffer
@@ -42,6 +43,8 @@ __all__ = [
     "ListStorage",
     "NoSampleable",
     "Plan",
+    "PrioritizedSampler",
+    "PriorityError",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
@@ -71,12 +74,13 @@ _HOME = {
         "EngramError",
         "IncompatibleStore",
         "NoSampleable",
+        "PriorityError",
         "RowError",
         "StoreInUse",
         "UncleanStore",
         "WriterStalled",
     ),
-    "engram.samplers": ("RandomSampler", "SamplerWithoutReplacement"),
+    "engram.samplers": ("PrioritizedSampler", "RandomSampler", "SamplerWithoutReplacement"),
     "engram.sizing": ("StoragePlan", "plan"),
     "engram.storages": ("LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage", "TensorStorage"),
     # Both from here: ReplayBuffer.open must know every buffer class that a store may have been used with.

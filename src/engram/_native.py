@@ -11,29 +11,37 @@ from engram import _core as _extension
 _core: Any = _extension
 
 __all__ = [
+    "BadPriority",
     "Layout",
     "NothingLive",
+    "Priorities",
     "Stalled",
     "Store",
     "control_bytes",
     "empty_rows",
     "format_control",
+    "format_priorities",
     "num_threads",
     "permute",
     "prefetch",
+    "priority_bytes",
     "set_num_threads",
     "stack",
     "uniform",
 ]
 
+BadPriority = _core.BadPriority
 Layout = _core.Layout
 NothingLive = _core.NothingLive
+Priorities = _core.Priorities
 Stalled = _core.Stalled
 Store = _core.Store
 control_bytes = _core.control_bytes
 format_control = _core.format_control
+format_priorities = _core.format_priorities
 permute = _core.permute
 prefetch = _core.prefetch
+priority_bytes = _core.priority_bytes
 stack = _core.stack
 uniform = _core.uniform
 

@@ -327,6 +327,9 @@ class ReplayBuffer:
             columns = storage.memory.sample_uniform(self._draw_key(), batch_size, with_rows, self._tracks)
             info = {"index_generation": columns.pop()} if self._tracks else {}
             return self._finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
+        if self._sample_natively is not None and storage.memory is not None and storage.memory.is_native:
+            columns, rows, info = self._sample_natively(storage.memory, self._draw_key(), batch_size)
+            return self._finish(columns, batch_size, rows, info, return_info)
         columns, rows, info = self._draw(batch_size)
         return self._finish(columns, len(rows), rows, info, return_info)
 
@@ -695,6 +698,8 @@ class ReplayBuffer:
     def _take_sampler(self, sampler: Any) -> None:
         if getattr(sampler, "drop_last", False) and self._batch_size is None:
             raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
+        if hasattr(sampler, "bind"):
+            sampler.bind(self._storage)
         self._sampler = sampler
         self._hears = bool(getattr(sampler, "listens", True))
         self._recorded = False
@@ -714,12 +719,43 @@ class ReplayBuffer:
         """Uniform draws and plain appends need nothing between them and the store: one native call each."""
         tensors = isinstance(self._storage, storages.TensorStorage)
         self._draws_natively = tensors and type(self._sampler) is samplers.RandomSampler
+        self._sample_natively = getattr(self._sampler, "sample_natively", None) if tensors else None
         self._appends = tensors and getattr(type(self._writer), "place", None) is writers.RoundRobinWriter.place
         self._bare = tensors and self._collate_fn is None
 
     def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
-        """Hand priorities of rows to the sampler; one without priorities warns and does nothing."""
-        self._sampler.update_priority(index, priority, generation=generation)
+        """New priorities of rows; a sampler without priorities warns and does nothing.
+
+        Args:
+            index: rows as ``info["index"]`` or :meth:`extend` names them; -1 is passed over, of duplicates the last counts.
+            priority: a number for all, or ``[B]``: at least 0 and finite.
+            generation: ``info["index_generation"]``: rows rewritten since they were drawn are dropped and counted in ``stats()``.
+
+        Raises:
+            PriorityError: a priority is NaN, infinite, negative or too large. Nothing is changed.
+            RowError: a row outside the storage. RuntimeError: another number of priorities than rows. Nothing is changed.
+        """
+        self._sampler.update_priority(self._rows_named(index), priority, generation=generation)
+
+    def mark_update(self, index: Any) -> None:
+        """Rows were rewritten: give them the default priority again. No effect on samplers without priorities."""
+        if hasattr(self._sampler, "mark_update"):
+            self._sampler.mark_update(self._rows_named(index))
+
+    def _rows_named(self, index: Any) -> Any:
+        """Rows of an index in the users' form; with ``ndim > 1`` coordinates ``[B, ndim]`` or an ``ndim``-tuple of ``[B]``."""
+        dims = self._storage.ndim
+        if dims == 1:
+            return index
+        if isinstance(index, tuple):
+            index = torch.stack([torch.as_tensor(one, device="cpu") for one in index], -1)
+        if not isinstance(index, Tensor) or index.shape[-1:] != (dims,):
+            raise RuntimeError(f"expected an index [B, {dims}], or a tuple of {dims} tensors [B].")
+        rows = self._storage.rows_at(index.to("cpu", torch.int64))
+        outside = (rows < 0) & ~(index == -1).all(-1).to("cpu")
+        if bool(outside.any()):
+            raise RowError(f"expected an index inside the storage, got {index[outside.to(index.device)][0].tolist()}.")
+        return rows
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -850,7 +886,8 @@ class ReplayBuffer:
         self._shut_down = True
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_key", "_iterator", "_generator")}
+        left = ("_key", "_iterator", "_generator", "_sample_natively")
+        state = {k: v for k, v in self.__dict__.items() if k not in left}
         state["_generator_state"] = None if self._generator is None else self._generator.get_state()
         return state
 
@@ -864,6 +901,7 @@ class ReplayBuffer:
             self._generator = torch.Generator()
             self._generator.set_state(generator_state)
         self._storage.attach(self)
+        self._take_sampler(self._sampler)
 
     # ---- seeing it -----------------------------------------------------------------------------------------------------
 
@@ -958,7 +996,10 @@ class ReplayBuffer:
 
 # ---- components in a store's record ------------------------------------------------------------------------------------
 
-_SAMPLERS: dict[str, Any] = {cls.__name__: cls for cls in (samplers.RandomSampler, samplers.SamplerWithoutReplacement)}
+_SAMPLERS: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (samplers.RandomSampler, samplers.SamplerWithoutReplacement, samplers.PrioritizedSampler)
+}
 _WRITERS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (writers.RoundRobinWriter, writers.TensorDictRoundRobinWriter, writers.ImmutableDatasetWriter)
@@ -1009,8 +1050,9 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
     if not isinstance(record, dict) or record.get("custom") or name not in known:
         raise TypeError(f"open: the store was used with the custom {kind} {name!r}: pass {kind}=….")
     try:
-        return known[name](**record.get("config", {}))
-    except (TypeError, ValueError) as error:
+        config = record.get("config", {})
+        return known[name].from_config(config) if hasattr(known[name], "from_config") else known[name](**config)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {error}.") from error
 
 

@@ -5,6 +5,7 @@
     EngramError
     ├── RowError           IndexError     a row or lane outside the store, or a row that is not live
     ├── NoSampleable       RuntimeError   nothing can be drawn
+    ├── PriorityError      ValueError     a priority that is negative, not finite or too large
     ├── WriterStalled      TimeoutError   a bounded wait for another writer, or for a row that keeps moving, ended
     ├── StoreInUse         RuntimeError   another live process has the directory open
     ├── IncompatibleStore  ValueError     another schema, geometry, format version or platform
@@ -22,6 +23,7 @@ __all__ = [
     "EngramError",
     "IncompatibleStore",
     "NoSampleable",
+    "PriorityError",
     "RowError",
     "StoreInUse",
     "UncleanStore",
@@ -38,7 +40,11 @@ class RowError(EngramError, IndexError):
 
 
 class NoSampleable(EngramError, RuntimeError):
-    """Nothing can be drawn: the buffer is empty."""
+    """Nothing can be drawn: the buffer is empty, or every priority is zero."""
+
+
+class PriorityError(EngramError, ValueError):
+    """A priority that is NaN, infinite, negative or too large to be summed. Nothing was changed."""
 
 
 class WriterStalled(EngramError, TimeoutError):

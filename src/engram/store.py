@@ -37,7 +37,7 @@ from engram.format.schema import DTYPES
 from engram.types import Extent, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -62,6 +62,24 @@ class Repair(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} rows that were never begun set aside"
+
+
+def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], None]) -> tuple[Block, bool]:
+    """Memory of an index in a directory, and whether it was made now. It appears at once and whole."""
+    path = folder / kind
+    if path.exists():
+        try:
+            return _file_block(path, nbytes), False
+        except CorruptStore as error:
+            raise IncompatibleStore(f"index {folder.name!r}: {error}") from error
+    hidden = folder / f".{kind}-{os.getpid()}-{threading.get_ident()}"
+    with files.Creation() as made:
+        made.folder(folder)
+        made.file(hidden, nbytes)
+        make(_file_block(hidden, nbytes))
+        hidden.rename(path)
+        made.published(hidden, path)
+        return _file_block(path, nbytes), True
 
 
 class Key(threading.local):
@@ -90,6 +108,8 @@ class Saved(NamedTuple):
     directory: Path | None
     parts: list[Tensor] | None
     """Control block, tickets and fields, copied; None for a directory."""
+    indexes: dict[tuple[str, str], Tensor]
+    """Memory of the indexes of a private store, copied."""
 
 
 def torch_dtype(field: Field) -> torch.dtype:
@@ -103,7 +123,7 @@ def dlpack_specs(fields: Sequence[Field]) -> list[tuple[int, int, tuple[int, ...
     return [(_CODES[f.dtype.rstrip("0123456789")], 8 * DTYPES[f.dtype], f.shape) for f in fields]
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """Raw memory: the tensor keeps it alive."""
 
     tensor: Tensor
@@ -115,19 +135,19 @@ class _Block(NamedTuple):
 
 
 @torch.inference_mode(mode=False)  # else nobody could write to views of it outside of it
-def _private_block(nbytes: int) -> _Block:
+def private_block(nbytes: int) -> Block:
     """Zeroed private pages, taken from the system when they are first touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     if nbytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # random rows of a large field then miss the TLB less
-    return _Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)
+    return Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)
 
 
-def _file_block(path: Path, nbytes: int) -> _Block:
+def _file_block(path: Path, nbytes: int) -> Block:
     files.check_size(path, nbytes)
     with torch.device("cpu"):
-        return _Block(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8), nbytes)
+        return Block(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8), nbytes)
 
 
 @torch.inference_mode(mode=False)
@@ -136,7 +156,7 @@ def _private_field(field: Field, capacity: int) -> Tensor:
     shape = (capacity, *field.shape)
     if not nbytes:
         return torch.empty(shape, dtype=torch_dtype(field), device="cpu")
-    return _private_block(nbytes).tensor[:nbytes].view(torch_dtype(field)).view(shape)
+    return private_block(nbytes).tensor[:nbytes].view(torch_dtype(field)).view(shape)
 
 
 @torch.inference_mode(mode=False)
@@ -176,13 +196,15 @@ class Store:
     """
 
     device = torch.device("cpu")
+    #: Whether the core moves the rows, and can make tensors.
+    is_native = _native.HAS_EXCHANGE
 
     def __init__(
         self,
         schema: Schema,
         tensors: Sequence[Tensor],
-        control: _Block,
-        tickets: _Block,
+        control: Block,
+        tickets: Block,
         directory: Path | None = None,
         repair: Repair | None = None,
     ) -> None:
@@ -199,6 +221,10 @@ class Store:
         #: Storages around it: within a process several may be.
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.pid = os.getpid()
+        #: What samplers need besides the rows, by name and kind: kept up to date by every write.
+        self.indexes: dict[tuple[str, str], Any] = {}
+        self._indexing = threading.Lock()
+        self._copied_indexes: dict[tuple[str, str], Block] = {}
         native = self._native_fields()
         if directory is None:
             _private_stores.add(self)
@@ -398,13 +424,14 @@ class Store:
     def detached(self) -> Saved:
         """What a copy of this object needs: where a directory store is, or the bytes of a private one."""
         if self.directory is not None:
-            return Saved(self.schema, self.directory, None)
+            return Saved(self.schema, self.directory, None, {})
         before = self._tickets.tensor.clone().view(torch.int64)
         fields = [tensor.clone() for tensor in self.tensors]
         after = self._tickets.tensor.clone().view(torch.int64)
         # A row that was written meanwhile may be torn: its copy is void (state 3).
         tickets = torch.where(before == after, after, after | 3).view(torch.uint8)
-        return Saved(self.schema, None, [self._control.tensor.clone(), tickets, *fields])
+        indexes = {key: index.block.tensor.clone() for key, index in self.indexes.items()}
+        return Saved(self.schema, None, [self._control.tensor.clone(), tickets, *fields], indexes)
 
     @staticmethod
     def reattach(saved: Saved) -> Store:
@@ -424,7 +451,54 @@ class Store:
                 tensor.copy_(part)
             store = Store(schema, tensors, control, tickets)
         store.core.recover()  # whoever was writing is not a writer of the copy
+        for key, memory in saved.indexes.items():
+            block = private_block(memory.numel())
+            block.tensor.copy_(memory)
+            store._copied_indexes[key] = block
         return store
+
+    # ---- indexes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def words(self) -> tuple[Tensor, Tensor]:
+        """The memory of control block and tickets: whoever looks at them natively keeps it."""
+        return self._control.tensor, self._tickets.tensor
+
+    def index(
+        self, name: str, kind: str, nbytes: int, make: Callable[[Block], None], attach: Callable[[Block], Any]
+    ) -> tuple[Any, bool]:
+        """The index of that name and kind, and whether it was made just now.
+
+        In a directory it is a file ``.engram/indexes/<name>/<kind>``, which stays. From then on every write is told to it.
+
+        Args:
+            name: of the index. kind: what it is.
+            nbytes: of its memory.
+            make: formats zeroed memory.
+            attach: makes the object, with a native ``core`` (an ``Index`` with ``scan()``), around formatted memory.
+
+        Raises:
+            IncompatibleStore: a file of another size.
+            OSError: no space.
+        """
+        with self._indexing:
+            known = self.indexes.get((name, kind))
+            if known is not None:
+                return known, False
+            copied = self._copied_indexes.pop((name, kind), None)
+            if copied is not None:
+                block, made = copied, False
+            elif self.directory is None:
+                block, made = private_block(nbytes), True
+                make(block)
+            else:
+                block, made = _index_file(self.directory / layout.FOLDER / layout.INDEXES / name, kind, nbytes, make)
+            index = attach(block)
+            self.core.attach(index.core)
+            if made or copied is not None or self.repair is not None:  # what it says of some rows may be old
+                index.core.scan()
+            self.indexes[name, kind] = index
+            return index, made
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
@@ -602,7 +676,9 @@ class DeviceStore(Store):
     Within one process only. A lock orders reads and writes: torch cannot look at tickets between copies.
     """
 
-    def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: _Block, tickets: _Block) -> None:
+    is_native = False
+
+    def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self._lock = threading.RLock()
         super().__init__(schema, tensors, control, tickets)
@@ -686,10 +762,10 @@ class DeviceStore(Store):
 # ---- words, locks and the stores of this process ---------------------------------------------------------------------
 
 
-def _new_words(schema: Schema, fingerprint: int) -> tuple[_Block, _Block]:
-    control = _private_block(_native.control_bytes(schema.lanes))
+def _new_words(schema: Schema, fingerprint: int) -> tuple[Block, Block]:
+    control = private_block(_native.control_bytes(schema.lanes))
     _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
-    return control, _private_block(schema.capacity * 8)
+    return control, private_block(schema.capacity * 8)
 
 
 def _boot_id() -> str:
@@ -797,7 +873,7 @@ def _forget(store: Store) -> None:
                 del _registry[identity]
 
 
-def _close(core: Any, lock: _Alive, control: _Block, erased: tuple[Path, Schema] | None) -> None:
+def _close(core: Any, lock: _Alive, control: Block, erased: tuple[Path, Schema] | None) -> None:
     """Finalizer of a directory store. ``control`` keeps the words mapped until it ran."""
     if lock.pid != os.getpid():
         return  # a forked child: the store is its parent's

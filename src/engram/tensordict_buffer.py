@@ -56,7 +56,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def add(self, data: Any, *, lane: int | None = None) -> Any:
         """As :meth:`ReplayBuffer.add`, for one TensorDict. Raises ``ValueError`` for anything else."""
-        return super().add(_to_store(data, "add"), lane=lane)
+        index = super().add(_to_store(data, "add"), lane=lane)
+        if self._prioritizes():
+            priority = data.get(self._priority_key, None)
+            if priority is not None and (isinstance(index, int) or len(index)):
+                self._sampler.update_priority(self._rows_named(index), priority.reshape(1, -1))
+        return index
 
     def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
         """As :meth:`ReplayBuffer.extend`, for a TensorDict with a batch dimension.
@@ -70,11 +75,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """
         data = _to_store(data, "extend")
         index = super().extend(data, lane=lane)
-        if update_priority is not False and getattr(self._sampler, "prioritized", False):
+        if update_priority is not False and self._prioritizes():
             priority = data.get(self._priority_key, None)
-            if priority is not None:
-                self._sampler.update_priority(index, priority)
+            if priority is not None and len(index):
+                self._sampler.update_priority(self._rows_named(index), priority)
         return index
+
+    def _prioritizes(self) -> bool:
+        return bool(getattr(self._sampler, "prioritized", False))
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.
@@ -133,7 +141,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
             raise KeyError(
                 f"update_tensordict_priority: expected the key {self._priority_key!r}, got {[str(k) for k in children(data)]}."
             )
-        self._sampler.update_priority(data.get("index"), priority, generation=data.get("index_generation", None))
+        index, generation = data.get("index"), data.get("index_generation", None)
+        if not data.batch_size:  # one row
+            priority = priority.reshape(1, -1)
+        self._sampler.update_priority(self._rows_named(index), priority, generation=generation)
 
     def _record_more(self) -> dict[str, Any]:
         return {"priority_key": self._priority_key}

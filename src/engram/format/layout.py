@@ -8,6 +8,7 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/.engram/control        header, lock page, participants, lane cursors
     <dir>/.engram/tickets        u64 per row
     <dir>/.engram/alive          one byte lock per participant; nothing else opens this file
+    <dir>/.engram/indexes/<name>/priorities   a priority tree and its parameters
     <dir>/.engram/buffer.json    which components the last buffer had
 """
 
@@ -26,6 +27,7 @@ __all__ = [
     "BUFFER",
     "CONTROL",
     "FOLDER",
+    "INDEXES",
     "STORE",
     "TICKETS",
     "clash",
@@ -41,6 +43,7 @@ CONTROL = "control"
 TICKETS = "tickets"
 ALIVE = "alive"
 BUFFER = "buffer.json"
+INDEXES = "indexes"
 #: What ``buffer.json`` holds at first: an empty object, and room to be overwritten when the disk is full.
 NO_RECORD = b"{}".ljust(4096)
 

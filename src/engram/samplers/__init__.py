@@ -2,6 +2,7 @@
 
 from engram.samplers._base import check_drawable
 from engram.samplers.epoch import SamplerWithoutReplacement
+from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.uniform import RandomSampler
 
-__all__ = ["RandomSampler", "SamplerWithoutReplacement", "check_drawable"]
+__all__ = ["PrioritizedSampler", "RandomSampler", "SamplerWithoutReplacement", "check_drawable"]

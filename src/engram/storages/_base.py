@@ -17,6 +17,8 @@ from engram.types import Extent, Plan, Write
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from engram.priorities import PriorityConfig, PriorityIndex
+
 __all__ = ["Rows", "Storage", "check_count"]
 
 
@@ -129,6 +131,13 @@ class Storage:
         """Ticket numbers of rows, -1 where there is none."""
         raise NotImplementedError
 
+    def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
+        """The priorities of that name, and whether they were made now; None while nothing was ever written.
+
+        ``rows``: how many there may be, where the storage has no bound of its own.
+        """
+        raise NotImplementedError
+
     @property
     def write_count(self) -> int:
         """Rows written since the last ``empty()``."""
@@ -141,7 +150,7 @@ class Storage:
 
     def counters(self) -> dict[str, int]:
         """Counters of the store for ``stats()``."""
-        return {"void_rows": 0, "lapped_rows": 0, "redraws": 0}
+        return {"void_rows": 0, "lapped_rows": 0, "redraws": 0, "priority_updates_dropped": 0}
 
     def close(self) -> None:
         """Let go of files and locks. Repeatable."""

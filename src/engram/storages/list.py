@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engram._later import refuse
 from engram.errors import RowError
+from engram.priorities import PriorityConfig, PriorityIndex, check_name
 from engram.storages._base import Rows, Storage, check_count, one_or_many
 from engram.types import Extent, Plan, Write
 
@@ -55,6 +56,7 @@ class ListStorage(Storage):
         self._next = 1
         self._cursor = 0
         self._write_count = 0
+        self._priorities: dict[str, PriorityIndex] = {}
 
     def bound(self, size: int) -> None:
         """Take a buffer's size as the limit of a storage that has none."""
@@ -131,7 +133,10 @@ class ListStorage(Storage):
             if plan.rows is None:
                 self._cursor += n
             self._write_count += n
-        return Write(torch.tensor(rows, device="cpu"), first)
+            written = torch.tensor(rows, device="cpu")
+            for index in self._priorities.values():
+                index.written(written)
+        return Write(written, first)
 
     def _put(self, rows: list[int], items: list[Any]) -> int:
         """An interrupt may end this anywhere: it is the item, not its number, that makes a row."""
@@ -195,6 +200,28 @@ class ListStorage(Storage):
             self._numbers.clear()
             if not keep_write_count:
                 self._write_count = 0
+            for index in self._priorities.values():
+                index.emptied()
+
+    def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
+        check_name(name)
+        self.bound(rows)
+        with self._lock:
+            known = self._priorities.get(name)
+            if known is not None:
+                return known, False
+            index = self._priorities[name] = PriorityIndex.of_list(self.max_size, config)
+            index.written(torch.arange(len(self._items), device="cpu"))
+            return index, True
+
+    def counters(self) -> dict[str, int]:
+        dropped = sum(int(index.core.dropped) for index in self._priorities.values())
+        return {**super().counters(), "priority_updates_dropped": dropped}
+
+    @property
+    def memory(self) -> None:
+        """None: a list has no native store."""
+        return None
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         with self._lock:

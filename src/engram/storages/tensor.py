@@ -14,6 +14,7 @@ from torch import Tensor
 from engram._later import refuse
 from engram.errors import RowError
 from engram.format.schema import Schema
+from engram.priorities import PriorityIndex
 from engram.storages._base import Rows, Storage, check_count
 from engram.storages._columns import (
     first_leaf,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from engram.format.schema import Field
+    from engram.priorities import PriorityConfig
 
 __all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines"]
 
@@ -231,7 +233,16 @@ class TensorStorage(Storage):
         if self.memory is None:
             return super().counters()
         core = self.memory.core
-        return {"void_rows": core.void_rows, "lapped_rows": core.lapped_rows, "redraws": core.redraws}
+        dropped = sum(index.core.dropped for (_, kind), index in self.memory.indexes.items() if kind == "priorities")
+        return {
+            "void_rows": core.void_rows,
+            "lapped_rows": core.lapped_rows,
+            "redraws": core.redraws,
+            "priority_updates_dropped": dropped,
+        }
+
+    def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
+        return None if self.memory is None else PriorityIndex.of_store(self.memory, name, config)
 
     def __len__(self) -> int:
         return 0 if self.memory is None else int(self.memory.core.size())

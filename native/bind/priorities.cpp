@@ -1,0 +1,140 @@
+// Priorities, for Python. Memory and tickets are kept alive by the object handed over with their addresses.
+
+#include "../core/priorities.h"
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "priorities.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace engram {
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::span<std::byte> block(Address address, std::uint64_t bytes) { return {at<std::byte>(address), bytes}; }
+
+// An index with its own view of the tickets: it must not hold the store, which holds it.
+class BoundPriorities : public Priorities {
+ public:
+  BoundPriorities(std::span<std::byte> memory, const Store* store)
+      : BoundPriorities(memory, store == nullptr ? nullptr : new Control(store->control())) {}
+  ~BoundPriorities() override { delete control_; }
+
+ private:
+  BoundPriorities(std::span<std::byte> memory, const Control* control) : Priorities(memory, control), control_(control) {}
+  const Control* control_;
+};
+
+// Rows with their numbers and weights, as tensors: [fields…, rows, numbers, weights].
+nb::list draw(const BoundPriorities& priorities, const Store& store, const Layout& layout, Address key_at,
+              std::uint64_t n, bool single_precision) {
+  const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
+  check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+  nb::list tensors;
+  std::vector<std::byte*> addresses;
+  addresses.reserve(store.fields() + 3);
+  const auto rows = static_cast<std::int64_t>(n);
+  layout.allocate(rows, tensors, addresses);
+  allocate_rows(rows, tensors, addresses);
+  allocate_rows(rows, tensors, addresses);
+  allocate_weights(rows, single_precision, tensors, addresses);
+  const std::size_t f = store.fields();
+  {
+    nb::gil_scoped_release release;
+    std::vector<double> wide(single_precision ? n : 0);
+    double* weights = single_precision ? wide.data() : reinterpret_cast<double*>(addresses[f + 2]);
+    priorities.sample(store, key, n, {addresses.data(), f}, reinterpret_cast<std::int64_t*>(addresses[f]),
+                      reinterpret_cast<std::int64_t*>(addresses[f + 1]), weights);
+    auto* narrow = reinterpret_cast<float*>(addresses[f + 2]);
+    for (std::uint64_t i = 0; i < wide.size(); ++i) narrow[i] = static_cast<float>(wide[i]);
+  }
+  return tensors;
+}
+
+}  // namespace
+
+void bind_priorities(nb::module_& m) {
+  nb::exception<BadPriority>(m, "BadPriority", PyExc_ValueError);
+  m.def("priority_bytes", &Priorities::bytes, "rows"_a, "within_buffer"_a, "Bytes of the priorities of that many rows.");
+  m.def(
+      "format_priorities",
+      [](Address memory, std::uint64_t bytes, std::uint64_t rows, double alpha, double beta, double eps,
+         bool within_buffer) { Priorities::format(block(memory, bytes), rows, {alpha, beta, eps, within_buffer}); },
+      "memory"_a, "bytes"_a, "rows"_a, "alpha"_a, "beta"_a, "eps"_a, "within_buffer"_a,
+      "Writes the header into zeroed memory.");
+  nb::class_<BoundPriorities, Index>(m, "Priorities", "A priority index in memory that `keep` keeps alive.")
+      .def(
+          "__init__",
+          [](BoundPriorities* self, Address memory, std::uint64_t bytes, const Store* store, nb::handle) {
+            new (self) BoundPriorities(block(memory, bytes), store);
+          },
+          "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
+      .def_prop_rw("alpha", &BoundPriorities::alpha, &BoundPriorities::set_alpha)
+      .def_prop_rw("beta", &BoundPriorities::beta, &BoundPriorities::set_beta)
+      .def_prop_ro("eps", &BoundPriorities::eps)
+      .def_prop_ro("within_buffer", &BoundPriorities::within_buffer)
+      .def_prop_ro("rows", &BoundPriorities::rows)
+      .def_prop_ro("dropped", &BoundPriorities::dropped)
+      .def_prop_ro("total", &BoundPriorities::total)
+      .def_prop_rw("highest", &BoundPriorities::highest, &BoundPriorities::set_highest)
+      .def_prop_ro("default_priority", &BoundPriorities::default_priority)
+      .def("leaf", &BoundPriorities::leaf, "row"_a)
+      .def("drop", &BoundPriorities::drop, "n"_a, "Counts updates that the caller dropped.")
+      .def("scan", &BoundPriorities::scan, nb::call_guard<nb::gil_scoped_release>())
+      .def("emptied", &BoundPriorities::emptied, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "leaves",
+          [](const BoundPriorities& self, Address out, std::uint64_t n) { self.copy_leaves(at<double>(out), n); },
+          "out"_a, "n"_a, "Copies the leaves of rows [0, n).")
+      .def(
+          "restore",
+          [](BoundPriorities& self, Address leaves, std::uint64_t n, double alpha) {
+            self.restore(at<const double>(leaves), n, alpha);
+          },
+          "leaves"_a, "n"_a, "alpha"_a, "Takes over the leaves of rows [0, n); others become zero.")
+      .def(
+          "written",
+          [](BoundPriorities& self, Address rows, std::uint64_t n) {
+            nb::gil_scoped_release release;
+            self.written(at<const std::int64_t>(rows), n, 0);
+          },
+          "rows"_a, "n"_a, "For rows without tickets: they hold new steps.")
+      .def(
+          "reset",
+          [](BoundPriorities& self, Address rows, std::uint64_t n) {
+            nb::gil_scoped_release release;
+            self.reset(at<const std::int64_t>(rows), n);
+          },
+          "rows"_a, "n"_a)
+      .def(
+          "update",
+          [](BoundPriorities& self, Address rows, Address priorities, std::uint64_t n, Address expected) {
+            nb::gil_scoped_release release;
+            self.update(at<const std::int64_t>(rows), at<const double>(priorities), n, at<const std::int64_t>(expected));
+          },
+          "rows"_a, "priorities"_a, "n"_a, "expected"_a)
+      .def(
+          "draw",
+          [](const BoundPriorities& self, std::uint64_t key, std::uint64_t n, Address rows, Address numbers,
+             Address weights) {
+            nb::gil_scoped_release release;
+            self.draw(key, 0, n, at<std::int64_t>(rows), at<std::int64_t>(numbers), at<double>(weights));
+          },
+          "key"_a, "n"_a, "rows"_a, "numbers"_a, "weights"_a)
+      .def("sample", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "single_precision"_a,
+           "Draws n rows and copies them into new tensors: one per field, rows, ticket numbers and weights.");
+}
+
+}  // namespace engram

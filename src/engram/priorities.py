@@ -1,0 +1,156 @@
+"""Priorities of rows: one index of a store, whichever samplers draw from it.
+
+The index belongs to the rows' storage under a name, and every write keeps it. Two buffers on one storage whose samplers name
+different indexes have priorities of their own over one copy of the data.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from engram import _native
+from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowError
+from engram.store import Store, private_block
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.store import Block, Key
+
+__all__ = ["PriorityConfig", "PriorityIndex"]
+
+KIND = "priorities"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class PriorityConfig(NamedTuple):
+    """How priorities become probabilities."""
+
+    alpha: float
+    beta: float
+    eps: float
+    within_buffer: bool
+
+
+class PriorityIndex:
+    """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
+
+    def __init__(self, block: Block, store: Store | None) -> None:
+        keep = (block.tensor, *(() if store is None else store.words))
+        self.core: Any = _native.Priorities(block.address, block.nbytes, None if store is None else store.core, keep)
+        self.block = block
+        """Its memory."""
+
+    @classmethod
+    def of_store(cls, store: Store, name: str, config: PriorityConfig) -> tuple[PriorityIndex, bool]:
+        """The index of that name, and whether it was made just now. One that is made scans the tickets once.
+
+        Raises:
+            ValueError: a name that is none.
+            IncompatibleStore: there is one with another ``eps`` or ``max_priority_within_buffer``.
+            OSError: no space for its file.
+        """
+        check_name(name)
+
+        def make(block: Block) -> None:
+            _native.format_priorities(block.address, block.nbytes, store.capacity, *config)
+
+        def attach(block: Block) -> PriorityIndex:
+            try:
+                return cls(block, store)
+            except ValueError as error:
+                raise IncompatibleStore(f"index {name!r}: {error}.") from error
+
+        nbytes = _native.priority_bytes(store.capacity, config.within_buffer)
+        index, made = store.index(name, KIND, nbytes, make, attach)
+        core = index.core
+        if (core.eps, core.within_buffer) != (config.eps, config.within_buffer):
+            raise IncompatibleStore(
+                f"index {name!r}: expected eps={core.eps} and max_priority_within_buffer={core.within_buffer}, as the store's "
+                f"index of that name has, got eps={config.eps} and {config.within_buffer}. Give it another name: index=…."
+            )
+        return index, made
+
+    @classmethod
+    def of_list(cls, rows: int, config: PriorityConfig) -> PriorityIndex:
+        """Priorities of a list's items, whose tickets the caller looks at."""
+        block = private_block(_native.priority_bytes(rows, config.within_buffer))
+        _native.format_priorities(block.address, block.nbytes, rows, *config)
+        return cls(block, None)
+
+    def draw(self, key: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``n`` rows by priority, with replacement: int64 rows, int64 ticket numbers, float64 weights.
+
+        Raises:
+            NoSampleable: all priorities are zero, or there are no rows.
+        """
+        rows, numbers = _native.empty_rows(n), _native.empty_rows(n)
+        weights = torch.empty(n, dtype=torch.float64, device="cpu")
+        try:
+            self.core.draw(key, n, rows.data_ptr(), numbers.data_ptr(), weights.data_ptr())
+        except _native.NothingLive as error:
+            raise _nothing(error) from error
+        return rows, numbers, weights
+
+    def sample(self, store: Store, key: Key, n: int, *, single_precision: bool) -> list[Tensor]:
+        """As :meth:`draw`, with the rows' data: one tensor per field, then rows, ticket numbers and weights."""
+        try:
+            drawn: list[Tensor] = self.core.sample(store.core, store.layout, key.address, n, single_precision)
+        except _native.NothingLive as error:
+            raise _nothing(error) from error
+        return drawn
+
+    def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
+        """New priorities, float64 ``[B]``, of rows int64 ``[B]``; -1 is passed over, and so are rows with another ticket.
+
+        Raises:
+            PriorityError: one is negative, not finite or too large. Nothing is changed.
+            RowError: a row outside the store. Nothing is changed.
+        """
+        try:
+            self.core.update(
+                rows.data_ptr(), priorities.data_ptr(), rows.numel(), 0 if expected is None else expected.data_ptr()
+            )
+        except _native.BadPriority as error:
+            raise PriorityError(
+                f"update_priority: expected finite priorities of at least 0 whose power alpha={self.core.alpha:g} can be "
+                f"summed: {error}."
+            ) from error
+        except IndexError as error:
+            raise RowError(f"update_priority: {error}.") from error
+
+    def reset(self, rows: Tensor) -> None:
+        """Give live rows the default priority again. Raises ``RowError``: a row outside the store."""
+        try:
+            self.core.reset(rows.data_ptr(), rows.numel())
+        except IndexError as error:
+            raise RowError(f"mark_update: {error}.") from error
+
+    def leaves(self, n: int) -> Tensor:
+        """float64 ``[n]``: ``(priority + eps) ** alpha`` of the first rows, 0 for rows that hold nothing. A copy."""
+        out = torch.empty(n, dtype=torch.float64, device="cpu")
+        self.core.leaves(out.data_ptr(), n)
+        return out
+
+    # What a list calls, which has no native write path.
+
+    def written(self, rows: Tensor) -> None:
+        """Rows of a list hold new items."""
+        self.core.written(rows.data_ptr(), rows.numel())
+
+    def emptied(self) -> None:
+        """A list was emptied."""
+        self.core.emptied()
+
+
+def check_name(name: Any) -> None:
+    """Raise ``ValueError`` unless this can be the name of an index."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"index: expected a name of 1 to 64 letters, digits, '-' or '_', got {name!r}.")
+
+
+def _nothing(error: Exception) -> NoSampleable:
+    return NoSampleable(f"sample: {error}. Add data, or give rows a priority above zero.")

@@ -1,0 +1,376 @@
+"""Rows in proportion to their priority."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram.errors import NoSampleable
+from engram.priorities import PriorityConfig, PriorityIndex, check_name
+from engram.samplers._base import NativeSampler
+from engram.types import Draw
+
+if TYPE_CHECKING:
+    from engram.store import Key
+    from engram.types import Extent
+
+__all__ = ["PrioritizedSampler"]
+
+_REDUCTIONS = ("max", "min", "mean", "median", "sum")
+
+
+class PrioritizedSampler(NativeSampler):
+    """Draws rows with replacement, each with ``P(i) = leaf_i / sum of leaves``, ``leaf_i = (priority_i + eps) ** alpha``.
+
+    ``info`` and TensorDict batches carry ``"priority_weight"``, ``[B]``: ``(leaf_i / smallest positive leaf) ** -beta``, in
+    (0, 1], which is ``(N * P(i)) ** -beta`` over its maximum; and ``"index_generation"``, int64 ``[B]``: an update that comes
+    with it is dropped, and counted in ``stats()["priority_updates_dropped"]``, where the row was rewritten since. (Schaul et
+    al., "Prioritized Experience Replay", ICLR 2016, §3.3 and 3.4.)
+
+    New rows get the largest priority of all updates so far, 1.0 before the first, so that each is drawn soon.
+    A row of priority 0 is drawn only if ``eps > 0``; if all leaves are 0, drawing raises. Priorities belong to the storage,
+    under the name ``index``: they stay when the sampler is swapped, in a directory also when the process ends, and every
+    sampler with that name shares them, with ``alpha`` and ``beta``.
+
+    Args:
+        max_capacity: rows, at least the storage's.
+        alpha: 0 is uniform, 1 proportional. Settable: raises all leaves to ``new / old``. O(rows).
+        beta: 0 corrects nothing, 1 fully. Settable: anneal it.
+        eps: added to every priority.
+        dtype: of the weights.
+        reduction: of priorities with more dimensions than one: max, min, mean, median or sum.
+        max_priority_within_buffer: new rows get the largest priority of the rows that are live now.
+        device: accepted; the tree is on the CPU for every storage.
+        index: name of the priorities.
+
+    Raises:
+        ValueError: a negative or infinite number; (when it meets the storage) ``max_capacity`` below its capacity.
+        NotImplementedError: another reduction.
+
+    Cost: a draw or an update of ``B`` rows O(B log rows); memory 10.3 bytes per row.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), sampler=PrioritizedSampler(3, alpha=1.0, beta=1.0), batch_size=100)
+    >>> index = rb.extend(torch.tensor([10, 20, 30]))
+    >>> rb.update_priority(index, torch.tensor([0.0, 0.0, 5.0]))
+    >>> rb.sample().unique().tolist()
+    [30]
+    """
+
+    prioritized = True
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        index: str = "main",
+    ) -> None:
+        if type(max_capacity) is not int:
+            raise TypeError(f"PrioritizedSampler: max_capacity: expected an int, got {type(max_capacity).__name__}.")
+        if max_capacity < 1:
+            raise ValueError(f"PrioritizedSampler: max_capacity: expected at least 1, got {max_capacity}.")
+        if reduction not in _REDUCTIONS:
+            raise NotImplementedError(
+                f"PrioritizedSampler: reduction: expected one of {_REDUCTIONS}, got {reduction!r}."
+            )
+        if not dtype.is_floating_point:
+            raise TypeError(f"PrioritizedSampler: dtype: expected a floating point dtype, got {dtype}.")
+        check_name(index)
+        self._capacity = max_capacity
+        self._config = PriorityConfig(
+            _number("alpha", alpha), _number("beta", beta), _number("eps", eps), bool(max_priority_within_buffer)
+        )
+        self.dtype = dtype
+        self.reduction = reduction
+        self.device = torch.device("cpu" if device is None else device)
+        self.index_name = index
+        #: Whether ``alpha`` and ``beta`` of an index that exists count, and not those given here.
+        self.adopts_index = False
+        self._storage: Any = None
+        self._index: PriorityIndex | None = None
+
+    # ---- where the priorities are --------------------------------------------------------------------------------------
+
+    def bind(self, storage: Any) -> None:
+        """Meet the storage whose rows are drawn. Raises ``ValueError``: it is larger than ``max_capacity``."""
+        bounded = storage.max_size < torch.iinfo(torch.int64).max
+        if bounded and storage.max_size > self._capacity:
+            raise ValueError(
+                f"PrioritizedSampler: max_capacity: expected at least the storage's {storage.max_size} rows, got "
+                f"{self._capacity}."
+            )
+        if storage is not self._storage:
+            self._storage, self._index = storage, None
+        self._attached()
+
+    def _attached(self) -> PriorityIndex | None:
+        """The index, made where the storage has rows but no such index yet; None while nothing was ever written."""
+        if self._index is None and self._storage is not None:
+            found = self._storage.priorities(self.index_name, self._config, self._capacity)
+            if found is not None:
+                index, made = found
+                if not made and not self.adopts_index:
+                    index.core.alpha, index.core.beta = self._config.alpha, self._config.beta
+                self._index = index
+        return self._index
+
+    # ---- settings ------------------------------------------------------------------------------------------------------
+
+    @property
+    def max_size(self) -> int:
+        """Rows at most."""
+        return self._capacity
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of priorities. Setting it re-scales every leaf; from 0, where all are equal, they stay so (warning)."""
+        index = self._attached()
+        return self._config.alpha if index is None else float(index.core.alpha)
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        value = _number("alpha", value)
+        if self.alpha == 0 and value > 0 and self._index is not None and self._index.core.total > 0:
+            warnings.warn(
+                "alpha: with alpha=0 all priorities were equal; rows that are there stay so until they are updated.",
+                stacklevel=2,
+            )
+        if self._index is not None:
+            try:
+                self._index.core.alpha = value
+            except ValueError as error:
+                raise ValueError(f"alpha: {error}.") from error
+        self._config = self._config._replace(alpha=value)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the weights."""
+        index = self._attached()
+        return self._config.beta if index is None else float(index.core.beta)
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        value = _number("beta", value)
+        if self._attached() is not None:
+            self._index.core.beta = value  # type: ignore[union-attr]
+        self._config = self._config._replace(beta=value)
+
+    @property
+    def eps(self) -> float:
+        """Added to every priority."""
+        return self._config.eps
+
+    @property
+    def max_priority_within_buffer(self) -> bool:
+        """Whether new rows get the largest priority that is live, not the largest there ever was."""
+        return self._config.within_buffer
+
+    @property
+    def default_priority(self) -> float:  # type: ignore[override]
+        """What new rows get."""
+        index = self._attached()
+        return 1.0 if index is None else float(index.core.default_priority)
+
+    @property
+    def dropped(self) -> int:
+        """Updates that came for rows rewritten since they were drawn."""
+        return 0 if self._index is None else int(self._index.core.dropped)
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        index = self._attached()
+        if index is None:
+            raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
+        rows, numbers, weights = index.draw(key, batch_size)
+        if self._storage.memory is None:
+            numbers = self._storage.numbers_of(rows)
+        return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": numbers})
+
+    def sample_natively(self, store: Any, key: Key, n: int) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
+        index = self._index or self._attached()
+        assert index is not None  # the store has memory
+        columns = index.sample(store, key, n, single_precision=self.dtype is torch.float32)
+        weights = columns.pop()
+        if weights.dtype is not self.dtype:
+            weights = weights.to(self.dtype)
+        numbers = columns.pop()
+        return columns, columns.pop(), {"priority_weight": weights, "index_generation": numbers}
+
+    def can_sample(self, storage: Any, batch_size: int) -> bool:
+        index = self._attached()
+        return index is not None and index.core.total > 0 and batch_size > 0
+
+    # ---- updating ------------------------------------------------------------------------------------------------------
+
+    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+        """New priorities of rows, in one native call.
+
+        Args:
+            index: rows: an int, int64 ``[B]``, or a 1-tuple of it. -1 is passed over. Of a row named twice the last counts.
+            priority: a number for all, or ``[B]``; more dimensions are reduced.
+            generation: int64 ``[B]``, as in ``"index_generation"``: rows rewritten since are dropped and counted.
+
+        Raises:
+            PriorityError: a priority is negative, not finite or too large (a ``ValueError``). Nothing is changed.
+            RowError: a row outside the storage. Nothing is changed.
+            RuntimeError: another number of priorities than of rows.
+        """
+        rows = rows_of(index, "update_priority")
+        priorities = self._priorities_of(priority, rows.numel())
+        if generation is not None:
+            generation = torch.as_tensor(generation).to("cpu", torch.int64).reshape(-1).contiguous()
+            if generation.numel() != rows.numel():
+                raise RuntimeError(
+                    f"update_priority: generation: expected one per row, {rows.numel()}, got {generation.numel()}."
+                )
+        own = self._attached()
+        if own is None:
+            raise RuntimeError("update_priority: expected rows that were written; nothing was ever written.")
+        if self._storage.memory is None:  # a list: its rows' tickets are its own
+            rows = self._current(rows, generation)
+            generation = None
+        own.update(rows, priorities, generation)
+
+    def _current(self, rows: Tensor, generation: Tensor | None) -> Tensor:
+        """Rows of a list; -1 for those that hold another item than expected, or none."""
+        numbers = self._storage.numbers_of(rows)
+        stale = (numbers < 0) if generation is None else (numbers != generation) | (numbers < 0)
+        stale &= (rows >= 0) & (rows < self._capacity)  # the others are an error, or are passed over
+        self._index.core.drop(int(stale.sum()))  # type: ignore[union-attr]
+        return torch.where(stale, -1, rows)
+
+    def _priorities_of(self, priority: Any, n: int) -> Tensor:
+        """float64 ``[n]``, contiguous, on the CPU."""
+        value = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, dtype=torch.float64)
+        value = value.detach().to("cpu", torch.float64)
+        if value.ndim == 0:
+            return value.expand(n).contiguous()
+        if value.ndim > 1 and value.shape[0] == n:
+            value = self.reduce(value)
+        if value.numel() != n:
+            raise RuntimeError(f"update_priority: expected one priority per row, {n}, got {list(value.shape)}.")
+        return value.reshape(-1).contiguous()
+
+    def reduce(self, value: Tensor) -> Tensor:
+        """``[B, ...]`` to ``[B]`` by :attr:`reduction`."""
+        flat = value.reshape(value.shape[0], -1)
+        match self.reduction:
+            case "max":
+                return flat.amax(1)
+            case "min":
+                return flat.amin(1)
+            case "mean":
+                return flat.mean(1)
+            case "median":
+                return flat.median(1).values
+            case _:
+                return flat.sum(1)
+
+    def mark_update(self, index: Any, *, storage: Any = None) -> None:
+        """Rows were rewritten: the default priority again. Raises ``RowError``: a row outside the storage."""
+        own = self._attached()
+        if own is not None:
+            own.reset(rows_of(index, "mark_update"))
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """``alpha, beta, eps, highest`` and ``leaves``, float64 ``[rows]``: copies."""
+        index = self._attached()
+        if index is None:
+            leaves, highest = torch.zeros(0, dtype=torch.float64, device="cpu"), 0.0
+        else:
+            leaves, highest = index.leaves(index.core.rows), index.core.highest
+        return {"alpha": self.alpha, "beta": self.beta, "eps": self.eps, "highest": highest, "leaves": leaves}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a saved state; leaves of rows that hold nothing become zero.
+
+        Raises:
+            KeyError: a missing or unknown entry. ValueError: another ``eps`` or number of rows, a bad number. RuntimeError: leaves
+                for a storage that was never written. Nothing is changed.
+        """
+        expected = {"alpha", "beta", "eps", "highest", "leaves"}
+        if set(state_dict) != expected:
+            raise KeyError(f"PrioritizedSampler: expected a state with {sorted(expected)}, got {sorted(state_dict)}.")
+        alpha, beta = _number("alpha", state_dict["alpha"]), _number("beta", state_dict["beta"])
+        highest = _number("highest", state_dict["highest"])
+        if state_dict["eps"] != self.eps:
+            raise ValueError(f"PrioritizedSampler: expected a state with eps={self.eps}, got {state_dict['eps']}.")
+        leaves = state_dict["leaves"].to("cpu", torch.float64).contiguous()
+        index = self._attached()
+        if index is None:
+            if leaves.numel():
+                raise RuntimeError(
+                    "PrioritizedSampler: expected a storage with rows before their priorities are loaded."
+                )
+        else:
+            if leaves.numel() != index.core.rows:
+                raise ValueError(
+                    f"PrioritizedSampler: expected the leaves of {index.core.rows} rows, got {leaves.numel()}."
+                )
+            index.core.restore(leaves.data_ptr(), leaves.numel(), alpha)
+            index.core.beta, index.core.highest = beta, highest
+        self._config = self._config._replace(alpha=alpha, beta=beta)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "max_capacity": self._capacity,
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "eps": self.eps,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "reduction": self.reduction,
+            "max_priority_within_buffer": self.max_priority_within_buffer,
+            "index": self.index_name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> PrioritizedSampler:
+        """The sampler that a store noted: ``alpha`` and ``beta`` are those of its index."""
+        made = cls(**{**config, "dtype": getattr(torch, config["dtype"])})
+        made.adopts_index = True
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._config = self._config._replace(alpha=self.alpha, beta=self.beta)
+        return {**self.__dict__, "_storage": None, "_index": None, "adopts_index": True}
+
+
+def rows_of(index: Any, call: str) -> Tensor:
+    """Rows as users name them, as int64 ``[B]`` on the CPU.
+
+    Raises:
+        TypeError: not ints.
+    """
+    if isinstance(index, tuple):
+        if len(index) != 1:
+            raise TypeError(f"{call}: expected rows, or a 1-tuple of them, got {len(index)} entries.")
+        index = index[0]
+    rows = index if isinstance(index, Tensor) else torch.from_numpy(np.atleast_1d(np.asarray(index)))
+    if rows.dtype is torch.int64 and rows.is_cpu and rows.ndim == 1 and rows.is_contiguous():
+        return rows
+    if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool:
+        raise TypeError(f"{call}: expected int rows, got {rows.dtype}.")
+    return rows.to("cpu", torch.int64).reshape(-1).contiguous()
+
+
+def _number(name: str, value: Any) -> float:
+    number = float(value)
+    if not (0 <= number < float("inf")):
+        raise ValueError(f"PrioritizedSampler: {name}: expected a finite number of at least 0, got {value}.")
+    return number
