@@ -8,6 +8,7 @@ from engram import errors
 BUILTINS = {
     "RowError": IndexError,
     "NoSampleable": RuntimeError,
+    "PriorityError": ValueError,
     "WriterStalled": TimeoutError,
     "StoreInUse": RuntimeError,
     "IncompatibleStore": ValueError,

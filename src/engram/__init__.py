@@ -12,7 +12,6 @@ from engram._version import __version__
 
 if TYPE_CHECKING:
     from engram._native import num_threads, set_num_threads
-    from engram.buffer import ReplayBuffer
     from engram.errors import (
         CorruptStore,
         EngramError,
@@ -24,10 +23,15 @@ if TYPE_CHECKING:
         UncleanStore,
         WriterStalled,
     )
+    from engram.prioritized_buffers import (
+        PrioritizedReplayBuffer,
+        ReplayBuffer,
+        TensorDictPrioritizedReplayBuffer,
+        TensorDictReplayBuffer,
+    )
     from engram.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
     from engram.sizing import StoragePlan, plan
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
-    from engram.tensordict_buffer import TensorDictReplayBuffer
     from engram.types import Draw, Extent, Plan, Sampler, Write, Writer
     from engram.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter
 
@@ -43,6 +47,7 @@ __all__ = [
     "ListStorage",
     "NoSampleable",
     "Plan",
+    "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PriorityError",
     "RandomSampler",
@@ -54,6 +59,7 @@ __all__ = [
     "Storage",
     "StoragePlan",
     "StoreInUse",
+    "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
@@ -83,8 +89,13 @@ _HOME = {
     "engram.samplers": ("PrioritizedSampler", "RandomSampler", "SamplerWithoutReplacement"),
     "engram.sizing": ("StoragePlan", "plan"),
     "engram.storages": ("LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage", "TensorStorage"),
-    # Both from here: ReplayBuffer.open must know every buffer class that a store may have been used with.
-    "engram.tensordict_buffer": ("ReplayBuffer", "TensorDictReplayBuffer"),
+    # All from here: ReplayBuffer.open must know every buffer class that a store may have been used with.
+    "engram.prioritized_buffers": (
+        "PrioritizedReplayBuffer",
+        "ReplayBuffer",
+        "TensorDictPrioritizedReplayBuffer",
+        "TensorDictReplayBuffer",
+    ),
     "engram.types": ("Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
     "engram.writers": ("ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"),
 }

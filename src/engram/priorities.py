@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PriorityConfig", "PriorityIndex"]
 
 KIND = "priorities"
+_NOTHING = "Add data, or give rows a priority above zero."
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -92,7 +93,7 @@ class PriorityIndex:
         try:
             self.core.draw(key, n, rows.data_ptr(), numbers.data_ptr(), weights.data_ptr())
         except _native.NothingLive as error:
-            raise _nothing(error) from error
+            raise NoSampleable(f"sample: {error}. {_NOTHING}") from error
         return rows, numbers, weights
 
     def sample(self, store: Store, key: Key, n: int, *, single_precision: bool) -> list[Tensor]:
@@ -100,7 +101,7 @@ class PriorityIndex:
         try:
             drawn: list[Tensor] = self.core.sample(store.core, store.layout, key.address, n, single_precision)
         except _native.NothingLive as error:
-            raise _nothing(error) from error
+            raise NoSampleable(f"sample: {error}. {_NOTHING}") from error
         return drawn
 
     def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
@@ -150,7 +151,3 @@ def check_name(name: Any) -> None:
     """Raise ``ValueError`` unless this can be the name of an index."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"index: expected a name of 1 to 64 letters, digits, '-' or '_', got {name!r}.")
-
-
-def _nothing(error: Exception) -> NoSampleable:
-    return NoSampleable(f"sample: {error}. Add data, or give rows a priority above zero.")

@@ -266,6 +266,7 @@ def test_the_base_class_holds_nothing():
         lambda: base.read(torch.tensor([0])),
         lambda: base.empty(keep_write_count=True),
         lambda: base.numbers_of(torch.tensor([0])),
+        lambda: base.priorities("main", None, 1),
         lambda: base.write_count,
         lambda: base.pack(None, None),
         lambda: base.batch(None, 1),
@@ -273,7 +274,7 @@ def test_the_base_class_holds_nothing():
         with pytest.raises(NotImplementedError):
             use()
     assert (base.lanes, base.nbytes, base.ndim) == (1, 0, 1)
-    assert base.counters() == {"void_rows": 0, "lapped_rows": 0, "redraws": 0}
+    assert base.counters() == {"void_rows": 0, "lapped_rows": 0, "redraws": 0, "priority_updates_dropped": 0}
     base.close()
     for kind in (LazyTensorStorage(3), ListStorage(3), TensorStorage(torch.zeros(3))):
         assert isinstance(kind, Storage)

@@ -1,0 +1,112 @@
+"""Buffers whose sampler is a :class:`PrioritizedSampler`, for those who know them by these names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engram import samplers, storages
+from engram.buffer import ReplayBuffer, register
+from engram.tensordict_buffer import TensorDictReplayBuffer
+
+__all__ = [
+    "PrioritizedReplayBuffer",
+    "ReplayBuffer",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+]
+
+
+@register
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`. Rows may be anything; which ones were drawn, and their
+    weights, stand in ``info``.
+
+    Args:
+        size: rows; default the storage's.
+        alpha, beta, eps, dtype: as for :class:`PrioritizedSampler`.
+        **kwargs: those of :class:`ReplayBuffer`, but ``sampler``.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, PrioritizedReplayBuffer
+    >>> rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(100), batch_size=8)
+    >>> index = rb.extend(torch.arange(50))
+    >>> batch, info = rb.sample(return_info=True)
+    >>> info["priority_weight"].shape
+    torch.Size([8])
+    >>> rb.update_priority(info["index"], torch.rand(8), generation=info["index_generation"])
+    """
+
+    def __init__(
+        self,
+        size: int | None = None,
+        *,
+        alpha: float | None = None,
+        beta: float | None = None,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        **kwargs: Any,
+    ) -> None:
+        name = type(self).__name__
+        sampler = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, dtype=dtype)
+        super().__init__(size, **kwargs, sampler=sampler)
+
+
+@register
+class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+    """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
+
+    Args:
+        size: rows; default the storage's.
+        alpha, beta, eps, reduction: as for :class:`PrioritizedSampler`.
+        priority_key: entry of a batch that :meth:`update_tensordict_priority` reads, and of written rows that brings their
+            first priority along.
+        **kwargs: those of :class:`TensorDictReplayBuffer`, but ``sampler``.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+    >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(100), batch_size=8)
+    >>> index = rb.extend(TensorDict({"obs": torch.randn(50, 3)}, batch_size=[50]))
+    >>> batch = rb.sample()
+    >>> batch["td_error"] = torch.rand(8)
+    >>> rb.update_tensordict_priority(batch)
+    """
+
+    def __init__(
+        self,
+        size: int | None = None,
+        *,
+        alpha: float | None = None,
+        beta: float | None = None,
+        priority_key: str = "td_error",
+        eps: float = 1e-8,
+        reduction: str = "max",
+        **kwargs: Any,
+    ) -> None:
+        name = type(self).__name__
+        sampler = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, reduction=reduction)
+        super().__init__(size, priority_key=priority_key, **kwargs, sampler=sampler)
+
+
+def _sampler(
+    name: str, size: int | None, kwargs: dict[str, Any], *, alpha: float | None, beta: float | None, **settings: Any
+) -> samplers.PrioritizedSampler:
+    """The buffer's sampler. ``ReplayBuffer.open`` hands over the one that the store noted."""
+    given = kwargs.pop("sampler", None)
+    if given is not None:
+        if not isinstance(given, samplers.PrioritizedSampler) or alpha is not None or beta is not None:
+            raise TypeError(
+                f"{name}: sampler: its sampler is a PrioritizedSampler made of alpha and beta. Use a ReplayBuffer."
+            )
+        return given
+    if alpha is None or beta is None:
+        raise TypeError(f"{name}: expected alpha and beta, got alpha={alpha}, beta={beta}.")
+    storage = kwargs.get("storage")
+    if storage is not None and not isinstance(storage, storages.Storage):
+        storage = kwargs["storage"] = storage()
+    capacity = size or 1000 if storage is None else storage.max_size
+    if capacity > 1 << 40:  # a list without bounds
+        capacity = size or 1 << 20
+    return samplers.PrioritizedSampler(capacity, alpha, beta, **settings)
