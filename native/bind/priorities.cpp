@@ -120,11 +120,18 @@ void bind_priorities(nb::module_& m) {
           "rows"_a, "n"_a)
       .def(
           "update",
-          [](BoundPriorities& self, Address rows, Address priorities, std::uint64_t n, Address expected) {
+          [](BoundPriorities& self, Address rows, Address priorities, bool single_precision, std::uint64_t n,
+             Address expected) {
             nb::gil_scoped_release release;
-            self.update(at<const std::int64_t>(rows), at<const double>(priorities), n, at<const std::int64_t>(expected));
+            const auto* of = at<const std::int64_t>(rows);
+            const auto* wanted = at<const std::int64_t>(expected);
+            if (single_precision) {
+              self.update(of, at<const float>(priorities), n, wanted);
+            } else {
+              self.update(of, at<const double>(priorities), n, wanted);
+            }
           },
-          "rows"_a, "priorities"_a, "n"_a, "expected"_a)
+          "rows"_a, "priorities"_a, "single_precision"_a, "n"_a, "expected"_a)
       .def(
           "draw",
           [](const BoundPriorities& self, std::uint64_t key, std::uint64_t n, Address rows, Address numbers,

@@ -82,6 +82,11 @@ double Priorities::largest_leaf() const { return 1e300 / static_cast<double>(tre
 
 double Priorities::leaf_of(double priority) const { return std::pow(priority + header_->eps, header_->alpha); }
 
+double Priorities::leaf_of(float priority) const {
+  const float leaf = std::pow(priority + static_cast<float>(header_->eps), static_cast<float>(header_->alpha));
+  return std::isnormal(leaf) ? static_cast<double>(leaf) : leaf_of(static_cast<double>(priority));
+}
+
 double Priorities::default_leaf() const {
   if (header_->within_buffer != 0 && tree_.max() > 0) return tree_.max();
   return leaf_of(header_->highest > 0 ? header_->highest : 1.0);
@@ -193,6 +198,17 @@ void Priorities::reset(const std::int64_t* rows, std::uint64_t n) {
 
 void Priorities::update(const std::int64_t* rows, const double* priorities, std::uint64_t n,
                         const std::int64_t* expected) {
+  update_all(rows, priorities, n, expected);
+}
+
+void Priorities::update(const std::int64_t* rows, const float* priorities, std::uint64_t n,
+                        const std::int64_t* expected) {
+  update_all(rows, priorities, n, expected);
+}
+
+template <class Real>
+void Priorities::update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n,
+                            const std::int64_t* expected) {
   std::lock_guard<std::mutex> guard(mutex_);
   rows_.clear();
   leaves_.clear();
@@ -215,7 +231,7 @@ void Priorities::update(const std::int64_t* rows, const double* priorities, std:
     }
     rows_.push_back(rows[i]);
     leaves_.push_back(leaf);
-    highest = std::max(highest, priorities[i]);
+    highest = std::max(highest, static_cast<double>(priorities[i]));
   }
   header_->highest = highest;
   header_->dropped.fetch_add(dropped, std::memory_order_relaxed);

@@ -24,13 +24,15 @@ std::vector<std::uint64_t> sizes_of(std::uint64_t leaves) {
   return sizes;
 }
 
-double sum_of(const double* c) { return ((((((c[0] + c[1]) + c[2]) + c[3]) + c[4]) + c[5]) + c[6]) + c[7]; }
+// In pairs: three additions deep instead of seven. find() adds up its prefixes in the same way.
+double sum_of(const double* c) { return ((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7])); }
 
-// Zero says that there is none.
+// Zero says that there is none. Positive doubles are in the order of their bits, and one less turns zero into the largest.
 double min_of(const double* c) {
-  double least = 0;
-  for (std::uint64_t i = 0; i < kFanout; ++i) least = c[i] > 0 && (least == 0 || c[i] < least) ? c[i] : least;
-  return least;
+  const auto rank = [c](std::uint64_t i) { return std::bit_cast<std::uint64_t>(c[i]) - 1; };
+  const std::uint64_t a = std::min(rank(0), rank(1)), b = std::min(rank(2), rank(3));
+  const std::uint64_t d = std::min(rank(4), rank(5)), e = std::min(rank(6), rank(7));
+  return std::bit_cast<double>(std::min(std::min(a, b), std::min(d, e)) + 1);
 }
 
 double max_of(const double* c) { return *std::max_element(c, c + kFanout); }
@@ -101,7 +103,7 @@ void SumTree::set(const std::int64_t* rows, const double* values, std::uint64_t 
 
 // Each node once, where there are few enough to tick them off: with many, hardly any comes twice.
 void SumTree::unify(std::vector<std::uint64_t>& nodes, std::uint64_t size) {
-  if (size > 64 * nodes.size() || nodes.size() < 2) return;
+  if (size > 8 * nodes.size() || nodes.size() < 2) return;
   ticked_.assign((size + 63) / 64, 0);
   for (const std::uint64_t node : nodes) ticked_[node / 64] |= std::uint64_t{1} << node % 64;
   nodes.clear();
@@ -126,10 +128,13 @@ void SumTree::find(const double* u, std::uint64_t n, std::int64_t* rows) const {
     for (std::uint64_t level = sizes_.size() - 1; level-- > 0;) {
       for (std::uint64_t i = 0; i < count; ++i) {
         const double* children = sums_[level] + node[i] * kFanout;
-        // The sums left to right, as the parent was computed: the last one is the parent. The first that is above what is
-        // left is above the one before it, so its child is not zero.
-        double upto[kFanout + 1] = {0};
-        for (std::uint64_t k = 0; k < kFanout; ++k) upto[k + 1] = upto[k] + children[k];
+        // Prefixes that never fall, because each adds to the same left part no less than the one before it, and of which
+        // the last is the parent, bit for bit. The first that is above what is left is above the one before it, so its
+        // child is not zero.
+        const double* x = children;
+        const double two = x[0] + x[1], four = two + (x[2] + x[3]), six = x[4] + x[5];
+        const double upto[kFanout + 1] = {
+            0, x[0], two, two + x[2], four, four + x[4], four + six, four + (six + x[6]), four + (six + (x[6] + x[7]))};
         std::uint64_t c = 0;
         for (std::uint64_t k = 0; k < kFanout; ++k) c += upto[k + 1] <= left[i];
         if (c == kFanout) {  // rounding put it on the very end: it falls on the last child that is not zero

@@ -1,7 +1,7 @@
 // A tree over leaves that says their sum and their smallest positive one, and finds the leaf that a number in [0, sum)
 // falls on.
 //
-// Nodes have eight children, one cache line. Every parent is computed from its children, left to right, never from what
+// Nodes have eight children, one cache line. Every parent is computed from its children, in one order, never from what
 // changed: so at rest it equals that sum bit for bit, whatever was written before, and cannot drift (pytorch/rl #2230,
 // flashbax #52). Doubles, so that no leaf of a large buffer becomes unreachable.
 //

@@ -105,7 +105,7 @@ class PriorityIndex:
         return drawn
 
     def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
-        """New priorities, float64 ``[B]``, of rows int64 ``[B]``; -1 is passed over, and so are rows with another ticket.
+        """New priorities, float64 or float32 ``[B]``, of rows int64 ``[B]``; -1 is passed over, and so are rows with another ticket.
 
         Raises:
             PriorityError: one is negative, not finite or too large. Nothing is changed.
@@ -113,7 +113,11 @@ class PriorityIndex:
         """
         try:
             self.core.update(
-                rows.data_ptr(), priorities.data_ptr(), rows.numel(), 0 if expected is None else expected.data_ptr()
+                rows.data_ptr(),
+                priorities.data_ptr(),
+                priorities.dtype is torch.float32,
+                rows.numel(),
+                0 if expected is None else expected.data_ptr(),
             )
         except _native.BadPriority as error:
             raise PriorityError(

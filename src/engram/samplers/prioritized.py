@@ -232,7 +232,7 @@ class PrioritizedSampler(NativeSampler):
         rows = rows_of(index, "update_priority")
         priorities = self._priorities_of(priority, rows.numel())
         if generation is not None:
-            generation = torch.as_tensor(generation).to("cpu", torch.int64).reshape(-1).contiguous()
+            generation = rows_of(generation, "update_priority: generation")
             if generation.numel() != rows.numel():
                 raise RuntimeError(
                     f"update_priority: generation: expected one per row, {rows.numel()}, got {generation.numel()}."
@@ -254,20 +254,30 @@ class PrioritizedSampler(NativeSampler):
         return torch.where(stale, -1, rows)
 
     def _priorities_of(self, priority: Any, n: int) -> Tensor:
-        """float64 ``[n]``, contiguous, on the CPU."""
+        """float64 or float32 ``[n]``, contiguous, on the CPU."""
+        if (
+            isinstance(priority, Tensor)
+            and priority.shape == (n,)
+            and priority.dtype in (torch.float32, torch.float64)
+            and priority.is_cpu
+            and priority.is_contiguous()
+        ):
+            return priority
         value = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, dtype=torch.float64)
         value = value.detach().to("cpu", torch.float64)
         if value.ndim == 0:
             return value.expand(n).contiguous()
         if value.ndim > 1 and value.shape[0] == n:
-            value = self.reduce(value)
+            value = self._reduced(value)
         if value.numel() != n:
             raise RuntimeError(f"update_priority: expected one priority per row, {n}, got {list(value.shape)}.")
         return value.reshape(-1).contiguous()
 
-    def reduce(self, value: Tensor) -> Tensor:
+    def _reduced(self, value: Tensor) -> Tensor:
         """``[B, ...]`` to ``[B]`` by :attr:`reduction`."""
         flat = value.reshape(value.shape[0], -1)
+        if flat.shape[1] == 1:
+            return flat[:, 0]
         match self.reduction:
             case "max":
                 return flat.amax(1)
