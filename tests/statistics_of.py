@@ -22,3 +22,15 @@ def assert_uniform(counts):
     if len(counts) > 1:
         statistic = chi_square(counts, [expected] * len(counts))
         assert statistic < chi_square_limit(len(counts) - 1), counts
+
+
+def assert_proportional(counts, weights):
+    """Counts of outcomes whose probabilities are as the weights; of one with weight zero there is none."""
+    counts, weights = [float(c) for c in counts], [float(w) for w in weights]
+    expected = [sum(counts) * w / sum(weights) for w in weights]
+    assert all(c == 0 for c, e in zip(counts, expected, strict=True) if e == 0), "an impossible outcome came"
+    pairs = [(c, e) for c, e in zip(counts, expected, strict=True) if e > 0]
+    assert min(e for _, e in pairs) >= 5, "too few draws to say anything"
+    if len(pairs) > 1:
+        statistic = chi_square(*zip(*pairs, strict=True))
+        assert statistic < chi_square_limit(len(pairs) - 1), counts

@@ -82,6 +82,15 @@ class PriorityIndex:
         _native.format_priorities(block.address, block.nbytes, rows, *config)
         return cls(block, None)
 
+    def __getstate__(self) -> Tensor:
+        """The memory of a list's priorities, copied. (Those of a store are copied with the store.)"""
+        return self.block.tensor.clone()
+
+    def __setstate__(self, memory: Tensor) -> None:
+        block = private_block(memory.numel())
+        block.tensor.copy_(memory)
+        self.__init__(block, None)  # type: ignore[misc]
+
     def draw(self, key: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """``n`` rows by priority, with replacement: int64 rows, int64 ticket numbers, float64 weights.
 
