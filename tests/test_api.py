@@ -44,6 +44,7 @@ NAMES = [
     "Storage",
     "StoragePlan",
     "StoreInUse",
+    "TensorDictMaxValueWriter",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
     from engram.tensordict_buffer import TensorDictReplayBuffer
     from engram.types import Draw, Extent, Plan, Sampler, Write, Writer
-    from engram.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter
+    from engram.writers import (
+        ImmutableDatasetWriter,
+        RoundRobinWriter,
+        TensorDictMaxValueWriter,
+        TensorDictRoundRobinWriter,
+    )
 
 __all__ = [
     "CorruptStore",
@@ -51,6 +56,7 @@ __all__ = [
     "Storage",
     "StoragePlan",
     "StoreInUse",
+    "TensorDictMaxValueWriter",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
@@ -82,7 +88,12 @@ _HOME = {
     # Both from here: ReplayBuffer.open must know every buffer class that a store may have been used with.
     "engram.tensordict_buffer": ("ReplayBuffer", "TensorDictReplayBuffer"),
     "engram.types": ("Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
-    "engram.writers": ("ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"),
+    "engram.writers": (
+        "ImmutableDatasetWriter",
+        "RoundRobinWriter",
+        "TensorDictMaxValueWriter",
+        "TensorDictRoundRobinWriter",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
