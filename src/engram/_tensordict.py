@@ -78,5 +78,5 @@ else:  # pragma: no cover - a tensordict with other internals
 def find(td: Any, path: tuple[str, ...]) -> Any:
     """The entry of a TensorDict under a path of names, or None."""
     for name in path:
-        td = children(td).get(name) if is_tensor_collection(td) else None
+        td = children(td).get(name) if type(td) is TensorDict or is_tensor_collection(td) else None
     return td

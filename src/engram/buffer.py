@@ -252,6 +252,8 @@ class ReplayBuffer:
         if plan is None:
             plan = self._writer.place(storage.extent(), n, lane, data)
         write: Write = storage.write(plan, prepared, n)
+        if self._tells:
+            self._writer.written(plan, write)
         return write
 
     def _listening(self) -> bool:
@@ -732,6 +734,7 @@ class ReplayBuffer:
         self._tracks = bool(getattr(writer, "tracks_generations", False))
         self._adds_index = bool(getattr(writer, "adds_index", False))
         self._rejects = bool(getattr(writer, "rejects", False))
+        self._tells = hasattr(writer, "written")
         self._recorded = False
         self._choose_paths()
 

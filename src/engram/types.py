@@ -105,11 +105,12 @@ class Write(NamedTuple):
     def survivors(self) -> Tensor:
         """int64 ``[n]``: the rows, but -1 for one that a later row of the same write replaced."""
         rows = self.rows.tolist()
-        last = {row: i for i, row in enumerate(rows)}
-        if len(last) == len(rows):
+        written = [row for row in rows if row >= 0]
+        if len(set(written)) == len(written):
             return self.rows
         import torch
 
+        last = {row: i for i, row in enumerate(rows)}
         return torch.tensor([row if last[row] == i else -1 for i, row in enumerate(rows)], device="cpu")
 
 

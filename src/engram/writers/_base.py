@@ -37,6 +37,9 @@ class NativeWriter:
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> Plan:
         raise NotImplementedError
 
+    def written(self, plan: Plan, write: Write) -> None:
+        """Hear that a plan was written, before anybody else can place rows. A custom writer need not have this."""
+
     def _registered(self) -> Any:
         if self._storage is None:
             raise RuntimeError(
@@ -48,7 +51,9 @@ class NativeWriter:
         storage = self._registered()
         prepared, n = storage.prepare(data, call, batched=batched)
         with storage.placing:
-            write: Write = storage.write(plan or self.place(storage.extent(), n, 0, data), prepared, n)
+            plan = plan or self.place(storage.extent(), n, 0, data)
+            write: Write = storage.write(plan, prepared, n)
+            self.written(plan, write)
         storage.notify(write, data)
         return write
 

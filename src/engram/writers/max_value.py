@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection, is_tensorclass
+from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram._later import refuse
@@ -137,6 +137,10 @@ class TensorDictMaxValueWriter(NativeWriter):
             self._stored.catch_up(extent.filled[0])
             return self._stored.place(ranks, free)
 
+    def written(self, plan: Plan, write: Write) -> None:
+        if self._stored is not None:
+            self._stored.written(plan, write)
+
     def get_insert_index(self, data: Any) -> int | None:
         """The row that one row of data would be written to now; None if it would be rejected. Nothing is written.
 
@@ -153,7 +157,7 @@ class TensorDictMaxValueWriter(NativeWriter):
 
     def _ranks_of(self, data: Any, n: int) -> NDArray[np.float64]:
         """Ranks of ``n`` rows that are to be written, float64 ``[n]``."""
-        if not is_tensor_collection(data) or is_tensorclass(data):
+        if type(data) is not TensorDict and (not is_tensor_collection(data) or is_tensorclass(data)):
             raise RuntimeError(
                 f"{type(self).__name__}: expected a TensorDict, got {type(data).__name__}. Use a RoundRobinWriter for other data."
             )
@@ -202,23 +206,22 @@ class TensorDictMaxValueWriter(NativeWriter):
 
 
 class _Planned(NamedTuple):
-    """A plan that may have been written since: what it changes then."""
+    """A plan that may be written next: what it changes then."""
 
-    rows: Tensor
-    """int64 ``[k]``, no row twice."""
+    plan: Plan
     ranks: NDArray[np.float64]
-    """``[k]``"""
+    """Of the rows it writes."""
     taken: int
-    """Worst rows that were looked at."""
-    left: list[tuple[float, int]]
-    """What stands in their place."""
+    """So many of the worst rows are no longer where they were in the order."""
+    back: list[tuple[float, int]]
+    """What belongs there again."""
 
 
 class _Stored:
     """Ranks of a storage's rows, and the worst of them in order.
 
-    The storage is the truth. Its tickets say which rows changed since they were looked at; where those are the rows of our
-    own last plan, they alone are read again.
+    The storage is the truth: its tickets say which rows changed since they were looked at. After a write of our own plan, and
+    nothing else, there is nothing to look at.
     """
 
     def __init__(
@@ -239,30 +242,25 @@ class _Stored:
     # ---- keeping up --------------------------------------------------------------------------------------------------
 
     def catch_up(self, filled: int) -> None:
-        """Learn what changed among the first ``filled`` rows. Cost: O(1) if nothing did, O(k log k) for our own plan."""
+        """Learn what changed among the first ``filled`` rows. Cost: O(1) if only our own plans were written."""
         settled = self._storage.settled()
-        known = settled is not None and self._settled is not None and filled == len(self._ranks)
-        if not known or not (settled == self._settled or self._was_written(settled)):
+        if settled is None or settled != self._settled or filled != len(self._ranks):
             self._look_again(filled, settled)
 
-    def _was_written(self, settled: int | None) -> bool:
-        """Whether our plan, and nothing else, was written since; then its rows are brought up to date."""
-        planned, first = self._planned, self._settled
-        if planned is None or first is None or settled is None or settled != first + len(planned.rows):
-            return False
-        numbers = torch.arange(first, settled, device="cpu")
-        values, moved = self._storage.field(self._key, planned.rows, numbers)
-        if moved or not np.array_equal(self._ranks_of(values, len(numbers)), planned.ranks):
-            return False
-        rows = planned.rows.numpy()
-        self._numbers[rows] = numbers.numpy()
+    def written(self, plan: Plan, write: Write) -> None:
+        """Bring up to date what a plan changed, if it is the last one and nobody wrote since it was made."""
+        planned = self._planned
+        if planned is None or planned.plan is not plan or write.first != self._settled:
+            return
+        assert plan.rows is not None  # as place makes them
+        rows, self._planned = plan.rows.numpy(), None
+        self._settled = None  # in case of an interrupt
+        self._numbers[rows] = np.arange(write.first, write.first + len(rows))  # of a row named twice the last one stays
         self._ranks[rows] = planned.ranks
         del self._worst[: planned.taken]
-        for entry in planned.left:
-            if entry <= self._limit:
-                insort(self._worst, entry)
-        self._settled, self._planned = settled, None
-        return True
+        for entry in planned.back:
+            insort(self._worst, entry)
+        self._settled = write.first + len(rows)
 
     def _look_again(self, filled: int, settled: int | None) -> None:
         """Compare all tickets, and read the rows that have another one. Cost: O(filled)."""
@@ -304,16 +302,18 @@ class _Stored:
         chosen = ranks[better]
         if not first and len(better) == len(taken) and (not len(taken) or chosen.min() > taken[-1][0]):
             kept, rows = better, np.array([row for _, row in taken], dtype=np.int64)
-            left = list(zip(chosen.tolist(), rows.tolist(), strict=True))
+            near = np.flatnonzero(chosen <= self._limit[0])
+            back = list(zip(chosen[near].tolist(), rows[near].tolist(), strict=True))
         else:
-            left = taken + list(zip(ranks[:first].tolist(), free.tolist(), strict=True))
-            heapq.heapify(left)
-            kept, rows = _replace_worst(left, better, chosen)
+            back = taken + list(zip(ranks[:first].tolist(), free.tolist(), strict=True))
+            heapq.heapify(back)
+            kept, rows = _replace_worst(back, better, chosen)
             kept, rows = np.concatenate([np.arange(first), kept]), np.concatenate([free, rows])
-        planned = torch.from_numpy(rows)
-        if not first and self._settled is not None and len(set(rows.tolist())) == len(rows) > 0:
-            self._planned = _Planned(planned, ranks[kept], len(taken), left)
-        return Plan(rows=planned, kept=None if len(kept) == len(ranks) else torch.from_numpy(kept))
+        plan = Plan(rows=torch.from_numpy(rows), kept=None if len(kept) == len(ranks) else torch.from_numpy(kept))
+        if not first and len(rows):
+            back = [entry for entry in back if entry <= self._limit]
+            self._planned = _Planned(plan, ranks[kept], len(taken), back)
+        return plan
 
     def _smallest(self, n: int) -> list[tuple[float, int]]:
         """The ``n`` worst rows, worst first; all if there are fewer."""
