@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -167,8 +168,8 @@ class TensorDictMaxValueWriter(NativeWriter):
                 f"{type(self).__name__}: expected the rank key {self.rank_key!r}, got {[str(k) for k in children(data)]}."
             )
         ranks = self._reduced(value, n)
-        nan = np.isnan(ranks)
-        if nan.any():
+        if n and math.isnan(ranks.max()):  # the largest of numbers with a NaN is NaN
+            nan = np.isnan(ranks)
             raise ValueError(
                 f"{type(self).__name__}: {self.rank_key!r}: expected ranks that are numbers, got NaN in row "
                 f"{int(nan.argmax())} of {n}. Leave out such rows."
@@ -184,11 +185,11 @@ class TensorDictMaxValueWriter(NativeWriter):
             raise ValueError(
                 f"{type(self).__name__}: {self.rank_key!r}: expected at least one number per row, got shape {list(value.shape)}."
             )
-        numbers = value.detach().to("cpu", torch.float64).resolve_neg().reshape(n, -1 if n else 1)
-        reduced: NDArray[np.float64] = (
-            numbers[:, 0] if numbers.shape[1] == 1 else _REDUCTIONS[self._reduction](numbers)
-        ).numpy()
-        return reduced
+        numbers = value.detach().to("cpu", torch.float64).resolve_neg()
+        if value.numel() > n:
+            numbers = _REDUCTIONS[self._reduction](numbers.reshape(n, -1))
+        ranks: NDArray[np.float64] = numbers.numpy().reshape(n)
+        return ranks
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: ranks follow from the rows, cursors and counts belong to the store."""
@@ -297,13 +298,13 @@ class _Stored:
         first = len(free)
         self._planned = None
         worst = min([rank for rank, _ in self._smallest(1)] + ranks[:first].tolist())
-        better = first + np.flatnonzero(ranks[first:] > worst)  # the worst rank only rises
+        better = (ranks[first:] > worst).nonzero()[0] + first  # the worst rank only rises
         taken = self._smallest(len(better))
         chosen = ranks[better]
         if not first and len(better) == len(taken) and (not len(taken) or chosen.min() > taken[-1][0]):
             kept, rows = better, np.array([row for _, row in taken], dtype=np.int64)
-            near = np.flatnonzero(chosen <= self._limit[0])
-            back = list(zip(chosen[near].tolist(), rows[near].tolist(), strict=True))
+            near = (chosen <= self._limit[0]).nonzero()[0]
+            back = list(zip(chosen[near].tolist(), rows[near].tolist(), strict=True)) if len(near) else []
         else:
             back = taken + list(zip(ranks[:first].tolist(), free.tolist(), strict=True))
             heapq.heapify(back)
@@ -335,9 +336,14 @@ class _Stored:
         self._worst = list(zip(ranks[rows].tolist(), rows.tolist(), strict=True))
 
 
+_NONE = np.empty(0, np.int64)
+
+
 def _free_rows(extent: Extent, n: int) -> NDArray[np.int64]:
     """The first rows that hold nothing, ``n`` at most, in order."""
     filled = extent.filled[0]
+    if filled == extent.capacity and extent.holes is None:
+        return _NONE
     holes = np.empty(0, np.int64) if extent.holes is None else extent.holes[:n].numpy()
     behind = np.arange(filled, min(extent.capacity, filled + n - len(holes)))
     return np.concatenate([holes, behind]) if len(holes) else behind
