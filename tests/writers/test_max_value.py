@@ -15,6 +15,7 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    Plan,
     ReplayBuffer,
     RoundRobinWriter,
     TensorDictMaxValueWriter,
@@ -499,6 +500,38 @@ def test_a_write_that_fails_after_placing_is_forgotten(monkeypatch):
     rb.storage[0] = row(0)
     assert rb.extend(rows([1])).tolist() == [0]
     assert scores(rb) == [1, 2]
+
+
+def test_an_edit_between_placing_and_writing_is_seen(monkeypatch):
+    rb = best(2, ranks=[1, 2])
+    rb.extend(rows([0.5]))
+    write = rb.storage.write
+
+    def late(*args):
+        rb.storage[1] = row(0)
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rb.storage, "write", late)
+        assert rb.add(row(1.5)) == 0
+    assert rb.add(row(0.5)) == 1
+
+
+def test_another_plan_that_was_written_is_not_taken_for_the_last_one():
+    rb = best(2, ranks=[1, 2])
+    rb.writer.place(rb.storage.extent(), 1, 0, rows([9]))
+    other = Plan(rows=torch.tensor([1]))
+    rb.writer.written(other, rb.storage.write(other, rb.storage.prepare(rows([5]), "extend", batched=True)[0], 1))
+    assert rb.extend(rows([3, 4])).tolist() == [-1, 0]
+
+
+def test_other_memory_under_the_same_storage():
+    rb, other = best(2, ranks=[1, 2]), best(2, ranks=[7, 6])
+    rb.add(row(0))
+    other.add(row(0))
+    rb.storage._adopt(other.storage.memory, other.storage.structure)
+    assert rb.add(row(5)) is None
+    assert rb.add(row(6.5)) == 1
 
 
 # ---- what others write -------------------------------------------------------------------------------------------------
