@@ -47,6 +47,7 @@ NAMES = [
     "Storage",
     "StoragePlan",
     "StoreInUse",
+    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",

@@ -60,6 +60,7 @@ def test_the_classes_show_how_they_are_used():
         "RandomSampler",
         "SamplerWithoutReplacement",
         "RoundRobinWriter",
+        "TensorDictMaxValueWriter",
         "ImmutableDatasetWriter",
         "plan",
     ):

@@ -64,7 +64,7 @@ def test_values_are_frozen(value):
 
 
 def test_defaults():
-    assert Plan() == (None, None)
+    assert Plan() == (None, None, None)
     assert Draw(torch.zeros(1)).tickets is None
     assert dict(Draw(torch.zeros(1)).info) == {}
     assert Extent(3, (1,), (1,)).holes is None

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from engram.sizing import StoragePlan, plan
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
     from engram.types import Draw, Extent, Plan, Sampler, Write, Writer
-    from engram.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter
+    from engram.writers import (
+        ImmutableDatasetWriter,
+        RoundRobinWriter,
+        TensorDictMaxValueWriter,
+        TensorDictRoundRobinWriter,
+    )
 
 __all__ = [
     "CorruptStore",
@@ -59,6 +64,7 @@ __all__ = [
     "Storage",
     "StoragePlan",
     "StoreInUse",
+    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
@@ -97,7 +103,12 @@ _HOME = {
         "TensorDictReplayBuffer",
     ),
     "engram.types": ("Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
-    "engram.writers": ("ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"),
+    "engram.writers": (
+        "ImmutableDatasetWriter",
+        "RoundRobinWriter",
+        "TensorDictMaxValueWriter",
+        "TensorDictRoundRobinWriter",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

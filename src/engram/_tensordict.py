@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict
+from tensordict import TensorDict, is_tensor_collection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["children", "put", "wrap"]
+__all__ = ["children", "find", "put", "wrap"]
 
 
 def _wrap_public(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
@@ -73,3 +73,10 @@ else:  # pragma: no cover - a tensordict with other internals
     def put(td: TensorDict, entries: Mapping[str, Tensor]) -> None:
         """Add entries whose shapes begin with the batch size to an unlocked TensorDict."""
         td.update(entries)
+
+
+def find(td: Any, path: tuple[str, ...]) -> Any:
+    """The entry of a TensorDict under a path of names, or None."""
+    for name in path:
+        td = children(td).get(name) if type(td) is TensorDict or is_tensor_collection(td) else None
+    return td

@@ -146,8 +146,8 @@ class ReplayBuffer:
             lane: the ring to append to; default the handle's (:meth:`on_lane`).
 
         Returns:
-            The row, an int. With ``ndim > 1``, int64 ``[rows written, ndim]``. An empty index if a write transform held the
-            row back.
+            The row, an int; None if the writer rejected it. With ``ndim > 1``, int64 ``[rows written, ndim]``. An empty index
+            if a write transform held the row back.
 
         Raises:
             KeyError, RuntimeError, TypeError: fields, shapes or dtypes, or kinds differ from the first row's; names the
@@ -168,8 +168,14 @@ class ReplayBuffer:
             if self._listening():
                 storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
             return row
-        write = self._write(data, lane, "add", batched=False)
-        return int(write.rows[0]) if storage.ndim == 1 else self._user_index(write.rows)
+        return self._added(self._write(data, lane, "add", batched=False))
+
+    def _added(self, write: Write) -> Any:
+        """What ``add`` returns."""
+        if self._storage.ndim > 1:
+            return self._user_index(write.rows)
+        row = int(write.rows[0])
+        return None if self._rejects and row < 0 else row
 
     def _add_transformed(self, data: Any, lane: int | None) -> Any:
         """Write transforms see a row as a batch of one: a dimension more behind the batch dimensions it has."""
@@ -179,10 +185,11 @@ class ReplayBuffer:
         if n == 0:
             return self._no_index()
         if n == 1:
-            write = self._write(_map_tensors(batch, lambda x: _without_dim(x, at)), lane, "add", batched=False)
-            return int(write.rows[0]) if self._storage.ndim == 1 else self._user_index(write.rows)
+            return self._added(
+                self._write(_map_tensors(batch, lambda x: _without_dim(x, at)), lane, "add", batched=False)
+            )
         batch = _map_tensors(batch, lambda x: _move_dim(x, at))
-        return self._user_index(self._write(batch, lane, "extend", batched=True).rows)
+        return self._extended(self._write(batch, lane, "extend", batched=True))
 
     def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
         """Write a batch of rows.
@@ -194,8 +201,8 @@ class ReplayBuffer:
             update_priority: only for prioritized TensorDict buffers.
 
         Returns:
-            int64 ``[n]`` rows; of more rows than fit, the newest stay and rows repeat. With ``ndim > 1``
-            ``[rows written, ndim]`` in storage order.
+            int64 ``[n]`` rows; of more rows than fit, the newest stay and rows repeat. -1 for rows that the writer rejected.
+            With ``ndim > 1`` ``[rows written, ndim]`` in storage order.
 
         Raises:
             KeyError, RuntimeError, TypeError: as :meth:`add`; an empty batch; one row without batch dimension.
@@ -211,7 +218,11 @@ class ReplayBuffer:
             data = self._transform.inv(data)
             if _rows_of(data, dims) == 0:
                 return self._no_index()
-        return self._user_index(self._write(data, lane, "extend", batched=True).rows)
+        return self._extended(self._write(data, lane, "extend", batched=True))
+
+    def _extended(self, write: Write) -> Tensor:
+        """What ``extend`` returns."""
+        return self._user_index(write.survivors if self._rejects else write.rows)
 
     def _write(self, data: Any, lane: Any, call: str, *, batched: bool) -> Write:
         storage = self._storage
@@ -219,18 +230,30 @@ class ReplayBuffer:
         if self._read_only:
             self._writer.place(storage.extent(), 0, lane, data)
         count = len(lane) if isinstance(lane, Tensor) and lane.ndim == 1 else None
-        plan = Plan(lane=lane) if self._appends else None
-        if plan is None and not storage.initialized:  # a writer that refuses leaves no memory behind
+        if self._appends:
+            prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
+            write: Write = storage.write(Plan(lane=lane), prepared, n)
+        else:
+            with storage.placing:
+                write = self._place_and_write(data, lane, call, count, batched=batched)
+        if not self._recorded:
+            self._record()
+        if self._listening():
+            storage.notify(write, data)
+        return write
+
+    def _place_and_write(self, data: Any, lane: Any, call: str, count: int | None, *, batched: bool) -> Write:
+        storage = self._storage
+        plan: Plan | None = None
+        if not storage.initialized:  # a writer that refuses leaves no memory behind
             rows = _rows_of(data, storage.ndim) if batched else 1
             plan = None if rows is None else self._writer.place(storage.extent(), rows, lane, data)
         prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
         if plan is None:
             plan = self._writer.place(storage.extent(), n, lane, data)
         write: Write = storage.write(plan, prepared, n)
-        if not self._recorded:
-            self._record()
-        if self._listening():
-            storage.notify(write, data)
+        if self._tells:
+            self._writer.written(plan, write)
         return write
 
     def _listening(self) -> bool:
@@ -662,7 +685,10 @@ class ReplayBuffer:
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Swap the storage (and the collate function, if one is given); the previous storage is returned."""
         previous: Storage = self._storage
-        self._storage = _instance(storage, storages.Storage, "storage", None)
+        made = _instance(storage, storages.Storage, "storage", None)
+        if hasattr(self._writer, "register_storage"):
+            self._writer.register_storage(made)  # first: it may refuse
+        self._storage = made
         previous.detach(self)
         self._storage.attach(self)
         if self._lane >= self._storage.lanes:
@@ -706,12 +732,14 @@ class ReplayBuffer:
         self._choose_paths()
 
     def _take_writer(self, writer: Any) -> None:
+        if hasattr(writer, "register_storage"):
+            writer.register_storage(self._storage)  # first: it may refuse
         self._writer = writer
         self._read_only = bool(getattr(writer, "read_only", False))
         self._tracks = bool(getattr(writer, "tracks_generations", False))
         self._adds_index = bool(getattr(writer, "adds_index", False))
-        if hasattr(writer, "register_storage"):
-            writer.register_storage(self._storage)
+        self._rejects = bool(getattr(writer, "rejects", False))
+        self._tells = hasattr(writer, "written")
         self._recorded = False
         self._choose_paths()
 
@@ -1002,7 +1030,12 @@ _SAMPLERS: dict[str, Any] = {
 }
 _WRITERS: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (writers.RoundRobinWriter, writers.TensorDictRoundRobinWriter, writers.ImmutableDatasetWriter)
+    for cls in (
+        writers.RoundRobinWriter,
+        writers.TensorDictRoundRobinWriter,
+        writers.TensorDictMaxValueWriter,
+        writers.ImmutableDatasetWriter,
+    )
 }
 _BUFFERS: dict[str, type[ReplayBuffer]] = {"ReplayBuffer": ReplayBuffer}
 

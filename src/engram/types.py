@@ -80,22 +80,38 @@ class Plan(NamedTuple):
     """Append to this lane, or row ``i`` to lane ``lane[i]`` (int64 ``[n]``); None where rows are named."""
     rows: Tensor | None = None
     """int64 ``[n]``: write these rows by number. Cursors stay; the extent grows to cover them."""
+    kept: Tensor | None = None
+    """int64 ``[k]``, ascending: only these of the ``n`` rows of data are written, to ``rows`` ``[k]``; the others are
+    rejected. None: all are written."""
 
 
 class Write(NamedTuple):
     """What was written where. Made by the store."""
 
     rows: Tensor
-    """int64 ``[n]``; -1 for a rejected row."""
+    """int64 ``[n]``; -1 for a rejected row. Of a row that is named twice the last entry stays."""
     first: int
-    """Ticket number of the first row; the others follow."""
+    """Ticket number of the first row that was written; the others follow."""
 
     @property
     def tickets(self) -> Tensor:
-        """int64 ``[n]`` ticket numbers: larger is newer, never reused."""
+        """int64 ``[n]`` ticket numbers: larger is newer, never reused; -1 for a rejected row."""
         import torch
 
-        return torch.arange(self.first, self.first + len(self.rows), device="cpu")
+        written = self.rows >= 0
+        return torch.where(written, self.first - 1 + written.cumsum(0), -1)
+
+    @property
+    def survivors(self) -> Tensor:
+        """int64 ``[n]``: the rows, but -1 for one that a later row of the same write replaced."""
+        rows = self.rows.tolist()
+        written = [row for row in rows if row >= 0]
+        if len(set(written)) == len(written):
+            return self.rows
+        import torch
+
+        last = {row: i for i, row in enumerate(rows)}
+        return torch.tensor([row if last[row] == i else -1 for i, row in enumerate(rows)], device="cpu")
 
 
 class Draw(NamedTuple):

@@ -16,6 +16,7 @@ from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from engram.priorities import PriorityConfig, PriorityIndex
 
@@ -115,6 +116,20 @@ class Storage:
         """Write prepared rows where a plan says."""
         raise NotImplementedError
 
+    @property
+    def placing(self) -> AbstractContextManager[Any]:
+        """Held from placing to writing, so that two writers do not choose the same row."""
+        return self._lock
+
+    def _write_kept(self, plan: Plan, kept: Tensor, chosen: Any, n: int) -> Write:
+        """Write ``chosen``, the rows of the data that a plan keeps; the others are rejected."""
+        rows = torch.full((n,), -1, dtype=torch.int64, device="cpu")
+        if not len(kept):
+            return Write(rows, 0)
+        write = self.write(Plan(rows=plan.rows), chosen, len(kept))
+        rows[kept] = write.rows
+        return Write(rows, write.first)
+
     def edit(self, where: Rows, prepared: Any) -> Write:
         """Replace live rows. Cursor and length stay."""
         raise NotImplementedError
@@ -135,6 +150,18 @@ class Storage:
         """The priorities of that name, and whether they were made now; None while nothing was ever written.
 
         ``rows``: how many there may be, where the storage has no bound of its own.
+        """
+        raise NotImplementedError
+
+    def settled(self) -> int | None:
+        """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way."""
+        raise NotImplementedError
+
+    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Any, list[int]]:
+        """One field of rows that must have these tickets: a tensor ``[B, ...]`` or a list of ``B``; positions that moved.
+
+        Raises:
+            KeyError: no such field.
         """
         raise NotImplementedError
 

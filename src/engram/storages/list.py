@@ -10,9 +10,11 @@ from tensordict import is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram._later import refuse
+from engram._tensordict import find
 from engram.errors import RowError
 from engram.priorities import PriorityConfig, PriorityIndex, check_name
 from engram.storages._base import Rows, Storage, check_count, one_or_many
+from engram.storages._structure import describe
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
@@ -113,6 +115,8 @@ class ListStorage(Storage):
         return item
 
     def write(self, plan: Plan, prepared: list[Any], n: int) -> Write:
+        if plan.kept is not None:
+            return self._write_kept(plan, plan.kept, [prepared[i] for i in plan.kept.tolist()], n)
         with self._lock:
             if plan.rows is not None:
                 rows = plan.rows.tolist()
@@ -228,6 +232,20 @@ class ListStorage(Storage):
             numbers, length = self._numbers, len(self._items)
             found = [numbers[row] if 0 <= row < length else -1 for row in rows.tolist()]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
+
+    def settled(self) -> int | None:
+        with self._lock:
+            return self._next
+
+    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[list[Any], list[int]]:
+        items, moved = self.read(rows, expected)
+        values = [find(item, key) for item in items]
+        for i, value in enumerate(values):
+            if value is None and i not in moved:
+                raise KeyError(
+                    f"row {int(rows[i])}: expected a TensorDict with the key {key}, got {describe(items[i])}."
+                )
+        return values, moved
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners")}

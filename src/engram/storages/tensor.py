@@ -292,6 +292,8 @@ class TensorStorage(Storage):
 
     def write(self, plan: Plan, prepared: list[Tensor], n: int) -> Write:
         store = self.store
+        if plan.kept is not None:
+            return self._write_kept(plan, plan.kept, [x[plan.kept] for x in prepared] if len(plan.kept) else [], n)
         if isinstance(plan.lane, int) and not 0 <= plan.lane < self._lanes:
             raise RowError(f"lane: expected a lane in [0, {self._lanes}), got {plan.lane}.")
         if isinstance(plan.lane, Tensor):
@@ -437,6 +439,21 @@ class TensorStorage(Storage):
         if self.memory is None:
             return torch.full_like(rows, -1)
         return self.memory.numbers_of(rows)
+
+    def settled(self) -> int | None:
+        if self.memory is None:
+            return 0
+        core = self.memory.core
+        number = int(core.next_ticket)
+        return number if core.in_flight == 0 else None
+
+    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Tensor, list[int]]:
+        structure = self._written()
+        number = structure.field_of(key)
+        if number is None:
+            raise KeyError(f"expected a stored field, one of {[f.name for f in structure.fields]}, got {key}.")
+        columns, moved = self.store.read(rows, expected=expected, which=(number,))
+        return columns[0], moved
 
     def flatten(self) -> TensorStorage:
         """A storage with ``ndim`` 1 around the same rows, slot after slot."""

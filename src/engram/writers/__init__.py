@@ -1,6 +1,7 @@
 """Writers say where rows go. The cursors belong to the store."""
 
 from engram.writers.immutable import ImmutableDatasetWriter
+from engram.writers.max_value import TensorDictMaxValueWriter
 from engram.writers.round_robin import RoundRobinWriter, TensorDictRoundRobinWriter
 
-__all__ = ["ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"]
+__all__ = ["ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter"]

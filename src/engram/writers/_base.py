@@ -22,6 +22,8 @@ class NativeWriter:
     read_only = False
     #: Whether rows read back carry ``"index"``.
     adds_index = False
+    #: Whether rows may be rejected: reported as -1, and so is a row that a later one of the same batch replaced.
+    rejects = False
     #: Whether samples carry ``"index_generation"``.
     tracks_generations = False
 
@@ -35,6 +37,9 @@ class NativeWriter:
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> Plan:
         raise NotImplementedError
 
+    def written(self, plan: Plan, write: Write) -> None:
+        """Hear that a plan was written, before anybody else can place rows. A custom writer need not have this."""
+
     def _registered(self) -> Any:
         if self._storage is None:
             raise RuntimeError(
@@ -45,17 +50,22 @@ class NativeWriter:
     def _write(self, call: str, data: Any, plan: Plan | None, *, batched: bool) -> Write:
         storage = self._registered()
         prepared, n = storage.prepare(data, call, batched=batched)
-        write: Write = storage.write(plan or self.place(storage.extent(), n, 0, data), prepared, n)
+        with storage.placing:
+            plan = plan or self.place(storage.extent(), n, 0, data)
+            write: Write = storage.write(plan, prepared, n)
+            self.written(plan, write)
         storage.notify(write, data)
         return write
 
-    def add(self, data: Any) -> int:
-        """Write one row to the registered storage, without transforms; its row number."""
-        return int(self._write("add", data, None, batched=False).rows[0])
+    def add(self, data: Any) -> int | None:
+        """Write one row to the registered storage, without transforms; its row number, None if it was rejected."""
+        row = int(self._write("add", data, None, batched=False).rows[0])
+        return None if self.rejects and row < 0 else row
 
     def extend(self, data: Any) -> Tensor:
         """Write a batch of rows to the registered storage, without transforms; int64 ``[n]``."""
-        return self._write("extend", data, None, batched=True).rows
+        write = self._write("extend", data, None, batched=True)
+        return write.survivors if self.rejects else write.rows
 
     @property
     def write_count(self) -> int:
