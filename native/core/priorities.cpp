@@ -1,9 +1,11 @@
 #include "priorities.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include "check.h"
 #include "random.h"
@@ -12,7 +14,8 @@ namespace engram {
 namespace {
 
 constexpr char kMagic[8] = {'e', 'n', 'g', 'p', 'r', 'i', 'o', 1};
-constexpr std::uint64_t kPatience = 1000;  // draws of a row that moves each time
+constexpr std::uint64_t kRedraws = 8;  // of a row that moves each time, before the thread lets others run
+constexpr auto kWait = std::chrono::seconds(5);
 
 bool usable(double x) { return std::isfinite(x) && x >= 0; }
 
@@ -262,11 +265,15 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
   for (std::uint64_t f = 0; f < which.size(); ++f) which[f] = f;
   draw(key, 0, n, rows, numbers, weights);
   std::vector<std::int64_t> moved = store.gather(rows, n, which, batch, numbers, nullptr);
+  const auto deadline = std::chrono::steady_clock::now() + kWait;
   std::vector<std::int64_t> again, its_number;
   std::vector<double> its_weight;
   std::vector<std::byte*> room(batch.size());
   for (std::uint64_t attempt = 1; !moved.empty(); ++attempt) {
-    if (attempt > kPatience) throw Stalled("rows moved at every one of " + std::to_string(kPatience) + " tries");
+    if (attempt > kRedraws) {
+      if (std::chrono::steady_clock::now() > deadline) throw Stalled("rows moved at every try for 5 s");
+      std::this_thread::yield();
+    }
     again.resize(n);
     its_number.resize(n);
     its_weight.resize(n);

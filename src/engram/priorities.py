@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from engram import _native
-from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowError
+from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowError, WriterStalled
 from engram.store import Store, private_block
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class PriorityIndex:
         """As :meth:`draw`, with the rows' data: one tensor per field, then rows, ticket numbers and weights."""
         try:
             drawn: list[Tensor] = self.core.sample(store.core, store.layout, key.address, n, single_precision)
+        except _native.Stalled as error:
+            raise WriterStalled(f"sample: {error}.") from error
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. {_NOTHING}") from error
         return drawn

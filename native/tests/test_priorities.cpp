@@ -1,0 +1,230 @@
+// Priorities beside a store: what writes, updates and emptyings leave in the leaves, alone and with many threads.
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "blocks.h"
+#include "core/check.h"
+#include "core/priorities.h"
+#include "expect.h"
+
+using namespace engram;
+using namespace std::chrono_literals;
+
+namespace {
+
+struct Index {
+  Index(std::uint64_t rows, const Control* tickets, Priorities::Config config = {1.0, 1.0, 0.0, false})
+      : bytes(Priorities::bytes(rows, config.within_buffer)),
+        memory(static_cast<std::byte*>(::operator new[](bytes, std::align_val_t(64)))) {
+    std::memset(memory.get(), 0, bytes);
+    Priorities::format(span(), rows, config);
+    priorities = std::make_unique<Priorities>(span(), tickets);
+  }
+  std::span<std::byte> span() const { return {memory.get(), bytes}; }
+  SumTree tree() const {
+    return SumTree(span().subspan(kPage), priorities->rows(), priorities->within_buffer());
+  }
+  std::vector<double> leaves() const {
+    std::vector<double> out(priorities->rows());
+    priorities->copy_leaves(out.data(), out.size());
+    return out;
+  }
+  struct Free {
+    void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t(64)); }
+  };
+  std::uint64_t bytes;
+  std::unique_ptr<std::byte[], Free> memory;
+  std::unique_ptr<Priorities> priorities;
+};
+
+using Leaves = std::vector<double>;
+
+TEST(writes_give_the_default_priority_and_nothing_else_does) {
+  const Heap heap(geometry(2, 3), {16});
+  Store store = heap.open();
+  Rows rows(heap.fields, 4);
+  for (std::uint64_t i = 0; i < 4; ++i) rows.describe(i, i + 1);
+  store.append(1, 1, rows.in, nullptr);
+  Index index(6, &store.control());
+  store.attach(*index.priorities);
+  index.priorities->scan();
+  EXPECT(index.leaves() == (Leaves{0, 0, 0, 1, 0, 0}));
+  const std::int64_t updated[] = {3};
+  const double five[] = {5};
+  index.priorities->update(updated, five, 1, nullptr);
+  store.append(0, 4, rows.in, nullptr);  // one more than the lane is long
+  EXPECT(index.leaves() == (Leaves{5, 5, 5, 5, 0, 0}));
+  const std::int64_t edited[] = {3};
+  const std::uint64_t which[] = {0};
+  const double two[] = {2};
+  index.priorities->update(edited, two, 1, nullptr);
+  store.scatter(edited, 1, which, rows.in, false);
+  EXPECT(index.leaves() == (Leaves{5, 5, 5, 2, 0, 0}));  // an edit keeps it
+  store.scatter(edited, 1, which, rows.in, true);
+  EXPECT(index.leaves() == (Leaves{5, 5, 5, 5, 0, 0}));  // a write does not
+  store.empty(false);
+  EXPECT(index.leaves() == Leaves(6));
+  EXPECT_EQ(index.priorities->default_priority(), 1.0);
+  EXPECT(index.tree().consistent());
+}
+
+TEST(updates_of_other_tickets_are_dropped) {
+  const Heap heap(geometry(1, 4), {16});
+  Store store = heap.open();
+  Index index(4, &store.control());
+  store.attach(*index.priorities);
+  Rows rows(heap.fields, 4);
+  for (std::uint64_t i = 0; i < 4; ++i) rows.describe(i, i + 1);
+  store.append(0, 3, rows.in, nullptr);  // tickets 1, 2, 3
+  const std::int64_t at[] = {0, 1, 2, 3, -1, 2};
+  const double values[] = {10, 11, 12, 13, 14, 15};
+  const std::int64_t expected[] = {1, 7, 2, 4, 1, 3};
+  index.priorities->update(at, values, 6, expected);
+  EXPECT(index.leaves() == (Leaves{10, 1, 15, 0}));
+  EXPECT_EQ(index.priorities->dropped(), 3u);
+  EXPECT_EQ(index.priorities->highest(), 15.0);
+}
+
+TEST(bad_numbers_change_nothing) {
+  Index index(4, nullptr, {2.0, 1.0, 0.5, false});
+  const std::int64_t rows[] = {0, 1};
+  index.priorities->written(rows, 2, 0);
+  const Leaves before = index.leaves();
+  const double infinite = std::numeric_limits<double>::infinity();
+  for (const double bad : {-1e-300, -1.0, infinite, -infinite, std::nan(""), 1e160}) {
+    const double values[] = {3, bad};
+    EXPECT_THROWS(BadPriority, index.priorities->update(rows, values, 2, nullptr));
+    if (bad != 1e160) EXPECT_THROWS(BadPriority, index.priorities->restore(values, 2, 1.0));  // a leaf may be that large
+  }
+  const std::int64_t outside[] = {0, 4};
+  const double values[] = {3, 3};
+  EXPECT_THROWS(std::out_of_range, index.priorities->update(outside, values, 2, nullptr));
+  EXPECT_THROWS(std::out_of_range, index.priorities->reset(outside, 2));
+  EXPECT_THROWS(std::invalid_argument, index.priorities->set_alpha(-1));
+  EXPECT_THROWS(std::invalid_argument, index.priorities->set_beta(infinite));
+  EXPECT(index.leaves() == before);
+  EXPECT_EQ(index.priorities->highest(), 0.0);
+  EXPECT(before == (Leaves{2.25, 2.25, 0, 0}));
+}
+
+TEST(single_and_double_precision_agree) {
+  Dice dice(4);
+  for (const double alpha : {0.0, 0.3, 1.0, 5.0}) {
+    Index wide(64, nullptr, {alpha, 1.0, 1e-6, false}), narrow(64, nullptr, {alpha, 1.0, 1e-6, false});
+    std::vector<std::int64_t> rows(64);
+    std::iota(rows.begin(), rows.end(), 0);
+    std::vector<float> values(64);
+    for (float& value : values) value = static_cast<float>(std::ldexp(dice.below(1000), static_cast<int>(dice.below(60)) - 30));
+    const std::vector<double> same(values.begin(), values.end());
+    wide.priorities->update(rows.data(), same.data(), 64, nullptr);
+    narrow.priorities->update(rows.data(), values.data(), 64, nullptr);
+    for (std::size_t i = 0; i < 64; ++i) {
+      const double a = wide.leaves()[i], b = narrow.leaves()[i];
+      EXPECT(std::abs(a - b) <= 1e-6 * a);
+      EXPECT((a > 0) == (b > 0));
+    }
+  }
+  // What single precision cannot hold is raised to its power in double.
+  Index index(2, nullptr, {2.0, 1.0, 0.0, false});
+  const std::int64_t rows[] = {0, 1};
+  const float values[] = {1e30f, 1e-30f};
+  index.priorities->update(rows, values, 2, nullptr);
+  EXPECT(std::abs(index.leaves()[0] / 1e60 - 1) < 1e-6);
+  EXPECT(std::abs(index.leaves()[1] / 1e-60 - 1) < 1e-6);
+}
+
+TEST(memory_is_checked_before_it_is_used) {
+  Index index(10, nullptr);
+  EXPECT_THROWS(std::invalid_argument, Priorities(index.span().first(100), nullptr));
+  EXPECT_THROWS(std::invalid_argument, Priorities(index.span().first(index.bytes - 8), nullptr));
+  const Heap heap(geometry(1, 9), {16});
+  const Control control = heap.view();
+  EXPECT_THROWS(std::invalid_argument, Priorities(index.span(), &control));
+  auto* header = reinterpret_cast<PriorityHeader*>(index.memory.get());
+  header->alpha = std::nan("");
+  EXPECT_THROWS(std::invalid_argument, Priorities(index.span(), nullptr));
+  header->alpha = 1;
+  header->leaves = std::uint64_t{1} << 62;
+  EXPECT_THROWS(std::invalid_argument, Priorities(index.span(), nullptr));
+  header->leaves = 10;
+  header->magic[0] = 'x';
+  EXPECT_THROWS(std::invalid_argument, Priorities(index.span(), nullptr));
+}
+
+TEST(draws_beside_writers_updates_and_emptyings) {
+  // Writers overwrite a small ring; updates come late; samplers must see whole rows that their tickets name. At rest the
+  // leaves are exactly the live rows'.
+  const Heap heap(geometry(2, 4), {64, 136});
+  Store store = heap.open(), other = heap.open(1);
+  Index first(8, &store.control()), second(8, &store.control(), {0.5, 1.0, 1e-3, true});
+  for (Store* one : {&store, &other}) {
+    one->attach(*first.priorities);
+    one->attach(*second.priorities);
+  }
+  std::atomic<bool> stop{false};
+  std::atomic<std::uint64_t> torn{0}, drawn{0}, updated{0};
+  std::vector<std::thread> threads;
+  const auto crew = [&](auto step) {
+    threads.emplace_back([&, step]() mutable {
+      while (!stop) {
+        try {
+          step();
+        } catch (const NothingLive&) {  // just emptied
+        } catch (const std::exception& e) {
+          expect::fail(__FILE__, __LINE__, std::string("a thread ended with: ") + e.what());
+        }
+      }
+    });
+  };
+  for (std::uint64_t w = 0; w < 2; ++w) {
+    crew([&, w, dice = Dice(w + 1), id = w << 40, rows = std::make_shared<Rows>(heap.fields, 4)]() mutable {
+      const std::uint64_t n = dice.in(1, 4);
+      for (std::uint64_t i = 0; i < n; ++i) rows->describe(i, ++id);
+      (w == 0 ? store : other).append(dice.below(2), n, rows->in, nullptr);
+    });
+  }
+  for (std::uint64_t r = 0; r < 2; ++r) {
+    crew([&, r, dice = Dice(r + 10), rows = std::make_shared<Rows>(heap.fields, 16)]() mutable {
+      std::int64_t at[16], numbers[16];
+      double weights[16], values[16];
+      Priorities& priorities = r == 0 ? *first.priorities : *second.priorities;
+      priorities.sample(store, dice.bits(), 16, rows->out, at, numbers, weights);
+      for (std::uint64_t i = 0; i < 16; ++i) {
+        torn += !rows->id(i) || numbers[i] < 1 || !(weights[i] > 0 && weights[i] <= 1);
+        values[i] = static_cast<double>(1 + dice.below(9));
+      }
+      drawn += 16;
+      priorities.update(at, values, 16, numbers);
+      updated += 16;
+    });
+  }
+  crew([&] {
+    store.empty(true);
+    std::this_thread::sleep_for(2ms);
+  });
+  const auto start = std::chrono::steady_clock::now();
+  std::this_thread::sleep_for(600ms);
+  while (drawn < 1000 && std::chrono::steady_clock::now() < start + 60s) std::this_thread::sleep_for(10ms);
+  stop = true;
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(torn.load(), 0u);
+  EXPECT(drawn >= 1000);
+  for (const Index* index : {&first, &second}) {
+    EXPECT(index->tree().consistent());
+    for (std::uint64_t row = 0; row < 8; ++row) {
+      EXPECT_EQ(index->leaves()[row] > 0, is_committed(store.control().word(row).load()));
+    }
+  }
+  std::printf("      %llu rows drawn, %llu late updates dropped\n", static_cast<unsigned long long>(drawn.load()),
+              static_cast<unsigned long long>(first.priorities->dropped() + second.priorities->dropped()));
+}
+
+}  // namespace
