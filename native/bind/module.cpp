@@ -20,6 +20,7 @@
 #include "../core/random.h"
 #include "../core/store.h"
 #include "tensors.h"
+#include "trajectories.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -202,6 +203,7 @@ void bind_store(nb::module_& m) {
             return array_of(std::move(holes));
           },
           "The rows inside the extent that are not whole, in row order: an int64 array.")
+      .def("attach", &Store::attach, "index"_a, nb::keep_alive<1, 2>(), "Tells an index of every write from now on.")
       .def(
           "empty",
           [](Store& self, bool keep_write_count) {
@@ -275,6 +277,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The native core of engram. Private: use the classes of the package.";
   nb::exception<engram::Stalled>(m, "Stalled", PyExc_TimeoutError);
   nb::exception<engram::NothingLive>(m, "NothingLive", PyExc_RuntimeError);
+  engram::bind_trajectories(m);  // an Index is what a store takes
   bind_store(m);
   engram::bind_tensors(m);
   m.def("control_bytes", &engram::control_bytes, "lanes"_a, "Size of the control block of a store with that many lanes.");
