@@ -23,15 +23,17 @@ if TYPE_CHECKING:
         UncleanStore,
         WriterStalled,
     )
-    from engram.samplers import RandomSampler, SamplerWithoutReplacement
+    from engram.samplers import RandomSampler, SamplerWithoutReplacement, SliceSampler, SliceSamplerWithoutReplacement
     from engram.sizing import StoragePlan, plan
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
     from engram.tensordict_buffer import TensorDictReplayBuffer
+    from engram.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj
     from engram.types import Draw, Extent, Plan, Sampler, Write, Writer
     from engram.writers import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "CorruptStore",
+    "DEFAULT_DONE_KEYS",
     "Draw",
     "EngramError",
     "Extent",
@@ -48,6 +50,8 @@ __all__ = [
     "RowError",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Storage",
     "StoragePlan",
     "StoreInUse",
@@ -59,6 +63,7 @@ __all__ = [
     "Writer",
     "WriterStalled",
     "__version__",
+    "find_start_stop_traj",
     "num_threads",
     "plan",
     "set_num_threads",
@@ -76,11 +81,17 @@ _HOME = {
         "UncleanStore",
         "WriterStalled",
     ),
-    "engram.samplers": ("RandomSampler", "SamplerWithoutReplacement"),
+    "engram.samplers": (
+        "RandomSampler",
+        "SamplerWithoutReplacement",
+        "SliceSampler",
+        "SliceSamplerWithoutReplacement",
+    ),
     "engram.sizing": ("StoragePlan", "plan"),
     "engram.storages": ("LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage", "TensorStorage"),
     # Both from here: ReplayBuffer.open must know every buffer class that a store may have been used with.
     "engram.tensordict_buffer": ("ReplayBuffer", "TensorDictReplayBuffer"),
+    "engram.trajectories": ("DEFAULT_DONE_KEYS", "find_start_stop_traj"),
     "engram.types": ("Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
     "engram.writers": ("ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter"),
 }

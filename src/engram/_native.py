@@ -13,8 +13,10 @@ _core: Any = _extension
 __all__ = [
     "Layout",
     "NothingLive",
+    "Shape",
     "Stalled",
     "Store",
+    "Trajectories",
     "control_bytes",
     "empty_rows",
     "format_control",
@@ -28,8 +30,10 @@ __all__ = [
 
 Layout = _core.Layout
 NothingLive = _core.NothingLive
+Shape = _core.Shape
 Stalled = _core.Stalled
 Store = _core.Store
+Trajectories = _core.Trajectories
 control_bytes = _core.control_bytes
 format_control = _core.format_control
 permute = _core.permute

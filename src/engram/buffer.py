@@ -341,7 +341,11 @@ class ReplayBuffer:
 
     def _info(self, rows: Any, info: dict[str, Any]) -> dict[str, Any]:
         index: Any = self._user_index(rows)
-        return {"index": tuple(index.unbind(-1)) if self._storage.ndim > 1 else index, **info}
+        if self._storage.ndim > 1:
+            index = tuple(index.unbind(-1))
+        elif self._draws_windows:
+            index = (index,)
+        return {"index": index, **info}
 
     def _collate(self, data: Any) -> Any:
         if self._collate_fn is not None:
@@ -359,9 +363,11 @@ class ReplayBuffer:
         if self._tracks and not chosen:  # so that the generation is that of what was read
             draw = draw._replace(tickets=self._storage.numbers_of(draw.rows))
         columns, moved = self._storage.read(draw.rows, draw.tickets)
-        if moved:
+        if moved and self._draws_windows:
+            draw, columns = self._draw_windows_again(draw, moved, key)
+        elif moved:
             draw = self._read_again(draw, columns, moved, "sample", key=key if chosen else None)
-        info = dict(draw.info)
+        info = dict(self._sampler.finish(columns, draw) if self._draws_windows else draw.info)
         if self._tracks:
             info["index_generation"] = draw.tickets
         return columns, draw.rows, info
@@ -398,6 +404,21 @@ class ReplayBuffer:
             storage.patch(columns, moved, fresh)
             moved = [moved[i] for i in still]
         return Draw(rows, tickets, info)
+
+    def _draw_windows_again(self, draw: Draw, moved: list[int], key: int) -> tuple[Draw, Any]:
+        """Other windows for those with a row that moved while it was read; all are read again, as their lengths differ."""
+        deadline = time.monotonic() + _WAIT_S
+        attempt = 0
+        columns: Any = None
+        while moved:
+            attempt += 1
+            if attempt > _TRIES:
+                if time.monotonic() > deadline:
+                    raise WriterStalled(f"sample: row {int(draw.rows[moved[0]])} moved at every try for {_WAIT_S:g} s.")
+                time.sleep(0.001)
+            draw = self._sampler.redraw(draw, moved, self._storage.extent(), _mix(key, attempt))
+            columns, moved = self._storage.read(draw.rows, draw.tickets)
+        return draw, columns
 
     def _draw_key(self) -> Key:
         """64 random bits from the generator: all randomness of one draw."""
@@ -697,8 +718,15 @@ class ReplayBuffer:
             raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
         self._sampler = sampler
         self._hears = bool(getattr(sampler, "listens", True))
+        self._draws_windows = bool(getattr(sampler, "draws_windows", False))
+        self._bind_sampler()
         self._recorded = False
         self._choose_paths()
+
+    def _bind_sampler(self) -> None:
+        """Let a sampler know the storage, if it draws from more than the extent."""
+        if hasattr(self._sampler, "bind"):
+            self._sampler.bind(self._storage)
 
     def _take_writer(self, writer: Any) -> None:
         self._writer = writer
@@ -864,6 +892,7 @@ class ReplayBuffer:
             self._generator = torch.Generator()
             self._generator.set_state(generator_state)
         self._storage.attach(self)
+        self._bind_sampler()
 
     # ---- seeing it -----------------------------------------------------------------------------------------------------
 
@@ -958,7 +987,15 @@ class ReplayBuffer:
 
 # ---- components in a store's record ------------------------------------------------------------------------------------
 
-_SAMPLERS: dict[str, Any] = {cls.__name__: cls for cls in (samplers.RandomSampler, samplers.SamplerWithoutReplacement)}
+_SAMPLERS: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (
+        samplers.RandomSampler,
+        samplers.SamplerWithoutReplacement,
+        samplers.SliceSampler,
+        samplers.SliceSamplerWithoutReplacement,
+    )
+}
 _WRITERS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (writers.RoundRobinWriter, writers.TensorDictRoundRobinWriter, writers.ImmutableDatasetWriter)
@@ -974,7 +1011,7 @@ def register(cls: type[ReplayBuffer]) -> type[ReplayBuffer]:
 
 def _recorded(component: Any, known: dict[str, Any]) -> dict[str, Any]:
     name = type(component).__name__
-    if known.get(name) is type(component):
+    if known.get(name) is type(component) and getattr(component, "recordable", True):
         return {"type": name, "config": component.config()}
     return {"type": name, "custom": True}
 

@@ -37,7 +37,7 @@ from engram.format.schema import DTYPES
 from engram.types import Extent, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -200,6 +200,8 @@ class Store:
         self._finalizer: weakref.finalize[..., Store] | None = None
         #: Storages around it: within a process several may be.
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._indexes: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._indexes_lock = threading.RLock()
         self.pid = os.getpid()
         native = self._native_fields()
         if directory is None:
@@ -455,6 +457,40 @@ class Store:
         filled, seam = self.core.extent()
         holes = torch.from_numpy(self.core.holes()) if self.core.void_rows else None
         return Extent(self.schema.capacity, filled, seam, holes)
+
+    # ---- indexes ---------------------------------------------------------------------------------------------------
+
+    def index(self, name: str, kind: str, config: Any, make: Callable[[], Any]) -> Any:
+        """The index of a name and kind; where there is none, ``make()`` makes it.
+
+        Args:
+            name: as the user calls it.
+            kind: what it is: indexes of different kinds do not meet.
+            config: what it was made for; compared with ``==``.
+            make: makes it and attaches it to :attr:`core`. Called at most once, others wait for it.
+
+        Raises:
+            IncompatibleStore: the index of that name was made for something else.
+        """
+        with self._indexes_lock:
+            if (name, kind) not in self._indexes:
+                self._indexes[name, kind] = (config, make())
+            known, index = self._indexes[name, kind]
+        if known != config:
+            raise IncompatibleStore(
+                f"index {name!r}: expected the {kind} of {known}, as it was made, got {config}. Give another index=… name."
+            )
+        return index
+
+    @property
+    def words(self) -> tuple[Tensor, Tensor]:
+        """Control block and tickets, as bytes: what a native index looks at."""
+        return self._control.tensor, self._tickets.tensor
+
+    @staticmethod
+    def room(nbytes: int) -> Tensor:
+        """Zeroed private memory for an index, as bytes; pages are taken when they are first touched."""
+        return _private_block(nbytes).tensor
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,13 @@
 
 from engram.samplers._base import check_drawable
 from engram.samplers.epoch import SamplerWithoutReplacement
+from engram.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from engram.samplers.uniform import RandomSampler
 
-__all__ = ["RandomSampler", "SamplerWithoutReplacement", "check_drawable"]
+__all__ = [
+    "RandomSampler",
+    "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
+    "check_drawable",
+]
