@@ -261,6 +261,12 @@ class _SliceSampler(NativeSampler):
         trajectories, longest = table.census()
         if trajectories == 0:
             raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
+        if longest >= length:  # a batch of a pass
+            raise NoSampleable(
+                f"sample: slice_len={length}: expected a trajectory of at least {length} steps in every batch of a pass, got a "
+                f"batch of shorter ones ({trajectories} trajectories, of at most {longest} steps). Take more slices per batch, "
+                "lower slice_len, or pass strict_length=False."
+            )
         raise NoSampleable(
             f"sample: slice_len={length}: expected a trajectory of at least {length} steps, got {trajectories} of at most "
             f"{longest}. Lower slice_len, or pass strict_length=False."
