@@ -25,6 +25,7 @@ MODULES = sorted(
 
 NAMES = [
     "CorruptStore",
+    "DEFAULT_DONE_KEYS",
     "Draw",
     "EngramError",
     "Extent",
@@ -44,6 +45,8 @@ NAMES = [
     "RowError",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Storage",
     "StoragePlan",
     "StoreInUse",
@@ -57,6 +60,7 @@ NAMES = [
     "Writer",
     "WriterStalled",
     "__version__",
+    "find_start_stop_traj",
     "num_threads",
     "plan",
     "set_num_threads",

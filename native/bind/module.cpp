@@ -21,6 +21,7 @@
 #include "../core/store.h"
 #include "priorities.h"
 #include "tensors.h"
+#include "trajectories.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -203,6 +204,7 @@ void bind_store(nb::module_& m) {
             return array_of(std::move(holes));
           },
           "The rows inside the extent that are not whole, in row order: an int64 array.")
+      .def("attach", &Store::attach, "index"_a, nb::keep_alive<1, 2>(), "Tells an index of every write from now on.")
       .def(
           "empty",
           [](Store& self, bool keep_write_count) {
@@ -210,9 +212,6 @@ void bind_store(nb::module_& m) {
             self.empty(keep_write_count);
           },
           "keep_write_count"_a)
-      .def(
-          "attach", [](Store& self, engram::Index& index) { self.attach(index); }, "index"_a, nb::keep_alive<1, 2>(),
-          "From now on tell the index of every write.")
       .def(
           "fill",
           [](Store& self) {
@@ -279,9 +278,10 @@ NB_MODULE(_core, m) {
   m.doc() = "The native core of engram. Private: use the classes of the package.";
   nb::exception<engram::Stalled>(m, "Stalled", PyExc_TimeoutError);
   nb::exception<engram::NothingLive>(m, "NothingLive", PyExc_RuntimeError);
-  nb::class_<engram::Index>(m, "Index", "Something a store keeps up to date with every write.");
+  nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   bind_store(m);
   engram::bind_priorities(m);
+  engram::bind_trajectories(m);
   engram::bind_tensors(m);
   m.def("control_bytes", &engram::control_bytes, "lanes"_a, "Size of the control block of a store with that many lanes.");
   m.def(

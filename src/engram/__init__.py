@@ -29,9 +29,16 @@ if TYPE_CHECKING:
         TensorDictPrioritizedReplayBuffer,
         TensorDictReplayBuffer,
     )
-    from engram.samplers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
+    from engram.samplers import (
+        PrioritizedSampler,
+        RandomSampler,
+        SamplerWithoutReplacement,
+        SliceSampler,
+        SliceSamplerWithoutReplacement,
+    )
     from engram.sizing import StoragePlan, plan
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
+    from engram.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj
     from engram.types import Draw, Extent, Plan, Sampler, Write, Writer
     from engram.writers import (
         ImmutableDatasetWriter,
@@ -40,8 +47,9 @@ if TYPE_CHECKING:
         TensorDictRoundRobinWriter,
     )
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "CorruptStore",
+    "DEFAULT_DONE_KEYS",
     "Draw",
     "EngramError",
     "Extent",
@@ -61,6 +69,8 @@ __all__ = [
     "RowError",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Storage",
     "StoragePlan",
     "StoreInUse",
@@ -74,6 +84,7 @@ __all__ = [
     "Writer",
     "WriterStalled",
     "__version__",
+    "find_start_stop_traj",
     "num_threads",
     "plan",
     "set_num_threads",
@@ -92,7 +103,13 @@ _HOME = {
         "UncleanStore",
         "WriterStalled",
     ),
-    "engram.samplers": ("PrioritizedSampler", "RandomSampler", "SamplerWithoutReplacement"),
+    "engram.samplers": (
+        "PrioritizedSampler",
+        "RandomSampler",
+        "SamplerWithoutReplacement",
+        "SliceSampler",
+        "SliceSamplerWithoutReplacement",
+    ),
     "engram.sizing": ("StoragePlan", "plan"),
     "engram.storages": ("LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage", "TensorStorage"),
     # All from here: ReplayBuffer.open must know every buffer class that a store may have been used with.
@@ -102,6 +119,7 @@ _HOME = {
         "TensorDictPrioritizedReplayBuffer",
         "TensorDictReplayBuffer",
     ),
+    "engram.trajectories": ("DEFAULT_DONE_KEYS", "find_start_stop_traj"),
     "engram.types": ("Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
     "engram.writers": (
         "ImmutableDatasetWriter",

@@ -15,8 +15,10 @@ __all__ = [
     "Layout",
     "NothingLive",
     "Priorities",
+    "Shape",
     "Stalled",
     "Store",
+    "Trajectories",
     "control_bytes",
     "empty_rows",
     "format_control",
@@ -34,8 +36,10 @@ BadPriority = _core.BadPriority
 Layout = _core.Layout
 NothingLive = _core.NothingLive
 Priorities = _core.Priorities
+Shape = _core.Shape
 Stalled = _core.Stalled
 Store = _core.Store
+Trajectories = _core.Trajectories
 control_bytes = _core.control_bytes
 format_control = _core.format_control
 format_priorities = _core.format_priorities

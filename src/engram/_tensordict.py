@@ -59,9 +59,18 @@ if _has_shortcuts():
             return entries
         return dict(td.items())
 
-    def put(td: TensorDict, entries: Mapping[str, Tensor]) -> None:
-        """Add entries whose shapes begin with the batch size to an unlocked TensorDict."""
-        td._tensordict.update(entries)
+    def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
+        """Add entries whose shapes begin with the batch size, under strings or tuples, to an unlocked TensorDict."""
+        own = td._tensordict
+        for key, value in entries.items():
+            if isinstance(key, str):
+                own[key] = value
+                continue
+            child = own.get(key[0])
+            if len(key) == 2 and type(child) is TensorDict and not child.is_locked:
+                child._tensordict[key[1]] = value
+            else:
+                td.set(key, value)
 
 else:  # pragma: no cover - a tensordict with other internals
     wrap = _wrap_public
@@ -70,9 +79,10 @@ else:  # pragma: no cover - a tensordict with other internals
         """The entries of a TensorDict, by name."""
         return dict(td.items())
 
-    def put(td: TensorDict, entries: Mapping[str, Tensor]) -> None:
-        """Add entries whose shapes begin with the batch size to an unlocked TensorDict."""
-        td.update(entries)
+    def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
+        """Add entries whose shapes begin with the batch size, under strings or tuples, to an unlocked TensorDict."""
+        for key, value in entries.items():
+            td.set(key, value)
 
 
 def find(td: Any, path: tuple[str, ...]) -> Any:

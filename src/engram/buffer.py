@@ -367,7 +367,11 @@ class ReplayBuffer:
 
     def _info(self, rows: Any, info: dict[str, Any]) -> dict[str, Any]:
         index: Any = self._user_index(rows)
-        return {"index": tuple(index.unbind(-1)) if self._storage.ndim > 1 else index, **info}
+        if self._storage.ndim > 1:
+            index = tuple(index.unbind(-1))
+        elif self._draws_windows:
+            index = (index,)
+        return {"index": index, **info}
 
     def _collate(self, data: Any) -> Any:
         if self._collate_fn is not None:
@@ -385,9 +389,11 @@ class ReplayBuffer:
         if self._tracks and not chosen:  # so that the generation is that of what was read
             draw = draw._replace(tickets=self._storage.numbers_of(draw.rows))
         columns, moved = self._storage.read(draw.rows, draw.tickets)
-        if moved:
+        if moved and self._draws_windows:
+            draw, columns = self._draw_windows_again(draw, moved, key)
+        elif moved:
             draw = self._read_again(draw, columns, moved, "sample", key=key if chosen else None)
-        info = dict(draw.info)
+        info = dict(self._sampler.finish(columns, draw) if self._draws_windows else draw.info)
         if self._tracks:
             info["index_generation"] = draw.tickets
         return columns, draw.rows, info
@@ -424,6 +430,21 @@ class ReplayBuffer:
             storage.patch(columns, moved, fresh)
             moved = [moved[i] for i in still]
         return Draw(rows, tickets, info)
+
+    def _draw_windows_again(self, draw: Draw, moved: list[int], key: int) -> tuple[Draw, Any]:
+        """Other windows for those with a row that moved while it was read; all are read again, as their lengths differ."""
+        deadline = time.monotonic() + _WAIT_S
+        attempt = 0
+        columns: Any = None
+        while moved:
+            attempt += 1
+            if attempt > _TRIES:
+                if time.monotonic() > deadline:
+                    raise WriterStalled(f"sample: row {int(draw.rows[moved[0]])} moved at every try for {_WAIT_S:g} s.")
+                time.sleep(0.001)
+            draw = self._sampler.redraw(draw, moved, self._storage.extent(), _mix(key, attempt))
+            columns, moved = self._storage.read(draw.rows, draw.tickets)
+        return draw, columns
 
     def _draw_key(self) -> Key:
         """64 random bits from the generator: all randomness of one draw."""
@@ -725,9 +746,10 @@ class ReplayBuffer:
         if getattr(sampler, "drop_last", False) and self._batch_size is None:
             raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
         if hasattr(sampler, "bind"):
-            sampler.bind(self._storage)
+            sampler.bind(self._storage)  # first: it may refuse
         self._sampler = sampler
         self._hears = bool(getattr(sampler, "listens", True))
+        self._draws_windows = bool(getattr(sampler, "draws_windows", False))
         self._recorded = False
         self._choose_paths()
 
@@ -1026,7 +1048,13 @@ class ReplayBuffer:
 
 _SAMPLERS: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (samplers.RandomSampler, samplers.SamplerWithoutReplacement, samplers.PrioritizedSampler)
+    for cls in (
+        samplers.RandomSampler,
+        samplers.SamplerWithoutReplacement,
+        samplers.PrioritizedSampler,
+        samplers.SliceSampler,
+        samplers.SliceSamplerWithoutReplacement,
+    )
 }
 _WRITERS: dict[str, Any] = {
     cls.__name__: cls
@@ -1048,7 +1076,7 @@ def register(cls: type[ReplayBuffer]) -> type[ReplayBuffer]:
 
 def _recorded(component: Any, known: dict[str, Any]) -> dict[str, Any]:
     name = type(component).__name__
-    if known.get(name) is type(component):
+    if known.get(name) is type(component) and getattr(component, "recordable", True):
         return {"type": name, "config": component.config()}
     return {"type": name, "custom": True}
 

@@ -66,7 +66,7 @@ class PriorityIndex:
                 raise IncompatibleStore(f"index {name!r}: {error}.") from error
 
         nbytes = _native.priority_bytes(store.capacity, config.within_buffer)
-        index, made = store.index(name, KIND, nbytes, make, attach)
+        index, made = store.lasting_index(name, KIND, nbytes, make, attach)
         core = index.core
         if (core.eps, core.within_buffer) != (config.eps, config.within_buffer):
             raise IncompatibleStore(

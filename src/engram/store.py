@@ -220,6 +220,8 @@ class Store:
         self._finalizer: weakref.finalize[..., Store] | None = None
         #: Storages around it: within a process several may be.
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._indexes: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._indexes_lock = threading.RLock()
         self.pid = os.getpid()
         #: What samplers need besides the rows, by name and kind: kept up to date by every write.
         self.indexes: dict[tuple[str, str], Any] = {}
@@ -464,10 +466,10 @@ class Store:
         """The memory of control block and tickets: whoever looks at them natively keeps it."""
         return self._control.tensor, self._tickets.tensor
 
-    def index(
+    def lasting_index(
         self, name: str, kind: str, nbytes: int, make: Callable[[Block], None], attach: Callable[[Block], Any]
     ) -> tuple[Any, bool]:
-        """The index of that name and kind, and whether it was made just now.
+        """The index of that name and kind, and whether it was made just now: one that says more than the rows do.
 
         In a directory it is a file ``.engram/indexes/<name>/<kind>``, which stays. From then on every write is told to it.
 
@@ -527,6 +529,33 @@ class Store:
         filled, seam = self.core.extent()
         holes = torch.from_numpy(self.core.holes()) if self.core.void_rows else None
         return Extent(self.schema.capacity, filled, seam, holes)
+
+    def index(self, name: str, kind: str, config: Any, make: Callable[[], Any]) -> Any:
+        """The index of a name and kind; where there is none, ``make()`` makes it.
+
+        Args:
+            name: as the user calls it.
+            kind: what it is: indexes of different kinds do not meet.
+            config: what it was made for; compared with ``==``.
+            make: makes it and attaches it to :attr:`core`. Called at most once, others wait for it.
+
+        Raises:
+            IncompatibleStore: the index of that name was made for something else.
+        """
+        with self._indexes_lock:
+            if (name, kind) not in self._indexes:
+                self._indexes[name, kind] = (config, make())
+            known, index = self._indexes[name, kind]
+        if known != config:
+            raise IncompatibleStore(
+                f"index {name!r}: expected the {kind} of {known}, as it was made, got {config}. Give another index=… name."
+            )
+        return index
+
+    @staticmethod
+    def room(nbytes: int) -> Tensor:
+        """Zeroed private memory for an index, as bytes; pages are taken when they are first touched."""
+        return private_block(nbytes).tensor
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 

@@ -99,7 +99,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def _finish(self, columns: Any, n: int, rows: Any, info: dict[str, Any], return_info: bool) -> Any:
         data = super()._finish(columns, n, rows, info, False)
         info = self._info(rows, info)
-        entries = info if self._storage.ndim == 1 else {**info, "index": self._user_index(rows)}
+        entries = info
+        if self._storage.ndim > 1 or self._draws_windows:
+            index = self._user_index(rows)
+            entries = {**info, "index": index if self._storage.ndim > 1 else index.unsqueeze(-1)}
         if type(data) is TensorDict and data.batch_size == (n,) and not data.is_locked:
             put(data, entries)
         else:

@@ -3,6 +3,14 @@
 from engram.samplers._base import check_drawable
 from engram.samplers.epoch import SamplerWithoutReplacement
 from engram.samplers.prioritized import PrioritizedSampler
+from engram.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from engram.samplers.uniform import RandomSampler
 
-__all__ = ["PrioritizedSampler", "RandomSampler", "SamplerWithoutReplacement", "check_drawable"]
+__all__ = [
+    "PrioritizedSampler",
+    "RandomSampler",
+    "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
+    "check_drawable",
+]

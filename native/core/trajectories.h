@@ -1,0 +1,213 @@
+// Where trajectories begin and end: a table of runs per track, kept up to date with every write, and draws of windows.
+//
+// A track is a ring of steps that belong together in time: a lane, or with columns (ndim > 1) one column of the only lane,
+// whose rows are slot-major. Steps are named by their place q: position + steps of a track, so that rows which were
+// written by number into a young ring have places too, a lap before the positions of the same rows. Place q of a track
+// lies in row q % steps. Of a lane, the places from low() to the cursor are live, and the seam is where they end.
+//
+// The table lies in one block of memory, zero when it is made; it holds plain words and no pointers:
+//
+//   Header (a page) · LaneState[lanes] · TrackState[tracks] · Run[tracks][steps]
+//
+// Boundaries are read from the fields' bytes as they are stored, under the tickets. Whoever finds a row that is still
+// being written stops there: its writer comes and goes on. A row that was changed behind the front is compared with the
+// table, and only if it says something else is its lane scanned again, by the next draw.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "control.h"
+#include "gather.h"
+#include "index.h"
+#include "random.h"
+
+namespace engram {
+
+/// What ends a trajectory: another content of the id field in the next step; or a byte other than zero in one of the fields.
+struct Boundaries {
+  bool by_id;
+  std::vector<Field> fields;         // exactly one if by_id
+  std::vector<std::uint64_t> which;  // their numbers in the store, for edits; may be empty if they are not of the store
+};
+
+/// Which windows may be drawn, and how likely each is.
+struct Shape {
+  std::uint64_t length;                // steps
+  bool strict = true;                  // no trajectory shorter than that; else those give shorter windows
+  bool by_anchor = false;              // uniform over windows; else over trajectories, then over the windows of one
+  std::uint64_t left = 0, right = 0;   // steps by which a window may overhang its trajectory, < length; they are left out
+};
+
+/// Steps [first, first + length) of a track; `first` is a place.
+struct Window {
+  std::uint64_t track, first, length;
+};
+
+struct Drawn {
+  std::vector<Window> windows;
+  std::vector<std::int64_t> rows;     // of all windows, one behind the other
+  std::vector<std::int64_t> numbers;  // of their tickets; -1 for a row that was just being written
+};
+
+/// A walk over the trajectories in a random order (or lane by lane, oldest first), which any write ends.
+struct Pass {
+  std::uint64_t key = 0;
+  std::uint64_t version = 0;   // of the store when the pass began; 0: there is none
+  std::uint64_t visited = 0;
+  std::uint64_t count = 0;     // trajectories
+};
+
+struct Census {
+  std::uint64_t trajectories = 0, longest = 0;
+};
+
+class Trajectories final : public Index {
+ public:
+  /// Bytes of the table.
+  static std::uint64_t bytes(std::uint64_t lanes, std::uint64_t lane_length, std::uint64_t width);
+
+  /// `width`: columns of the only lane, 1 for a storage without. `window`: the length whose anchors are counted, so that
+  /// uniform draws of them take O(log n). `memory` must outlive the table, as must what `control` and `boundaries` point to.
+  Trajectories(Control control, Boundaries boundaries, std::uint64_t width, std::uint64_t window,
+               std::span<std::byte> memory);
+
+  void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
+  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0,
+              std::span<const std::uint64_t> which) override;
+  void emptied() override;
+
+  /// Looks at up to `steps` steps that are not in the table yet. How many are left then, those of writers at work aside.
+  std::uint64_t catch_up(std::uint64_t steps);
+
+  /// Forgets what is known: the next call looks at every row again.
+  void forget();
+
+  /// Draws n windows with replacement: a pure function of key, table and tickets. Empty if there is none to draw.
+  Drawn draw(std::uint64_t key, std::uint64_t n, const Shape& shape);
+
+  /// The next n trajectories of a pass, one random window each; too short ones are left out. Begins a new pass, under
+  /// `key`, where the old one is over or the store was written to since. `drop_last`: a rest of less than n is skipped;
+  /// empty and count < n if there are not as many at all.
+  Drawn draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle, bool drop_last);
+
+  /// The windows that begin at given rows: up to `length` steps, 0 where the row is no step of a trajectory, or strict and
+  /// too little follows it.
+  Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape);
+
+  /// Whether a window of `length` steps of one trajectory begins at each of the rows.
+  void admissible(const std::int64_t* rows, std::uint64_t n, std::uint64_t length, bool* out);
+
+  /// How many windows of that length there are.
+  std::uint64_t anchors(std::uint64_t length);
+  /// The row where the k-th of them begins, k < anchors(length): track by track, oldest first.
+  std::int64_t anchor(std::uint64_t k, std::uint64_t length);
+
+  /// How many trajectories there are, and the length of the longest.
+  Census census();
+
+  /// (track, first place, length) of all, track by track, oldest first.
+  std::vector<Window> runs();
+
+  std::uint64_t window() const { return window_; }
+  std::uint64_t tracks() const { return tracks_; }
+  /// Row of a step.
+  std::int64_t row(std::uint64_t track, std::uint64_t place) const {
+    return static_cast<std::int64_t>(track / width_ * control_.lane_length() + place % steps_ * width_ + track % width_);
+  }
+
+ private:
+  struct Header {
+    std::uint64_t redo;  // for a table shared by processes: the lane whose update was under way
+    std::uint64_t reserved[511];
+  };
+  struct LaneState {
+    std::uint64_t next;   // first place not in the table yet
+    std::uint64_t low;    // first live place, when last looked at
+    std::uint64_t dirty;  // 1: the table is wrong somewhere, scan again
+    // Places from `since` on were reserved when next_ticket was `number` at least: a committed row there with a smaller
+    // one still holds the lap before. The later pair takes over once the table has got there.
+    std::uint64_t since, number, later_since, later_number;
+    std::uint64_t reserved;
+  };
+  struct TrackState {
+    std::uint64_t head, count;  // runs [head, head + count) of the ring
+    std::uint64_t dead;         // those among them that hold nothing
+    std::uint64_t reserved;
+  };
+  struct Run {
+    std::uint64_t start;    // first place; with kDead: rows that hold nothing
+    std::uint64_t anchors;  // of all runs before, since the table began
+  };
+  static_assert(sizeof(Header) == kPage && sizeof(LaneState) == 64 && sizeof(TrackState) == 32 && sizeof(Run) == 16);
+  static constexpr std::uint64_t kDead = std::uint64_t{1} << 63;
+
+  enum class Look { whole, dead, pending };
+  struct Live {  // places of a lane
+    std::uint64_t low, end;
+  };
+  /// A track with something in it, as it is during one draw.
+  struct View {
+    std::uint64_t track, low, next;
+    const Run* ring;
+    std::uint64_t head, count, holes, steps;
+
+    const Run& run(std::uint64_t i) const {
+      const std::uint64_t at = head + i;
+      return ring[at < steps ? at : at - steps];
+    }
+    bool dead(std::uint64_t i) const { return (run(i).start & kDead) != 0; }
+    std::uint64_t start(std::uint64_t i) const { return run(i).start & ~kDead; }
+    std::uint64_t first(std::uint64_t i) const { return start(i) > low ? start(i) : low; }
+    std::uint64_t end(std::uint64_t i) const { return i + 1 < count ? start(i + 1) : next; }
+    std::uint64_t length(std::uint64_t i) const { return dead(i) ? 0 : end(i) - first(i); }
+    std::uint64_t find(std::uint64_t place) const;  // the run that holds it: low <= place < next
+  };
+  using Views = std::vector<View>;
+  class Chooser;
+  /// A row that nobody seems to write, though it was reserved: since when.
+  struct Stuck {
+    std::uint64_t place = 0;
+    std::chrono::steady_clock::time_point since{};
+  };
+
+  std::uint64_t cursor(std::uint64_t lane) const {
+    return control_.lane(lane).cursor.load(std::memory_order_acquire) / width_ + steps_;
+  }
+  Live live(std::uint64_t lane) const;
+  std::uint64_t place_of(std::uint64_t row, std::uint64_t end) const;
+  std::uint64_t track_of(std::uint64_t row) const;
+  View view(std::uint64_t track) const;
+  Views views() const;
+
+  Look look(std::uint64_t lane, std::uint64_t column, std::uint64_t place) const;
+  bool same(const Field& field, std::int64_t a, std::int64_t b) const;
+  bool any(const Field& field, std::int64_t row) const;
+  bool boundary(std::uint64_t track, std::uint64_t place) const;
+  bool abandoned(std::uint64_t lane, std::uint64_t place);
+
+  void forget_lane(std::uint64_t lane);
+  Live refresh(std::uint64_t lane);
+  void push(std::uint64_t track, std::uint64_t place, bool dead);
+  bool agrees(std::uint64_t track, std::uint64_t place) const;
+  std::uint64_t advance(std::uint64_t lane, std::uint64_t steps, bool settle);
+  void settle();
+  void changed(const std::int64_t* rows, std::uint64_t n, bool compare);
+
+  bool append(Drawn& drawn, const Window& window, bool whole) const;
+
+  Control control_;
+  Boundaries boundaries_;
+  std::uint64_t width_, steps_, tracks_, window_;
+  LaneState* lanes_;
+  TrackState* track_states_;
+  Run* rings_;
+  std::vector<Stuck> stuck_;
+  std::mutex mutex_;  // in this process; a shared table will have a robust one in the lock page
+};
+
+}  // namespace engram

@@ -1,0 +1,154 @@
+"""Where a store's trajectories end, and the native table that knows it.
+
+The table belongs to the store, under a name: every sampler of the same name and boundaries draws from the same one, and
+every write keeps it, whoever writes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from engram import _native
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.store import Store
+
+__all__ = ["Boundaries", "Key", "boundaries_of", "field_numbers", "make_table", "shared_table", "static_table"]
+
+Key = tuple[str, ...]
+
+#: Looked for in this order where no key is given.
+_ID_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
+_END_KEY: Key = ("next", "done")
+
+#: Steps looked at between two looks at the clock, and seconds until a scan is worth a bar.
+_CHUNK = 1 << 18
+_SILENT_S = 1.0
+
+
+class Boundaries(NamedTuple):
+    """What ends a trajectory."""
+
+    by_id: bool
+    """Another content of a field in the next step; else a byte other than zero in one of the fields."""
+    which: tuple[int, ...]
+    """Numbers of the fields in the store; one if ``by_id``."""
+
+
+def field_numbers(memory: Store) -> dict[Key, int]:
+    """The fields of rows that are TensorDicts or tensorclasses, by key; of others none."""
+    if memory.schema.structure.kind not in ("tensordict", "tensorclass"):
+        return {}
+    return {field.key: number for number, field in enumerate(memory.schema.fields)}
+
+
+def boundaries_of(
+    memory: Store, traj_key: Key | None, end_key: Key | None, end_keys: Sequence[Key] | None
+) -> Boundaries:
+    """The boundaries that some keys mean in a store.
+
+    What was asked for by name comes first: ``traj_key``, else ``end_key`` or ``end_keys``; then ids; then ends.
+
+    Raises:
+        RuntimeError: the store has none of the fields.
+    """
+    fields = field_numbers(memory)
+    ids = _ID_KEYS if traj_key is None else (traj_key,)
+    ends = tuple(end_keys) if end_keys is not None else (end_key or _END_KEY,)
+    by_id = [Boundaries(True, (fields[key],)) for key in ids if key in fields][:1]
+    stored = tuple(fields[key] for key in ends if key in fields)
+    by_end = [Boundaries(False, stored)] if stored else []
+    ends_first = traj_key is None and (end_key is not None or end_keys is not None)
+    found = by_end + by_id if ends_first else by_id + by_end
+    if not found:
+        stored_keys = [field.name for field in memory.schema.fields] if fields else "rows that are no TensorDicts"
+        raise RuntimeError(
+            f"sample: expected TensorDicts with one of the trajectory ids {list(ids)} or of the end flags {list(ends)}, "
+            f"got {stored_keys}. Name a stored field with traj_key or end_key."
+        )
+    return found[0]
+
+
+def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) -> Any:
+    """The store's table of that name, made by a scan of the rows where there is none.
+
+    Raises:
+        RuntimeError: the rows are not on the CPU.
+        IncompatibleStore: the name stands for other boundaries.
+    """
+
+    def make() -> Any:
+        fields = [memory.tensors[number] for number in boundaries.which]
+        table = make_table(memory, boundaries.by_id, boundaries.which, fields, window)
+        memory.core.attach(table)
+        scan(table, memory)
+        return table
+
+    return memory.index(name, "trajectories", boundaries, make)
+
+
+def make_table(memory: Store, by_id: bool, which: Sequence[int], fields: Sequence[Tensor], window: int) -> Any:
+    """A table of its own over ``fields``, ``[C, ...]`` each, of which nothing is known yet.
+
+    Raises:
+        RuntimeError: the rows are not on the CPU.
+    """
+    if memory.device.type != "cpu":
+        raise RuntimeError(
+            f"sample: expected rows on the CPU, got a storage on {memory.device}: trajectories are found there only, so far. "
+            'Use device="cpu" for the storage.'
+        )
+    control, tickets = memory.words
+    width = 1
+    for size in memory.schema.columns:
+        width *= size
+    nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
+    block = memory.room(nbytes)
+    return _native.Trajectories(
+        control.data_ptr(),
+        control.numel(),
+        tickets.data_ptr(),
+        tickets.numel(),
+        by_id,
+        list(which),
+        [field.data_ptr() for field in fields],
+        [field[:1].numel() * field.element_size() for field in fields],
+        width,
+        window,
+        block.data_ptr(),
+        nbytes,
+        (control, tickets, block, *fields),
+    )
+
+
+def static_table(memory: Store, values: Tensor, *, by_id: bool, window: int) -> tuple[Any, Tensor]:
+    """A private table over ids or end flags that are no field of the store, and their memory, ``[C, ...]`` by row."""
+    field = torch.zeros((memory.capacity, *values.shape[1:]), dtype=values.dtype, device="cpu")
+    return make_table(memory, by_id, (), [field], window), field
+
+
+def scan(table: Any, memory: Store) -> None:
+    """Let a table look at all rows, with a bar on a terminal if that takes longer than a moment."""
+    steps = max(1, _CHUNK // memory.lanes)
+    started = time.monotonic()
+    left = table.catch_up(steps)
+    while left and time.monotonic() - started < _SILENT_S:
+        left = table.catch_up(steps)
+    if left:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+            task = progress.add_task("engram: looking for trajectories", total=left)
+            total = left
+            while left:
+                left = table.catch_up(steps)
+                progress.update(task, completed=max(total - left, 0))
