@@ -12,12 +12,13 @@ import click
 import torch
 from tensordict import __version__ as tensordict_version
 
-from benchmarks import bench_frames, bench_memory, bench_sampling, bench_writing, machine, report, rivals
+from benchmarks import bench_frames, bench_indexes, bench_memory, bench_sampling, bench_writing, machine, report, rivals
 from benchmarks.claims import Row
 
 BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "sampling": bench_sampling.run,
     "writing": bench_writing.run,
+    "indexes": bench_indexes.run,
     "frames": bench_frames.run,
     "memory": bench_memory.run,
 }

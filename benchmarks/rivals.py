@@ -19,8 +19,8 @@ STORAGES = {"list": "ListStorage", "tensor": "LazyTensorStorage", "memmap": "Laz
 
 SHORT = {key: name.removesuffix("Storage") for key, name in STORAGES.items()}
 
-_DISTRIBUTIONS = {"engram": "engram", "TorchRL": "torchrl", "cpprb": "cpprb"}
-_MODULES = {"engram": "engram", "TorchRL": "torchrl.data", "cpprb": "cpprb"}
+_DISTRIBUTIONS = {"engram": "engram", "TorchRL": "torchrl", "cpprb": "cpprb", "rlox": "rlox"}
+_MODULES = {"engram": "engram", "TorchRL": "torchrl.data", "cpprb": "cpprb", "rlox": "rlox"}
 _PINS = Path(__file__).parents[1] / "constraints.txt"
 
 
@@ -38,7 +38,7 @@ Libraries = dict[str, Library]
 
 
 def load() -> Libraries:
-    """Import all three and silence their creation logs, which filling would write inside the clock."""
+    """Import all of them and silence their creation logs, which filling would write inside the clock."""
     libraries = {name: _load(name) for name in _MODULES}
     for logger in ("torchrl", "engram"):
         logging.getLogger(logger).setLevel(logging.ERROR)
@@ -67,7 +67,7 @@ def _torchrl_extension(found: str) -> list[str]:
     except ImportError as error:
         torch_version = torch.__version__.partition("+")[0]
         missing = f"its C++ extension did not load with torch {torch_version} ({_without_paths(error)})"
-        return [f"TorchRL {found}: {missing}. Only prioritized sampling uses it, not measured here."]
+        return [f"TorchRL {found}: {missing}. Its prioritized samplers need it."]
     return []
 
 

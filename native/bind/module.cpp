@@ -153,6 +153,24 @@ void bind_store(nb::module_& m) {
           },
           "rows"_a, "n"_a, "which"_a, "batch"_a, "expected"_a, "numbers"_a)
       .def(
+          "take",
+          [](const Store& self, const engram::Layout& layout, Address rows, std::uint64_t n, Address expected) {
+            nb::list tensors;
+            std::vector<std::byte*> addresses;
+            addresses.reserve(self.fields());
+            layout.allocate(static_cast<std::int64_t>(n), tensors, addresses);
+            std::vector<std::uint64_t> which(self.fields());
+            for (std::uint64_t f = 0; f < which.size(); ++f) which[f] = f;
+            std::vector<std::int64_t> moved;
+            {
+              nb::gil_scoped_release release;
+              moved = self.gather(at<std::int64_t>(rows), n, which, {addresses.data(), addresses.size()},
+                                  at<std::int64_t>(expected), nullptr);
+            }
+            return nb::make_tuple(tensors, moved);
+          },
+          "layout"_a, "rows"_a, "n"_a, "expected"_a, "As gather, of all fields into new tensors: (tensors, moved).")
+      .def(
           "sample_uniform",
           [](const Store& self, std::uint64_t key, std::uint64_t n, const nb::tuple& batch, Address rows, Address numbers) {
             const Outputs outputs(batch);

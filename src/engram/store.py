@@ -648,16 +648,22 @@ class Store:
         n = rows.numel()
         if expected is not None and expected.shape != rows.shape:
             raise RuntimeError(f"read: expected one ticket per row, {list(rows.shape)}, got {list(expected.shape)}.")
+        wanted = 0
+        if expected is not None:
+            expected = _as_rows(expected, "read")
+            wanted = expected.data_ptr()
+        if which is None and self.is_native:
+            try:
+                taken: tuple[list[Tensor], list[int]] = self.core.take(self.layout, rows.data_ptr(), n, wanted)
+            except IndexError as error:
+                raise RowError(f"read: {error}.") from error
+            return taken
         if which is None:
             which = self._which
             columns = self.allocate(n)
         else:
             fields = [self.schema.fields[f] for f in which]
             columns = [torch.empty((n, *f.shape), dtype=torch_dtype(f), device="cpu") for f in fields]
-        wanted = 0
-        if expected is not None:
-            expected = _as_rows(expected, "read")
-            wanted = expected.data_ptr()
         addresses = tuple([column.data_ptr() for column in columns])
         try:
             return columns, self.core.gather(rows.data_ptr(), n, tuple(which), addresses, wanted, 0)
