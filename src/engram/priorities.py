@@ -13,7 +13,7 @@ import torch
 
 from engram import _native
 from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowError, WriterStalled
-from engram.store import Store, private_block
+from engram.store import INDEX_KINDS, Store, private_block
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +40,14 @@ class PriorityIndex:
     """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
 
     def __init__(self, block: Block, store: Store | None) -> None:
+        """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
         keep = (block.tensor, *(() if store is None else store.words))
-        self.core: Any = _native.Priorities(block.address, block.nbytes, None if store is None else store.core, keep)
+        try:
+            self.core: Any = _native.Priorities(
+                block.address, block.nbytes, None if store is None else store.core, keep
+            )
+        except ValueError as error:
+            raise IncompatibleStore(f"index: {error}.") from error
         self.block = block
         """Its memory."""
 
@@ -59,14 +65,8 @@ class PriorityIndex:
         def make(block: Block) -> None:
             _native.format_priorities(block.address, block.nbytes, store.capacity, *config)
 
-        def attach(block: Block) -> PriorityIndex:
-            try:
-                return cls(block, store)
-            except ValueError as error:
-                raise IncompatibleStore(f"index {name!r}: {error}.") from error
-
         nbytes = _native.priority_bytes(store.capacity, config.within_buffer)
-        index, made = store.lasting_index(name, KIND, nbytes, make, attach)
+        index, made = store.lasting_index(name, KIND, nbytes, make)
         core = index.core
         if (core.eps, core.within_buffer) != (config.eps, config.within_buffer):
             raise IncompatibleStore(
@@ -166,3 +166,6 @@ def check_name(name: Any) -> None:
     """Raise ``ValueError`` unless this can be the name of an index."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"index: expected a name of 1 to 64 letters, digits, '-' or '_', got {name!r}.")
+
+
+INDEX_KINDS[KIND] = PriorityIndex

@@ -82,6 +82,11 @@ def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], No
         return _file_block(path, nbytes), True
 
 
+#: Makes an index of a kind around its memory, for a store. Whoever writes to a directory keeps all of its indexes, so all
+#: kinds must be known.
+INDEX_KINDS: dict[str, Callable[[Block, Store], Any]] = {}
+
+
 class Key(threading.local):
     """64 random bits, drawn anew for every sample; each thread has its own, so that none sees another's.
 
@@ -373,6 +378,7 @@ class Store:
                         'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
                     )
                 store.repair = Repair(*core.recover())
+            store._attach_all_indexes()
             core.boot_id = boot
             core.clean = False
         except BaseException:
@@ -466,9 +472,7 @@ class Store:
         """The memory of control block and tickets: whoever looks at them natively keeps it."""
         return self._control.tensor, self._tickets.tensor
 
-    def lasting_index(
-        self, name: str, kind: str, nbytes: int, make: Callable[[Block], None], attach: Callable[[Block], Any]
-    ) -> tuple[Any, bool]:
+    def lasting_index(self, name: str, kind: str, nbytes: int, make: Callable[[Block], None]) -> tuple[Any, bool]:
         """The index of that name and kind, and whether it was made just now: one that says more than the rows do.
 
         In a directory it is a file ``.engram/indexes/<name>/<kind>``, which stays. From then on every write is told to it.
@@ -477,7 +481,6 @@ class Store:
             name: of the index. kind: what it is.
             nbytes: of its memory.
             make: formats zeroed memory.
-            attach: makes the object, with a native ``core`` (an ``Index`` with ``scan()``), around formatted memory.
 
         Raises:
             IncompatibleStore: a file of another size.
@@ -495,12 +498,31 @@ class Store:
                 make(block)
             else:
                 block, made = _index_file(self.directory / layout.FOLDER / layout.INDEXES / name, kind, nbytes, make)
-            index = attach(block)
-            self.core.attach(index.core)
-            if made or copied is not None or self.repair is not None:  # what it says of some rows may be old
-                index.core.scan()
-            self.indexes[name, kind] = index
-            return index, made
+            # What a copy, or a store whose last process died, says of some rows may be old.
+            return self._attach_index(name, kind, block, scan=made or copied is not None), made
+
+    def _attach_index(self, name: str, kind: str, block: Block, *, scan: bool) -> Any:
+        index = INDEX_KINDS[kind](block, self)
+        self.core.attach(index.core)
+        if scan:
+            index.core.scan()
+        self.indexes[name, kind] = index
+        return index
+
+    def _attach_all_indexes(self) -> None:
+        """Those in the directory: whoever writes keeps them, whatever sampler he has.
+
+        Raises:
+            IncompatibleStore: one of a kind that is not known here, or with other contents than its kind has.
+        """
+        assert self.directory is not None
+        for path in sorted((self.directory / layout.FOLDER / layout.INDEXES).glob("*/[!.]*")):
+            name, kind = path.parent.name, path.name
+            if kind not in INDEX_KINDS:
+                raise IncompatibleStore(
+                    f"{path}: expected one of the kinds {sorted(INDEX_KINDS)}, got an index that a newer engram has made."
+                )
+            self._attach_index(name, kind, _file_block(path, path.stat().st_size), scan=self.repair is not None)
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
