@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import ReplayBuffer, TensorDictReplayBuffer
+from engram import ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from engram.cli import main
 from engram.demo import run as demo
 from engram.demo.agent import Agent
@@ -70,9 +71,64 @@ def test_an_agent_restored_goes_on_as_the_first_one_would():
         assert first.learn(batch(16, seed)) == second.learn(batch(16, seed))
 
 
+def losses_by_row(agent, data):
+    """The loss of every row, each from an agent that has not learned yet."""
+    losses = []
+    for i in range(len(data)):
+        fresh = Agent()
+        fresh.restore(agent.arrays())
+        losses.append(fresh.learn(data[i : i + 1].clone()))
+    return torch.tensor(losses)
+
+
+def test_weights_multiply_the_losses():
+    torch.manual_seed(0)
+    agent, data = Agent(), batch(6)
+    losses = losses_by_row(agent, data)
+    assert len(losses.unique()) == 6
+    weights = torch.tensor([1.0, 0.5, 0.25, 0.0, 0.1, 0.9])
+    unweighted, weighted = Agent(), Agent()
+    unweighted.restore(agent.arrays())
+    weighted.restore(agent.arrays())
+    assert unweighted.learn(data.clone()) == pytest.approx(float(losses.mean()))
+    assert weighted.learn(data.clone().set("priority_weight", weights)) == pytest.approx(
+        float((weights * losses).mean())
+    )
+
+
+def test_weights_of_zero_teach_nothing():
+    torch.manual_seed(0)
+    agent, same, other = Agent(), Agent(), Agent()
+    same.restore(agent.arrays())
+    other.restore(agent.arrays())
+    same.learn(batch(8).set("priority_weight", torch.zeros(8)))
+    other.learn(batch(8).set("priority_weight", torch.ones(8)))
+    observations = batch(8)["observation"]
+    before, unmoved, moved = (a._online(observations) for a in (agent, same, other))
+    assert torch.equal(before, unmoved)
+    assert not torch.equal(before, moved)
+
+
+def test_learning_says_how_wrong_the_agent_was():
+    torch.manual_seed(0)
+    agent, data = Agent(), batch(16)  # every step ends its episode: the target is the reward
+    with torch.no_grad():
+        value = agent._online(data["observation"] * agent._scale).gather(1, data["action"].unsqueeze(1))
+    agent.learn(data)
+    torch.testing.assert_close(data["td_error"], (data["next", "reward"] - value).abs().squeeze(1))
+
+
 def test_progress_round_trip(tmp_path):
     progress = Progress(
-        seed=3, steps=10, returns=[1.0, 2.5], replaced_at=1, ages=[4, 5], sample_us=[1.5], update_us=[2.0]
+        seed=3,
+        sampler="prioritized",
+        steps=10,
+        returns=[1.0, 2.5],
+        replaced_at=1,
+        ages=[4, 5],
+        sample_us=[1.5],
+        priority_us=[0.5],
+        update_us=[2.0],
     )
     tensors = Agent().arrays()
     progress.save(tmp_path, tensors)
@@ -120,7 +176,9 @@ def test_the_demo_replaces_its_process_and_reports(finished):
     assert f"{folder / 'replay'}" in done.stdout
     assert "not solved" in done.stdout.lower()
     assert "900 of 20000 rows" in done.stdout
-    assert "per update (median)" in done.stdout
+    assert "(uniform sampling, seed 5)" in done.stdout
+    assert re.search(r"Uniform sampling of 128 rows took [\d.]+ µs per update \(median\)", done.stdout)
+    assert "dropped" not in done.stdout
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -144,13 +202,57 @@ def test_the_store_of_the_demo_reopens(finished):
 def test_a_seed_is_a_run(tmp_path):
     runs = []
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        training = Training(tmp_path / name, seed)
+        training = Training(tmp_path / name, seed=seed, steps=60, sampler="uniform")
         for _ in range(60):
             training.step()
         runs.append(training.replay["observation"].clone())
         training.replay.close()
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])
+
+
+def test_prioritized(tmp_path):
+    folder = tmp_path / "run"
+    arguments = ("--steps", "900", "--dir", str(folder), "--seed", "5", "--sampler", "prioritized")
+    done = engram("demo", *arguments, env={**os.environ, "COLUMNS": "500"})
+    assert done.returncode == 0, done.stderr
+    progress, _ = Progress.load(folder)
+    assert (progress.steps, progress.updates, progress.sampler) == (900, 201, "prioritized")
+    assert progress.replaced_at is not None
+    assert "(prioritized sampling, seed 5)" in done.stdout
+    assert re.search(
+        r"Prioritized sampling of 128 rows took [\d.]+ µs and updating their priorities [\d.]+ µs per update \(median\)",
+        done.stdout,
+    )
+    assert "Updates dropped because their row was rewritten meanwhile: 0." in done.stdout
+    rb = ReplayBuffer.open(folder / "replay")
+    assert type(rb) is TensorDictPrioritizedReplayBuffer
+    state = rb.sampler.state_dict()
+    assert (state["alpha"], state["beta"]) == (0.6, 1.0)  # the last step was the last update
+    live, rest = state["leaves"][:900], state["leaves"][900:]
+    assert bool((live > 0).all())
+    assert not bool(rest.any())
+    assert len(live.unique()) > 500
+    assert len(rb.sample()["priority_weight"].unique()) > 50
+    rb.close()
+
+
+def test_priorities_and_beta_survive_the_process(tmp_path):
+    first = Training(tmp_path, seed=5, steps=1_000, sampler="prioritized")
+    betas = set()
+    for _ in range(600):
+        first.step()
+        betas.add(round(first.replay.sampler.beta, 6))
+    assert len(betas) == 52, "0.4 until there is enough to learn from, then another one for each update"
+    first.save()
+    before = first.replay.sampler.state_dict()
+    second = Training(tmp_path, seed=5, steps=1_000, sampler="prioritized")
+    after = second.replay.sampler.state_dict()
+    assert before["beta"] == after["beta"] == pytest.approx(0.4 + 0.6 * 600 / 1_000)
+    assert torch.equal(before["leaves"], after["leaves"])
+    assert len(after["leaves"].unique()) > 300
+    second.step()
+    second.replay.close()
 
 
 def started(folder):

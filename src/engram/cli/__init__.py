@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from engram._version import __version__
+from engram.demo.task import SAMPLERS
 
 __all__ = ["main"]
 
@@ -28,7 +29,8 @@ def main() -> None:
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the environment and the agent."
 )
-def demo(steps: int, directory: Path | None, seed: int) -> None:
+@click.option("--sampler", type=click.Choice(SAMPLERS), default=SAMPLERS[0], show_default=True, help="Of the replay.")
+def demo(steps: int, directory: Path | None, seed: int, sampler: str) -> None:
     """Train DQN on CartPole-v1 from a replay buffer on disk, and replace the training process half-way.
 
     Ends when the mean return of the last 20 episodes passes 195. Ctrl-C leaves a store that reopens.
@@ -36,7 +38,7 @@ def demo(steps: int, directory: Path | None, seed: int) -> None:
     from engram.demo import run
 
     try:
-        code = run.run(steps=steps, directory=directory, seed=seed)
+        code = run.run(steps=steps, directory=directory, seed=seed, sampler=sampler)
     except ModuleNotFoundError as error:
         raise click.ClickException(f'the demo needs {error.name}: pip install "engram[demo]"') from error
     except FileExistsError as error:

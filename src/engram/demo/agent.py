@@ -48,20 +48,27 @@ class Agent:
         return int(self._online(observation * self._scale).argmax())
 
     def learn(self, batch: TensorDictBase) -> float:
-        """One update from a batch ``[B]``; the loss. Bootstraps on what did not terminate; truncated steps do."""
+        """One update from a batch ``[B]``; the loss. Bootstraps on what did not terminate; truncated steps do.
+
+        The mean of the steps' losses, each times its ``"priority_weight"`` if the batch has weights. Adds ``"td_error"``,
+        float32 ``[B]``, absolute, to the batch.
+        """
         value = self._online(batch["observation"] * self._scale).gather(1, batch["action"].unsqueeze(1))
         following = batch["next", "observation"] * self._scale
         with torch.no_grad():
             best = self._online(following).argmax(1, keepdim=True)
             bootstrap = self._target(following).gather(1, best) * ~batch["next", "terminated"]
             target = batch["next", "reward"] + GAMMA * bootstrap
-        loss = nn.functional.smooth_l1_loss(value, target)
+        losses = nn.functional.smooth_l1_loss(value, target, reduction="none").squeeze(1)
+        weights = batch.get("priority_weight", None)
+        loss: Tensor = (losses if weights is None else weights * losses).mean()
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._updates += 1
         if self._updates % SYNC == 0:
             self._target.load_state_dict(self._online.state_dict())
+        batch["td_error"] = (target - value.detach()).abs().squeeze(1)
         return float(loss.detach())
 
     def arrays(self) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ class Progress:
     """Where training stands."""
 
     seed: int
+    sampler: str = "uniform"
     steps: int = 0
     updates: int = 0
     solved: bool = False
@@ -30,8 +31,10 @@ class Progress:
     """Episodes finished when the process was replaced."""
     sample_us: list[float] = field(default_factory=list)
     """Time of each ``sample``, of the last thousands of updates."""
+    priority_us: list[float] = field(default_factory=list)
+    """Time of each update of priorities, next to nothing without any."""
     update_us: list[float] = field(default_factory=list)
-    """Time of sampling and learning together."""
+    """Time of sampling, learning and updating priorities together."""
     ages: list[int] = field(default_factory=list)
     """Rows written between a sampled row and its sampling, for some of the samples."""
 

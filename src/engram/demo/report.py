@@ -27,6 +27,7 @@ def summary(progress: Progress, folder: Path) -> str:
     store = replay.storage.store  # type: ignore[attr-defined]
     fields = ", ".join(f"{field.name} {list(field.shape)} {field.dtype}" for field in store.schema.fields)
     rows = f"{len(replay)} of {store.capacity} rows, {store.nbytes / 1e6:.2f} MB"
+    dropped = replay.stats()["priority_updates_dropped"]
     replay.close()
     ending = (
         f"solved: the mean return of the last {WINDOW} episodes passed {SOLVED:.0f}"
@@ -40,12 +41,20 @@ def summary(progress: Progress, folder: Path) -> str:
     ]
     if progress.updates:
         sample = statistics.median(progress.sample_us)
-        share = 100 * sum(progress.sample_us) / sum(progress.update_us)
+        priorities = ""
+        spent = sum(progress.sample_us)
+        if progress.sampler == "prioritized":
+            update = statistics.median(progress.priority_us)
+            priorities = f" and updating their priorities {update:.1f} µs"
+            spent += sum(progress.priority_us)
         ratio = progress.updates * BATCH / progress.steps
         lines.append(
-            f"Sampling {BATCH} rows took {sample:.1f} µs per update (median), {share:.1f} % of the update; "
+            f"{progress.sampler.capitalize()} sampling of {BATCH} rows took {sample:.1f} µs{priorities} per update (median), "
+            f"{100 * spent / sum(progress.update_us):.1f} % of the update; "
             f"replay ratio {ratio:.0f} (rows sampled per row written)."
         )
+        if progress.sampler == "prioritized":
+            lines.append(f"Updates dropped because their row was rewritten meanwhile: {dropped:.0f}.")
     return "\n".join(lines)
 
 
@@ -59,7 +68,7 @@ def plot(progress: Progress, path: Path) -> Path:
     curve.axhline(SOLVED, color="0.4", linestyle=":", label=f"{SOLVED:.0f}")
     if progress.replaced_at is not None:
         curve.axvline(progress.replaced_at, color="tab:red", linestyle="--", label="new process")
-    curve.set(xlabel="episode", ylabel="return", title="DQN on CartPole-v1")
+    curve.set(xlabel="episode", ylabel="return", title=f"DQN on CartPole-v1, {progress.sampler} sampling")
     curve.legend()
     ages.hist(progress.ages, bins=50)
     ages.set(xlabel="rows written since", ylabel="sampled rows", title="Age of the sampled rows")

@@ -20,13 +20,14 @@ TELL_AGAIN_S = 0.5
 """Between two requests to end."""
 
 
-def run(*, steps: int, directory: Path | None, seed: int) -> int:
+def run(*, steps: int, directory: Path | None, seed: int, sampler: str) -> int:
     """Train, replace the process half-way, go on, report. The exit code: 0, or 130 after Ctrl-C.
 
     Args:
         steps: environment steps, at most.
         directory: folder of the run, new or empty; None: a numbered one under ``engram-demo``.
         seed: of everything.
+        sampler: ``"uniform"`` or ``"prioritized"``.
 
     Raises:
         FileExistsError: the folder holds something already.
@@ -40,11 +41,13 @@ def run(*, steps: int, directory: Path | None, seed: int) -> int:
         )
     folder.mkdir(parents=True, exist_ok=True)
     console = Console()
-    console.print(f"DQN on CartPole-v1, replay in {folder / 'replay'} (seed {seed})", soft_wrap=True)
-    code = _train(folder, steps, seed, "first")
+    console.print(
+        f"DQN on CartPole-v1, replay in {folder / 'replay'} ({sampler} sampling, seed {seed})", soft_wrap=True
+    )
+    code = _train(folder, steps, seed, sampler, "first")
     if code == REPLACE:
         console.print("Half-way: the training process has ended. A new one opens the store it left.")
-        code = _train(folder, steps, seed, "second")
+        code = _train(folder, steps, seed, sampler, "second")
     if code == INTERRUPTED:
         if (folder / "replay" / layout.FOLDER / layout.STORE).exists():
             console.print(
@@ -71,7 +74,7 @@ def _check_packages() -> None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def _train(folder: Path, steps: int, seed: int, phase: str) -> int:
+def _train(folder: Path, steps: int, seed: int, sampler: str, phase: str) -> int:
     command = [
         sys.executable,
         "-m",
@@ -79,6 +82,7 @@ def _train(folder: Path, steps: int, seed: int, phase: str) -> int:
         str(folder),
         str(steps),
         str(seed),
+        sampler,
         phase,
         str(os.getpid()),
     ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 __all__ = [
+    "ALPHA",
     "BATCH",
+    "BETA",
     "CAPACITY",
     "DONE",
     "EPSILON",
@@ -11,6 +13,7 @@ __all__ = [
     "LEARN_EVERY",
     "LEARN_FROM",
     "REPLACE",
+    "SAMPLERS",
     "SOLVED",
     "WINDOW",
 ]
@@ -26,6 +29,12 @@ LEARN_EVERY = 2
 """Steps between two updates."""
 EPSILON = (1.0, 0.05, 4_000)
 """First value, last value, steps between them."""
+
+SAMPLERS = ("uniform", "prioritized")
+ALPHA = 0.6
+"""Of prioritized replay: how far priorities count."""
+BETA = (0.4, 1.0)
+"""Of prioritized replay: how far weights correct for it, at the first step and at the last."""
 
 DONE, REPLACE, INTERRUPTED = 0, 10, 130
 """Exit codes of a training process."""

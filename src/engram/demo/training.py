@@ -1,4 +1,4 @@
-"""The training loop of one process. ``python -m engram.demo.training FOLDER STEPS SEED PHASE PARENT`` runs it."""
+"""The training loop of one process. ``python -m engram.demo.training FOLDER STEPS SEED SAMPLER PHASE PARENT`` runs it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from tensordict import TensorDict
 
-from engram import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+from engram import (
+    LazyMemmapStorage,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
 from engram.demo.agent import Agent
 from engram.demo.progress import Progress
 from engram.demo.task import (
+    ALPHA,
     BATCH,
+    BETA,
     CAPACITY,
     DONE,
     EPSILON,
@@ -47,11 +55,14 @@ class Training:
     Args:
         folder: of the run; the replay is in ``folder/replay``.
         seed: of everything.
+        steps: environment steps, at most.
+        sampler: ``"uniform"`` or ``"prioritized"``; of a run that is taken over, the one it began with.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, *, seed: int, steps: int, sampler: str) -> None:
         torch.set_num_threads(1)  # batches this small only lose by more
         self.folder = folder
+        self.total = steps
         self.generator = torch.Generator().manual_seed(seed)
         self.environment = gymnasium.make("CartPole-v1")
         replay = folder / "replay"
@@ -61,15 +72,19 @@ class Training:
             self.progress, tensors = Progress.load(folder)
             self.agent.restore(tensors)
             self.generator.manual_seed(seed + self.progress.steps)
-            self.replay: ReplayBuffer = ReplayBuffer.open(replay, generator=self.generator)
+            self.replay: Any = ReplayBuffer.open(replay, generator=self.generator)  # priorities and beta come with it
         else:
-            self.progress = Progress(seed)
-            self.replay = TensorDictReplayBuffer(
-                storage=LazyMemmapStorage(CAPACITY, scratch_dir=replay),
-                writer=TensorDictRoundRobinWriter(track_generations=True),
-                batch_size=BATCH,
-                generator=self.generator,
-            )
+            self.progress = Progress(seed, sampler)
+            settings: dict[str, Any] = {
+                "storage": LazyMemmapStorage(CAPACITY, scratch_dir=replay),
+                "writer": TensorDictRoundRobinWriter(track_generations=True),
+                "batch_size": BATCH,
+                "generator": self.generator,
+            }
+            if sampler == "prioritized":
+                self.replay = TensorDictPrioritizedReplayBuffer(alpha=ALPHA, beta=BETA[0], **settings)
+            else:
+                self.replay = TensorDictReplayBuffer(**settings)
         self._newest = -1
         self._observation: np.ndarray[Any, Any] | None = None
         self._return = 0.0
@@ -123,13 +138,19 @@ class Training:
 
     def _learn(self) -> None:
         progress = self.progress
+        if progress.sampler == "prioritized":
+            first, last = BETA
+            self.replay.sampler.beta = first + (last - first) * progress.steps / self.total
         start = time.perf_counter()
         batch = self.replay.sample()
         sampled = time.perf_counter()
         self.agent.learn(batch)
+        learned = time.perf_counter()
+        self.replay.update_tensordict_priority(batch)  # of a uniform sampler: does nothing
         end = time.perf_counter()
         progress.updates += 1
         _keep(progress.sample_us, (sampled - start) * 1e6)
+        _keep(progress.priority_us, (end - learned) * 1e6)
         _keep(progress.update_us, (end - start) * 1e6)
         if progress.updates % 50 == 0:
             newest = int(self.replay.writer.generations_of(self._newest))
@@ -151,7 +172,7 @@ def _keep(values: list[Any], value: Any) -> None:
         del values[: KEEP // 2]
 
 
-def run(folder: Path, steps: int, seed: int, *, first: bool, parent: int) -> int:
+def run(folder: Path, steps: int, seed: int, sampler: str, *, first: bool, parent: int) -> int:
     """Train until it is time to stop: the exit code says why.
 
     It stops in order, too, when the process ``parent`` is gone. The first process stops half-way: when the recent return
@@ -164,7 +185,7 @@ def run(folder: Path, steps: int, seed: int, *, first: bool, parent: int) -> int
         interrupted = True
 
     signal.signal(signal.SIGINT, interrupt)
-    training = Training(folder, seed)
+    training = Training(folder, seed=seed, steps=steps, sampler=sampler)
     progress = training.progress
     console = Console()
     if not first:
@@ -218,8 +239,8 @@ def _status(training: Training, updates_per_s: float) -> str:
 
 def main() -> None:
     """The process that :mod:`engram.demo.run` starts."""
-    folder, steps, seed, phase, parent = sys.argv[1:]
-    sys.exit(run(Path(folder), int(steps), int(seed), first=phase == "first", parent=int(parent)))
+    folder, steps, seed, sampler, phase, parent = sys.argv[1:]
+    sys.exit(run(Path(folder), int(steps), int(seed), sampler, first=phase == "first", parent=int(parent)))
 
 
 if __name__ == "__main__":

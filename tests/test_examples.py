@@ -1,0 +1,40 @@
+"""Every file in examples/ runs as it stands, and says what it shows."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def output_of(name, folder):
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout
+
+
+def check_two_indexes(said):
+    assert "1000 rows for the critic, 1000 for the model, in one storage: True" in said
+    before, after = re.findall(r"critic draws ([\d.]+) on average, the model ([\d.]+)", said)
+    assert [float(mean) for mean in before] == pytest.approx([0.5, 0.5], abs=0.05)
+    assert [float(mean) for mean in after] == pytest.approx([2 / 3, 1 / 3], abs=0.05)
+
+
+CHECKS = {"two_indexes.py": check_two_indexes}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_example(name, tmp_path):
+    CHECKS[name](output_of(name, tmp_path))
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+
+
+def test_examples_are_short_enough_to_copy():
+    assert CHECKS
+    for name in CHECKS:
+        assert len((EXAMPLES / name).read_text().splitlines()) < 60, name
