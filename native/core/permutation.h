@@ -4,7 +4,6 @@
 // Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (generalised Feistel, cycle walking).
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -17,16 +16,18 @@ class Permutation {
  public:
   Permutation(std::uint64_t key, std::uint64_t n) : n_(n) {
     check(n > 0, "a permutation needs at least one element");
-    const auto bits = static_cast<unsigned>(std::max(4, static_cast<int>(std::bit_width(n - 1))));
+    // Small domains get equal halves: with unequal ones they show structure.
+    auto bits = static_cast<unsigned>(n > 1 ? std::bit_width(n - 1) : 1);
+    if (bits <= 10) bits += bits % 2;
     right_ = bits / 2;
     left_mask_ = (std::uint64_t{1} << (bits - right_)) - 1;
     right_mask_ = (std::uint64_t{1} << right_) - 1;
-    rounds_ = bits <= 10 ? kMostRounds : 6;
+    rounds_ = bits <= 4 ? kMostRounds : 6;
     const Random random(key);
     for (std::uint64_t round = 0; round < rounds_; ++round) keys_[round] = random.bits(round);
   }
 
-  /// Image of i, i < n. The domain is smaller than 2 n (or has 16 elements), so fewer than two walks are expected.
+  /// Image of i, i < n. The domain is smaller than 2 n (4 n up to 1,024), so few walks are expected.
   std::uint64_t operator()(std::uint64_t i) const {
     check(i < n_, "an element outside the permutation");
     do i = encrypt(i);
