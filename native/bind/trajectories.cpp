@@ -130,6 +130,7 @@ void bind_trajectories(nb::module_& m) {
       .def("catch_up", &Trajectories::catch_up, "steps"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Looks at up to so many steps of each lane that are new; how many are left.")
       .def("forget", &Trajectories::forget, nb::call_guard<nb::gil_scoped_release>())
+      .def("after_fork", &Trajectories::after_fork, "In a child that was forked off, before anything else.")
       .def("draw", &Trajectories::draw, "key"_a, "n"_a, "shape"_a, nb::call_guard<nb::gil_scoped_release>(),
            "n windows with replacement; none if there are none to draw.")
       .def(

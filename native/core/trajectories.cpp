@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "check.h"
@@ -172,18 +173,21 @@ bool Trajectories::boundary(std::uint64_t track, std::uint64_t place) const {
   return ends || !stood;
 }
 
-// Whether a reserved row will never be written: its writer gave up. Nobody has had a claim for a while.
+// Whether a reserved row will never be written: its writer gave up. Nobody who had begun to write when it was first waited
+// for is still writing, and a writer between his reservation and his claim has had time enough to go on.
 bool Trajectories::abandoned(std::uint64_t lane, std::uint64_t place) {
   Stuck& stuck = stuck_[lane];
-  bool claimed = false;
-  for (std::uint64_t i = 0; i < control_.participants() && !claimed; ++i) {
+  const auto now = std::chrono::steady_clock::now();
+  if (stuck.place != place) stuck = {place, control_.counters().next_ticket.load(std::memory_order_acquire), now};
+  if (now - stuck.since < kPatience) return false;
+  constexpr std::uint64_t kBusy = kMost;  // about to be noted
+  for (std::uint64_t i = 0; i < control_.participants(); ++i) {
     for (const Claim& claim : control_.participant(i).claims) {
-      claimed = claimed || claim.t0.load(std::memory_order_acquire) != 0;
+      const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
+      if (t0 == kBusy || (t0 != 0 && t0 < stuck.number)) return false;
     }
   }
-  const auto now = std::chrono::steady_clock::now();
-  if (claimed || stuck.place != place) stuck = {place, now};
-  return now - stuck.since > kPatience;
+  return true;
 }
 
 // ---- keeping the table ---------------------------------------------------------------------------------------------
@@ -294,7 +298,7 @@ bool Trajectories::agrees(std::uint64_t track, std::uint64_t place) const {
 }
 
 void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compare) {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   const std::uint64_t length = control_.lane_length();
   for (std::uint64_t i = 0; i < n;) {
     const std::uint64_t lane = static_cast<std::uint64_t>(rows[i]) / length, from = i;
@@ -321,23 +325,32 @@ void Trajectories::edited(const std::int64_t* rows, std::uint64_t n, std::uint64
 }
 
 void Trajectories::emptied() {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) refresh(lane);
 }
 
 std::uint64_t Trajectories::catch_up(std::uint64_t steps) {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   std::uint64_t left = 0;
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) left += advance(lane, steps, true);
   return left;
 }
 
 void Trajectories::forget() {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
     forget_lane(lane);
     lanes_[lane] = LaneState{};
   }
+}
+
+void Trajectories::after_fork() {
+  if (mutex_.try_lock()) {
+    mutex_.unlock();
+    return;
+  }
+  new (&mutex_) std::mutex;  // held by a thread of the parent: nobody will unlock it, and the table is half changed
+  forget();
 }
 
 // ---- choosing windows ----------------------------------------------------------------------------------------------
@@ -490,7 +503,7 @@ bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const 
 
 Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const Shape& shape) {
   check(shape.length > 0 && shape.left < shape.length && shape.right < shape.length, "overhangs below the length");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   const Views tracks = views();
   Chooser chooser(tracks, shape, window_, key);
@@ -511,7 +524,7 @@ Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const Shape& shape)
 Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle,
                               bool drop_last) {
   check(shape.length > 0 && shape.left < shape.length && shape.right < shape.length, "overhangs below the length");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   const std::uint64_t version = control_.counters().next_ticket.load(std::memory_order_acquire);
   settle();
   const Views tracks = views();
@@ -549,7 +562,7 @@ Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, co
 
 Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape) {
   check_rows(rows, n, control_.capacity());
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   Drawn drawn;
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -569,7 +582,7 @@ Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const 
 
 void Trajectories::admissible(const std::int64_t* rows, std::uint64_t n, std::uint64_t length, bool* out) {
   check_rows(rows, n, control_.capacity());
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
@@ -584,7 +597,7 @@ void Trajectories::admissible(const std::int64_t* rows, std::uint64_t n, std::ui
 
 std::uint64_t Trajectories::anchors(std::uint64_t length) {
   check(length > 0, "a window of at least one step");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   std::uint64_t total = 0;
   for (const View& v : views()) {
@@ -595,7 +608,7 @@ std::uint64_t Trajectories::anchors(std::uint64_t length) {
 
 std::int64_t Trajectories::anchor(std::uint64_t k, std::uint64_t length) {
   check(length > 0, "a window of at least one step");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   for (const View& v : views()) {
     for (std::uint64_t run = 0; run < v.count; ++run) {
@@ -617,7 +630,7 @@ Census Trajectories::census() {
 }
 
 std::vector<Window> Trajectories::runs() {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   std::vector<Window> all;
   for (const View& v : views()) {

@@ -87,6 +87,9 @@ class Trajectories final : public Index {
   /// Forgets what is known: the next call looks at every row again.
   void forget();
 
+  /// In a child that was forked off: a thread of the parent that was at work here does not exist.
+  void after_fork();
+
   /// Draws n windows with replacement: a pure function of key, table and tickets. Empty if there is none to draw.
   Drawn draw(std::uint64_t key, std::uint64_t n, const Shape& shape);
 
@@ -171,7 +174,7 @@ class Trajectories final : public Index {
   class Chooser;
   /// A row that nobody seems to write, though it was reserved: since when.
   struct Stuck {
-    std::uint64_t place = 0;
+    std::uint64_t place = 0, number = 0;
     std::chrono::steady_clock::time_point since{};
   };
 

@@ -905,6 +905,47 @@ def test_windows_are_whole_beside_writers(lanes):
     assert not failures
 
 
+def test_a_forked_child_goes_on_with_its_copy():
+    """Also where another thread of the parent was at work in the table."""
+    from tests import fresh
+
+    program = fresh.start(
+        """
+        import os, threading, torch
+        from tensordict import TensorDict
+        from engram import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(5000), sampler=SliceSampler(slice_len=2), batch_size=512)
+        data = TensorDict({"episode": torch.arange(1000) // 7}, [1000])
+        rb.extend(data)
+        stop = threading.Event()
+
+        def work(call):
+            while not stop.is_set():
+                call()
+
+        threads = [threading.Thread(target=work, args=(call,)) for call in (rb.sample, lambda: rb.extend(data))]
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            child = os.fork()
+            if child == 0:
+                for _ in range(3):
+                    rb.extend(data)
+                    episodes = rb.sample()["episode"].reshape(-1, 2)
+                os._exit(0 if bool((episodes[:, 0] == episodes[:, 1]).all()) else 3)
+            _, status = os.waitpid(child, 0)
+            if status != 0:
+                stop.set()
+                raise SystemExit(f"child: {status}")
+        stop.set()
+        for thread in threads:
+            thread.join()
+        """
+    )
+    assert program.wait() == 0, program.err
+
+
 # ---- the table against plain lists ---------------------------------------------------------------------------------------
 
 
