@@ -156,6 +156,15 @@ bool Trajectories::any(const Field& field, std::int64_t row) const {
   return false;
 }
 
+// Whether the bytes of a row and of the one after it say that a trajectory ends between them.
+bool Trajectories::ends(std::int64_t row, std::int64_t next) const {
+  if (boundaries_.by_id) return !same(boundaries_.fields[0], row, next);
+  for (const Field& field : boundaries_.fields) {
+    if (any(field, row)) return true;
+  }
+  return false;
+}
+
 // Whether a trajectory ends between the place and the one before it. Yes, too, where somebody is writing one of the two:
 // he will come and compare.
 bool Trajectories::boundary(std::uint64_t track, std::uint64_t place) const {
@@ -163,14 +172,11 @@ bool Trajectories::boundary(std::uint64_t track, std::uint64_t place) const {
   const Word &first = control_.word(static_cast<std::uint64_t>(before)),
              &second = control_.word(static_cast<std::uint64_t>(after));
   const std::uint64_t a = first.load(std::memory_order_acquire), b = second.load(std::memory_order_acquire);
-  const auto& fields = boundaries_.fields;
-  const bool ends = boundaries_.by_id ? !same(fields[0], before, after)
-                                      : std::any_of(fields.begin(), fields.end(),
-                                                    [&](const Field& field) { return any(field, before); });
+  const bool over = ends(before, after);
   fence(std::memory_order_acquire);
   const bool stood = is_committed(a) && is_committed(b) && first.load(std::memory_order_relaxed) == a &&
                      second.load(std::memory_order_relaxed) == b;
-  return ends || !stood;
+  return over || !stood;
 }
 
 // Whether a reserved row will never be written: its writer gave up. Nobody who had begun to write when it was first waited
@@ -474,7 +480,7 @@ class Trajectories::Chooser {
   std::vector<Listed> listed_;
 };
 
-// Adds a window's rows and tickets; not one that a writer is in, unless `whole` is of no matter: then such rows get -1.
+// Adds a window's rows and tickets; not one that a writer is in, unless it need not be whole: then its tickets are -1.
 bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const {
   const std::size_t before = drawn.rows.size();
   std::int64_t at = row(window.track, window.first);
@@ -485,7 +491,9 @@ bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const 
   for (std::uint64_t i = 0; i < window.length; ++i, at += step) {
     if (at >= end) at -= length;
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
-    stands = stands && is_committed(word);
+    // Whoever edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
+    // has another ticket when it is read.)
+    stands = stands && is_committed(word) && (i == 0 || !ends(drawn.rows.back(), at));
     drawn.rows.push_back(at);
     drawn.numbers.push_back(is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1);
   }
@@ -496,7 +504,7 @@ bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const 
     drawn.numbers.resize(before);
     return false;
   }
-  if (lost) std::fill(drawn.numbers.begin() + static_cast<std::ptrdiff_t>(before), drawn.numbers.end(), -1);
+  if (lost || !stands) std::fill(drawn.numbers.begin() + static_cast<std::ptrdiff_t>(before), drawn.numbers.end(), -1);
   drawn.windows.push_back(window);
   return true;
 }

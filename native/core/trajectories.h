@@ -51,7 +51,7 @@ struct Window {
 struct Drawn {
   std::vector<Window> windows;
   std::vector<std::int64_t> rows;     // of all windows, one behind the other
-  std::vector<std::int64_t> numbers;  // of their tickets; -1 for a row that was just being written
+  std::vector<std::int64_t> numbers;  // of their tickets; -1 in a window that was just being written
 };
 
 /// A walk over the trajectories in a random order (or lane by lane, oldest first), which any write ends.
@@ -190,6 +190,7 @@ class Trajectories final : public Index {
   Look look(std::uint64_t lane, std::uint64_t column, std::uint64_t place) const;
   bool same(const Field& field, std::int64_t a, std::int64_t b) const;
   bool any(const Field& field, std::int64_t row) const;
+  bool ends(std::int64_t row, std::int64_t next) const;
   bool boundary(std::uint64_t track, std::uint64_t place) const;
   bool abandoned(std::uint64_t lane, std::uint64_t place);
 

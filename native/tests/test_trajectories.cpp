@@ -568,6 +568,18 @@ TEST(a_lane_per_writer_beside_readers) { writers_and_readers(3, By::done, 3, 200
 TEST(writers_of_one_lane_beside_readers) { writers_and_readers(1, By::episode, 3, 300); }
 TEST(a_short_lane_beside_readers) { writers_and_readers(1, By::episode, 2, 24); }
 
+TEST(an_edit_that_the_table_has_not_heard_of_is_seen_in_the_rows) {
+  World w(geometry(1, 8), By::done, 1, 8);
+  w.store.attach(w.table);
+  write_episodes(w, {8}, 0);
+  EXPECT_EQ(w.table.draw(1, 1, {8}).numbers.size(), 8);
+  w.heap.fields[kDone].data[3] = std::byte{1};  // its writer will call in a moment
+  const Drawn drawn = w.table.draw(1, 1, {8});
+  EXPECT((drawn.numbers == Indices(8, -1)));  // so that the read says that it moved
+  for (const std::int64_t number : w.table.draw(1, 50, {4}).numbers) EXPECT(number > 0);
+  for (const Window& window : w.table.draw(1, 50, {4}).windows) EXPECT(window.first == 8 || window.first == 12);
+}
+
 TEST(editors_beside_writers_and_readers) {
   World w(geometry(1, 128), By::done, 1, 3);
   w.store.attach(w.table);

@@ -358,6 +358,8 @@ class ReplayBuffer:
         extent = self._storage.extent()
         if extent.size == 0:
             samplers.check_drawable(extent)
+        if self._draws_windows:
+            self._bind_sampler()
         draw = self._sampler.draw(extent, batch_size, key)
         chosen = draw.tickets is not None
         if self._tracks and not chosen:  # so that the generation is that of what was read

@@ -680,6 +680,14 @@ def test_a_sampler_goes_with_its_buffer_and_learns_of_another_storage():
     assert runs_of(rb) == [3]
 
 
+def test_one_sampler_of_two_buffers():
+    sampler = SliceSampler(slice_len=2)
+    one, other = buffer(sampler, steps([4, 6])), buffer(sampler, steps([3], lane=1))
+    for _ in range(3):
+        assert {lane for lane, _, _ in windows(one.sample(8), 2)} == {0}
+        assert {lane for lane, _, _ in windows(other.sample(8), 2)} == {1}
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
 def test_copies_draw_the_same_from_tables_of_their_own(duplicate):
     rb = buffer(SliceSampler(slice_len=2), steps([4, 6]))

@@ -151,10 +151,14 @@ class _SliceSampler(NativeSampler):
         self._shapes: dict[int, Any] = {}
 
     def bind(self, storage: Any) -> None:
-        """Take a storage to draw from: the buffer calls this. Its table is made by the first draw."""
-        with self._lock:
-            self._storage = storage
-            self._memory = self._table = None
+        """Take a storage to draw from. Its table is made by the first draw.
+
+        The buffer calls this when it takes the sampler and before every draw, as a sampler may serve several buffers.
+        """
+        if storage is not self._storage:
+            with self._lock:
+                self._storage = storage
+                self._memory = self._table = None
 
     @property
     def recordable(self) -> bool:
@@ -325,8 +329,7 @@ class _SliceSampler(NativeSampler):
 
     def can_sample(self, storage: Any, batch_size: int) -> bool:
         """Whether a long enough trajectory is there; False, too, where boundaries or batch size do not fit."""
-        if storage is not self._storage:
-            self.bind(storage)
+        self.bind(storage)
         try:
             _, length = self._split(batch_size)
             table = self._table_of(storage.extent(), length)
@@ -336,8 +339,7 @@ class _SliceSampler(NativeSampler):
 
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
-        if storage is not self._storage:
-            self.bind(storage)
+        self.bind(storage)
         key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         draw = self.draw(storage.extent(), batch_size, key)
         return (draw.rows,), dict(self.finish(storage.read(draw.rows)[0], draw))
