@@ -118,17 +118,21 @@ Trajectories::Look Trajectories::look(std::uint64_t lane, std::uint64_t column, 
   const std::uint64_t in_lane = place % steps_ * width_ + column;
   const std::uint64_t word = control_.word(lane * control_.lane_length() + in_lane).load(std::memory_order_acquire);
   const LaneState& s = lanes_[lane];
+  // Whether a writer has reserved the place since it was last known what lies there. Rows ahead of the cursor, written by
+  // number, belong to places before the base, which nobody reserves.
+  const std::uint64_t base = control_.lane(lane).base.load(std::memory_order_acquire) / width_ + steps_;
+  const bool reserved = place >= s.since && place >= base;
   switch (state_of(word)) {
     case State::writing:
       return Look::pending;
     case State::voided:
       return Look::dead;
     case State::unused:
-      return place >= s.since ? Look::pending : Look::dead;
+      return reserved ? Look::pending : Look::dead;
     case State::committed:
       break;
   }
-  if (place >= s.since && number_of(word) < s.number) return Look::pending;  // its writer has not begun
+  if (reserved && number_of(word) < s.number) return Look::pending;  // its writer has not begun
   return in_lane < control_.filled(lane) ? Look::whole : Look::dead;
 }
 

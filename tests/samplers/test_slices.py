@@ -1,10 +1,12 @@
 """Slice samplers: windows of one trajectory each, by every rule and argument."""
 
 import copy
+import gc
 import itertools
 import json
 import pickle
 import threading
+import weakref
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -190,12 +192,31 @@ def test_transforms_and_collate_functions():
 
 def test_rows_with_batch_dimensions():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=3))
-    rb.extend(TensorDict({"episode": torch.arange(6).unsqueeze(-1).expand(6, 2) // 3}, [6, 2]))
+    done = torch.zeros(6, 2, 1, dtype=torch.bool)
+    done[4, 1] = done[1, 0] = True
+    data = {
+        "episode": torch.arange(6).unsqueeze(-1).expand(6, 2) // 3,
+        "is_init": done.clone(),
+        "next": TensorDict({"done": done}, [6, 2]),
+    }
+    rb.extend(TensorDict(data, [6, 2]))
     batch = rb.sample(6)
+    rows = batch["index"][:, 0, 0]
+    last = (torch.arange(6) % 3 == 2).view(6, 1, 1)
     assert batch.batch_size == (6, 2)
-    assert batch["next", "truncated"].shape == (6, 2, 1)
     assert batch["index"].shape == (6, 2, 1)
-    assert batch["next", "truncated"][:, 0, 0].tolist() == [False, False, True] * 2
+    assert torch.equal(batch["next", "truncated"], last.expand(6, 2, 1))
+    assert torch.equal(batch["next", "done"], done[rows] | last)  # each agent's own
+    assert torch.equal(batch["is_init"], done[rows] | last.roll(1, 0))
+    assert batch["next", "terminated"].shape == (6, 2, 1)
+
+
+def test_a_transform_that_changes_the_batch_size():
+    rb = buffer(SliceSampler(slice_len=3), steps([5])).append_transform(lambda td: td.reshape(-1, 3))
+    with pytest.raises(RuntimeError, match="Use a ReplayBuffer with sample"):
+        rb.sample(6)
+    rb = buffer(SliceSampler(slice_len=3), steps([5]), td=False).append_transform(lambda td: td.reshape(-1, 3))
+    assert rb.sample(6, return_info=True)[0].shape == (2, 3)
 
 
 # ---- what ends a trajectory ----------------------------------------------------------------------------------------------
@@ -668,6 +689,15 @@ def test_the_table_outlives_storage_and_buffer():
     table = sampler._table
     del rb, sampler
     assert table.census() == (2, 6)
+
+
+def test_a_store_with_a_table_is_let_go():
+    rb = buffer(SliceSampler(slice_len=2), steps([4, 6]))
+    rb.sample(4)
+    store = weakref.ref(rb.storage.memory)
+    del rb
+    gc.collect()
+    assert store() is None
 
 
 def test_a_sampler_goes_with_its_buffer_and_learns_of_another_storage():
