@@ -58,7 +58,8 @@ struct World {
     const Control control = heap.view();
     const std::uint64_t steps = control.lane_length() / width, start = lane * control.lane_length();
     const Lane& words = control.lane(lane);
-    const std::uint64_t since_empty = (words.cursor - words.base) / width, high = words.high / width;
+    const std::uint64_t since_empty = (words.cursor - words.base) / width;
+    const std::uint64_t high = (words.high + width - 1 - column) / width;  // a slot may have been begun
     const auto span = [&](std::uint64_t from, std::uint64_t to) {
       Indices rows;
       for (std::uint64_t i = from; i < to; ++i) {
@@ -235,7 +236,7 @@ void random_walk(Geometry g, By by, std::uint64_t width, std::uint64_t seed, int
       w.fill(dice, data, rows.size());
       if (grow) {
         const std::vector<std::uint64_t> which{kStep, kEpisode, kDone, kCut};
-        if (width == 1) w.store.scatter(rows.data(), rows.size(), which, data.in, true);
+        w.store.scatter(rows.data(), rows.size(), which, data.in, true);
       } else {
         const std::vector<std::uint64_t> which{kEpisode, kDone, kCut};
         const std::vector<const std::byte*> in{data.in[kEpisode], data.in[kDone], data.in[kCut]};
