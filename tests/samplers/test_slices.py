@@ -857,6 +857,16 @@ def test_mistakes_when_drawing(cls):
         cls(slice_len=2).draw(rb.storage.extent(), 2, 0)
 
 
+def test_a_torch_without_exchange_table(monkeypatch):
+    rb = buffer(SliceSampler(slice_len=3), steps([5, 9]))
+    expected = rb.sample(6)
+    rb.set_rng(seeded())
+    monkeypatch.setattr("engram._native.HAS_EXCHANGE", False)
+    batch = rb.sample(6)
+    assert (batch == expected).all()
+    assert not batch["next", "terminated"].any()
+
+
 def test_rows_on_an_accelerator_are_refused():
     """Their bytes are not where the table looks."""
     rb = buffer(SliceSampler(slice_len=2), steps([5]), storage=LazyTensorStorage(10, device="meta"))
