@@ -93,6 +93,7 @@ void bind_priorities(nb::module_& m) {
       .def("leaf", &BoundPriorities::leaf, "row"_a)
       .def("drop", &BoundPriorities::drop, "n"_a, "Counts updates that the caller dropped.")
       .def("scan", &BoundPriorities::scan, nb::call_guard<nb::gil_scoped_release>())
+      .def("after_fork", &BoundPriorities::after_fork)
       .def("emptied", &BoundPriorities::emptied, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "leaves",

@@ -52,7 +52,7 @@ nb::object array_of(const std::vector<Window>& windows) {
 
 // Rows, tickets and marks of windows, each repeated in its last step up to `padded` steps.
 void write(const Drawn& drawn, std::uint64_t padded, std::int64_t* rows, std::int64_t* numbers, bool* last, bool* first,
-           bool* real) {
+           bool* real, bool* never) {
   std::size_t from = 0, to = 0;
   for (const Window& w : drawn.windows) {
     if (w.length == 0) continue;
@@ -63,7 +63,8 @@ void write(const Drawn& drawn, std::uint64_t padded, std::int64_t* rows, std::in
       numbers[to] = drawn.numbers[source];
       last[to] = i + 1 == w.length;
       first[to] = i == 0;
-      if (real != nullptr) real[to] = i < w.length;
+      real[to] = i < w.length;
+      never[to] = false;
     }
     from += w.length;
   }
@@ -101,12 +102,13 @@ void bind_trajectories(nb::module_& m) {
       .def(
           "write",
           [](const Drawn& self, std::uint64_t padded, Address rows, Address numbers, Address last, Address first,
-             Address real) {
+             Address real, Address never) {
             write(self, padded, at<std::int64_t>(rows), at<std::int64_t>(numbers), at<bool>(last), at<bool>(first),
-                  at<bool>(real));
+                  at<bool>(real), at<bool>(never));
           },
-          "padded"_a, "rows"_a, "numbers"_a, "last"_a, "first"_a, "real"_a,
-          "Writes int64 rows and ticket numbers, and bools: whether a row ends its window, begins it, is not padding.");
+          "padded"_a, "rows"_a, "numbers"_a, "last"_a, "first"_a, "real"_a, "never"_a,
+          "Writes int64 rows and ticket numbers, and bools: whether a row ends its window, begins it, is not padding; and "
+          "false, for a flag that is not stored.");
   nb::class_<Trajectories, Index>(m, "Trajectories", "Where trajectories begin and end.")
       .def(
           "__init__",
@@ -129,6 +131,7 @@ void bind_trajectories(nb::module_& m) {
       .def("catch_up", &Trajectories::catch_up, "steps"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Looks at up to so many steps of each lane that are new; how many are left.")
       .def("forget", &Trajectories::forget, nb::call_guard<nb::gil_scoped_release>())
+      .def("after_fork", &Trajectories::after_fork, "In a child that was forked off, before anything else.")
       .def("draw", &Trajectories::draw, "key"_a, "n"_a, "shape"_a, nb::call_guard<nb::gil_scoped_release>(),
            "n windows with replacement; none if there are none to draw.")
       .def(

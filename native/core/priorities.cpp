@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <string>
 #include <thread>
 
@@ -160,6 +161,15 @@ void Priorities::scan_locked() {
 void Priorities::scan() {
   std::lock_guard<std::mutex> guard(mutex_);
   scan_locked();
+}
+
+void Priorities::after_fork() {
+  if (mutex_.try_lock()) {
+    mutex_.unlock();
+    return;
+  }
+  new (&mutex_) std::mutex;  // its owner does not exist here
+  scan();
 }
 
 void Priorities::emptied() {

@@ -89,6 +89,9 @@ class Priorities : public Index {
   void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>) override {}
   void emptied() override;
 
+  /// In the child of a fork: a thread of the parent may have been at work here. What it left is put in order.
+  void after_fork();
+
   /// Back to the default priority.
   void reset(const std::int64_t* rows, std::uint64_t n);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "check.h"
@@ -117,17 +118,21 @@ Trajectories::Look Trajectories::look(std::uint64_t lane, std::uint64_t column, 
   const std::uint64_t in_lane = place % steps_ * width_ + column;
   const std::uint64_t word = control_.word(lane * control_.lane_length() + in_lane).load(std::memory_order_acquire);
   const LaneState& s = lanes_[lane];
+  // Whether a writer has reserved the place since it was last known what lies there. Rows ahead of the cursor, written by
+  // number, belong to places before the base, which nobody reserves.
+  const std::uint64_t base = control_.lane(lane).base.load(std::memory_order_acquire) / width_ + steps_;
+  const bool reserved = place >= s.since && place >= base;
   switch (state_of(word)) {
     case State::writing:
       return Look::pending;
     case State::voided:
       return Look::dead;
     case State::unused:
-      return place >= s.since ? Look::pending : Look::dead;
+      return reserved ? Look::pending : Look::dead;
     case State::committed:
       break;
   }
-  if (place >= s.since && number_of(word) < s.number) return Look::pending;  // its writer has not begun
+  if (reserved && number_of(word) < s.number) return Look::pending;  // its writer has not begun
   return in_lane < control_.filled(lane) ? Look::whole : Look::dead;
 }
 
@@ -155,6 +160,15 @@ bool Trajectories::any(const Field& field, std::int64_t row) const {
   return false;
 }
 
+// Whether the bytes of a row and of the one after it say that a trajectory ends between them.
+bool Trajectories::ends(std::int64_t row, std::int64_t next) const {
+  if (boundaries_.by_id) return !same(boundaries_.fields[0], row, next);
+  for (const Field& field : boundaries_.fields) {
+    if (any(field, row)) return true;
+  }
+  return false;
+}
+
 // Whether a trajectory ends between the place and the one before it. Yes, too, where somebody is writing one of the two:
 // he will come and compare.
 bool Trajectories::boundary(std::uint64_t track, std::uint64_t place) const {
@@ -162,28 +176,28 @@ bool Trajectories::boundary(std::uint64_t track, std::uint64_t place) const {
   const Word &first = control_.word(static_cast<std::uint64_t>(before)),
              &second = control_.word(static_cast<std::uint64_t>(after));
   const std::uint64_t a = first.load(std::memory_order_acquire), b = second.load(std::memory_order_acquire);
-  const auto& fields = boundaries_.fields;
-  const bool ends = boundaries_.by_id ? !same(fields[0], before, after)
-                                      : std::any_of(fields.begin(), fields.end(),
-                                                    [&](const Field& field) { return any(field, before); });
+  const bool over = ends(before, after);
   fence(std::memory_order_acquire);
   const bool stood = is_committed(a) && is_committed(b) && first.load(std::memory_order_relaxed) == a &&
                      second.load(std::memory_order_relaxed) == b;
-  return ends || !stood;
+  return over || !stood;
 }
 
-// Whether a reserved row will never be written: its writer gave up. Nobody has had a claim for a while.
+// Whether a reserved row will never be written: its writer gave up. Nobody who had begun to write when it was first waited
+// for is still writing, and a writer between his reservation and his claim has had time enough to go on.
 bool Trajectories::abandoned(std::uint64_t lane, std::uint64_t place) {
   Stuck& stuck = stuck_[lane];
-  bool claimed = false;
-  for (std::uint64_t i = 0; i < control_.participants() && !claimed; ++i) {
+  const auto now = std::chrono::steady_clock::now();
+  if (stuck.place != place) stuck = {place, control_.counters().next_ticket.load(std::memory_order_acquire), now};
+  if (now - stuck.since < kPatience) return false;
+  constexpr std::uint64_t kBusy = kMost;  // about to be noted
+  for (std::uint64_t i = 0; i < control_.participants(); ++i) {
     for (const Claim& claim : control_.participant(i).claims) {
-      claimed = claimed || claim.t0.load(std::memory_order_acquire) != 0;
+      const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
+      if (t0 == kBusy || (t0 != 0 && t0 < stuck.number)) return false;
     }
   }
-  const auto now = std::chrono::steady_clock::now();
-  if (claimed || stuck.place != place) stuck = {place, now};
-  return now - stuck.since > kPatience;
+  return true;
 }
 
 // ---- keeping the table ---------------------------------------------------------------------------------------------
@@ -294,7 +308,7 @@ bool Trajectories::agrees(std::uint64_t track, std::uint64_t place) const {
 }
 
 void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compare) {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   const std::uint64_t length = control_.lane_length();
   for (std::uint64_t i = 0; i < n;) {
     const std::uint64_t lane = static_cast<std::uint64_t>(rows[i]) / length, from = i;
@@ -321,23 +335,32 @@ void Trajectories::edited(const std::int64_t* rows, std::uint64_t n, std::uint64
 }
 
 void Trajectories::emptied() {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) refresh(lane);
 }
 
 std::uint64_t Trajectories::catch_up(std::uint64_t steps) {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   std::uint64_t left = 0;
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) left += advance(lane, steps, true);
   return left;
 }
 
 void Trajectories::forget() {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
     forget_lane(lane);
     lanes_[lane] = LaneState{};
   }
+}
+
+void Trajectories::after_fork() {
+  if (mutex_.try_lock()) {
+    mutex_.unlock();
+    return;
+  }
+  new (&mutex_) std::mutex;  // held by a thread of the parent: nobody will unlock it, and the table is half changed
+  forget();
 }
 
 // ---- choosing windows ----------------------------------------------------------------------------------------------
@@ -461,7 +484,7 @@ class Trajectories::Chooser {
   std::vector<Listed> listed_;
 };
 
-// Adds a window's rows and tickets; not one that a writer is in, unless `whole` is of no matter: then such rows get -1.
+// Adds a window's rows and tickets; not one that a writer is in, unless it need not be whole: then its tickets are -1.
 bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const {
   const std::size_t before = drawn.rows.size();
   std::int64_t at = row(window.track, window.first);
@@ -472,7 +495,9 @@ bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const 
   for (std::uint64_t i = 0; i < window.length; ++i, at += step) {
     if (at >= end) at -= length;
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
-    stands = stands && is_committed(word);
+    // Whoever edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
+    // has another ticket when it is read.)
+    stands = stands && is_committed(word) && (i == 0 || !ends(drawn.rows.back(), at));
     drawn.rows.push_back(at);
     drawn.numbers.push_back(is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1);
   }
@@ -483,14 +508,14 @@ bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const 
     drawn.numbers.resize(before);
     return false;
   }
-  if (lost) std::fill(drawn.numbers.begin() + static_cast<std::ptrdiff_t>(before), drawn.numbers.end(), -1);
+  if (lost || !stands) std::fill(drawn.numbers.begin() + static_cast<std::ptrdiff_t>(before), drawn.numbers.end(), -1);
   drawn.windows.push_back(window);
   return true;
 }
 
 Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const Shape& shape) {
   check(shape.length > 0 && shape.left < shape.length && shape.right < shape.length, "overhangs below the length");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   const Views tracks = views();
   Chooser chooser(tracks, shape, window_, key);
@@ -511,7 +536,7 @@ Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const Shape& shape)
 Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle,
                               bool drop_last) {
   check(shape.length > 0 && shape.left < shape.length && shape.right < shape.length, "overhangs below the length");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   const std::uint64_t version = control_.counters().next_ticket.load(std::memory_order_acquire);
   settle();
   const Views tracks = views();
@@ -549,7 +574,7 @@ Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, co
 
 Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape) {
   check_rows(rows, n, control_.capacity());
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   Drawn drawn;
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -569,7 +594,7 @@ Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const 
 
 void Trajectories::admissible(const std::int64_t* rows, std::uint64_t n, std::uint64_t length, bool* out) {
   check_rows(rows, n, control_.capacity());
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
@@ -584,7 +609,7 @@ void Trajectories::admissible(const std::int64_t* rows, std::uint64_t n, std::ui
 
 std::uint64_t Trajectories::anchors(std::uint64_t length) {
   check(length > 0, "a window of at least one step");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   std::uint64_t total = 0;
   for (const View& v : views()) {
@@ -595,7 +620,7 @@ std::uint64_t Trajectories::anchors(std::uint64_t length) {
 
 std::int64_t Trajectories::anchor(std::uint64_t k, std::uint64_t length) {
   check(length > 0, "a window of at least one step");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   for (const View& v : views()) {
     for (std::uint64_t run = 0; run < v.count; ++run) {
@@ -617,7 +642,7 @@ Census Trajectories::census() {
 }
 
 std::vector<Window> Trajectories::runs() {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   std::vector<Window> all;
   for (const View& v : views()) {

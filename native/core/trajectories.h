@@ -51,7 +51,7 @@ struct Window {
 struct Drawn {
   std::vector<Window> windows;
   std::vector<std::int64_t> rows;     // of all windows, one behind the other
-  std::vector<std::int64_t> numbers;  // of their tickets; -1 for a row that was just being written
+  std::vector<std::int64_t> numbers;  // of their tickets; -1 in a window that was just being written
 };
 
 /// A walk over the trajectories in a random order (or lane by lane, oldest first), which any write ends.
@@ -86,6 +86,9 @@ class Trajectories final : public Index {
 
   /// Forgets what is known: the next call looks at every row again.
   void forget();
+
+  /// In a child that was forked off: a thread of the parent that was at work here does not exist.
+  void after_fork();
 
   /// Draws n windows with replacement: a pure function of key, table and tickets. Empty if there is none to draw.
   Drawn draw(std::uint64_t key, std::uint64_t n, const Shape& shape);
@@ -171,7 +174,7 @@ class Trajectories final : public Index {
   class Chooser;
   /// A row that nobody seems to write, though it was reserved: since when.
   struct Stuck {
-    std::uint64_t place = 0;
+    std::uint64_t place = 0, number = 0;
     std::chrono::steady_clock::time_point since{};
   };
 
@@ -187,6 +190,7 @@ class Trajectories final : public Index {
   Look look(std::uint64_t lane, std::uint64_t column, std::uint64_t place) const;
   bool same(const Field& field, std::int64_t a, std::int64_t b) const;
   bool any(const Field& field, std::int64_t row) const;
+  bool ends(std::int64_t row, std::int64_t next) const;
   bool boundary(std::uint64_t track, std::uint64_t place) const;
   bool abandoned(std::uint64_t lane, std::uint64_t place);
 

@@ -58,7 +58,8 @@ struct World {
     const Control control = heap.view();
     const std::uint64_t steps = control.lane_length() / width, start = lane * control.lane_length();
     const Lane& words = control.lane(lane);
-    const std::uint64_t since_empty = (words.cursor - words.base) / width, high = words.high / width;
+    const std::uint64_t since_empty = (words.cursor - words.base) / width;
+    const std::uint64_t high = (words.high + width - 1 - column) / width;  // a slot may have been begun
     const auto span = [&](std::uint64_t from, std::uint64_t to) {
       Indices rows;
       for (std::uint64_t i = from; i < to; ++i) {
@@ -171,6 +172,17 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
   for (std::uint64_t k = 0; k < anchors; ++k) counted.insert(w.table.anchor(k, length));
   EXPECT(counted == begins);
   EXPECT_THROWS(std::out_of_range, w.table.anchor(anchors, length));
+  Pass pass;
+  Runs visited;
+  Shape whole{1000};
+  whole.strict = false;
+  for (const Window& window : w.table.draw_pass(pass, dice.bits(), 1 + 2 * runs.size(), whole, true, false).windows) {
+    visited.push_back(w.rows_of(window));
+  }
+  Runs sorted = runs;
+  std::sort(sorted.begin(), sorted.end());
+  std::sort(visited.begin(), visited.end());
+  EXPECT(visited == sorted);
   const std::uint64_t capacity = w.heap.view().capacity();
   Indices all(capacity);
   for (std::uint64_t row = 0; row < capacity; ++row) all[row] = static_cast<std::int64_t>(row);
@@ -224,7 +236,7 @@ void random_walk(Geometry g, By by, std::uint64_t width, std::uint64_t seed, int
       w.fill(dice, data, rows.size());
       if (grow) {
         const std::vector<std::uint64_t> which{kStep, kEpisode, kDone, kCut};
-        if (width == 1) w.store.scatter(rows.data(), rows.size(), which, data.in, true);
+        w.store.scatter(rows.data(), rows.size(), which, data.in, true);
       } else {
         const std::vector<std::uint64_t> which{kEpisode, kDone, kCut};
         const std::vector<const std::byte*> in{data.in[kEpisode], data.in[kDone], data.in[kCut]};
@@ -255,23 +267,55 @@ void random_walk(Geometry g, By by, std::uint64_t width, std::uint64_t seed, int
 
 }  // namespace
 
+namespace {
+
+// Trajectories of these lengths.
+void write_episodes(World& w, const std::vector<std::uint64_t>& lengths, std::uint64_t lane) {
+  for (const std::uint64_t length : lengths) {
+    Rows rows(w.heap.fields, length);
+    ++w.latest;
+    for (std::uint64_t i = 0; i < length; ++i) {
+      std::memcpy(rows.row(kEpisode, i), &w.latest, 8);
+      *rows.row(kDone, i) = std::byte(i + 1 == length);
+    }
+    w.store.append(lane, length, rows.in, nullptr);
+  }
+}
+
+}  // namespace
+
 TEST(random_writes_of_one_lane) {
-  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
     random_walk(geometry(1, 1 + seed % 23), By(seed % 3), 1, seed, 60);
   }
 }
 
 TEST(random_writes_of_several_lanes) {
-  for (std::uint64_t seed = 100; seed < 140; ++seed) {
+  for (std::uint64_t seed = 1000; seed < 1200; ++seed) {
     random_walk(geometry(2 + seed % 4, 3 + seed % 17), By(seed % 3), 1, seed, 80);
   }
 }
 
 TEST(random_writes_of_columns) {
-  for (std::uint64_t seed = 200; seed < 230; ++seed) {
+  for (std::uint64_t seed = 2000; seed < 2150; ++seed) {
     const std::uint64_t width = 2 + seed % 3;
     random_walk(geometry(1, width * (2 + seed % 11)), By(seed % 3), width, seed, 80);
   }
+}
+
+TEST(places_that_an_emptied_ring_skipped_stop_nothing) {
+  World w(geometry(1, 11), By::done, 1, 3);
+  w.store.attach(w.table);
+  write_episodes(w, {3}, 0);
+  EXPECT_EQ(w.table.census().trajectories, 1);
+  w.store.empty(false);
+  const Indices rows{2};
+  Rows data(w.heap.fields, 1);
+  const std::vector<std::uint64_t> which{kStep, kEpisode, kDone, kCut};
+  w.store.scatter(rows.data(), 1, which, data.in, true);  // ahead of the cursor
+  EXPECT((w.found() == Runs{{0, 1, 2}}));
+  write_episodes(w, {2}, 0);
+  EXPECT((w.found() == Runs{{2}, {0, 1}}));
 }
 
 TEST(a_young_table_is_empty) {
@@ -302,19 +346,6 @@ TEST(mistakes_of_the_caller) {
 }
 
 namespace {
-
-// Two lanes, full, with trajectories of 1 to 9 steps; the oldest of each has lost its beginning.
-void write_episodes(World& w, const std::vector<std::uint64_t>& lengths, std::uint64_t lane) {
-  for (const std::uint64_t length : lengths) {
-    Rows rows(w.heap.fields, length);
-    ++w.latest;
-    for (std::uint64_t i = 0; i < length; ++i) {
-      std::memcpy(rows.row(kEpisode, i), &w.latest, 8);
-      *rows.row(kDone, i) = std::byte(i + 1 == length);
-    }
-    w.store.append(lane, length, rows.in, nullptr);
-  }
-}
 
 std::map<Indices, std::uint64_t> count_draws(World& w, const Shape& shape, int draws) {
   std::map<Indices, std::uint64_t> counts;
@@ -567,6 +598,18 @@ void writers_and_readers(std::uint64_t lanes, By by, std::uint64_t writers, std:
 TEST(a_lane_per_writer_beside_readers) { writers_and_readers(3, By::done, 3, 200); }
 TEST(writers_of_one_lane_beside_readers) { writers_and_readers(1, By::episode, 3, 300); }
 TEST(a_short_lane_beside_readers) { writers_and_readers(1, By::episode, 2, 24); }
+
+TEST(an_edit_that_the_table_has_not_heard_of_is_seen_in_the_rows) {
+  World w(geometry(1, 8), By::done, 1, 8);
+  w.store.attach(w.table);
+  write_episodes(w, {8}, 0);
+  EXPECT_EQ(w.table.draw(1, 1, {8}).numbers.size(), 8);
+  w.heap.fields[kDone].data[3] = std::byte{1};  // its writer will call in a moment
+  const Drawn drawn = w.table.draw(1, 1, {8});
+  EXPECT((drawn.numbers == Indices(8, -1)));  // so that the read says that it moved
+  for (const std::int64_t number : w.table.draw(1, 50, {4}).numbers) EXPECT(number > 0);
+  for (const Window& window : w.table.draw(1, 50, {4}).windows) EXPECT(window.first == 8 || window.first == 12);
+}
 
 TEST(editors_beside_writers_and_readers) {
   World w(geometry(1, 128), By::done, 1, 3);

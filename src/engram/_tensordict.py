@@ -67,7 +67,9 @@ if _has_shortcuts():
                 own[key] = value
                 continue
             child = own.get(key[0])
-            if len(key) == 2 and type(child) is TensorDict and not child.is_locked:
+            if len(key) == 2 and child is None:
+                own[key[0]] = wrap({key[1]: value}, td._batch_size, td._device)
+            elif len(key) == 2 and type(child) is TensorDict and not child.is_locked:
                 child._tensordict[key[1]] = value
             else:
                 td.set(key, value)

@@ -384,6 +384,8 @@ class ReplayBuffer:
         extent = self._storage.extent()
         if extent.size == 0:
             samplers.check_drawable(extent)
+        if self._draws_windows:  # perhaps it has drawn for another buffer since
+            self._sampler.bind(self._storage)
         draw = self._sampler.draw(extent, batch_size, key)
         chosen = draw.tickets is not None
         if self._tracks and not chosen:  # so that the generation is that of what was read

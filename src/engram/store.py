@@ -180,6 +180,9 @@ def _file_field(directory: Path, field: Field, capacity: int) -> Tensor:
 #: Stores in this process's own memory.
 _private_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
+#: Stores with indexes.
+_indexed: weakref.WeakSet[Store] = weakref.WeakSet()
+
 
 def _as_rows(rows: Tensor, call: str) -> Tensor:
     """Rows (or lanes, or tickets) as the core reads them: int64, contiguous, on the CPU.
@@ -507,6 +510,7 @@ class Store:
         if scan:
             index.core.scan()
         self.indexes[name, kind] = index
+        _indexed.add(self)
         return index
 
     def _attach_all_indexes(self) -> None:
@@ -559,7 +563,8 @@ class Store:
             name: as the user calls it.
             kind: what it is: indexes of different kinds do not meet.
             config: what it was made for; compared with ``==``.
-            make: makes it and attaches it to :attr:`core`. Called at most once, others wait for it.
+            make: makes it and attaches it to :attr:`core`. Called at most once, others wait for it. A method ``after_fork``
+                of the index is called in a child that was forked off.
 
         Raises:
             IncompatibleStore: the index of that name was made for something else.
@@ -567,12 +572,23 @@ class Store:
         with self._indexes_lock:
             if (name, kind) not in self._indexes:
                 self._indexes[name, kind] = (config, make())
+                _indexed.add(self)
             known, index = self._indexes[name, kind]
         if known != config:
             raise IncompatibleStore(
                 f"index {name!r}: expected the {kind} of {known}, as it was made, got {config}. Give another index=… name."
             )
         return index
+
+    def after_fork(self) -> None:
+        """In a child: whatever thread was using an index does not exist here."""
+        self._indexes_lock = threading.RLock()
+        self._indexing = threading.Lock()
+        for _, table in self._indexes.values():
+            if hasattr(table, "after_fork"):
+                table.after_fork()
+        for index in self.indexes.values():
+            index.core.after_fork()
 
     @staticmethod
     def room(nbytes: int) -> Tensor:
@@ -899,6 +915,14 @@ def _forget_writers() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_writers)
+
+
+def _forget_users_of_indexes() -> None:
+    for store in list(_indexed):
+        store.after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_users_of_indexes)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:

@@ -117,11 +117,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
             )
         if data.batch_size[:1] != (n,):
             raise RuntimeError(
-                f"sample: a transform changed the batch size from {n} to {list(data.batch_size)}, so {sorted(entries)} "
+                f"sample: a transform changed the batch size from {n} to {list(data.batch_size)}, so {sorted(map(str, entries))} "
                 "cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
             )
         missing = len(data.batch_size) - 1
         for key, value in entries.items():
+            stored = data.get(key, None)
+            if stored is not None and stored.shape == value.shape:  # a stored flag, marked
+                data.set(key, value)
+                continue
             laid_out = value.reshape(*value.shape[:1], *(1,) * missing, *value.shape[1:])
             data.set(key, laid_out.expand(*data.batch_size, *value.shape[1:]))
 

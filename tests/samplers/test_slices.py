@@ -1,10 +1,12 @@
 """Slice samplers: windows of one trajectory each, by every rule and argument."""
 
 import copy
+import gc
 import itertools
 import json
 import pickle
 import threading
+import weakref
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -190,12 +192,31 @@ def test_transforms_and_collate_functions():
 
 def test_rows_with_batch_dimensions():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=3))
-    rb.extend(TensorDict({"episode": torch.arange(6).unsqueeze(-1).expand(6, 2) // 3}, [6, 2]))
+    done = torch.zeros(6, 2, 1, dtype=torch.bool)
+    done[4, 1] = done[1, 0] = True
+    data = {
+        "episode": torch.arange(6).unsqueeze(-1).expand(6, 2) // 3,
+        "is_init": done.clone(),
+        "next": TensorDict({"done": done}, [6, 2]),
+    }
+    rb.extend(TensorDict(data, [6, 2]))
     batch = rb.sample(6)
+    rows = batch["index"][:, 0, 0]
+    last = (torch.arange(6) % 3 == 2).view(6, 1, 1)
     assert batch.batch_size == (6, 2)
-    assert batch["next", "truncated"].shape == (6, 2, 1)
     assert batch["index"].shape == (6, 2, 1)
-    assert batch["next", "truncated"][:, 0, 0].tolist() == [False, False, True] * 2
+    assert torch.equal(batch["next", "truncated"], last.expand(6, 2, 1))
+    assert torch.equal(batch["next", "done"], done[rows] | last)  # each agent's own
+    assert torch.equal(batch["is_init"], done[rows] | last.roll(1, 0))
+    assert batch["next", "terminated"].shape == (6, 2, 1)
+
+
+def test_a_transform_that_changes_the_batch_size():
+    rb = buffer(SliceSampler(slice_len=3), steps([5])).append_transform(lambda td: td.reshape(-1, 3))
+    with pytest.raises(RuntimeError, match="Use a ReplayBuffer with sample"):
+        rb.sample(6)
+    rb = buffer(SliceSampler(slice_len=3), steps([5]), td=False).append_transform(lambda td: td.reshape(-1, 3))
+    assert rb.sample(6, return_info=True)[0].shape == (2, 3)
 
 
 # ---- what ends a trajectory ----------------------------------------------------------------------------------------------
@@ -670,6 +691,15 @@ def test_the_table_outlives_storage_and_buffer():
     assert table.census() == (2, 6)
 
 
+def test_a_store_with_a_table_is_let_go():
+    rb = buffer(SliceSampler(slice_len=2), steps([4, 6]))
+    rb.sample(4)
+    store = weakref.ref(rb.storage.memory)
+    del rb
+    gc.collect()
+    assert store() is None
+
+
 def test_a_sampler_goes_with_its_buffer_and_learns_of_another_storage():
     rb = buffer(SliceSampler(slice_len=2), steps([4, 6]))
     assert runs_of(rb) == [4, 6]
@@ -678,6 +708,14 @@ def test_a_sampler_goes_with_its_buffer_and_learns_of_another_storage():
         rb.sample(4)
     rb.extend(steps([3]))
     assert runs_of(rb) == [3]
+
+
+def test_one_sampler_of_two_buffers():
+    sampler = SliceSampler(slice_len=2)
+    one, other = buffer(sampler, steps([4, 6])), buffer(sampler, steps([3], lane=1))
+    for _ in range(3):
+        assert {lane for lane, _, _ in windows(one.sample(8), 2)} == {0}
+        assert {lane for lane, _, _ in windows(other.sample(8), 2)} == {1}
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
@@ -819,6 +857,23 @@ def test_mistakes_when_drawing(cls):
         cls(slice_len=2).draw(rb.storage.extent(), 2, 0)
 
 
+def test_a_torch_without_exchange_table(monkeypatch):
+    rb = buffer(SliceSampler(slice_len=3), steps([5, 9]))
+    expected = rb.sample(6)
+    rb.set_rng(seeded())
+    monkeypatch.setattr("engram._native.HAS_EXCHANGE", False)
+    batch = rb.sample(6)
+    assert (batch == expected).all()
+    assert not batch["next", "terminated"].any()
+
+
+def test_rows_on_an_accelerator_are_refused():
+    """Their bytes are not where the table looks."""
+    rb = buffer(SliceSampler(slice_len=2), steps([5]), storage=LazyTensorStorage(10, device="meta"))
+    with pytest.raises(RuntimeError, match=r'expected rows on the CPU, got a storage on meta.*Use device="cpu"'):
+        rb.sample(4)
+
+
 def test_can_sample():
     rb = buffer(SliceSampler(slice_len=4))
     assert not rb.can_sample(4)
@@ -903,6 +958,47 @@ def test_windows_are_whole_beside_writers(lanes):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_a_forked_child_goes_on_with_its_copy():
+    """Also where another thread of the parent was at work in the table."""
+    from tests import fresh
+
+    program = fresh.start(
+        """
+        import os, threading, torch
+        from tensordict import TensorDict
+        from engram import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(5000), sampler=SliceSampler(slice_len=2), batch_size=512)
+        data = TensorDict({"episode": torch.arange(1000) // 7}, [1000])
+        rb.extend(data)
+        stop = threading.Event()
+
+        def work(call):
+            while not stop.is_set():
+                call()
+
+        threads = [threading.Thread(target=work, args=(call,)) for call in (rb.sample, lambda: rb.extend(data))]
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            child = os.fork()
+            if child == 0:
+                for _ in range(3):
+                    rb.extend(data)
+                    episodes = rb.sample()["episode"].reshape(-1, 2)
+                os._exit(0 if bool((episodes[:, 0] == episodes[:, 1]).all()) else 3)
+            _, status = os.waitpid(child, 0)
+            if status != 0:
+                stop.set()
+                raise SystemExit(f"child: {status}")
+        stop.set()
+        for thread in threads:
+            thread.join()
+        """
+    )
+    assert program.wait() == 0, program.err
 
 
 # ---- the table against plain lists ---------------------------------------------------------------------------------------

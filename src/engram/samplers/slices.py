@@ -32,8 +32,9 @@ _LATER = {
 }
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MASK = ("collector", "mask")
-#: int64 rows and tickets; bools: ends its window ``[B, 1]``, begins it ``[B]``, is no padding ``[B]``.
-_COLUMNS = [(0, 64, ()), (0, 64, ()), (6, 8, (1,)), (6, 8, ()), (6, 8, ())]
+#: int64 rows and tickets; bools: ends its window ``[B, 1]``, begins it ``[B]``, is no padding ``[B]``; false ``[B, 1]``.
+#: Made natively, as every operation of torch gives the GIL away, and getting it back from busy writers takes its time.
+_COLUMNS = [(0, 64, ()), (0, 64, ()), (6, 8, (1,)), (6, 8, ()), (6, 8, ()), (6, 8, (1,))]
 _LAYOUT = _native.Layout(_COLUMNS)
 
 
@@ -50,19 +51,21 @@ class Slices(Draw):
     """bool ``[B]``: the first step of its window."""
     real: Tensor
     """bool ``[B]``: no padding."""
+    never: Tensor
+    """bool ``[B, 1]``: false."""
 
     @property
     def columns(self) -> list[Tensor]:
         """All that has an entry per row."""
         assert self.tickets is not None  # windows are read as they were drawn
-        return [self.rows, self.tickets, self.last, self.first, self.real]
+        return [self.rows, self.tickets, self.last, self.first, self.real, self.never]
 
 
 def _allocate(n: int) -> list[Tensor]:
     if _native.HAS_EXCHANGE:
         tensors: list[Tensor] = _LAYOUT.allocate(n)
         return tensors
-    kinds = (torch.int64, torch.int64, torch.bool, torch.bool, torch.bool)
+    kinds = (torch.int64, torch.int64, *(torch.bool,) * 4)
     return [
         torch.empty((n, *shape), dtype=kind, device="cpu") for kind, (_, _, shape) in zip(kinds, _COLUMNS, strict=True)
     ]
@@ -70,7 +73,7 @@ def _allocate(n: int) -> list[Tensor]:
 
 def _slices(columns: Sequence[Tensor], sizes: list[int], length: int) -> Slices:
     draw = Slices(columns[0], columns[1])
-    draw.last, draw.first, draw.real = columns[2:]
+    draw.last, draw.first, draw.real, draw.never = columns[2:]
     draw.sizes = sizes
     draw.length = length
     return draw
@@ -151,10 +154,14 @@ class _SliceSampler(NativeSampler):
         self._shapes: dict[int, Any] = {}
 
     def bind(self, storage: Any) -> None:
-        """Take a storage to draw from: the buffer calls this. Its table is made by the first draw."""
-        with self._lock:
-            self._storage = storage
-            self._memory = self._table = None
+        """Take a storage to draw from. Its table is made by the first draw.
+
+        The buffer calls this when it takes the sampler and before every draw, as a sampler may serve several buffers.
+        """
+        if storage is not self._storage:
+            with self._lock:
+                self._storage = storage
+                self._memory = self._table = None
 
     @property
     def recordable(self) -> bool:
@@ -302,7 +309,7 @@ class _SliceSampler(NativeSampler):
             done, terminated = (self._flag(columns, (*above, name)) for name in ("done", "terminated"))
             info[_public(self.truncated_key)] = draw.last
             info[_public((*above, "done"))] = draw.last.clone() if done is None else done | _like(draw.last, done)
-            info[_public((*above, "terminated"))] = torch.zeros_like(draw.last) if terminated is None else terminated
+            info[_public((*above, "terminated"))] = draw.never if terminated is None else terminated
         if self.init_key is not None and self.init_key in self._fields:
             stored = columns[self._fields[self.init_key]]
             first = _like(draw.first, stored)
@@ -325,8 +332,7 @@ class _SliceSampler(NativeSampler):
 
     def can_sample(self, storage: Any, batch_size: int) -> bool:
         """Whether a long enough trajectory is there; False, too, where boundaries or batch size do not fit."""
-        if storage is not self._storage:
-            self.bind(storage)
+        self.bind(storage)
         try:
             _, length = self._split(batch_size)
             table = self._table_of(storage.extent(), length)
@@ -336,8 +342,7 @@ class _SliceSampler(NativeSampler):
 
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
-        if storage is not self._storage:
-            self.bind(storage)
+        self.bind(storage)
         key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         draw = self.draw(storage.extent(), batch_size, key)
         return (draw.rows,), dict(self.finish(storage.read(draw.rows)[0], draw))
@@ -664,4 +669,4 @@ def _public(key: Sequence[str]) -> str | Key:
 
 def _like(mark: Tensor, stored: Tensor) -> Tensor:
     """Marks ``[B]`` or ``[B, 1]`` in the dimensions of a stored field."""
-    return mark.reshape(-1, *(1,) * (stored.ndim - 1))
+    return mark if mark.ndim == stored.ndim else mark.reshape(-1, *(1,) * (stored.ndim - 1))
