@@ -447,7 +447,7 @@ void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, st
   std::vector<std::int64_t> live = live_rows();
   for (std::uint64_t i = 0; i < n; ++i) {
     for (std::uint64_t attempt = kPatience + 1;; ++attempt) {
-      if (live.empty()) throw NothingLive("every row of the store is void");
+      if (live.empty()) throw NothingLive("no row is live: the store was just emptied, or all its rows are void");
       const std::int64_t row = live[random.below(live.size(), i, attempt)];
       if (rows_out != nullptr) rows_out[i] = row;
       control_.counters().redraws.fetch_add(1, std::memory_order_relaxed);
