@@ -46,7 +46,8 @@ def _present(libraries: rivals.Libraries, buffer: str) -> list[rivals.Library]:
     return [
         library
         for library in libraries.values()
-        if library.module is not None and (library.name != "cpprb" or buffer == "ReplayBuffer")
+        if library.module is not None
+        and (library.name in rivals.TORCH_LIKE or (library.name == "cpprb" and buffer == "ReplayBuffer"))
     ]
 
 
