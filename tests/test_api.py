@@ -38,6 +38,7 @@ NAMES = [
     "Plan",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "PriorityError",
     "RandomSampler",
     "ReplayBuffer",

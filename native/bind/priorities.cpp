@@ -141,6 +141,13 @@ void bind_priorities(nb::module_& m) {
             self.draw(key, 0, n, at<std::int64_t>(rows), at<std::int64_t>(numbers), at<double>(weights));
           },
           "key"_a, "n"_a, "rows"_a, "numbers"_a, "weights"_a)
+      .def(
+          "weigh",
+          [](const BoundPriorities& self, Address rows, std::uint64_t n, Address weights) {
+            nb::gil_scoped_release release;
+            self.weigh(at<const std::int64_t>(rows), n, at<double>(weights));
+          },
+          "rows"_a, "n"_a, "weights"_a, "The weights that draws of these rows would have.")
       .def("sample", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "single_precision"_a,
            "Draws n rows and copies them into new tensors: one per field, rows, ticket numbers and weights.");
 }

@@ -259,14 +259,26 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
   std::lock_guard<std::mutex> guard(mutex_);
   if (!(tree_.sum() > 0)) throw NothingLive("every priority is zero");
   tree_.find(u.data(), n, rows);
-  const double least = tree_.min_positive(), power = -header_->beta;
-  for (std::uint64_t i = 0; i < n; ++i) {
+  if (weights != nullptr) weigh_locked(rows, n, weights);
+  for (std::uint64_t i = 0; numbers != nullptr && i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (weights != nullptr) weights[i] = power == 0 ? 1.0 : std::pow(tree_.leaf(row) / least, power);
-    if (numbers == nullptr) continue;
     const std::uint64_t word = tickets_ == nullptr ? 0 : tickets_->word(row).load(std::memory_order_acquire);
     numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
   }
+}
+
+void Priorities::weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const {
+  const double least = tree_.min_positive(), power = -header_->beta;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const double leaf = tree_.leaf(static_cast<std::uint64_t>(rows[i]));
+    weights[i] = leaf == 0 ? 0.0 : power == 0 ? 1.0 : std::pow(leaf / least, power);
+  }
+}
+
+void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weights) const {
+  check_rows(rows, n, tree_.leaves());
+  std::lock_guard<std::mutex> guard(mutex_);
+  weigh_locked(rows, n, weights);
 }
 
 void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,

@@ -107,6 +107,9 @@ class Priorities : public Index {
   void draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers,
             double* weights) const;
 
+  /// The weights that draws of these rows would have; 0 for those that cannot be drawn.
+  void weigh(const std::int64_t* rows, std::uint64_t n, double* weights) const;
+
   /// draw(), and the rows themselves; rows that move meanwhile are drawn again. Throws Stalled if that does not end.
   void sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,
               std::int64_t* numbers, double* weights) const;
@@ -120,6 +123,7 @@ class Priorities : public Index {
   void update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n, const std::int64_t* expected);
   double default_leaf() const;
   void scan_locked();
+  void weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const;
 
   PriorityHeader* header_;
   SumTree tree_;

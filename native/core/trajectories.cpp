@@ -585,7 +585,9 @@ Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const 
     if (place >= v.low && place < v.next) {
       const std::uint64_t run = v.find(place);
       const std::uint64_t length = v.dead(run) ? 0 : std::min(shape.length, v.end(run) - place);
-      if (length == shape.length || !shape.strict) window.length = length;
+      const bool whole = length + shape.right >= shape.length;
+      const bool short_one = !shape.strict && v.length(run) < shape.length && place + v.length(run) == v.end(run);
+      if (whole || short_one) window.length = length;
     }
     append(drawn, window, false);
   }

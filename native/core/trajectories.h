@@ -98,8 +98,8 @@ class Trajectories final : public Index {
   /// empty and count < n if there are not as many at all.
   Drawn draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle, bool drop_last);
 
-  /// The windows that begin at given rows: up to `length` steps, 0 where the row is no step of a trajectory, or strict and
-  /// too little follows it.
+  /// The windows that begin at given rows, of length 0 where none may: where too little follows for a window and what may
+  /// hang over the end, but for the first step of a shorter trajectory if not strict.
   Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape);
 
   /// Whether a window of `length` steps of one trajectory begins at each of the rows.

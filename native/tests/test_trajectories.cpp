@@ -192,12 +192,21 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
   Shape loose{length};
   loose.strict = false;
   const Drawn at_rows = w.table.windows_at(all.data(), capacity, loose);
-  std::map<std::int64_t, std::uint64_t> rest;
+  Shape over{length};
+  over.right = length / 2;
+  const Drawn over_the_end = w.table.windows_at(all.data(), capacity, over);
+  std::map<std::int64_t, std::uint64_t> rest, overhanging;
   for (const Indices& run : runs) {
-    for (std::size_t i = 0; i < run.size(); ++i) rest[run[i]] = std::min<std::uint64_t>(length, run.size() - i);
+    for (std::size_t i = 0; i < run.size(); ++i) {
+      if (i == 0 || i + length <= run.size()) rest[run[i]] = std::min<std::uint64_t>(length, run.size() - i);
+      // Strict, but half of a window may hang over the end.
+      const std::uint64_t left = run.size() - i, over = length / 2;
+      overhanging[run[i]] = left + over >= length ? std::min<std::uint64_t>(length, left) : 0;
+    }
   }
   for (std::size_t row = 0; row < capacity; ++row) {
     EXPECT_EQ(at_rows.windows[row].length, rest[static_cast<std::int64_t>(row)]);
+    EXPECT_EQ(over_the_end.windows[row].length, overhanging[static_cast<std::int64_t>(row)]);
   }
 }
 

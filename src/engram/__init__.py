@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from engram.samplers import (
         PrioritizedSampler,
+        PrioritizedSliceSampler,
         RandomSampler,
         SamplerWithoutReplacement,
         SliceSampler,
@@ -62,6 +63,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "Plan",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "PriorityError",
     "RandomSampler",
     "ReplayBuffer",
@@ -105,6 +107,7 @@ _HOME = {
     ),
     "engram.samplers": (
         "PrioritizedSampler",
+        "PrioritizedSliceSampler",
         "RandomSampler",
         "SamplerWithoutReplacement",
         "SliceSampler",

@@ -1054,6 +1054,7 @@ _SAMPLERS: dict[str, Any] = {
         samplers.RandomSampler,
         samplers.SamplerWithoutReplacement,
         samplers.PrioritizedSampler,
+        samplers.PrioritizedSliceSampler,
         samplers.SliceSampler,
         samplers.SliceSamplerWithoutReplacement,
     )

@@ -115,6 +115,19 @@ class PriorityIndex:
             raise NoSampleable(f"sample: {error}. {_NOTHING}") from error
         return drawn
 
+    def weights(self, rows: Tensor) -> Tensor:
+        """float64 ``[B]``: the weights that draws of these rows would have now; 0 for rows that cannot be drawn.
+
+        Raises ``RowError``: a row outside the store.
+        """
+        rows = rows.contiguous()
+        out = torch.empty(len(rows), dtype=torch.float64, device="cpu")
+        try:
+            self.core.weigh(rows.data_ptr(), len(rows), out.data_ptr())
+        except IndexError as error:
+            raise RowError(f"weights: {error}.") from error
+        return out
+
     def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None:
         """New priorities, float64 or float32 ``[B]``, of rows int64 ``[B]``; -1 is passed over, and so are rows with another ticket.
 

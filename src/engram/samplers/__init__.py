@@ -3,11 +3,13 @@
 from engram.samplers._base import check_drawable
 from engram.samplers.epoch import SamplerWithoutReplacement
 from engram.samplers.prioritized import PrioritizedSampler
+from engram.samplers.prioritized_slices import PrioritizedSliceSampler
 from engram.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from engram.samplers.uniform import RandomSampler
 
 __all__ = [
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "SamplerWithoutReplacement",
     "SliceSampler",

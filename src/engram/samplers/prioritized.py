@@ -126,6 +126,13 @@ class PrioritizedSampler(NativeSampler):
                 self._index = index
         return self._index
 
+    def priorities(self) -> PriorityIndex:
+        """The index. Raises ``NoSampleable``: nothing was ever written."""
+        index = self._attached()
+        if index is None:
+            raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
+        return index
+
     # ---- settings ------------------------------------------------------------------------------------------------------
 
     @property
@@ -191,10 +198,7 @@ class PrioritizedSampler(NativeSampler):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        index = self._attached()
-        if index is None:
-            raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
-        rows, numbers, weights = index.draw(key, batch_size)
+        rows, numbers, weights = self.priorities().draw(key, batch_size)
         if self._storage.memory is None:
             numbers = self._storage.numbers_of(rows)
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": numbers})

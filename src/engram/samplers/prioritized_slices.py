@@ -1,0 +1,233 @@
+"""Windows whose first step is drawn by priority."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engram import _native
+from engram.errors import NoSampleable
+from engram.samplers.prioritized import PrioritizedSampler
+from engram.samplers.slices import SliceSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.priorities import PriorityIndex
+    from engram.samplers.slices import Slices
+
+__all__ = ["PrioritizedSliceSampler"]
+
+#: Draws of anchors by priority before the admissible ones are listed.
+_TRIES = 8
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+class PrioritizedSliceSampler(SliceSampler):
+    """A :class:`SliceSampler` whose windows start at rows drawn as a :class:`PrioritizedSampler` draws them.
+
+    The first step is drawn in proportion to its priority among the rows where a window may start, so long trajectories weigh
+    more. Samples carry ``"priority_weight"``, that of the first step at every step of its window, and
+    ``"index_generation"``. Priorities are of single steps: ``update_priority`` sets those of every row of a batch. New rows,
+    ``alpha`` and ``beta`` are as there; tree and table of trajectories belong to the store under the name ``index``.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for :class:`PrioritizedSampler`.
+        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, cache_values, truncated_key, init_key: as for
+            :class:`SliceSampler`.
+        strict_length: leave out shorter trajectories; False: such a one is drawn from its first step.
+        span: only at the right end; at the left it is ignored, with a warning.
+        compile: changes nothing.
+
+    Raises: as both.
+
+    Cost: that of both; where hardly any row of high priority may start a window, O(rows).
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import LazyTensorStorage, PrioritizedSliceSampler, TensorDictReplayBuffer
+    >>> sampler = PrioritizedSliceSampler(100, alpha=1.0, beta=1.0, eps=0.0, slice_len=3)
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=3)
+    >>> index = rb.extend(TensorDict({"episode": torch.arange(20) // 5, "step": torch.arange(20) % 5}, batch_size=[20]))
+    >>> rb.update_priority(index, (index == 7).float())
+    >>> rb.sample()["step"].tolist()
+    [2, 3, 4]
+    """
+
+    prioritized = True
+
+    def __new__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:  # noqa: ARG004 - for __init__
+        if not replacement:
+            raise TypeError("PrioritizedSliceSampler: expected replacement=True: draws by priority are independent.")
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        end_keys: Sequence[Any] | None = None,
+        traj_key: Any = None,
+        ends: Any = None,
+        trajectories: Any = None,
+        cache_values: bool = False,
+        truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
+        strict_length: bool = True,
+        compile: Any = False,  # noqa: A002 - TorchRL's argument
+        span: Any = False,
+        max_priority_within_buffer: bool = False,
+        index: str = "main",
+        replacement: bool = True,
+        **later: Any,
+    ) -> None:
+        if isinstance(span, tuple | list) and len(span) == 2 and span[0]:
+            warnings.warn("PrioritizedSliceSampler: span: at the left end there is none.", stacklevel=2)
+        if isinstance(span, tuple | list) and len(span) == 2:
+            span = (False, span[1])
+        elif isinstance(span, bool | int) and span:
+            warnings.warn("PrioritizedSliceSampler: span: at the left end there is none.", stacklevel=2)
+            span = (False, span)
+        super().__init__(
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            end_keys=end_keys,
+            traj_key=traj_key,
+            ends=ends,
+            trajectories=trajectories,
+            cache_values=cache_values,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            strict_length=strict_length,
+            compile=compile,
+            span=span,
+            index=index,
+            **later,
+        )
+        #: Draws the anchors, and holds their priorities.
+        self.anchors = PrioritizedSampler(
+            max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, index=index
+        )
+
+    def bind(self, storage: Any) -> None:
+        """Take a storage to draw from. Raises ``ValueError``: it is larger than ``max_capacity``."""
+        if storage is not self._storage:
+            super().bind(storage)
+        self.anchors.bind(storage)
+
+    # ---- what the anchors' sampler knows -------------------------------------------------------------------------------
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of priorities, as :attr:`PrioritizedSampler.alpha`."""
+        return self.anchors.alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self.anchors.alpha = value
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the weights, as :attr:`PrioritizedSampler.beta`."""
+        return self.anchors.beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self.anchors.beta = value
+
+    @property
+    def default_priority(self) -> float:  # type: ignore[override]
+        """What new rows get."""
+        return self.anchors.default_priority
+
+    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+        """New priorities of rows, step by step, as :meth:`PrioritizedSampler.update_priority`."""
+        self.anchors.update_priority(index, priority, generation=generation)
+
+    def mark_update(self, index: Any, *, storage: Any = None) -> None:
+        """Rows were rewritten: the default priority again."""
+        self.anchors.mark_update(index, storage=storage)
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def _choose(self, table: Any, key: int, count: int, length: int) -> Any:
+        shape = self._shape(length)
+        priorities = self.anchors.priorities()
+        chosen = _native.empty_rows(0)
+        for attempt in range(_TRIES):
+            # More than are missing, as some will not do; never fewer than a few.
+            missing = count - len(chosen)
+            rows, _, _ = priorities.draw((key + attempt * _GAMMA) % (1 << 64), 2 * missing + 8)
+            found = rows[_lengths(table, rows, shape) > 0][:missing]
+            chosen = torch.cat([chosen, found])
+            if len(chosen) == count:
+                break
+        else:
+            chosen = torch.cat([chosen, self._listed(table, shape, priorities, key, count - len(chosen))])
+        return table.windows_at(chosen.data_ptr(), len(chosen), shape)
+
+    def _listed(self, table: Any, shape: Any, priorities: PriorityIndex, key: int, n: int) -> Tensor:
+        """Anchors drawn among all rows where a window may start, exactly in proportion. Cost: O(rows)."""
+        leaves = priorities.leaves(priorities.core.rows)
+        rows = leaves.nonzero().squeeze(1)
+        rows = rows[_lengths(table, rows, shape) > 0]
+        if not len(rows):
+            trajectories, longest = table.census()
+            raise NoSampleable(
+                f"sample: expected a row of positive priority where a window of {self.slice_len or 'that length'} steps "
+                f"begins, got {trajectories} trajectories of at most {longest} steps without one."
+            )
+        generator = torch.Generator().manual_seed(key % (1 << 63))
+        at = torch.rand(n, dtype=torch.float64, generator=generator)
+        upto = leaves[rows].cumsum(0)
+        return rows[torch.searchsorted(upto, at * upto[-1], right=True).clamp_(max=len(rows) - 1)]
+
+    def finish(self, columns: Sequence[Tensor], draw: Slices) -> dict[Any, Tensor]:
+        info: dict[Any, Tensor] = super().finish(columns, draw)
+        sizes = torch.tensor(draw.sizes, device="cpu")
+        starts = draw.rows[sizes.cumsum(0) - sizes]
+        weights = self.anchors.priorities().weights(starts).to(self.anchors.dtype)
+        info["priority_weight"] = weights.repeat_interleave(sizes)
+        assert draw.tickets is not None  # windows are read as they were drawn
+        info["index_generation"] = draw.tickets
+        return info
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`PrioritizedSampler.state_dict`: the table of trajectories follows from the rows."""
+        return self.anchors.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As :meth:`PrioritizedSampler.load_state_dict`."""
+        self.anchors.load_state_dict(state_dict)
+
+    def config(self) -> dict[str, Any]:
+        slices = super().config()
+        left_out = ("pad_output", "uniform_over")
+        return {**{k: v for k, v in slices.items() if k not in left_out}, **self.anchors.config()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> PrioritizedSliceSampler:
+        """The sampler that a store noted: ``alpha`` and ``beta`` are those of its index."""
+        made = cls(**{**config, "dtype": getattr(torch, config["dtype"])})
+        made.anchors.adopts_index = True
+        return made
+
+
+def _lengths(table: Any, rows: Tensor, shape: Any) -> Tensor:
+    """Steps of the windows that begin at rows, int64 ``[B]``; 0 where none does."""
+    rows = rows.contiguous()
+    return torch.tensor(table.windows_at(rows.data_ptr(), len(rows), shape).lengths(), dtype=torch.int64, device="cpu")
