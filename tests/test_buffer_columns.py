@@ -84,13 +84,13 @@ def test_three_dimensions(storage):
 
 
 def test_samples_are_rows_with_their_coordinates(rb):
-    batch, info = rb.sample(60, return_info=True)
+    batch, info = rb.sample(600, return_info=True)
     time, column = info["index"]
     assert isinstance(info["index"], tuple)
     assert torch.equal(batch["a"], 100 * column + time)
-    assert batch["index"].shape == (60, 2)
+    assert batch["index"].shape == (600, 2)
     assert torch.equal(batch["index"], torch.stack([time, column], -1))
-    assert batch.batch_size == (60,)
+    assert batch.batch_size == (600,)
     assert len(set(batch["a"].tolist())) == 12
 
 

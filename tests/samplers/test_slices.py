@@ -985,6 +985,7 @@ def test_a_forked_child_goes_on_with_its_copy():
         for _ in range(30):
             child = os.fork()
             if child == 0:
+                rb.set_rng(torch.Generator())  # of torch's own a thread of the parent may have held the lock
                 for _ in range(3):
                     rb.extend(data)
                     episodes = rb.sample()["episode"].reshape(-1, 2)
