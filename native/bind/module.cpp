@@ -19,26 +19,22 @@
 #include "../core/pool.h"
 #include "../core/random.h"
 #include "../core/store.h"
+#include "memory.h"
 #include "priorities.h"
 #include "tensors.h"
 #include "trajectories.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using engram::Address;
+using engram::array_of;
+using engram::at;
+using engram::block;
 using engram::Control;
 using engram::Field;
 using engram::Store;
 
 namespace {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-std::span<std::byte> block(Address address, std::uint64_t bytes) { return {at<std::byte>(address), bytes}; }
 
 // Numbers of a Python tuple; short ones stay on the stack.
 template <class T>
@@ -70,13 +66,6 @@ class Values {
 using Inputs = Values<const std::byte*>;
 using Outputs = Values<std::byte*>;
 using Which = Values<std::uint64_t>;
-
-nb::object array_of(std::vector<std::int64_t>&& values) {
-  auto owned = std::make_unique<std::vector<std::int64_t>>(std::move(values));
-  auto* vector = owned.get();
-  nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<std::int64_t>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(vector->data(), {vector->size()}, owner));
-}
 
 std::string boot_id_of(const Store& store) {
   const auto& id = store.control().lock_page().boot_id;
@@ -159,12 +148,10 @@ void bind_store(nb::module_& m) {
             std::vector<std::byte*> addresses;
             addresses.reserve(self.fields());
             layout.allocate(static_cast<std::int64_t>(n), tensors, addresses);
-            std::vector<std::uint64_t> which(self.fields());
-            for (std::uint64_t f = 0; f < which.size(); ++f) which[f] = f;
             std::vector<std::int64_t> moved;
             {
               nb::gil_scoped_release release;
-              moved = self.gather(at<std::int64_t>(rows), n, which, {addresses.data(), addresses.size()},
+              moved = self.gather(at<std::int64_t>(rows), n, self.all(), {addresses.data(), addresses.size()},
                                   at<std::int64_t>(expected), nullptr);
             }
             return nb::make_tuple(tensors, moved);

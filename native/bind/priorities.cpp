@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "memory.h"
 #include "priorities.h"
 #include "tensors.h"
 
@@ -15,15 +16,6 @@ using namespace nb::literals;
 
 namespace engram {
 namespace {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-std::span<std::byte> block(Address address, std::uint64_t bytes) { return {at<std::byte>(address), bytes}; }
 
 // An index with its own view of the tickets: it must not hold the store, which holds it.
 class BoundPriorities : public Priorities {

@@ -13,9 +13,14 @@
 #include "../core/check.h"
 #include "../core/store.h"
 #include "../core/trajectories.h"
+#include "memory.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using engram::Address;
+using engram::array_of;
+using engram::at;
+using engram::block;
 using engram::Drawn;
 using engram::Pass;
 using engram::Shape;
@@ -24,24 +29,8 @@ using engram::Window;
 
 namespace {
 
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-std::span<std::byte> block(Address address, std::uint64_t bytes) { return {at<std::byte>(address), bytes}; }
-
-nb::object array_of(std::vector<std::int64_t>&& values) {
-  auto owned = std::make_unique<std::vector<std::int64_t>>(std::move(values));
-  auto* vector = owned.get();
-  nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<std::int64_t>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(vector->data(), {vector->size()}, owner));
-}
-
 // (track, first place, length), one behind the other.
-nb::object array_of(const std::vector<Window>& windows) {
+nb::object triples_of(const std::vector<Window>& windows) {
   std::vector<std::int64_t> values;
   values.reserve(3 * windows.size());
   for (const Window& w : windows) {
@@ -91,7 +80,7 @@ void bind_trajectories(nb::module_& m) {
           "length"_a, "strict"_a = true, "by_anchor"_a = false, "left"_a = 0, "right"_a = 0);
   nb::class_<Drawn>(m, "Drawn", "Windows that were drawn, and the tickets that their rows had.")
       .def("total", &total, "padded"_a = 0, "Rows of all windows, each padded to so many steps.")
-      .def_prop_ro("windows", [](const Drawn& self) { return array_of(self.windows); },
+      .def_prop_ro("windows", [](const Drawn& self) { return triples_of(self.windows); },
                    "(track, first place, length) of each, one behind the other: an int64 array.")
       .def("lengths",
            [](const Drawn& self) {
@@ -183,7 +172,7 @@ void bind_trajectories(nb::module_& m) {
               nb::gil_scoped_release release;
               runs = self.runs();
             }
-            return array_of(runs);
+            return triples_of(runs);
           },
           "(track, first place, length) of all, track by track, oldest first: an int64 array.")
       .def("row", &Trajectories::row, "track"_a, "place"_a)

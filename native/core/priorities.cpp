@@ -283,10 +283,8 @@ void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weight
 
 void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,
                         std::int64_t* numbers, double* weights) const {
-  std::vector<std::uint64_t> which(store.fields());
-  for (std::uint64_t f = 0; f < which.size(); ++f) which[f] = f;
   draw(key, 0, n, rows, numbers, weights);
-  std::vector<std::int64_t> moved = store.gather(rows, n, which, batch, numbers, nullptr);
+  std::vector<std::int64_t> moved = store.gather(rows, n, store.all(), batch, numbers, nullptr);
   const auto deadline = std::chrono::steady_clock::now() + kWait;
   std::vector<std::int64_t> again, its_number;
   std::vector<double> its_weight;
@@ -307,7 +305,7 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
       numbers[i] = its_number[i];
       if (weights != nullptr) weights[i] = its_weight[i];
       for (std::uint64_t f = 0; f < room.size(); ++f) room[f] = batch[f] + i * store.row_bytes(f);
-      if (!store.gather(rows + i, 1, which, room, numbers + i, nullptr).empty()) still.push_back(position);
+      if (!store.gather(rows + i, 1, store.all(), room, numbers + i, nullptr).empty()) still.push_back(position);
     }
     moved = std::move(still);
     store.control().counters().redraws.fetch_add(1, std::memory_order_relaxed);

@@ -35,6 +35,8 @@ class Store {
 
   const Control& control() const { return control_; }
   std::uint64_t fields() const { return fields_.size(); }
+  /// 0 … fields - 1: what a read of whole rows names.
+  std::span<const std::uint64_t> all() const { return all_; }
   std::uint64_t row_bytes(std::uint64_t field) const { return fields_[field].row_bytes; }
 
   /// Appends n rows to a lane; of more rows than the lane is long the last lane_length survive. rows_out: [n], may be

@@ -190,11 +190,6 @@ class PrioritizedSampler(NativeSampler):
         index = self._attached()
         return 1.0 if index is None else float(index.core.default_priority)
 
-    @property
-    def dropped(self) -> int:
-        """Updates that came for rows rewritten since they were drawn."""
-        return 0 if self._index is None else int(self._index.core.dropped)
-
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
