@@ -57,7 +57,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def add(self, data: Any, *, lane: int | None = None) -> Any:
         """As :meth:`ReplayBuffer.add`, for one TensorDict. Raises ``ValueError`` for anything else."""
         index = super().add(_to_store(data, "add"), lane=lane)
-        if self._prioritizes():
+        if self._prioritizes() and index is not None:  # None: the writer rejected the row
             priority = data.get(self._priority_key, None)
             if priority is not None and (isinstance(index, int) or len(index)):
                 self._sampler.update_priority(self._rows_named(index), priority.reshape(1, -1))

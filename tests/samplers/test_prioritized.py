@@ -25,6 +25,7 @@ from engram import (
     RandomSampler,
     ReplayBuffer,
     RowError,
+    TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
@@ -387,6 +388,22 @@ def test_written_rows_bring_their_priority_along():
     assert leaves(rb)[6] == 2
     rb.add(TensorDict({"a": torch.tensor(1)}, []))  # without: the default
     assert leaves(rb)[7] == 3
+
+
+def test_a_rejected_row_brings_no_priority():
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0,
+        beta=1.0,
+        eps=0.0,
+        priority_key="p",
+        storage=LazyTensorStorage(2),
+        writer=TensorDictMaxValueWriter(rank_key="a"),
+    )
+    rb.extend(TensorDict({"a": torch.tensor([3.0, 2.0])}, [2]))
+    assert rb.add(TensorDict({"a": torch.tensor(1.0), "p": torch.tensor(9.0)}, [])) is None
+    assert leaves(rb).tolist() == [1.0, 1.0]
+    assert rb.add(TensorDict({"a": torch.tensor(4.0), "p": torch.tensor(9.0)}, [])) == 1
+    assert leaves(rb).tolist() == [1.0, 9.0]
 
 
 @kinds
