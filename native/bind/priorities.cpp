@@ -66,7 +66,7 @@ void bind_priorities(nb::module_& m) {
          bool within_buffer) { Priorities::format(block(memory, bytes), rows, {alpha, beta, eps, within_buffer}); },
       "memory"_a, "bytes"_a, "rows"_a, "alpha"_a, "beta"_a, "eps"_a, "within_buffer"_a,
       "Writes the header into zeroed memory.");
-  nb::class_<BoundPriorities, Index>(m, "Priorities", "A priority index in memory that `keep` keeps alive.")
+  nb::class_<BoundPriorities, Index>(m, "Priorities", nb::is_weak_referenceable(), "A priority index in memory that `keep` keeps alive.")
       .def(
           "__init__",
           [](BoundPriorities* self, Address memory, std::uint64_t bytes, const Store* store, nb::handle) {

@@ -98,7 +98,7 @@ void bind_trajectories(nb::module_& m) {
           "padded"_a, "rows"_a, "numbers"_a, "last"_a, "first"_a, "real"_a, "never"_a,
           "Writes int64 rows and ticket numbers, and bools: whether a row ends its window, begins it, is not padding; and "
           "false, for a flag that is not stored.");
-  nb::class_<Trajectories, Index>(m, "Trajectories", "Where trajectories begin and end.")
+  nb::class_<Trajectories, Index>(m, "Trajectories", nb::is_weak_referenceable(), "Where trajectories begin and end.")
       .def(
           "__init__",
           [](Trajectories* self, Address control, std::uint64_t control_bytes, Address tickets,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engram import _native
+from engram import _fork, _native
 from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowError, WriterStalled
 from engram.store import INDEX_KINDS, Store, private_block
 
@@ -43,8 +43,8 @@ class PriorityIndex:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
         keep = (block.tensor, *(() if store is None else store.words))
         try:
-            self.core: Any = _native.Priorities(
-                block.address, block.nbytes, None if store is None else store.core, keep
+            self.core: Any = _fork.mended(
+                _native.Priorities(block.address, block.nbytes, None if store is None else store.core, keep)
             )
         except ValueError as error:
             raise IncompatibleStore(f"index: {error}.") from error

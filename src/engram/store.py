@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tensordict import MemoryMappedTensor
 
-from engram import _native
+from engram import _fork, _native
 from engram.errors import (
     CorruptStore,
     IncompatibleStore,
@@ -177,13 +177,6 @@ def _file_field(directory: Path, field: Field, capacity: int) -> Tensor:
     return tensor
 
 
-#: Stores in this process's own memory.
-_private_stores: weakref.WeakSet[Store] = weakref.WeakSet()
-
-#: Stores with indexes.
-_indexed: weakref.WeakSet[Store] = weakref.WeakSet()
-
-
 def _as_rows(rows: Tensor, call: str) -> Tensor:
     """Rows (or lanes, or tickets) as the core reads them: int64, contiguous, on the CPU.
 
@@ -229,15 +222,15 @@ class Store:
         #: Storages around it: within a process several may be.
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._indexes: dict[tuple[str, str], tuple[Any, Any]] = {}
-        self._indexes_lock = threading.RLock()
+        self._indexes_lock = _fork.rlock()
         self.pid = os.getpid()
         #: What samplers need besides the rows, by name and kind: kept up to date by every write.
         self.indexes: dict[tuple[str, str], Any] = {}
-        self._indexing = threading.Lock()
+        self._indexing = _fork.lock()
         self._copied_indexes: dict[tuple[str, str], Block] = {}
         native = self._native_fields()
         if directory is None:
-            _private_stores.add(self)
+            _fork.mended(self)
         self.core: Any = _native.Store(
             control.address,
             control.nbytes,
@@ -510,7 +503,6 @@ class Store:
         if scan:
             index.core.scan()
         self.indexes[name, kind] = index
-        _indexed.add(self)
         return index
 
     def _attach_all_indexes(self) -> None:
@@ -563,8 +555,7 @@ class Store:
             name: as the user calls it.
             kind: what it is: indexes of different kinds do not meet.
             config: what it was made for; compared with ``==``.
-            make: makes it and attaches it to :attr:`core`. Called at most once, others wait for it. A method ``after_fork``
-                of the index is called in a child that was forked off.
+            make: makes it and attaches it to :attr:`core`. Called at most once, others wait for it.
 
         Raises:
             IncompatibleStore: the index of that name was made for something else.
@@ -572,7 +563,6 @@ class Store:
         with self._indexes_lock:
             if (name, kind) not in self._indexes:
                 self._indexes[name, kind] = (config, make())
-                _indexed.add(self)
             known, index = self._indexes[name, kind]
         if known != config:
             raise IncompatibleStore(
@@ -581,14 +571,9 @@ class Store:
         return index
 
     def after_fork(self) -> None:
-        """In a child: whatever thread was using an index does not exist here."""
-        self._indexes_lock = threading.RLock()
-        self._indexing = threading.Lock()
-        for _, table in self._indexes.values():
-            if hasattr(table, "after_fork"):
-                table.after_fork()
-        for index in self.indexes.values():
-            index.core.after_fork()
+        """In a child: threads of the parent that were writing to private memory do not exist here."""
+        if self.core.in_flight:
+            self.core.recover()
 
     @staticmethod
     def room(nbytes: int) -> Tensor:
@@ -753,7 +738,7 @@ class DeviceStore(Store):
 
     def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
         self.device = tensors[0].device if tensors else torch.device("cpu")
-        self._lock = threading.RLock()
+        self._lock = _fork.rlock()
         super().__init__(schema, tensors, control, tickets)
 
     @classmethod
@@ -898,31 +883,13 @@ class _Alive:
 
 
 #: Held while a store is made or opened, so that two threads do not attach to one folder twice.
-_attaching = threading.RLock()
+_attaching = _fork.rlock()
 _registry: weakref.WeakValueDictionary[tuple[int, int], Store] = weakref.WeakValueDictionary()
-_registry_lock = threading.Lock()
+_registry_lock = _fork.lock()
 
 
 # A child has the store of its parent in memory, but not the right to it.
 os.register_at_fork(after_in_child=_registry.clear)
-
-
-def _forget_writers() -> None:
-    """In a forked child: threads of the parent that were writing to private memory do not exist here."""
-    for store in list(_private_stores):
-        if store.core.in_flight:
-            store.core.recover()
-
-
-os.register_at_fork(after_in_child=_forget_writers)
-
-
-def _forget_users_of_indexes() -> None:
-    for store in list(_indexed):
-        store.after_fork()
-
-
-os.register_at_fork(after_in_child=_forget_users_of_indexes)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:

@@ -1002,6 +1002,38 @@ def test_a_forked_child_goes_on_with_its_copy():
     assert program.wait() == 0, program.err
 
 
+def test_a_child_forked_during_the_first_look_at_the_rows_looks_itself():
+    """The parent's thread held the sampler's lock, the store's and the table's."""
+    from tests import fresh
+
+    program = fresh.start(
+        """
+        import os, threading, time, torch
+        from tensordict import TensorDict
+        from engram import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+
+        n = 8_000_000
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(n), sampler=SliceSampler(slice_len=2), batch_size=64)
+        rb.extend(TensorDict({"episode": torch.arange(n) // 7}, [n]))
+        thread = threading.Thread(target=rb.sample)
+        thread.start()
+        time.sleep(0.05)
+        child = os.fork()
+        if child == 0:
+            rb.set_rng(torch.Generator())
+            rb.extend(TensorDict({"episode": torch.arange(10) // 7}, [10]))
+            episodes = rb.sample()["episode"].reshape(-1, 2)
+            os._exit(0 if bool((episodes[:, 0] == episodes[:, 1]).all()) else 3)
+        busy = thread.is_alive()
+        _, status = os.waitpid(child, 0)
+        thread.join()
+        assert busy, "the first look was over before the fork: take more rows"
+        assert status == 0, status
+        """
+    )
+    assert program.wait() == 0, program.err
+
+
 # ---- the table against plain lists ---------------------------------------------------------------------------------------
 
 

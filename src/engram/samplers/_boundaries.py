@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engram import _native
+from engram import _fork, _native
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +112,7 @@ def make_table(memory: Store, by_id: bool, which: Sequence[int], fields: Sequenc
         width *= size
     nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
     block = memory.room(nbytes)
-    return _native.Trajectories(
+    table = _native.Trajectories(
         control.data_ptr(),
         control.numel(),
         tickets.data_ptr(),
@@ -127,6 +127,7 @@ def make_table(memory: Store, by_id: bool, which: Sequence[int], fields: Sequenc
         nbytes,
         (control, tickets, block, *fields),
     )
+    return _fork.mended(table)
 
 
 def static_table(memory: Store, values: Tensor, *, by_id: bool, window: int) -> tuple[Any, Tensor]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engram import _native
+from engram import _fork, _native
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.types import Draw
 
@@ -45,7 +44,7 @@ class SamplerWithoutReplacement(NativeSampler):
         self.drop_last = drop_last
         self.shuffle = shuffle
         self.ran_out = False
-        self._lock = threading.Lock()
+        self._lock = _fork.lock()
         self._key = 0
         self._rows = 0
         self._visited = 0
@@ -114,4 +113,4 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._lock = _fork.lock()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from engram import _native
+from engram import _fork, _native
 from engram._later import refuse
 from engram.errors import NoSampleable
 from engram.samplers._base import NativeSampler
@@ -144,7 +143,7 @@ class _SliceSampler(NativeSampler):
     # ---- the store and its table -------------------------------------------------------------------------------------
 
     def _unbind(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = _fork.rlock()
         self._storage: Any = None
         self._memory: Store | None = None
         self._table: Any = None

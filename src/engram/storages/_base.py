@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram import _fork
 from engram.errors import RowError
 from engram.types import Extent, Plan, Write
 
@@ -48,7 +48,7 @@ class Storage:
     ndim: int = 1
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = _fork.rlock()
         self.listeners: list[weakref.WeakMethod[Callable[[Write | None, Any], None]]] = []
 
     # ---- who listens -------------------------------------------------------------------------------------------------

@@ -1,0 +1,43 @@
+"""What a forked child has to mend: its parent's threads do not exist there, but the locks that they held do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+__all__ = ["lock", "mended", "rlock"]
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_others: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def lock() -> threading.Lock:
+    """A ``threading.Lock`` that a forked child finds free."""
+    made = threading.Lock()
+    _locks.add(made)
+    return made
+
+
+def rlock() -> threading._RLock:
+    """A ``threading.RLock`` that a forked child finds free."""
+    made = threading.RLock()
+    _locks.add(made)
+    return made
+
+
+def mended(thing: Any) -> Any:
+    """The same thing, whose ``after_fork()`` is called in every forked child, without any lock held. Kept weakly."""
+    _others.add(thing)
+    return thing
+
+
+def _mend() -> None:
+    for made in list(_locks):
+        made._at_fork_reinit()  # noqa: SLF001 - as the locks of the standard library's own modules
+    for thing in list(_others):
+        thing.after_fork()
+
+
+os.register_at_fork(after_in_child=_mend)
