@@ -20,7 +20,7 @@ def lock() -> threading.Lock:
     return made
 
 
-def rlock() -> threading._RLock:
+def rlock() -> threading.RLock:
     """A ``threading.RLock`` that a forked child finds free."""
     made = threading.RLock()
     _locks.add(made)
