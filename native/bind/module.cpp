@@ -144,17 +144,15 @@ void bind_store(nb::module_& m) {
       .def(
           "take",
           [](const Store& self, const engram::Layout& layout, Address rows, std::uint64_t n, Address expected) {
-            nb::list tensors;
-            std::vector<std::byte*> addresses;
-            addresses.reserve(self.fields());
-            layout.allocate(static_cast<std::int64_t>(n), tensors, addresses);
+            engram::Rooms rooms;
             std::vector<std::int64_t> moved;
             {
               nb::gil_scoped_release release;
-              moved = self.gather(at<std::int64_t>(rows), n, self.all(), {addresses.data(), addresses.size()},
+              rooms.add(layout, static_cast<std::int64_t>(n));
+              moved = self.gather(at<std::int64_t>(rows), n, self.all(), rooms.first(self.fields()),
                                   at<std::int64_t>(expected), nullptr);
             }
-            return nb::make_tuple(tensors, moved);
+            return nb::make_tuple(std::move(rooms).tensors(static_cast<std::int64_t>(n)), moved);
           },
           "layout"_a, "rows"_a, "n"_a, "expected"_a, "As gather, of all fields into new tensors: (tensors, moved).")
       .def(
@@ -171,22 +169,21 @@ void bind_store(nb::module_& m) {
              bool with_numbers) {
             const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
             engram::check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
-            nb::list tensors;
-            std::vector<std::byte*> addresses;
-            addresses.reserve(self.fields() + 2);
-            layout.allocate(static_cast<std::int64_t>(n), tensors, addresses);
-            const auto extra = [&](bool wanted) -> std::int64_t* {
-              if (!wanted) return nullptr;
-              engram::allocate_rows(static_cast<std::int64_t>(n), tensors, addresses);
-              return reinterpret_cast<std::int64_t*>(addresses.back());
-            };
-            std::int64_t* rows = extra(with_rows);
-            std::int64_t* numbers = extra(with_numbers);
+            const auto size = static_cast<std::int64_t>(n);
+            engram::Rooms rooms;
             {
               nb::gil_scoped_release release;
-              self.sample_uniform(key, n, {addresses.data(), self.fields()}, rows, numbers);
+              rooms.add(layout, size);
+              const auto extra = [&](bool wanted) -> std::int64_t* {
+                if (!wanted) return nullptr;
+                rooms.add(engram::kNumbers, size);
+                return rooms.at<std::int64_t>(rooms.size() - 1);
+              };
+              std::int64_t* rows = extra(with_rows);
+              std::int64_t* numbers = extra(with_numbers);
+              self.sample_uniform(key, n, rooms.first(self.fields()), rows, numbers);
             }
-            return tensors;
+            return std::move(rooms).tensors(size);
           },
           "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a,
           "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -17,42 +18,26 @@ using namespace nb::literals;
 namespace engram {
 namespace {
 
-// An index with its own view of the tickets: it must not hold the store, which holds it.
-class BoundPriorities : public Priorities {
- public:
-  BoundPriorities(std::span<std::byte> memory, const Store* store)
-      : BoundPriorities(memory, store == nullptr ? nullptr : new Control(store->control())) {}
-  ~BoundPriorities() override { delete control_; }
-
- private:
-  BoundPriorities(std::span<std::byte> memory, const Control* control) : Priorities(memory, control), control_(control) {}
-  const Control* control_;
-};
-
 // Rows with their numbers and weights, as tensors: [fields…, rows, numbers, weights].
 nb::list draw(const BoundPriorities& priorities, const Store& store, const Layout& layout, Address key_at,
               std::uint64_t n, bool single_precision) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
-  nb::list tensors;
-  std::vector<std::byte*> addresses;
-  addresses.reserve(store.fields() + 3);
-  const auto rows = static_cast<std::int64_t>(n);
-  layout.allocate(rows, tensors, addresses);
-  allocate_rows(rows, tensors, addresses);
-  allocate_rows(rows, tensors, addresses);
-  allocate_weights(rows, single_precision, tensors, addresses);
-  const std::size_t f = store.fields();
+  const auto size = static_cast<std::int64_t>(n);
+  Rooms rooms;
   {
     nb::gil_scoped_release release;
+    const std::size_t f = store.fields();
+    rooms.add(layout, size);
+    rooms.add(kNumbers, size);
+    rooms.add(kNumbers, size);
+    rooms.add(single_precision ? kFloat : kDouble, size);
     std::vector<double> wide(single_precision ? n : 0);
-    double* weights = single_precision ? wide.data() : reinterpret_cast<double*>(addresses[f + 2]);
-    priorities.sample(store, key, n, {addresses.data(), f}, reinterpret_cast<std::int64_t*>(addresses[f]),
-                      reinterpret_cast<std::int64_t*>(addresses[f + 1]), weights);
-    auto* narrow = reinterpret_cast<float*>(addresses[f + 2]);
-    for (std::uint64_t i = 0; i < wide.size(); ++i) narrow[i] = static_cast<float>(wide[i]);
+    double* weights = single_precision ? wide.data() : rooms.at<double>(f + 2);
+    priorities.sample(store, key, n, rooms.first(f), rooms.at<std::int64_t>(f), rooms.at<std::int64_t>(f + 1), weights);
+    std::transform(wide.begin(), wide.end(), rooms.at<float>(f + 2), [](double w) { return static_cast<float>(w); });
   }
-  return tensors;
+  return std::move(rooms).tensors(size);
 }
 
 }  // namespace

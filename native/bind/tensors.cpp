@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <utility>
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -103,52 +104,11 @@ RowSpec spec_of(nb::handle shape, std::uint8_t code, std::uint8_t bits) {
   return spec;
 }
 
-// Memory of one tensor: the DLPack words, its shape and strides, then the data, aligned to a cache line.
-struct Owned {
-  ManagedTensor managed;
-  std::int64_t dims[];  // shape, then strides
-};
-
-// A tensor [n, *shape] around fresh memory, which is freed with it.
-nb::object make_tensor(const RowSpec& spec, std::int64_t n, std::byte** address) {
+// Where the values of a tensor begin in memory of ours: behind the DLPack words, shape and strides, aligned to a cache line.
+std::byte* values_in(std::byte* memory, std::size_t ndim) {
   constexpr std::size_t kAlign = 64;
-  const auto ndim = static_cast<std::int32_t>(spec.shape.size() + 1);
-  if (n < 0) throw std::invalid_argument("a negative number of rows");
-  std::size_t bytes = 0;
-  bool too_large = __builtin_mul_overflow((spec.bits + 7u) / 8u, static_cast<std::size_t>(n), &bytes);
-  for (const std::int64_t size : spec.shape) {
-    too_large |= __builtin_mul_overflow(bytes, static_cast<std::size_t>(size), &bytes);
-  }
-  if (too_large || bytes > std::size_t{1} << 47) throw std::bad_alloc();
-  // malloc and room to align: cheaper than aligned_alloc.
-  const std::size_t head = sizeof(Owned) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ndim);
-  auto* memory = static_cast<std::byte*>(std::malloc(head + kAlign + bytes));
-  if (memory == nullptr) throw std::bad_alloc();
-  std::byte* data = memory + head;
-  data += kAlign - reinterpret_cast<std::uintptr_t>(data) % kAlign;
-  auto* owned = new (memory) Owned{};
-  std::int64_t* shape = owned->dims;
-  std::int64_t* strides = shape + ndim;
-  shape[0] = n;
-  std::memcpy(shape + 1, spec.shape.data(), spec.shape.size() * sizeof(std::int64_t));
-  std::int64_t stride = 1;
-  for (std::int32_t d = ndim; d-- > 0;) {
-    strides[d] = stride;
-    stride *= shape[d] > 1 ? shape[d] : 1;
-  }
-  ManagedTensor& managed = owned->managed;
-  managed.version = {1, 0};
-  managed.deleter = [](ManagedTensor* self) { std::free(self); };  // `managed` is the first member: self is the memory
-  managed.tensor.data = data;
-  managed.tensor.device = {kCpu, 0};
-  managed.tensor.ndim = ndim;
-  managed.tensor.dtype = {spec.code, spec.bits, 1};
-  managed.tensor.shape = shape;
-  managed.tensor.strides = strides;
-  void* object = nullptr;
-  if (exchange->to_object(&managed, &object) != 0) throw nb::python_error();
-  *address = data;
-  return nb::steal<nb::object>(static_cast<PyObject*>(object));
+  std::byte* data = memory + sizeof(ManagedTensor) + 2 * sizeof(std::int64_t) * ndim;
+  return data + (kAlign - reinterpret_cast<std::uintptr_t>(data) % kAlign);
 }
 
 // Asks for objects scattered over the heap, and for what their first words point to, before they are used one by one: of a
@@ -202,6 +162,7 @@ bool stack(const nb::list& items, nb::handle out) {
 }
 
 bool use_tensor_type(nb::handle type) {
+  exchange = nullptr;
   if (!nb::hasattr(type, "__dlpack_c_exchange_api__")) return false;
   const nb::object capsule = type.attr("__dlpack_c_exchange_api__");
   const auto* table = static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -231,26 +192,73 @@ bool Layout::fits(const nb::list& values, std::int64_t n) const {
   return true;
 }
 
-void Layout::allocate(std::int64_t n, nb::list& tensors, std::vector<std::byte*>& addresses) const {
-  if (exchange == nullptr) throw std::runtime_error("this torch has no DLPack exchange table");
-  for (const RowSpec& spec : specs_) {
-    std::byte* address = nullptr;
-    tensors.append(make_tensor(spec, n, &address));
-    addresses.push_back(address);
+// Room and DLPack's words lie in one piece of memory; room to align is cheaper than aligned_alloc.
+Room::Room(const RowSpec& spec, std::int64_t most) : spec_(&spec) {
+  if (most < 0) throw std::invalid_argument("a negative number of rows");
+  std::size_t bytes = 0;
+  bool too_large = __builtin_mul_overflow((spec.bits + 7u) / 8u, static_cast<std::size_t>(most), &bytes);
+  for (const std::int64_t size : spec.shape) {
+    too_large |= __builtin_mul_overflow(bytes, static_cast<std::size_t>(size), &bytes);
   }
+  if (too_large || bytes > std::size_t{1} << 47) throw std::bad_alloc();
+  const std::size_t ndim = spec.shape.size() + 1;
+  memory_ = static_cast<std::byte*>(std::malloc(sizeof(ManagedTensor) + 2 * sizeof(std::int64_t) * ndim + 64 + bytes));
+  if (memory_ == nullptr) throw std::bad_alloc();
+  data_ = values_in(memory_, ndim);
 }
 
-void allocate_rows(std::int64_t n, nb::list& tensors, std::vector<std::byte*>& addresses) {
-  std::byte* address = nullptr;
-  tensors.append(make_tensor({0, 64, {}}, n, &address));
-  addresses.push_back(address);
+Room::Room(Room&& other) noexcept
+    : spec_(other.spec_), memory_(std::exchange(other.memory_, nullptr)), data_(other.data_) {}
+
+Room::~Room() { std::free(memory_); }
+
+nb::object Room::tensor(std::int64_t n) && {
+  const auto ndim = static_cast<std::int32_t>(spec_->shape.size() + 1);
+  auto* managed = new (memory_) ManagedTensor{};
+  auto* shape = reinterpret_cast<std::int64_t*>(memory_ + sizeof(ManagedTensor));
+  std::int64_t* strides = shape + ndim;
+  shape[0] = n;
+  std::copy(spec_->shape.begin(), spec_->shape.end(), shape + 1);
+  std::int64_t stride = 1;
+  for (std::int32_t d = ndim; d-- > 0;) {
+    strides[d] = stride;
+    stride *= shape[d] > 1 ? shape[d] : 1;
+  }
+  if (exchange == nullptr) {  // an older torch: it takes a capsule of its own, some 10 us later
+    std::vector<std::size_t> sizes(shape, shape + ndim);
+    nb::capsule owner(std::exchange(memory_, nullptr), [](void* memory) noexcept { std::free(memory); });
+    return nb::cast(nb::ndarray<nb::pytorch>(data_, sizes.size(), sizes.data(), owner, nullptr,
+                                             nb::dlpack::dtype{spec_->code, spec_->bits, 1}));
+  }
+  managed->version = {1, 0};
+  managed->deleter = [](ManagedTensor* self) { std::free(self); };  // where the memory begins
+  managed->tensor.data = data_;
+  managed->tensor.device = {kCpu, 0};
+  managed->tensor.ndim = ndim;
+  managed->tensor.dtype = {spec_->code, spec_->bits, 1};
+  managed->tensor.shape = shape;
+  managed->tensor.strides = strides;
+  memory_ = nullptr;  // taken over, whatever comes
+  void* object = nullptr;
+  if (exchange->to_object(managed, &object) != 0) throw nb::python_error();
+  return nb::steal<nb::object>(static_cast<PyObject*>(object));
 }
 
-void allocate_weights(std::int64_t n, bool single_precision, nb::list& tensors, std::vector<std::byte*>& addresses) {
-  constexpr std::uint8_t kFloat = 2;
-  std::byte* address = nullptr;
-  tensors.append(make_tensor({kFloat, static_cast<std::uint8_t>(single_precision ? 32 : 64), {}}, n, &address));
-  addresses.push_back(address);
+void Rooms::add(const RowSpec& spec, std::int64_t most) {
+  rooms_.emplace_back(spec, most);
+  addresses_.push_back(rooms_.back().data());
+}
+
+void Rooms::add(const Layout& layout, std::int64_t most) {
+  rooms_.reserve(layout.specs().size() + 8);
+  addresses_.reserve(layout.specs().size() + 8);
+  for (const RowSpec& spec : layout.specs()) add(spec, most);
+}
+
+nb::list Rooms::tensors(std::int64_t n) && {
+  nb::list tensors;
+  for (Room& room : rooms_) tensors.append(std::move(room).tensor(n));
+  return tensors;
 }
 
 void bind_tensors(nb::module_& m) {
@@ -262,19 +270,14 @@ void bind_tensors(nb::module_& m) {
       .def(
           "allocate",
           [](const Layout& self, std::int64_t n) {
-            nb::list tensors;
-            std::vector<std::byte*> addresses;
-            self.allocate(n, tensors, addresses);
-            return tensors;
+            Rooms rooms;
+            rooms.add(self, n);
+            return std::move(rooms).tensors(n);
           },
           "n"_a, "Uninitialised CPU tensors [n, *shape], one per field.");
   m.def(
       "empty_rows",
-      [](std::int64_t n) {
-        if (exchange == nullptr) throw std::runtime_error("this torch has no DLPack exchange table");
-        std::byte* address = nullptr;
-        return make_tensor({0, 64, {}}, n, &address);
-      },
+      [](std::int64_t n) { return Room(kNumbers, n).tensor(n); },
       "n"_a, "An uninitialised int64 tensor [n].");
   m.def("prefetch", &prefetch_objects, "items"_a, "Ask the memory for objects that are about to be used.");
   m.def("stack", &stack, "items"_a, "out"_a,

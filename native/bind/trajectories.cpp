@@ -7,26 +7,21 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "../core/check.h"
 #include "../core/store.h"
 #include "../core/trajectories.h"
+#include "../core/windows.h"
 #include "memory.h"
+#include "priorities.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
-using engram::Address;
-using engram::array_of;
-using engram::at;
-using engram::block;
-using engram::Drawn;
-using engram::Pass;
-using engram::Shape;
-using engram::Trajectories;
-using engram::Window;
-
+namespace engram {
 namespace {
 
 // (track, first place, length), one behind the other.
@@ -39,35 +34,169 @@ nb::object triples_of(const std::vector<Window>& windows) {
   return array_of(std::move(values));
 }
 
-// Rows, tickets and marks of windows, each repeated in its last step up to `padded` steps.
-void write(const Drawn& drawn, std::uint64_t padded, std::int64_t* rows, std::int64_t* numbers, bool* last, bool* first,
-           bool* real, bool* never) {
-  std::size_t from = 0, to = 0;
-  for (const Window& w : drawn.windows) {
-    if (w.length == 0) continue;
-    const std::uint64_t steps = std::max(w.length, padded);
-    for (std::uint64_t i = 0; i < steps; ++i, ++to) {
-      const std::size_t source = from + std::min(i, w.length - 1);
-      rows[to] = drawn.rows[source];
-      numbers[to] = drawn.numbers[source];
-      last[to] = i + 1 == w.length;
-      first[to] = i == 0;
-      real[to] = i < w.length;
-      never[to] = false;
-    }
-    from += w.length;
+// What a batch of windows says of its steps beside what is stored.
+struct Marks {
+  static constexpr std::int64_t kUnwanted = -2, kAlone = -1;
+
+  bool ends;             // the last step of each window
+  bool never;            // false
+  std::int64_t done;     // the stored flag with this number, or kAlone, and the ends
+  std::int64_t begun;    // the stored flag with this number, or kAlone, and the first steps
+  bool begun_is_column;  // [n, 1] as the others, else [n]
+  bool real;             // no padding: [n]
+};
+
+// Windows in new tensors: one per field, the rows, then marks, weights and tickets as they are added.
+class Sampled {
+ public:
+  Sampled(const Store& store, const Layout& layout, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length,
+          bool padded)
+      : store_(store), most_(static_cast<std::int64_t>(n * length)), stride_(padded ? length : 0) {
+    check(n < std::uint64_t{1} << 24 && length < std::uint64_t{1} << 24, "a batch of more rows than there is memory");
+    const std::uint64_t f = store.fields();
+    rooms_.add(layout, most_);
+    rooms_.add(kNumbers, most_);
+    numbers_.resize(n * length);
+    lengths_ = read_windows(store, choose, n, length, padded, {rooms_.first(f), rows(), numbers_.data()});
+    for (const std::uint64_t steps : lengths_) total_ += places(steps);
   }
+
+  void add(const Marks& marks) {
+    if (marks.ends) flag(kFlagColumn, Marks::kAlone, Step::last);
+    if (marks.done != Marks::kUnwanted) flag(kFlagColumn, marks.done, Step::last);
+    if (marks.never) flag(kFlagColumn, Marks::kAlone, Step::none);
+    if (marks.begun != Marks::kUnwanted) flag(marks.begun_is_column ? kFlagColumn : kFlag, marks.begun, Step::first);
+    if (!marks.real) return;
+    bool* to = room<bool>(kFlag);
+    for (const std::uint64_t steps : lengths_) to = std::fill_n(std::fill_n(to, steps, true), places(steps) - steps, false);
+  }
+
+  /// The weights that the first steps have among all rows, at every step of their windows.
+  void add_weights(const Priorities& priorities, bool single_precision) {
+    std::vector<std::int64_t> starts;
+    const std::int64_t* at = rows();
+    for (const std::uint64_t steps : lengths_) {
+      starts.push_back(*at);
+      at += places(steps);
+    }
+    std::vector<double> weights(starts.size());
+    priorities.weigh(starts.data(), starts.size(), weights.data());
+    if (single_precision) {
+      repeat(weights, room<float>(kFloat));
+    } else {
+      repeat(weights, room<double>(kDouble));
+    }
+  }
+
+  void add_numbers() { std::copy_n(numbers_.begin(), total_, room<std::int64_t>(kNumbers)); }
+
+  nb::list tensors() && { return std::move(rooms_).tensors(static_cast<std::int64_t>(total_)); }
+
+ private:
+  enum class Step { none, first, last };
+
+  std::int64_t* rows() const { return rooms_.at<std::int64_t>(store_.fields()); }
+  std::uint64_t places(std::uint64_t steps) const { return std::max(steps, stride_); }
+
+  template <class T>
+  T* room(const RowSpec& spec) {
+    rooms_.add(spec, most_);
+    return rooms_.at<T>(rooms_.size() - 1);
+  }
+
+  void flag(const RowSpec& spec, std::int64_t stored, Step step) {
+    auto* to = room<std::uint8_t>(spec);
+    if (stored == Marks::kAlone) {
+      std::fill_n(to, total_, std::uint8_t{0});
+    } else {
+      const auto field = static_cast<std::uint64_t>(stored);
+      check(field < store_.fields() && store_.row_bytes(field) == 1, "a stored flag of one byte");
+      std::copy_n(rooms_.at<std::uint8_t>(field), total_, to);
+    }
+    if (step == Step::none) return;
+    for (const std::uint64_t steps : lengths_) {
+      to[step == Step::first ? 0 : steps - 1] = 1;
+      to += places(steps);
+    }
+  }
+
+  template <class T>
+  void repeat(const std::vector<double>& values, T* to) const {
+    for (std::size_t i = 0; i < values.size(); ++i) to = std::fill_n(to, places(lengths_[i]), static_cast<T>(values[i]));
+  }
+
+  const Store& store_;
+  std::int64_t most_;
+  std::uint64_t stride_, total_ = 0;
+  std::vector<std::uint64_t> lengths_;
+  std::vector<std::int64_t> numbers_;
+  Rooms rooms_;
+};
+
+// The key of a choice, by its attempt; the first is the batch's own.
+std::uint64_t key_of(std::uint64_t key, std::uint64_t attempt) { return key + attempt * 0x9E3779B97F4A7C15ull; }
+
+nb::list sample(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
+                const Shape& shape, bool padded, bool numbered, const Marks& marks) {
+  const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
+  std::optional<Sampled> sampled;
+  {
+    nb::gil_scoped_release release;
+    const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
+      return table.draw(key_of(key, attempt), count, shape);
+    };
+    sampled.emplace(store, layout, choose, n, shape.length, padded);
+    sampled->add(marks);
+    if (numbered) sampled->add_numbers();
+  }
+  return std::move(*sampled).tensors();
 }
 
-std::uint64_t total(const Drawn& drawn, std::uint64_t padded) {
-  std::uint64_t rows = 0;
-  for (const Window& w : drawn.windows) rows += w.length == 0 ? 0 : std::max(w.length, padded);
-  return rows;
+Pass pass_of(const nb::tuple& state) {
+  check(state.size() == 4, "a pass is (key, version, visited, count)");
+  return {nb::cast<std::uint64_t>(state[0]), nb::cast<std::uint64_t>(state[1]), nb::cast<std::uint64_t>(state[2]),
+          nb::cast<std::uint64_t>(state[3])};
+}
+
+nb::tuple state_of(const Pass& pass) { return nb::make_tuple(pass.key, pass.version, pass.visited, pass.count); }
+
+nb::tuple sample_pass(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
+                      const Shape& shape, bool padded, bool numbered, const Marks& marks, const nb::tuple& state,
+                      bool shuffle, bool drop_last) {
+  const std::uint64_t key = *at<const std::uint64_t>(key_at);
+  Pass pass = pass_of(state);
+  std::optional<Sampled> sampled;
+  {
+    nb::gil_scoped_release release;
+    const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
+      return table.draw_pass(pass, key_of(key, attempt), count, shape, shuffle, drop_last);
+    };
+    sampled.emplace(store, layout, choose, n, shape.length, padded);
+    sampled->add(marks);
+    if (numbered) sampled->add_numbers();
+  }
+  return nb::make_tuple(state_of(pass), std::move(*sampled).tensors());
+}
+
+nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
+                         const Shape& shape, bool padded, bool numbered, const Marks& marks,
+                         const BoundPriorities& priorities, bool single_precision) {
+  const std::uint64_t key = *at<const std::uint64_t>(key_at);
+  std::optional<Sampled> sampled;
+  {
+    nb::gil_scoped_release release;
+    const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
+      return draw_anchored(priorities, table, key_of(key, attempt), count, shape);
+    };
+    sampled.emplace(store, layout, choose, n, shape.length, padded);
+    sampled->add(marks);
+    sampled->add_weights(priorities, single_precision);
+    if (numbered) sampled->add_numbers();
+  }
+  return std::move(*sampled).tensors();
 }
 
 }  // namespace
-
-namespace engram {
 
 void bind_trajectories(nb::module_& m) {
   nb::class_<Shape>(m, "Shape", "Which windows may be drawn, and how likely each is.")
@@ -78,26 +207,22 @@ void bind_trajectories(nb::module_& m) {
             new (self) Shape{length, strict, by_anchor, left, right};
           },
           "length"_a, "strict"_a = true, "by_anchor"_a = false, "left"_a = 0, "right"_a = 0);
+  nb::class_<Marks>(m, "Marks", "What a batch of windows says of its steps beside what is stored.")
+      .def(
+          "__init__",
+          [](Marks* self, bool ends, bool never, std::int64_t done, std::int64_t begun, bool begun_is_column, bool real) {
+            new (self) Marks{ends, never, done, begun, begun_is_column, real};
+          },
+          "ends"_a, "never"_a, "done"_a, "begun"_a, "begun_is_column"_a, "real"_a,
+          "Whether wanted: the last step of each window, [n, 1]; false, [n, 1]. Then numbers of stored flags, -1 for none of "
+          "them, -2 for unwanted: one that the last steps are added to, [n, 1]; one that the first steps are, which is "
+          "[n, 1] or [n]. Whether wanted: no padding, [n].");
   nb::class_<Drawn>(m, "Drawn", "Windows that were drawn, and the tickets that their rows had.")
-      .def("total", &total, "padded"_a = 0, "Rows of all windows, each padded to so many steps.")
       .def_prop_ro("windows", [](const Drawn& self) { return triples_of(self.windows); },
                    "(track, first place, length) of each, one behind the other: an int64 array.")
-      .def("lengths",
-           [](const Drawn& self) {
-             std::vector<std::int64_t> lengths;
-             for (const Window& w : self.windows) lengths.push_back(static_cast<std::int64_t>(w.length));
-             return lengths;
-           })
-      .def(
-          "write",
-          [](const Drawn& self, std::uint64_t padded, Address rows, Address numbers, Address last, Address first,
-             Address real, Address never) {
-            write(self, padded, at<std::int64_t>(rows), at<std::int64_t>(numbers), at<bool>(last), at<bool>(first),
-                  at<bool>(real), at<bool>(never));
-          },
-          "padded"_a, "rows"_a, "numbers"_a, "last"_a, "first"_a, "real"_a, "never"_a,
-          "Writes int64 rows and ticket numbers, and bools: whether a row ends its window, begins it, is not padding; and "
-          "false, for a flag that is not stored.");
+      .def_prop_ro("rows", [](const Drawn& self) { return array_of(std::vector(self.rows)); })
+      .def_prop_ro("numbers", [](const Drawn& self) { return array_of(std::vector(self.numbers)); },
+                   "Of the rows' tickets; -1 in a window that was just being written.");
   nb::class_<Trajectories, Index>(m, "Trajectories", nb::is_weak_referenceable(), "Where trajectories begin and end.")
       .def(
           "__init__",
@@ -121,21 +246,34 @@ void bind_trajectories(nb::module_& m) {
            "Looks at up to so many steps of each lane that are new; how many are left.")
       .def("forget", &Trajectories::forget, nb::call_guard<nb::gil_scoped_release>())
       .def("after_fork", &Trajectories::after_fork, "In a child that was forked off, before anything else.")
+      .def("sample", &sample, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a, "marks"_a,
+           "n windows with replacement, in new tensors: one per field, int64 rows, marks, and tickets if numbered.")
+      .def("sample_pass", &sample_pass, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a,
+           "marks"_a, "state"_a, "shuffle"_a, "drop_last"_a, "As draw_pass and sample: (pass, tensors).")
+      .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a,
+           "numbered"_a, "marks"_a, "priorities"_a, "single_precision"_a,
+           "As sample, with first steps drawn by priority; behind the marks come their weights.")
+      .def(
+          "draw_anchored",
+          [](Trajectories& self, const BoundPriorities& priorities, std::uint64_t key, std::uint64_t n,
+             const Shape& shape) {
+            nb::gil_scoped_release release;
+            return draw_anchored(priorities, self, key, n, shape);
+          },
+          "priorities"_a, "key"_a, "n"_a, "shape"_a, "n windows whose first steps are drawn by priority; none if there are none.")
       .def("draw", &Trajectories::draw, "key"_a, "n"_a, "shape"_a, nb::call_guard<nb::gil_scoped_release>(),
            "n windows with replacement; none if there are none to draw.")
       .def(
           "draw_pass",
           [](Trajectories& self, const nb::tuple& state, std::uint64_t key, std::uint64_t n, const Shape& shape,
              bool shuffle, bool drop_last) {
-            check(state.size() == 4, "a pass is (key, version, visited, count)");
-            Pass pass{nb::cast<std::uint64_t>(state[0]), nb::cast<std::uint64_t>(state[1]),
-                      nb::cast<std::uint64_t>(state[2]), nb::cast<std::uint64_t>(state[3])};
+            Pass pass = pass_of(state);
             Drawn drawn;
             {
               nb::gil_scoped_release release;
               drawn = self.draw_pass(pass, key, n, shape, shuffle, drop_last);
             }
-            return nb::make_tuple(nb::make_tuple(pass.key, pass.version, pass.visited, pass.count), std::move(drawn));
+            return nb::make_tuple(state_of(pass), std::move(drawn));
           },
           "state"_a, "key"_a, "n"_a, "shape"_a, "shuffle"_a, "drop_last"_a,
           "The next n trajectories of a pass (key, version, visited, count), one window each: (pass, windows).")

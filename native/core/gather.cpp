@@ -65,6 +65,21 @@ void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t
 
 }  // namespace
 
+bool mostly_runs(const std::int64_t* rows, std::uint64_t n) {
+  std::uint64_t breaks = 0;
+  for (std::uint64_t j = 1; j < n; ++j) breaks += rows[j] != rows[j - 1] + 1;
+  return n > 1 && breaks * 4 < n;
+}
+
+void gather_runs(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
+  const std::uint64_t bytes = field.row_bytes;
+  for (std::uint64_t j = 0, end = 0; j < n; j = end) {
+    end = j + 1;
+    while (end < n && rows[end] == rows[end - 1] + 1) ++end;
+    copy_from_shared(out + j * bytes, field.data + static_cast<std::uint64_t>(rows[j]) * bytes, (end - j) * bytes);
+  }
+}
+
 #ifdef ENGRAM_TSAN
 
 void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
@@ -85,15 +100,6 @@ void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, 
 }
 
 #else
-
-// Memory without bytes may be nowhere, which memcpy does not allow.
-void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, bytes);
-}
-
-void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, bytes);
-}
 
 void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, const Field* next) {
   const Field after = next == nullptr ? Field{nullptr, 0} : *next;

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace engram {
 
@@ -14,8 +15,18 @@ struct Field {
 
 /// memcpy beside possible concurrent writers. Formally a data race where a reader meets a writer, and a benign one: the
 /// reader looks at the row's ticket after a fence and throws away what moved. The TSan build copies atomic bytes.
+#ifdef ENGRAM_TSAN
 void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes);
 void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes);
+#else
+// Memory without bytes may be nowhere, which memcpy does not allow.
+inline void copy_from_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+inline void copy_to_shared(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+#endif
 
 /// Asks the memory for a row that is about to be copied: a small row lies in one cache line or across two.
 inline void prefetch_row(const Field& field, std::int64_t row) {
@@ -23,6 +34,12 @@ inline void prefetch_row(const Field& field, std::int64_t row) {
   __builtin_prefetch(first);
   if (field.row_bytes > 16) __builtin_prefetch(first + field.row_bytes - 1);
 }
+
+/// Whether most of the rows follow the one before them, as those of windows do.
+bool mostly_runs(const std::int64_t* rows, std::uint64_t n);
+
+/// As gather_rows, one copy for each run of rows that follow one another.
+void gather_runs(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out);
 
 /// out[j] = field[rows[j]] for j in [0, n). Rows must have been checked. Meanwhile the same rows of `next`, the field that
 /// will be gathered after this one (or null), are asked for: the waits for memory then lie beside the copies. Beside long

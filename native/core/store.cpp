@@ -329,10 +329,15 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
     bad |= static_cast<std::uint64_t>(!ok) << i;
     if (numbers_out != nullptr) numbers_out[i] = static_cast<std::int64_t>(number_of(words[i]));
   }
+  const bool runs = mostly_runs(rows, n);
   for (std::uint64_t f = 0; f < which.size(); ++f) {
     const Field& field = fields_[which[f]];
-    const Field* next = f + 1 < which.size() ? &fields_[which[f + 1]] : nullptr;
-    gather_rows(field, rows, n, batch[f] + at * field.row_bytes, next);
+    std::byte* out = batch[f] + at * field.row_bytes;
+    if (runs) {
+      gather_runs(field, rows, n, out);
+    } else {
+      gather_rows(field, rows, n, out, f + 1 < which.size() ? &fields_[which[f + 1]] : nullptr);
+    }
   }
   fence(std::memory_order_acquire);
   for (std::uint64_t i = 0; i < n; ++i) {

@@ -140,6 +140,11 @@ bool Trajectories::same(const Field& field, std::int64_t a, std::int64_t b) cons
   std::byte left[64], right[64];
   const std::byte* from = field.data + static_cast<std::uint64_t>(a) * field.row_bytes;
   const std::byte* to = field.data + static_cast<std::uint64_t>(b) * field.row_bytes;
+  if (field.row_bytes == sizeof(std::uint64_t)) {  // as ids are: a compare, and no call
+    copy_from_shared(left, from, sizeof(std::uint64_t));
+    copy_from_shared(right, to, sizeof(std::uint64_t));
+    return std::memcmp(left, right, sizeof(std::uint64_t)) == 0;
+  }
   for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof left) {
     const std::uint64_t n = std::min<std::uint64_t>(sizeof left, field.row_bytes - i);
     copy_from_shared(left, from + i, n);
@@ -152,6 +157,10 @@ bool Trajectories::same(const Field& field, std::int64_t a, std::int64_t b) cons
 bool Trajectories::any(const Field& field, std::int64_t row) const {
   std::byte bytes[64];
   const std::byte* from = field.data + static_cast<std::uint64_t>(row) * field.row_bytes;
+  if (field.row_bytes == 1) {  // as flags are
+    copy_from_shared(bytes, from, 1);
+    return bytes[0] != std::byte{0};
+  }
   for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
     const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
     copy_from_shared(bytes, from + i, n);
@@ -572,24 +581,37 @@ Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, co
   return drawn;
 }
 
+Window Trajectories::window_at(std::int64_t row, const Shape& shape) const {
+  const auto r = static_cast<std::uint64_t>(row);
+  const View v = view(track_of(r));
+  const std::uint64_t place = place_of(r, cursor(r / control_.lane_length()));
+  Window window{v.track, place, 0};
+  if (place < v.low || place >= v.next) return window;
+  const std::uint64_t run = v.find(place);
+  const std::uint64_t length = v.dead(run) ? 0 : std::min(shape.length, v.end(run) - place);
+  const bool whole = length + shape.right >= shape.length;
+  const bool short_one = !shape.strict && v.length(run) < shape.length && place + v.length(run) == v.end(run);
+  if (whole || short_one) window.length = length;
+  return window;
+}
+
 Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape) {
   check_rows(rows, n, control_.capacity());
   const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   Drawn drawn;
-  for (std::uint64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
-    const View v = view(track_of(row));
-    const std::uint64_t place = place_of(row, cursor(row / control_.lane_length()));
-    Window window{v.track, place, 0};
-    if (place >= v.low && place < v.next) {
-      const std::uint64_t run = v.find(place);
-      const std::uint64_t length = v.dead(run) ? 0 : std::min(shape.length, v.end(run) - place);
-      const bool whole = length + shape.right >= shape.length;
-      const bool short_one = !shape.strict && v.length(run) < shape.length && place + v.length(run) == v.end(run);
-      if (whole || short_one) window.length = length;
-    }
-    append(drawn, window, false);
+  for (std::uint64_t i = 0; i < n; ++i) append(drawn, window_at(rows[i], shape), false);
+  return drawn;
+}
+
+Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most) {
+  check_rows(rows, n, control_.capacity());
+  const std::lock_guard<std::mutex> guard(mutex_);
+  settle();
+  Drawn drawn;
+  for (std::uint64_t i = 0; i < n && drawn.windows.size() < most; ++i) {
+    const Window window = window_at(rows[i], shape);
+    if (window.length > 0) append(drawn, window, false);
   }
   return drawn;
 }

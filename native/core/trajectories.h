@@ -102,6 +102,9 @@ class Trajectories final : public Index {
   /// hang over the end, but for the first step of a shorter trajectory if not strict.
   Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape);
 
+  /// As windows_at, without those of length 0, and no more than `most`.
+  Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most);
+
   /// Whether a window of `length` steps of one trajectory begins at each of the rows.
   void admissible(const std::int64_t* rows, std::uint64_t n, std::uint64_t length, bool* out);
 
@@ -202,6 +205,7 @@ class Trajectories final : public Index {
   void settle();
   void changed(const std::int64_t* rows, std::uint64_t n, bool compare);
 
+  Window window_at(std::int64_t row, const Shape& shape) const;
   bool append(Drawn& drawn, const Window& window, bool whole) const;
 
   Control control_;

@@ -13,6 +13,7 @@ _core: Any = _extension
 __all__ = [
     "BadPriority",
     "Layout",
+    "Marks",
     "NothingLive",
     "Priorities",
     "Shape",
@@ -34,6 +35,7 @@ __all__ = [
 
 BadPriority = _core.BadPriority
 Layout = _core.Layout
+Marks = _core.Marks
 NothingLive = _core.NothingLive
 Priorities = _core.Priorities
 Shape = _core.Shape
@@ -41,6 +43,7 @@ Stalled = _core.Stalled
 Store = _core.Store
 Trajectories = _core.Trajectories
 control_bytes = _core.control_bytes
+empty_rows = _core.empty_rows
 format_control = _core.format_control
 format_priorities = _core.format_priorities
 permute = _core.permute
@@ -51,14 +54,6 @@ uniform = _core.uniform
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)
-
-
-def empty_rows(n: int) -> torch.Tensor:
-    """An uninitialised int64 tensor ``[n]`` on the CPU."""
-    if HAS_EXCHANGE:
-        rows: torch.Tensor = _core.empty_rows(n)
-        return rows
-    return torch.empty(n, dtype=torch.int64, device="cpu")
 
 
 def set_num_threads(n: int) -> None:

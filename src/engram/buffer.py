@@ -345,16 +345,17 @@ class ReplayBuffer:
         if self._shut_down:
             raise RuntimeError("sample: the buffer was shut down.")
         storage: Any = self._storage
+        key = self._draw_key()
         if self._draws_natively and storage.memory is not None:
             with_rows = return_info or self._shows_rows
-            columns = storage.memory.sample_uniform(self._draw_key(), batch_size, with_rows, self._tracks)
+            columns = storage.memory.sample_uniform(key, batch_size, with_rows, self._tracks)
             info = {"index_generation": columns.pop()} if self._tracks else {}
             return self._finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
         if self._sample_natively is not None and storage.memory is not None and storage.memory.is_native:
-            columns, rows, info = self._sample_natively(storage.memory, self._draw_key(), batch_size)
-            return self._finish(columns, batch_size, rows, info, return_info)
-        columns, rows, info = self._draw(batch_size)
-        return self._finish(columns, len(rows), rows, info, return_info)
+            columns, rows, info = self._sample_natively(storage, key, batch_size, numbered=self._tracks)
+            return self._finish(columns, rows.numel(), rows, info, return_info)
+        columns, rows, info = self._draw(batch_size, key.value)
+        return self._finish(columns, rows.numel(), rows, info, return_info)
 
     def _finish(self, columns: Any, n: int, rows: Tensor | None, info: dict[str, Any], return_info: bool) -> Any:
         """From ``n`` rows that were read to what the user gets; ``rows`` may be None where nobody asked for them."""
@@ -378,9 +379,8 @@ class ReplayBuffer:
             return self._collate_fn(data)
         return collate.stack(data) if isinstance(self._storage, storages.ListStorage) else data
 
-    def _draw(self, batch_size: int) -> tuple[Any, Tensor, dict[str, Any]]:
+    def _draw(self, batch_size: int, key: int) -> tuple[Any, Tensor, dict[str, Any]]:
         """Ask the sampler, read, and draw again what moved meanwhile."""
-        key = self._draw_key().value
         extent = self._storage.extent()
         if extent.size == 0:
             samplers.check_drawable(extent)
@@ -391,11 +391,9 @@ class ReplayBuffer:
         if self._tracks and not chosen:  # so that the generation is that of what was read
             draw = draw._replace(tickets=self._storage.numbers_of(draw.rows))
         columns, moved = self._storage.read(draw.rows, draw.tickets)
-        if moved and self._draws_windows:
-            draw, columns = self._draw_windows_again(draw, moved, key)
-        elif moved:
+        if moved:
             draw = self._read_again(draw, columns, moved, "sample", key=key if chosen else None)
-        info = dict(self._sampler.finish(columns, draw) if self._draws_windows else draw.info)
+        info = dict(draw.info)
         if self._tracks:
             info["index_generation"] = draw.tickets
         return columns, draw.rows, info
@@ -432,21 +430,6 @@ class ReplayBuffer:
             storage.patch(columns, moved, fresh)
             moved = [moved[i] for i in still]
         return Draw(rows, tickets, info)
-
-    def _draw_windows_again(self, draw: Draw, moved: list[int], key: int) -> tuple[Draw, Any]:
-        """Other windows for those with a row that moved while it was read; all are read again, as their lengths differ."""
-        deadline = time.monotonic() + _WAIT_S
-        attempt = 0
-        columns: Any = None
-        while moved:
-            attempt += 1
-            if attempt > _TRIES:
-                if time.monotonic() > deadline:
-                    raise WriterStalled(f"sample: row {int(draw.rows[moved[0]])} moved at every try for {_WAIT_S:g} s.")
-                time.sleep(0.001)
-            draw = self._sampler.redraw(draw, moved, self._storage.extent(), _mix(key, attempt))
-            columns, moved = self._storage.read(draw.rows, draw.tickets)
-        return draw, columns
 
     def _draw_key(self) -> Key:
         """64 random bits from the generator: all randomness of one draw."""

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from engram.store import Block, Key
 
-__all__ = ["PriorityConfig", "PriorityIndex"]
+__all__ = ["NOTHING", "PriorityConfig", "PriorityIndex"]
 
 KIND = "priorities"
-_NOTHING = "Add data, or give rows a priority above zero."
+NOTHING = "Add data, or give rows a priority above zero."
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -102,7 +102,7 @@ class PriorityIndex:
         try:
             self.core.draw(key, n, rows.data_ptr(), numbers.data_ptr(), weights.data_ptr())
         except _native.NothingLive as error:
-            raise NoSampleable(f"sample: {error}. {_NOTHING}") from error
+            raise NoSampleable(f"sample: {error}. {NOTHING}") from error
         return rows, numbers, weights
 
     def sample(self, store: Store, key: Key, n: int, *, single_precision: bool) -> list[Tensor]:
@@ -112,7 +112,7 @@ class PriorityIndex:
         except _native.Stalled as error:
             raise WriterStalled(f"sample: {error}.") from error
         except _native.NothingLive as error:
-            raise NoSampleable(f"sample: {error}. {_NOTHING}") from error
+            raise NoSampleable(f"sample: {error}. {NOTHING}") from error
         return drawn
 
     def weights(self, rows: Tensor) -> Tensor:

@@ -100,6 +100,13 @@ class Key(threading.local):
         self.draw = self._bits.random_
         """``draw()`` or ``draw(generator=…)``."""
 
+    @classmethod
+    def of(cls, value: int) -> Key:
+        """These bits, ``0 <= value < 2 ** 64``."""
+        made = cls()
+        made._bits.fill_(value - (1 << 64) if value >= 1 << 63 else value)
+        return made
+
     @property
     def value(self) -> int:
         """The bits, as an int."""
@@ -198,7 +205,7 @@ class Store:
 
     device = torch.device("cpu")
     #: Whether the core moves the rows, and can make tensors.
-    is_native = _native.HAS_EXCHANGE
+    is_native = True
 
     def __init__(
         self,
@@ -645,10 +652,8 @@ class Store:
 
     def allocate(self, n: int) -> list[Tensor]:
         """Uninitialised CPU tensors for ``n`` rows of every field."""
-        if _native.HAS_EXCHANGE:
-            tensors: list[Tensor] = self.layout.allocate(n)
-            return tensors
-        return [torch.empty((n, *field.shape), dtype=torch_dtype(field), device="cpu") for field in self.schema.fields]
+        tensors: list[Tensor] = self.layout.allocate(n)
+        return tensors
 
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
@@ -709,16 +714,10 @@ class Store:
             NoSampleable: no row is live.
         """
         try:
-            if _native.HAS_EXCHANGE:
-                drawn: list[Tensor] = self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers)
-                return drawn
-            columns = self.allocate(n)
-            rows, numbers = _native.empty_rows(n), _native.empty_rows(n)
-            addresses = tuple([column.data_ptr() for column in columns])
-            self.core.sample_uniform(key.value, n, addresses, rows.data_ptr(), numbers.data_ptr())
+            drawn: list[Tensor] = self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers)
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
-        return [*columns, *[rows] * with_rows, *[numbers] * with_numbers]
+        return drawn
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""

@@ -98,16 +98,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _finish(self, columns: Any, n: int, rows: Any, info: dict[str, Any], return_info: bool) -> Any:
         data = super()._finish(columns, n, rows, info, False)
-        info = self._info(rows, info)
-        entries = info
-        if self._storage.ndim > 1 or self._draws_windows:
-            index = self._user_index(rows)
-            entries = {**info, "index": index if self._storage.ndim > 1 else index.unsqueeze(-1)}
+        index = self._user_index(rows)
+        if self._draws_windows and self._storage.ndim == 1:
+            index = index.unsqueeze(-1)
+        entries = {**info, "index": index}
         if type(data) is TensorDict and data.batch_size == (n,) and not data.is_locked:
             put(data, entries)
         else:
             self._attach(data, n, entries)
-        return (data, info) if return_info else data
+        return (data, self._info(rows, info)) if return_info else data
 
     def _attach(self, data: Any, n: int, entries: dict[str, Any]) -> None:
         """Add entries ``[n, ...]`` to a batch of another form than ours."""

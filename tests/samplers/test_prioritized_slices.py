@@ -182,7 +182,7 @@ def test_nothing_to_draw():
     with pytest.raises(NoSampleable, match="empty"):
         rb.sample()
     rb.extend(steps([2, 1, 2]))
-    with pytest.raises(NoSampleable, match=r"3 trajectories of at most 2 steps"):
+    with pytest.raises(NoSampleable, match=r"expected a trajectory of at least 3 steps, got 3 of at most 2"):
         rb.sample()
     rb.extend(steps([5], 9))
     rb.update_priority(torch.arange(10), 0.0)

@@ -198,11 +198,18 @@ class PrioritizedSampler(NativeSampler):
             numbers = self._storage.numbers_of(rows)
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": numbers})
 
-    def sample_natively(self, store: Any, key: Key, n: int) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+    def sample_natively(
+        self,
+        storage: Any,
+        key: Key,
+        n: int,
+        *,
+        numbered: bool = True,
+    ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
         index = self._index or self._attached()
         assert index is not None  # the store has memory
-        columns = index.sample(store, key, n, single_precision=self.dtype is torch.float32)
+        columns = index.sample(storage.memory, key, n, single_precision=self.dtype is torch.float32)
         weights = columns.pop()
         if weights.dtype is not self.dtype:
             weights = weights.to(self.dtype)

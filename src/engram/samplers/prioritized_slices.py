@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from engram import _native
 from engram.errors import NoSampleable
+from engram.priorities import NOTHING
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.slices import SliceSampler
 
@@ -17,14 +18,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.priorities import PriorityIndex
-    from engram.samplers.slices import Slices
+    from engram.samplers.slices import Marks
+    from engram.store import Key, Store
 
 __all__ = ["PrioritizedSliceSampler"]
-
-#: Draws of anchors by priority before the admissible ones are listed.
-_TRIES = 8
-_GAMMA = 0x9E3779B97F4A7C15
 
 
 class PrioritizedSliceSampler(SliceSampler):
@@ -162,47 +159,42 @@ class PrioritizedSliceSampler(SliceSampler):
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def _choose(self, table: Any, key: int, count: int, length: int) -> Any:
-        shape = self._shape(length)
-        priorities = self.anchors.priorities()
-        chosen = _native.empty_rows(0)
-        for attempt in range(_TRIES):
-            # More than are missing, as some will not do; never fewer than a few.
-            missing = count - len(chosen)
-            rows, _, _ = priorities.draw((key + attempt * _GAMMA) % (1 << 64), 2 * missing + 8)
-            found = rows[_lengths(table, rows, shape) > 0][:missing]
-            chosen = torch.cat([chosen, found])
-            if len(chosen) == count:
-                break
-        else:
-            chosen = torch.cat([chosen, self._listed(table, shape, priorities, key, count - len(chosen))])
-        return table.windows_at(chosen.data_ptr(), len(chosen), shape)
-
-    def _listed(self, table: Any, shape: Any, priorities: PriorityIndex, key: int, n: int) -> Tensor:
-        """Anchors drawn among all rows where a window may start, exactly in proportion. Cost: O(rows)."""
-        leaves = priorities.leaves(priorities.core.rows)
-        rows = leaves.nonzero().squeeze(1)
-        rows = rows[_lengths(table, rows, shape) > 0]
-        if not len(rows):
-            trajectories, longest = table.census()
-            raise NoSampleable(
-                f"sample: expected a row of positive priority where a window of {self.slice_len or 'that length'} steps "
-                f"begins, got {trajectories} trajectories of at most {longest} steps without one."
+    def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+        index = self.anchors.priorities()
+        try:
+            drawn: list[Tensor] = self._table.sample_anchored(
+                *arguments, index.core, self.anchors.dtype is torch.float32
             )
-        generator = torch.Generator().manual_seed(key % (1 << 63))
-        at = torch.rand(n, dtype=torch.float64, generator=generator)
-        upto = leaves[rows].cumsum(0)
-        return rows[torch.searchsorted(upto, at * upto[-1], right=True).clamp_(max=len(rows) - 1)]
+        except _native.NothingLive as error:
+            raise NoSampleable(f"sample: {error}. {NOTHING}") from error
+        return drawn
 
-    def finish(self, columns: Sequence[Tensor], draw: Slices) -> dict[Any, Tensor]:
-        info: dict[Any, Tensor] = super().finish(columns, draw)
-        sizes = torch.tensor(draw.sizes, device="cpu")
-        starts = draw.rows[sizes.cumsum(0) - sizes]
-        weights = self.anchors.priorities().weights(starts).to(self.anchors.dtype)
-        info["priority_weight"] = weights.repeat_interleave(sizes)
-        assert draw.tickets is not None  # windows are read as they were drawn
-        info["index_generation"] = draw.tickets
-        return info
+    def _marks_in(self, store: Store) -> Marks:
+        marks = super()._marks_in(store)
+        marks.places["priority_weight"] = marks.end
+        return marks
+
+    def sample_natively(
+        self,
+        storage: Any,
+        key: Key,
+        n: int,
+        *,
+        numbered: bool = True,
+    ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
+        """As :meth:`SliceSampler.sample_natively`, with weights and generations."""
+        columns, rows, info = super().sample_natively(storage, key, n, numbered=True)
+        info["priority_weight"] = info["priority_weight"].to(self.anchors.dtype)
+        return columns, rows, info
+
+    def _refuse(self, table: Any, length: int) -> NoReturn:
+        trajectories, longest = table.census()
+        if longest < (length if self.strict_length else 1):
+            super()._refuse(table, length)
+        raise NoSampleable(
+            f"sample: expected a row of positive priority where a window of {length} steps begins, got {trajectories} "
+            f"trajectories of at most {longest} steps without one."
+        )
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -225,9 +217,3 @@ class PrioritizedSliceSampler(SliceSampler):
         made = cls(**{**config, "dtype": getattr(torch, config["dtype"])})
         made.anchors.adopts_index = True
         return made
-
-
-def _lengths(table: Any, rows: Tensor, shape: Any) -> Tensor:
-    """Steps of the windows that begin at rows, int64 ``[B]``; 0 where none does."""
-    rows = rows.contiguous()
-    return torch.tensor(table.windows_at(rows.data_ptr(), len(rows), shape).lengths(), dtype=torch.int64, device="cpu")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from engram import _fork, _native
 from engram._later import refuse
-from engram.errors import NoSampleable
+from engram.errors import NoSampleable, WriterStalled
 from engram.samplers._base import NativeSampler
 from engram.samplers._boundaries import boundaries_of, field_numbers, scan, shared_table, static_table
+from engram.store import Key as DrawKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Extent, Write
 
-__all__ = ["SliceSampler", "SliceSamplerWithoutReplacement", "Slices"]
+__all__ = ["SliceSampler", "SliceSamplerWithoutReplacement"]
 
 _LATER = {
     "fragmented": "slices of interleaved trajectories",
@@ -31,57 +32,27 @@ _LATER = {
 }
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MASK = ("collector", "mask")
-#: int64 rows and tickets; bools: ends its window ``[B, 1]``, begins it ``[B]``, is no padding ``[B]``; false ``[B, 1]``.
-#: Made natively, as every operation of torch gives the GIL away, and getting it back from busy writers takes its time.
-_COLUMNS = [(0, 64, ()), (0, 64, ()), (6, 8, (1,)), (6, 8, ()), (6, 8, ()), (6, 8, (1,))]
-_LAYOUT = _native.Layout(_COLUMNS)
+#: Of a mark: not wanted, or not added to a stored flag.
+_UNWANTED, _ALONE = -2, -1
 
 
-class Slices(Draw):
-    """A draw of whole windows, one behind the other."""
+class Marks(NamedTuple):
+    """Where the entries of ``info`` come from."""
 
-    length: int
-    """Steps that were asked for per window."""
-    sizes: list[int]
-    """Rows of each window, padding included."""
-    last: Tensor
-    """bool ``[B, 1]``: the last real step of its window."""
-    first: Tensor
-    """bool ``[B]``: the first step of its window."""
-    real: Tensor
-    """bool ``[B]``: no padding."""
-    never: Tensor
-    """bool ``[B, 1]``: false."""
-
-    @property
-    def columns(self) -> list[Tensor]:
-        """All that has an entry per row."""
-        assert self.tickets is not None  # windows are read as they were drawn
-        return [self.rows, self.tickets, self.last, self.first, self.real, self.never]
-
-
-def _allocate(n: int) -> list[Tensor]:
-    if _native.HAS_EXCHANGE:
-        tensors: list[Tensor] = _LAYOUT.allocate(n)
-        return tensors
-    kinds = (torch.int64, torch.int64, *(torch.bool,) * 4)
-    return [
-        torch.empty((n, *shape), dtype=kind, device="cpu") for kind, (_, _, shape) in zip(kinds, _COLUMNS, strict=True)
-    ]
-
-
-def _slices(columns: Sequence[Tensor], sizes: list[int], length: int) -> Slices:
-    draw = Slices(columns[0], columns[1])
-    draw.last, draw.first, draw.real, draw.never = columns[2:]
-    draw.sizes = sizes
-    draw.length = length
-    return draw
+    wanted: Any
+    """What the native core is asked for."""
+    places: dict[Any, int]
+    """Entries that are among its tensors as they are."""
+    merged: list[tuple[Any, Callable[[Tensor, Tensor], Tensor], int, int]]
+    """Entries made of a stored field and a mark: ``(entry, how, place of the field, place of the mark)``."""
+    end: int
+    """The place behind the last mark."""
 
 
 class _SliceSampler(NativeSampler):
     """What slice samplers share: arguments, the table, and the marks of a window's ends."""
 
-    #: Batches are windows: the buffer asks for :meth:`finish` and :meth:`redraw`, and ``info["index"]`` is a tuple.
+    #: Batches are windows: ``info["index"]`` is a tuple.
     draws_windows = True
 
     def __init__(
@@ -150,6 +121,7 @@ class _SliceSampler(NativeSampler):
         self._static_field: Tensor | None = None
         self._static_version = -1
         self._fields: dict[Key, int] = {}
+        self._marks = Marks(None, {}, [], 0)
         self._shapes: dict[int, Any] = {}
 
     def bind(self, storage: Any) -> None:
@@ -199,6 +171,7 @@ class _SliceSampler(NativeSampler):
             boundaries = boundaries_of(memory, self.traj_key, self.end_key, self.end_keys)
             self._table = shared_table(memory, self.index, boundaries, length)
         self._fields = field_numbers(memory)
+        self._marks = self._marks_in(memory)
         self._memory = memory
 
     def _place_static(self, extent: Extent) -> None:
@@ -244,24 +217,55 @@ class _SliceSampler(NativeSampler):
             shape = self._shapes[length] = _native.Shape(length, **self._shape_arguments)
         return shape
 
-    def _choose(self, table: Any, key: int, count: int, length: int) -> Any:
-        """The windows, as the native core draws them."""
+    def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+        """The native core's draw: fields, rows, marks, tickets if asked for. ``arguments``: what all kinds of it take."""
         raise NotImplementedError
 
-    def draw(self, extent: Extent, batch_size: int, key: int) -> Slices:
-        count, length = self._split(batch_size)
-        return self._draw(extent, key, count, length)
+    def sample_natively(
+        self, storage: Any, key: DrawKey, n: int, *, numbered: bool = False
+    ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
+        """Draw windows, read them and mark their ends in one native call: ``(columns, rows, info)``.
 
-    def _draw(self, extent: Extent, key: int, count: int, length: int) -> Slices:
-        table = self._table_of(extent, length)
-        drawn = self._choose(table, key % (1 << 64), count, length)
-        padded = length if self._pad else 0
-        total = drawn.total(padded)
-        if not total:
-            self._refuse(table, length)
-        columns = _allocate(total)
-        drawn.write(padded, *[column.data_ptr() for column in columns])
-        return _slices(columns, [max(size, padded) for size in drawn.lengths() if size], length)
+        Windows of which a row moves while it is read are replaced by others.
+        """
+        if storage is not self._storage:
+            self.bind(storage)
+        count, length = self._split(n)
+        store: Store = storage.memory
+        if store is not self._memory or self._static_field is not None:
+            self._table_of(storage.extent(), length)
+        marks = self._marks
+        arguments = (
+            store.core,
+            store.layout,
+            key.address,
+            count,
+            self._shape(length),
+            self._pad,
+            numbered,
+            marks.wanted,
+        )
+        try:
+            tensors = self._sample(arguments)
+        except _native.Stalled as error:
+            raise WriterStalled(f"sample: {error}.") from error
+        fields = len(store.tensors)
+        rows = tensors[fields]
+        if not rows.numel():
+            self._refuse(self._table, length)
+        info = {entry: tensors[place] for entry, place in marks.places.items()}
+        for entry, how, field, mark in marks.merged:
+            info[entry] = how(tensors[field], tensors[mark])
+        if numbered:
+            info["index_generation"] = tensors[-1]
+        return tensors[:fields], rows, info
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        """Rows and tickets of the windows that :meth:`sample_natively` draws by the same key."""
+        self._table_of(extent, self._split(batch_size)[1])  # where the storage is none for windows, this says so
+        bits = DrawKey.of(key)
+        _, rows, info = self.sample_natively(self._storage, bits, batch_size, numbered=True)
+        return Draw(rows, info["index_generation"])
 
     def _refuse(self, table: Any, length: int) -> NoReturn:
         trajectories, longest = table.census()
@@ -278,54 +282,47 @@ class _SliceSampler(NativeSampler):
             f"{longest}. Lower slice_len, or pass strict_length=False."
         )
 
-    def redraw(self, draw: Slices, moved: list[int], extent: Extent, key: int) -> Slices:
-        """A draw in which other windows stand for those with a row that moved: at these places of the batch."""
-        ends = torch.tensor(draw.sizes, device="cpu").cumsum(0)
-        hit = sorted(set(torch.searchsorted(ends, torch.tensor(moved, device="cpu"), right=True).tolist()))
-        fresh = self._draw(extent, key, len(hit), draw.length)
-        parts = [list(column.split_with_sizes(draw.sizes)) for column in draw.columns]
-        others = [column.split_with_sizes(fresh.sizes) for column in fresh.columns]
-        for number, window in enumerate(hit):
-            for part, other in zip(parts, others, strict=True):
-                part[window] = other[number] if number < len(other) else part[window][:0]
-        sizes = [len(rows) for rows in parts[0] if len(rows)]
-        return _slices([torch.cat(part) for part in parts], sizes, draw.length)
+    # ---- marks -------------------------------------------------------------------------------------------------------
 
-    def finish(self, columns: Sequence[Tensor], draw: Slices) -> dict[str | Key, Tensor]:
-        """The marks of a batch that was read: what ``info`` holds beside the index.
+    def _marks_in(self, store: Store) -> Marks:
+        """What ``info`` holds beside the index, for the flags that a store has.
 
-        Args:
-            columns: ``[B, ...]``, one per field of the store.
-            draw: what was read.
-
-        Returns:
-            Under :attr:`truncated_key` and its siblings ``done`` and ``terminated``, bool ``[B, 1]``; under
-            :attr:`init_key`, if it is stored, as it is stored; under ``("collector", "mask")``, with padding, bool ``[B]``.
+        Under :attr:`truncated_key` and its siblings ``done`` and ``terminated``, bool ``[B, 1]``; under :attr:`init_key`, if it
+        is stored, as it is stored; under ``("collector", "mask")``, with padding, bool ``[B]``.
         """
-        info: dict[str | Key, Tensor] = {}
+        places: dict[Any, int] = {}
+        merged: list[tuple[Any, Callable[[Tensor, Tensor], Tensor], int, int]] = []
+        ends, never, done, begun, begun_is_column = False, False, _UNWANTED, _UNWANTED, False
+        at = len(store.tensors) + 1
         if self.truncated_key is not None:
             *above, _ = self.truncated_key
-            done, terminated = (self._flag(columns, (*above, name)) for name in ("done", "terminated"))
-            info[_public(self.truncated_key)] = draw.last
-            info[_public((*above, "done"))] = draw.last.clone() if done is None else done | _like(draw.last, done)
-            info[_public((*above, "terminated"))] = draw.never if terminated is None else terminated
+            ends, done = True, _ALONE
+            places[_public(self.truncated_key)] = at
+            number, entry = self._fields.get((*above, "done")), _public((*above, "done"))
+            if number is None or _is_flag(store, number, (), (1,)):
+                done, places[entry] = _ALONE if number is None else number, at + 1
+            else:
+                merged.append((entry, _ended, number, at + 1))
+            at += 2
+            number, entry = self._fields.get((*above, "terminated")), _public((*above, "terminated"))
+            if number is None:
+                never, places[entry], at = True, at, at + 1
+            elif _is_flag(store, number, (1,)):
+                places[entry] = number
+            else:
+                merged.append((entry, lambda stored, _: _as_flag(stored), number, number))
         if self.init_key is not None and self.init_key in self._fields:
-            stored = columns[self._fields[self.init_key]]
-            first = _like(draw.first, stored)
-            info[_public(self.init_key)] = stored | first if stored.dtype is torch.bool else stored.where(~first, 1)
+            number, entry = self._fields[self.init_key], _public(self.init_key)
+            if _is_flag(store, number, (), (1,)):
+                begun, begun_is_column = number, store.schema.fields[number].shape != ()
+                places[entry] = at
+            else:
+                begun = _ALONE
+                merged.append((entry, _begun, number, at))
+            at += 1
         if self._pad:
-            info[_MASK] = draw.real
-        return info
-
-    def _flag(self, columns: Sequence[Tensor], key: Key) -> Tensor | None:
-        """A stored flag as bools ``[B, 1]`` (rows with batch dimensions: as stored), None if there is none."""
-        number = self._fields.get(key)
-        if number is None:
-            return None
-        flag = columns[number]
-        if flag.dtype is not torch.bool:
-            flag = flag != 0
-        return flag.unsqueeze(-1) if flag.ndim == 1 else flag
+            places[_MASK], at = at, at + 1
+        return Marks(_native.Marks(ends, never, done, begun, begun_is_column, self._pad), places, merged, at)
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 
@@ -342,9 +339,13 @@ class _SliceSampler(NativeSampler):
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
-        key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        draw = self.draw(storage.extent(), batch_size, key)
-        return (draw.rows,), dict(self.finish(storage.read(draw.rows)[0], draw))
+        self._table_of(
+            storage.extent(), self._split(batch_size)[1]
+        )  # where the storage is none for windows, this says so
+        key = DrawKey()
+        key.draw()
+        _, rows, info = self.sample_natively(storage, key, batch_size)
+        return (rows,), info
 
     def config(self) -> dict[str, Any]:
         return {
@@ -360,7 +361,17 @@ class _SliceSampler(NativeSampler):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        local = ("_lock", "_storage", "_memory", "_table", "_static_field", "_static_version", "_fields", "_shapes")
+        local = (
+            "_lock",
+            "_storage",
+            "_memory",
+            "_table",
+            "_static_field",
+            "_static_version",
+            "_fields",
+            "_marks",
+            "_shapes",
+        )
         return {k: v for k, v in self.__dict__.items() if k not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -494,8 +505,9 @@ class SliceSampler(_SliceSampler):
             }
         return super()._shape(length)
 
-    def _choose(self, table: Any, key: int, count: int, length: int) -> Any:
-        return table.draw(key, count, self._shape(length))
+    def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+        drawn: list[Tensor] = self._table.sample(*arguments)
+        return drawn
 
     def config(self) -> dict[str, Any]:
         more = {"pad_output": self.pad_output, "span": list(self.span), "uniform_over": self.uniform_over}
@@ -569,10 +581,12 @@ class SliceSamplerWithoutReplacement(_SliceSampler):
             with self._lock:
                 self._pass = (0, 0, 0, 0)
 
-    def _choose(self, table: Any, key: int, count: int, length: int) -> Any:
+    def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+        drawn: list[Tensor]
         with self._lock:
-            state, drawn = table.draw_pass(self._pass, key, count, self._shape(length), self.shuffle, self.drop_last)
+            state, drawn = self._table.sample_pass(*arguments, self._pass, self.shuffle, self.drop_last)
             _, _, visited, found = state
+            count = arguments[3]
             if self.drop_last and 0 < found < count:
                 raise ValueError(
                     f"sample: drop_last: expected at least {count} trajectories, got {found}. Add data first, or use "
@@ -664,6 +678,30 @@ def _plain(key: Key | None) -> str | list[str] | None:
 
 def _public(key: Sequence[str]) -> str | Key:
     return key[0] if len(key) == 1 else tuple(key)
+
+
+# ---- flags that are stored as something else than bool [B] or [B, 1] -----------------------------------------------------
+
+
+def _is_flag(store: Store, number: int, *shapes: tuple[int, ...]) -> bool:
+    field = store.schema.fields[number]
+    return field.dtype == "bool" and tuple(field.shape) in shapes
+
+
+def _as_flag(stored: Tensor) -> Tensor:
+    """A stored flag as bools ``[B, 1]`` (rows with batch dimensions: as stored)."""
+    flag = stored if stored.dtype is torch.bool else stored != 0
+    return flag.unsqueeze(-1) if flag.ndim == 1 else flag
+
+
+def _ended(stored: Tensor, ends: Tensor) -> Tensor:
+    flag = _as_flag(stored)
+    return flag | _like(ends, flag)
+
+
+def _begun(stored: Tensor, first: Tensor) -> Tensor:
+    first = _like(first, stored)
+    return stored | first if stored.dtype is torch.bool else stored.where(~first, 1)
 
 
 def _like(mark: Tensor, stored: Tensor) -> Tensor:

@@ -252,7 +252,10 @@ class Structure:
     ) -> Any:
         if node.kind == "leaf":
             return columns[node.field]
-        source = {key: self._build(child, columns, batch, device) for key, child in node.children.items()}
+        source = {
+            key: columns[child.field] if child.kind == "leaf" else self._build(child, columns, batch, device)
+            for key, child in node.children.items()
+        }
         if extra:
             source.update(extra)
         match node.kind:
@@ -264,7 +267,7 @@ class Structure:
                 return list(source.values())
             case "namedtuple":
                 return self._types[node.type](*source.values())
-        td = wrap(source, batch + torch.Size(node.batch), device)
+        td = wrap(source, batch + torch.Size(node.batch) if node.batch else batch, device)
         if node.kind == "tensorclass":
             return self._types[node.type].from_tensordict(td)  # type: ignore[attr-defined]
         return td

@@ -1,0 +1,35 @@
+// Windows of trajectories, read out of a store: chosen, copied, and others chosen where a row moved meanwhile.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "priorities.h"
+#include "store.h"
+#include "trajectories.h"
+
+namespace engram {
+
+/// Chooses up to n windows, fewer where there are no more; `attempt` numbers the choices for one batch.
+using ChooseWindows = std::function<Drawn(std::uint64_t n, std::uint64_t attempt)>;
+
+/// Room for n windows of `length` rows each.
+struct WindowRoom {
+  Batch fields;
+  std::int64_t* rows;
+  std::int64_t* numbers;  // of their tickets
+};
+
+/// Reads n windows of at most `length` steps, one behind the other; with `padded` each takes `length` places, its last step
+/// repeated. Returns their lengths, without padding. Throws Stalled: some moved at every try for 5 s.
+std::vector<std::uint64_t> read_windows(const Store& store, const ChooseWindows& choose, std::uint64_t n,
+                                        std::uint64_t length, bool padded, const WindowRoom& room);
+
+/// n windows whose first steps are drawn by priority, with replacement, among the rows where a window may begin: a pure
+/// function of key, tree, table and tickets. Empty if there is none. O(rows) where hardly any row of high priority may begin
+/// a window, else O(n).
+Drawn draw_anchored(const Priorities& priorities, Trajectories& table, std::uint64_t key, std::uint64_t n,
+                    const Shape& shape);
+
+}  // namespace engram
