@@ -21,8 +21,6 @@ from benchmarks.claims import Row, timed
 from benchmarks.timing import Effort, Side, alternate
 
 DRAW = Effort(calls=50, blocks=60)
-SLOW = Effort(calls=5, blocks=15, warmup=1, lead=1)
-"""TorchRL looks for trajectories in the whole buffer, which takes milliseconds."""
 
 ROWS, EPISODE, BATCH, SLICES = 100_000, 200, 256, 8
 ALPHA, BETA = 0.6, 0.4
@@ -193,7 +191,7 @@ def _slices(libraries: rivals.Libraries, data: TensorDict, share: float) -> Iter
             replay = _buffer(library, data, sampler)
             call = _one_after_the_other(partial(replay.add, step), replay.sample) if writes else replay.sample
             sides.append(Side(library.name, call))
-        timing = alternate(sides, SLOW.scaled(share))
+        timing = alternate(sides, DRAW.scaled(share))
         notes = {"cpprb": NO_SLICES}
         yield timed(f"slices/{key}", f"slices 8 x 32 · {what}", timing, times=("TorchRL",), notes=notes)
 
@@ -206,7 +204,7 @@ def _best(libraries: rivals.Libraries, data: TensorDict, share: float) -> Row:
             library, data, library.module.RandomSampler(), writer=library.module.TensorDictMaxValueWriter()
         )
         sides.append(Side(library.name, _cycled(replay.extend, pieces)))
-    timing = alternate(sides, SLOW.scaled(share))
+    timing = alternate(sides, DRAW.scaled(share))
     return timed("indexes/max-value", "extend 64 · the best 100,000 rows", timing, times=("TorchRL",))
 
 

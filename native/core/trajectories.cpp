@@ -496,6 +496,9 @@ class Trajectories::Chooser {
 // Adds a window's rows and tickets; not one that a writer is in, unless it need not be whole: then its tickets are -1.
 bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const {
   const std::size_t before = drawn.rows.size();
+  drawn.rows.resize(before + window.length);
+  drawn.numbers.resize(before + window.length);
+  std::int64_t *rows = drawn.rows.data() + before, *numbers = drawn.numbers.data() + before;
   std::int64_t at = row(window.track, window.first);
   const std::uint64_t lane = window.track / width_;
   const auto step = static_cast<std::int64_t>(width_), length = static_cast<std::int64_t>(control_.lane_length());
@@ -504,11 +507,11 @@ bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const 
   for (std::uint64_t i = 0; i < window.length; ++i, at += step) {
     if (at >= end) at -= length;
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
+    rows[i] = at;
+    numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
     // Whoever edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
     // has another ticket when it is read.)
-    stands = stands && is_committed(word) && (i == 0 || !ends(drawn.rows.back(), at));
-    drawn.rows.push_back(at);
-    drawn.numbers.push_back(is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1);
+    stands = stands && is_committed(word) && (i == 0 || !ends(rows[i - 1], at));
   }
   // Who overwrites a row moves the cursor first: where that is not beyond the window, these are the window's own tickets.
   const bool lost = live(lane).low > window.first;

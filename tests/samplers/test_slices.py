@@ -743,7 +743,7 @@ def test_a_store_knows_its_sampler(sampler, tmp_path):
     rb.close()
     again = ReplayBuffer.open(tmp_path)
     assert repr(again.sampler) == repr(sampler)
-    again.sampler._draw(again.storage.extent(), 0, 1, 2)
+    again.sampler._table_of(again.storage.extent(), 2)
     assert again.sampler._table.census() == (2, 6)
 
 
@@ -857,16 +857,6 @@ def test_mistakes_when_drawing(cls):
         cls(slice_len=2).draw(rb.storage.extent(), 2, 0)
 
 
-def test_a_torch_without_exchange_table(monkeypatch):
-    rb = buffer(SliceSampler(slice_len=3), steps([5, 9]))
-    expected = rb.sample(6)
-    rb.set_rng(seeded())
-    monkeypatch.setattr("engram._native.HAS_EXCHANGE", False)
-    batch = rb.sample(6)
-    assert (batch == expected).all()
-    assert not batch["next", "terminated"].any()
-
-
 def test_rows_on_an_accelerator_are_refused():
     """Their bytes are not where the table looks."""
     rb = buffer(SliceSampler(slice_len=2), steps([5]), storage=LazyTensorStorage(10, device="meta"))
@@ -898,39 +888,6 @@ def test_torchrls_verbs():
 
 
 # ---- beside writers ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arguments", [{}, {"strict_length": False}, {"strict_length": False, "pad_output": True}])
-def test_windows_with_a_row_that_moved_are_drawn_again(arguments, monkeypatch):
-    rb = buffer(SliceSampler(slice_len=4, **arguments), steps([4, 2, 7, 5]), capacity=18)
-    read, tries = rb.storage.read, []
-
-    def moving(rows, expected=None):
-        columns, moved = read(rows, expected)
-        assert not moved
-        tries.append(rows.clone())
-        return columns, [1, 2, len(rows) - 1] if len(tries) % 3 else []
-
-    monkeypatch.setattr(rb.storage, "read", moving)
-    for _ in range(20):
-        batch = rb.sample(16)
-        assert len(tries) % 3 == 0
-        before, after = tries[-2], tries[-1]
-        if not arguments:
-            assert torch.equal(before[4:12], after[4:12])
-            windows(batch, 4)
-        elif "pad_output" not in arguments:
-            for window in cut(batch):
-                assert [step for _, step in window] == list(range(window[0][1], window[0][1] + len(window)))
-        else:
-            assert len(batch) == 16
-        assert torch.equal(batch["index"].flatten(), tries[-1])
-    monkeypatch.setattr("engram.buffer._WAIT_S", 0.05)
-    monkeypatch.setattr(rb.storage, "read", lambda rows, expected=None: (read(rows, expected)[0], [0]))
-    from engram import WriterStalled
-
-    with pytest.raises(WriterStalled):
-        rb.sample(16)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -108,7 +108,6 @@ class _SliceSampler(NativeSampler):
         self._ends = _as_static(ends, f"{name}: ends")
         self._trajectories = _as_static(trajectories, f"{name}: trajectories")
         self._pad = False
-        self._shape_arguments: dict[str, Any] = {"strict": self.strict_length}
         self._unbind()
 
     # ---- the store and its table -------------------------------------------------------------------------------------
@@ -122,7 +121,7 @@ class _SliceSampler(NativeSampler):
         self._static_version = -1
         self._fields: dict[Key, int] = {}
         self._marks = Marks(None, {}, [], 0)
-        self._shapes: dict[int, Any] = {}
+        self._splits: dict[int, tuple[int, int, Any]] = {}
 
     def bind(self, storage: Any) -> None:
         """Take a storage to draw from. Its table is made by the first draw.
@@ -210,12 +209,16 @@ class _SliceSampler(NativeSampler):
         return count, batch_size // count
 
     def _shape(self, length: int) -> Any:
-        shape = self._shapes.get(length)
-        if shape is None:
-            if len(self._shapes) > 64:
-                self._shapes.clear()
-            shape = self._shapes[length] = _native.Shape(length, **self._shape_arguments)
-        return shape
+        """Which windows of that length may be drawn."""
+        return _native.Shape(length, self.strict_length)
+
+    def _remember(self, batch_size: int) -> tuple[int, int, Any]:
+        """Windows, steps of each, and which they may be, for batches of that size."""
+        count, length = self._split(batch_size)
+        if len(self._splits) > 64:
+            self._splits.clear()
+        self._splits[batch_size] = split = (count, length, self._shape(length))
+        return split
 
     def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         """The native core's draw: fields, rows, marks, tickets if asked for. ``arguments``: what all kinds of it take."""
@@ -230,23 +233,15 @@ class _SliceSampler(NativeSampler):
         """
         if storage is not self._storage:
             self.bind(storage)
-        count, length = self._split(n)
+        count, length, shape = self._splits.get(n) or self._remember(n)
         store: Store = storage.memory
         if store is not self._memory or self._static_field is not None:
             self._table_of(storage.extent(), length)
         marks = self._marks
-        arguments = (
-            store.core,
-            store.layout,
-            key.address,
-            count,
-            self._shape(length),
-            self._pad,
-            numbered,
-            marks.wanted,
-        )
         try:
-            tensors = self._sample(arguments)
+            tensors = self._sample(
+                (store.core, store.layout, key.address, count, shape, self._pad, numbered, marks.wanted)
+            )
         except _native.Stalled as error:
             raise WriterStalled(f"sample: {error}.") from error
         fields = len(store.tensors)
@@ -370,7 +365,7 @@ class _SliceSampler(NativeSampler):
             "_static_version",
             "_fields",
             "_marks",
-            "_shapes",
+            "_splits",
         )
         return {k: v for k, v in self.__dict__.items() if k not in local}
 
@@ -490,20 +485,10 @@ class SliceSampler(_SliceSampler):
             self._shape(slice_len)
 
     def _shape(self, length: int) -> Any:
-        if length not in self._shapes:
-            left, right = (length - 1 if end is True else int(end) for end in self.span)
-            if max(left, right) >= length:
-                raise ValueError(
-                    f"SliceSampler: span: expected less than the {length} steps of a window, got {self.span}."
-                )
-            by_anchor = self.uniform_over == "anchors"
-            self._shape_arguments = {
-                "strict": self.strict_length,
-                "by_anchor": by_anchor,
-                "left": left,
-                "right": right,
-            }
-        return super()._shape(length)
+        left, right = (length - 1 if end is True else int(end) for end in self.span)
+        if max(left, right) >= length:
+            raise ValueError(f"SliceSampler: span: expected less than the {length} steps of a window, got {self.span}.")
+        return _native.Shape(length, self.strict_length, self.uniform_over == "anchors", left, right)
 
     def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         drawn: list[Tensor] = self._table.sample(*arguments)

@@ -1,0 +1,286 @@
+// Windows read out of a store, against rows that say where they belong; and first steps drawn by priority, against formulas.
+#include "core/windows.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <thread>
+#include <vector>
+
+#include "blocks.h"
+#include "expect.h"
+
+using namespace engram;
+
+namespace {
+
+using Indices = std::vector<std::int64_t>;
+
+enum Fields : std::uint64_t { kStep, kEpisode, kWide };
+
+struct World {
+  explicit World(Geometry g)
+      : heap(g, {8, 8, 40}),
+        store(heap.open()),
+        control(store.control()),
+        table_memory(Trajectories::bytes(g.lanes, g.lane_length, 1) / 8),
+        table(heap.view(), {true, {heap.fields[kEpisode]}, {kEpisode}}, 1, 3,
+              {reinterpret_cast<std::byte*>(table_memory.data()), table_memory.size() * 8}),
+        tree_memory(Priorities::bytes(g.capacity, false) / 8),
+        priorities(formatted(g.capacity), &control) {
+    store.attach(table);
+    store.attach(priorities);
+  }
+
+  std::span<std::byte> formatted(std::uint64_t rows) {
+    const std::span<std::byte> block{reinterpret_cast<std::byte*>(tree_memory.data()), tree_memory.size() * 8};
+    Priorities::format(block, rows, {1.0, 1.0, 0.0, false});
+    return block;
+  }
+
+  /// One trajectory; its rows know their episode and step, in every field.
+  void append(std::uint64_t lane, std::uint64_t episode, std::uint64_t steps) {
+    Rows rows(heap.fields, steps);
+    for (std::uint64_t i = 0; i < steps; ++i) {
+      std::memcpy(rows.row(kStep, i), &i, 8);
+      std::memcpy(rows.row(kEpisode, i), &episode, 8);
+      describe(rows.row(kWide, i), 40, episode << 32 | i);
+    }
+    store.append(lane, steps, rows.in, nullptr);
+  }
+
+  /// The windows that begin at rows, as the table sees them now.
+  Drawn at(const Indices& rows, const Shape& shape) { return table.windows_at(rows.data(), rows.size(), shape, rows.size()); }
+
+  Heap heap;
+  Store store;
+  Control control;
+  std::vector<std::uint64_t> table_memory;
+  Trajectories table;
+  std::vector<std::uint64_t> tree_memory;
+  Priorities priorities;
+};
+
+/// Room for windows, and what they must hold.
+struct Read {
+  Read(World& w, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded)
+      : batch(w.heap.fields, n * length), rows(n * length, -7), numbers(n * length, -7) {
+    lengths = read_windows(w.store, choose, n, length, padded, {batch.out, rows.data(), numbers.data()});
+    std::uint64_t at = 0;
+    for (const std::uint64_t steps : lengths) {
+      EXPECT(steps > 0 && steps <= length);
+      for (std::uint64_t i = 0; i < (padded ? length : steps); ++i, ++at) {
+        const std::uint64_t real = std::min(i, steps - 1);
+        EXPECT_EQ(word(kEpisode, at), word(kEpisode, at - i));
+        EXPECT_EQ(word(kStep, at), word(kStep, at - i) + real);
+        const auto wide = id_of(batch.row(kWide, at), 40);
+        EXPECT(wide.has_value() && *wide == (word(kEpisode, at) << 32 | word(kStep, at)));
+      }
+    }
+    total = at;
+  }
+
+  std::uint64_t word(Fields field, std::uint64_t at) {
+    std::uint64_t value = 0;
+    std::memcpy(&value, batch.row(field, at), 8);
+    return value;
+  }
+
+  Rows batch;
+  Indices rows, numbers;
+  std::vector<std::uint64_t> lengths;
+  std::uint64_t total = 0;
+};
+
+Drawn stale(Drawn drawn, std::size_t from, std::size_t to) {
+  std::fill(drawn.numbers.begin() + static_cast<std::ptrdiff_t>(from), drawn.numbers.begin() + static_cast<std::ptrdiff_t>(to),
+            -1);
+  return drawn;
+}
+
+}  // namespace
+
+TEST(windows_lie_one_behind_the_other) {
+  World w(geometry(1, 32));
+  w.append(0, 1, 9);
+  w.append(0, 2, 2);
+  w.append(0, 3, 12);
+  const Shape shape{4, false};
+  const auto choose = [&](std::uint64_t n, std::uint64_t attempt) {
+    EXPECT_EQ(attempt, 0u);
+    EXPECT_EQ(n, 3u);
+    return w.at({2, 9, 11}, shape);
+  };
+  const Read close(w, choose, 3, 4, false);
+  EXPECT((close.lengths == std::vector<std::uint64_t>{4, 2, 4}));
+  EXPECT((Indices(close.rows.begin(), close.rows.begin() + 10) == Indices{2, 3, 4, 5, 9, 10, 11, 12, 13, 14}));
+  const Read padded(w, choose, 3, 4, true);
+  EXPECT((padded.rows == Indices{2, 3, 4, 5, 9, 10, 10, 10, 11, 12, 13, 14}));
+  for (std::uint64_t i = 0; i < 12; ++i) {
+    EXPECT_EQ(ticket(static_cast<std::uint64_t>(padded.numbers[i]), State::committed),
+              w.control.word(static_cast<std::uint64_t>(padded.rows[i])).load());
+  }
+}
+
+TEST(over_the_end_of_the_ring) {
+  World w(geometry(2, 8));
+  w.append(1, 1, 5);
+  w.append(1, 2, 6);  // rows 13, 14, 15, 8, 9, 10
+  const Read read(w, [&](std::uint64_t, std::uint64_t) { return w.at({14, 13}, {4}); }, 2, 4, false);
+  EXPECT((read.rows == Indices{14, 15, 8, 9, 13, 14, 15, 8}));
+}
+
+TEST(others_come_for_windows_that_moved) {
+  World w(geometry(1, 64));
+  w.append(0, 1, 9);
+  w.append(0, 2, 3);
+  w.append(0, 3, 20);
+  std::vector<std::uint64_t> asked;
+  const auto choose = [&](std::uint64_t n, std::uint64_t attempt) {
+    asked.push_back(n);
+    if (attempt == 0) return stale(w.at({0, 4, 12, 20}, {4}), 4, 13);  // the second, the third, and the begin of the fourth
+    if (attempt == 1) return stale(w.at({9, 13, 22}, {4, false}), 0, 3);  // the first of these again
+    return w.at({14}, {4});
+  };
+  const std::uint64_t redraws = w.control.counters().redraws;
+  const Read read(w, choose, 4, 4, false);
+  EXPECT((asked == std::vector<std::uint64_t>{4, 3, 1}));
+  EXPECT((read.rows == Indices{0, 1, 2, 3, 14, 15, 16, 17, 13, 14, 15, 16, 22, 23, 24, 25}));
+  EXPECT_EQ(w.control.counters().redraws - redraws, 4u);
+}
+
+TEST(shorter_ones_and_none_may_come_instead) {
+  World w(geometry(1, 64));
+  w.append(0, 1, 9);
+  w.append(0, 2, 3);
+  w.append(0, 3, 20);
+  const auto choose = [&](std::uint64_t, std::uint64_t attempt) {
+    if (attempt == 0) return stale(w.at({0, 4, 12, 20}, {4}), 4, 12);
+    return w.at({9}, {4, false});  // three steps for the second, nothing for the third
+  };
+  const Read close(w, choose, 4, 4, false);
+  EXPECT((close.lengths == std::vector<std::uint64_t>{4, 3, 4}));
+  EXPECT((Indices(close.rows.begin(), close.rows.begin() + 11) == Indices{0, 1, 2, 3, 9, 10, 11, 20, 21, 22, 23}));
+  const Read padded(w, choose, 4, 4, true);
+  EXPECT_EQ(padded.total, 12u);
+  EXPECT((Indices(padded.rows.begin(), padded.rows.begin() + 12) == Indices{0, 1, 2, 3, 9, 10, 11, 11, 20, 21, 22, 23}));
+}
+
+TEST(fewer_than_asked_for) {
+  World w(geometry(1, 16));
+  w.append(0, 1, 9);
+  EXPECT_EQ(Read(w, [&](std::uint64_t, std::uint64_t) { return w.at({3}, {4}); }, 5, 4, false).total, 4u);
+  EXPECT_EQ(Read(w, [&](std::uint64_t, std::uint64_t) { return Drawn{}; }, 5, 4, true).total, 0u);
+  EXPECT_THROWS(std::invalid_argument, Read(w, [&](std::uint64_t, std::uint64_t) { return w.at({0}, {5}); }, 1, 4, true));
+}
+
+TEST(windows_that_move_at_every_try_are_given_up) {
+  World w(geometry(1, 16));
+  w.append(0, 1, 9);
+  EXPECT_THROWS(Stalled, Read(w, [&](std::uint64_t, std::uint64_t) { return stale(w.at({3}, {4}), 1, 2); }, 1, 4, false));
+}
+
+namespace {
+
+void beside_writers(std::uint64_t lanes, std::uint64_t writers, std::uint64_t lane_length) {
+  World w(geometry(lanes, lane_length));
+  for (std::uint64_t lane = 0; lane < lanes; ++lane) w.append(lane, 1000 + lane, 6);
+  std::atomic<std::uint64_t> running{writers};
+  std::vector<std::thread> threads;
+  for (std::uint64_t writer = 0; writer < writers; ++writer) {
+    threads.emplace_back([&, writer] {
+      Dice dice(40 + writer);
+      for (std::uint64_t i = 0; i < 300; ++i) w.append(writer % lanes, (writer + 1) << 20 | i, dice.in(1, 8));
+      --running;
+    });
+  }
+  const Shape shapes[] = {{3, false}, {4, false, true}, {4, false, false, 3, 3}};
+  std::uint64_t key = 0, read = 0;
+  while (running > 0 || read < 100) {
+    ++key;
+    const Shape& shape = shapes[key % 3];
+    const auto plain = [&](std::uint64_t n, std::uint64_t attempt) { return w.table.draw(key + attempt * 7919, n, shape); };
+    const auto anchored = [&](std::uint64_t n, std::uint64_t attempt) {
+      return draw_anchored(w.priorities, w.table, key + attempt * 7919, n, {3, false});
+    };
+    read += Read(w, plain, 6, shape.length, key % 2 == 0).total;
+    read += Read(w, anchored, 6, 3, false).total;
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+}  // namespace
+
+TEST(every_window_is_whole_beside_the_writers_of_a_lane) { beside_writers(1, 3, 48); }
+TEST(every_window_is_whole_beside_writers_of_their_own_lanes) { beside_writers(3, 3, 40); }
+
+// ---- first steps by priority -----------------------------------------------------------------------------------------
+
+namespace {
+
+// How often each row began a window, of `draws` times 4.
+std::map<std::int64_t, double> begun(World& w, const Shape& shape, std::uint64_t draws) {
+  std::map<std::int64_t, double> counts;
+  for (std::uint64_t key = 0; key < draws; ++key) {
+    const Drawn drawn = draw_anchored(w.priorities, w.table, key, 4, shape);
+    EXPECT_EQ(drawn.windows.size(), 4u);
+    for (const Window& window : drawn.windows) ++counts[w.table.row(window.track, window.first)];
+  }
+  return counts;
+}
+
+// `weights`: of the rows where a window of the shape may begin.
+void expect_in_proportion(World& w, const Shape& shape, const std::map<std::int64_t, double>& weights) {
+  constexpr std::uint64_t kDraws = 20000;
+  double sum = 0, chi = 0;
+  for (const auto& [row, weight] : weights) sum += weight;
+  const auto counts = begun(w, shape, kDraws);
+  for (const auto& [row, count] : counts) EXPECT(weights.contains(row));
+  for (const auto& [row, weight] : weights) {
+    const double expected = 4 * kDraws * weight / sum, found = counts.contains(row) ? counts.at(row) : 0;
+    chi += (found - expected) * (found - expected) / expected;
+  }
+  const double freedom = static_cast<double>(weights.size()) - 1;
+  EXPECT(chi < freedom + 5 * std::sqrt(2 * freedom));
+}
+
+}  // namespace
+
+TEST(first_steps_in_proportion_to_their_priorities) {
+  World w(geometry(1, 16));
+  w.append(0, 1, 5);
+  w.append(0, 2, 2);
+  w.append(0, 3, 6);
+  Indices rows(13);
+  std::vector<double> values(13);
+  for (std::int64_t row = 0; row < 13; ++row) {
+    rows[static_cast<std::size_t>(row)] = row;
+    values[static_cast<std::size_t>(row)] = static_cast<double>(row + 1);
+  }
+  w.priorities.update(rows.data(), values.data(), 13, nullptr);
+  expect_in_proportion(w, {3}, {{0, 1}, {1, 2}, {2, 3}, {7, 8}, {8, 9}, {9, 10}, {10, 11}});
+  expect_in_proportion(w, {3, false}, {{0, 1}, {1, 2}, {2, 3}, {5, 6}, {7, 8}, {8, 9}, {9, 10}, {10, 11}});
+}
+
+// Nearly all the weight is where no window may begin: they are listed, and drawn exactly.
+TEST(first_steps_that_hardly_any_draw_finds) {
+  World w(geometry(1, 16));
+  w.append(0, 1, 5);
+  w.append(0, 2, 5);
+  const Indices rows{0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
+  const std::vector<double> values{1, 2, 3, 1e9, 1e9, 4, 0, 5, 1e9, 1e9};
+  w.priorities.update(rows.data(), values.data(), 10, nullptr);
+  expect_in_proportion(w, {3}, {{0, 1}, {1, 2}, {2, 3}, {5, 4}, {7, 5}});
+}
+
+TEST(no_first_step_of_positive_priority) {
+  World w(geometry(1, 16));
+  w.append(0, 1, 4);
+  const Indices rows{0, 1, 2, 3};
+  const std::vector<double> values{0, 0, 1, 1};
+  w.priorities.update(rows.data(), values.data(), 4, nullptr);
+  EXPECT(draw_anchored(w.priorities, w.table, 1, 3, {3}).windows.empty());
+}
