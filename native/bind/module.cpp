@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <string>
 
 #include "../core/check.h"
@@ -188,6 +189,32 @@ void bind_store(nb::module_& m) {
           "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a,
           "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
           "for their ticket numbers, where wanted.")
+      .def(
+          "draw_ranked",
+          [](const Store& self, const engram::Layout& layout, std::uint64_t key, std::uint64_t size, std::uint64_t start,
+             std::uint64_t n, bool shuffle, bool with_numbers) {
+            engram::check(start <= size && n <= size - start, "ranks below the number of rows");
+            const auto count = static_cast<std::int64_t>(n);
+            engram::Rooms rooms;
+            {
+              nb::gil_scoped_release release;
+              rooms.add(layout, count);
+              rooms.add(engram::kNumbers, count);
+              auto* ranks = rooms.at<std::int64_t>(self.fields());
+              if (with_numbers) rooms.add(engram::kNumbers, count);
+              std::iota(ranks, ranks + n, static_cast<std::int64_t>(start));
+              if (shuffle && n > 0) {
+                const engram::Permutation permutation(key, size);
+                for (std::uint64_t i = 0; i < n; ++i) ranks[i] = static_cast<std::int64_t>(permutation(start + i));
+              }
+              self.read_ranked(ranks, n, rooms.first(self.fields()),
+                               with_numbers ? rooms.at<std::int64_t>(self.fields() + 1) : nullptr);
+            }
+            return std::move(rooms).tensors(count);
+          },
+          "layout"_a, "key"_a, "size"_a, "start"_a, "n"_a, "shuffle"_a, "with_numbers"_a,
+          "The live rows of ranks start ... in the order of a key, of `size` ones, in new tensors: one per field, then the "
+          "rows and, if wanted, their ticket numbers.")
       .def(
           "numbers_of",
           [](const Store& self, Address rows, std::uint64_t n, Address numbers) {

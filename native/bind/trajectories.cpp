@@ -217,12 +217,6 @@ void bind_trajectories(nb::module_& m) {
           "Whether wanted: the last step of each window, [n, 1]; false, [n, 1]. Then numbers of stored flags, -1 for none of "
           "them, -2 for unwanted: one that the last steps are added to, [n, 1]; one that the first steps are, which is "
           "[n, 1] or [n]. Whether wanted: no padding, [n].");
-  nb::class_<Drawn>(m, "Drawn", "Windows that were drawn, and the tickets that their rows had.")
-      .def_prop_ro("windows", [](const Drawn& self) { return triples_of(self.windows); },
-                   "(track, first place, length) of each, one behind the other: an int64 array.")
-      .def_prop_ro("rows", [](const Drawn& self) { return array_of(std::vector(self.rows)); })
-      .def_prop_ro("numbers", [](const Drawn& self) { return array_of(std::vector(self.numbers)); },
-                   "Of the rows' tickets; -1 in a window that was just being written.");
   nb::class_<Trajectories, Index>(m, "Trajectories", nb::is_weak_referenceable(), "Where trajectories begin and end.")
       .def(
           "__init__",
@@ -253,46 +247,7 @@ void bind_trajectories(nb::module_& m) {
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a,
            "numbered"_a, "marks"_a, "priorities"_a, "single_precision"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")
-      .def(
-          "draw_anchored",
-          [](Trajectories& self, const BoundPriorities& priorities, std::uint64_t key, std::uint64_t n,
-             const Shape& shape) {
-            nb::gil_scoped_release release;
-            return draw_anchored(priorities, self, key, n, shape);
-          },
-          "priorities"_a, "key"_a, "n"_a, "shape"_a, "n windows whose first steps are drawn by priority; none if there are none.")
-      .def("draw", &Trajectories::draw, "key"_a, "n"_a, "shape"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "n windows with replacement; none if there are none to draw.")
-      .def(
-          "draw_pass",
-          [](Trajectories& self, const nb::tuple& state, std::uint64_t key, std::uint64_t n, const Shape& shape,
-             bool shuffle, bool drop_last) {
-            Pass pass = pass_of(state);
-            Drawn drawn;
-            {
-              nb::gil_scoped_release release;
-              drawn = self.draw_pass(pass, key, n, shape, shuffle, drop_last);
-            }
-            return nb::make_tuple(state_of(pass), std::move(drawn));
-          },
-          "state"_a, "key"_a, "n"_a, "shape"_a, "shuffle"_a, "drop_last"_a,
-          "The next n trajectories of a pass (key, version, visited, count), one window each: (pass, windows).")
-      .def(
-          "windows_at",
-          [](Trajectories& self, Address rows, std::uint64_t n, const Shape& shape) {
-            nb::gil_scoped_release release;
-            return self.windows_at(at<std::int64_t>(rows), n, shape);
-          },
-          "rows"_a, "n"_a, "shape"_a, "The windows that begin at given rows; of length 0 where none does.")
-      .def(
-          "admissible",
-          [](Trajectories& self, Address rows, std::uint64_t n, std::uint64_t length, Address out) {
-            nb::gil_scoped_release release;
-            self.admissible(at<std::int64_t>(rows), n, length, at<bool>(out));
-          },
-          "rows"_a, "n"_a, "length"_a, "out"_a, "Whether a window of that length begins at each row: bools.")
       .def("anchors", &Trajectories::anchors, "length"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("anchor", &Trajectories::anchor, "k"_a, "length"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "census",
           [](Trajectories& self) {

@@ -465,6 +465,34 @@ void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, st
   }
 }
 
+void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::int64_t* numbers_out) const {
+  const bool gaps = control_.counters().void_rows.load(std::memory_order_relaxed) > 0;
+  const std::vector<std::int64_t> live = gaps ? live_rows() : std::vector<std::int64_t>{};
+  const Spans spans(control_);
+  const std::uint64_t total = gaps ? live.size() : spans.total();
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto rank = static_cast<std::uint64_t>(ranks[i]);
+    if (rank >= total) throw NothingLive("rows were forgotten meanwhile");
+    ranks[i] = gaps ? live[rank] : spans.row(rank);
+  }
+  std::vector<std::int64_t> moved = gather(ranks, n, all_, batch, nullptr, numbers_out);
+  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  std::vector<std::byte*> fields(batch.size());
+  while (!moved.empty()) {
+    const auto i = static_cast<std::uint64_t>(moved.back());
+    for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = batch[f] + i * fields_[f].row_bytes;
+    if (gather(ranks + i, 1, all_, fields, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i).empty()) {
+      moved.pop_back();
+      continue;
+    }
+    if (control_.size() == 0) throw NothingLive("rows were forgotten meanwhile");
+    if (std::chrono::steady_clock::now() > deadline) {
+      throw Stalled("row " + std::to_string(ranks[i]) + " moved at every try for 5 s");
+    }
+    std::this_thread::yield();
+  }
+}
+
 void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const {
   for (std::uint64_t i = 0; i < n; ++i) {
     numbers_out[i] = -1;

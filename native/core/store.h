@@ -70,6 +70,10 @@ class Store {
   void sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                       std::int64_t* numbers_out) const;
 
+  /// Copies the live rows of given ranks in row order, ranks[0, n), and puts the rows in their place. One that moves is read
+  /// once more. Throws NothingLive: there are not as many live rows any more. Throws Stalled.
+  void read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::int64_t* numbers_out) const;
+
   /// The numbers of rows as they are now, -1 for a row that is not whole or outside [0, capacity).
   void numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const;
 

@@ -619,21 +619,6 @@ Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const 
   return drawn;
 }
 
-void Trajectories::admissible(const std::int64_t* rows, std::uint64_t n, std::uint64_t length, bool* out) {
-  check_rows(rows, n, control_.capacity());
-  const std::lock_guard<std::mutex> guard(mutex_);
-  settle();
-  for (std::uint64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
-    const View v = view(track_of(row));
-    const std::uint64_t place = place_of(row, cursor(row / control_.lane_length()));
-    out[i] = false;
-    if (place < v.low || place >= v.next) continue;
-    const std::uint64_t run = v.find(place);
-    out[i] = !v.dead(run) && place + length <= v.end(run);
-  }
-}
-
 std::uint64_t Trajectories::anchors(std::uint64_t length) {
   check(length > 0, "a window of at least one step");
   const std::lock_guard<std::mutex> guard(mutex_);
@@ -643,20 +628,6 @@ std::uint64_t Trajectories::anchors(std::uint64_t length) {
     for (std::uint64_t run = 0; run < v.count; ++run) total += anchors_in(v.length(run), length);
   }
   return total;
-}
-
-std::int64_t Trajectories::anchor(std::uint64_t k, std::uint64_t length) {
-  check(length > 0, "a window of at least one step");
-  const std::lock_guard<std::mutex> guard(mutex_);
-  settle();
-  for (const View& v : views()) {
-    for (std::uint64_t run = 0; run < v.count; ++run) {
-      const std::uint64_t here = anchors_in(v.length(run), length);
-      if (k < here) return row(v.track, v.first(run) + k);
-      k -= here;
-    }
-  }
-  throw std::out_of_range("an anchor behind the last one");
 }
 
 Census Trajectories::census() {

@@ -105,13 +105,8 @@ class Trajectories final : public Index {
   /// As windows_at, without those of length 0, and no more than `most`.
   Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most);
 
-  /// Whether a window of `length` steps of one trajectory begins at each of the rows.
-  void admissible(const std::int64_t* rows, std::uint64_t n, std::uint64_t length, bool* out);
-
   /// How many windows of that length there are.
   std::uint64_t anchors(std::uint64_t length);
-  /// The row where the k-th of them begins, k < anchors(length): track by track, oldest first.
-  std::int64_t anchor(std::uint64_t k, std::uint64_t length);
 
   /// How many trajectories there are, and the length of the longest.
   Census census();

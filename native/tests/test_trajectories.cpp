@@ -168,10 +168,6 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
     for (std::size_t i = 0; i + length <= run.size(); ++i, ++anchors) begins.insert(run[i]);
   }
   EXPECT_EQ(w.table.anchors(length), anchors);
-  std::set<std::int64_t> counted;
-  for (std::uint64_t k = 0; k < anchors; ++k) counted.insert(w.table.anchor(k, length));
-  EXPECT(counted == begins);
-  EXPECT_THROWS(std::out_of_range, w.table.anchor(anchors, length));
   Pass pass;
   Runs visited;
   Shape whole{1000};
@@ -186,9 +182,12 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
   const std::uint64_t capacity = w.heap.view().capacity();
   Indices all(capacity);
   for (std::uint64_t row = 0; row < capacity; ++row) all[row] = static_cast<std::int64_t>(row);
-  const auto out = std::make_unique<bool[]>(capacity);
-  w.table.admissible(all.data(), capacity, length, out.get());
-  for (const std::int64_t row : all) EXPECT_EQ(out[static_cast<std::size_t>(row)], begins.count(row) == 1);
+  std::set<std::int64_t> starts;
+  for (const Window& window : w.table.windows_at(all.data(), capacity, {length}, capacity).windows) {
+    starts.insert(w.table.row(window.track, window.first));
+  }
+  EXPECT(starts == begins);
+  EXPECT_EQ(w.table.windows_at(all.data(), capacity, {length}, 2).windows.size(), std::min<std::size_t>(2, begins.size()));
   Shape loose{length};
   loose.strict = false;
   const Drawn at_rows = w.table.windows_at(all.data(), capacity, loose);
@@ -349,8 +348,7 @@ TEST(mistakes_of_the_caller) {
   EXPECT_THROWS(std::invalid_argument, w.table.draw(1, 1, {2, true, false, 2, 0}));
   EXPECT_THROWS(std::invalid_argument, w.table.draw(1, 1, {2, true, false, 0, 2}));
   const std::int64_t outside = 16;
-  bool out = false;
-  EXPECT_THROWS(std::out_of_range, w.table.admissible(&outside, 1, 1, &out));
+  EXPECT_THROWS(std::out_of_range, w.table.windows_at(&outside, 1, {1}, 1));
   EXPECT_THROWS(std::out_of_range, w.table.windows_at(&outside, 1, {1}));
 }
 

@@ -719,6 +719,32 @@ class Store:
             raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
         return drawn
 
+    def read_ranked(
+        self, key: int, size: int, start: int, n: int, *, shuffle: bool, with_numbers: bool = False
+    ) -> list[Tensor]:
+        """Copy part of a walk over ``size`` live rows, each of which comes once: one native call.
+
+        Args:
+            key: of the order; with ``shuffle=False`` it is that of the rows.
+            size: live rows of the whole walk.
+            start, n: ``[start, start + n)`` of the walk.
+            with_numbers: return their ticket numbers, int64 ``[n]``, too.
+
+        Returns:
+            One tensor ``[n, *row shape]`` per field, then the rows, int64 ``[n]``.
+
+        Raises:
+            NoSampleable: there are fewer live rows now.
+            WriterStalled: a row moved at every try.
+        """
+        try:
+            walked: list[Tensor] = self.core.draw_ranked(self.layout, key, size, start, n, shuffle, with_numbers)
+        except _native.Stalled as error:
+            raise WriterStalled(f"sample: {error}.") from error
+        except _native.NothingLive as error:
+            raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
+        return walked
+
     def numbers_of(self, rows: Tensor) -> Tensor:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
         rows = _as_rows(rows, "numbers_of")

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram import _fork, _native
-from engram.samplers._base import NativeSampler, check_drawable
+from engram.errors import NoSampleable
+from engram.samplers._base import NativeSampler
 from engram.types import Draw
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from engram.store import Key, Store
     from engram.types import Extent, Write
 
 __all__ = ["SamplerWithoutReplacement"]
@@ -55,9 +61,10 @@ class SamplerWithoutReplacement(NativeSampler):
             with self._lock:
                 self._rows = self._visited = 0
 
-    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        check_drawable(extent)
-        size = extent.size
+    def _advance(self, size: int, batch_size: int, key: Callable[[], int]) -> tuple[int, int, int]:
+        """The next batch of the pass: ``(key of the order, first rank, ranks)``."""
+        if size < 1:
+            raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
         if self.drop_last and size < batch_size:
             raise ValueError(
                 f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "
@@ -66,19 +73,34 @@ class SamplerWithoutReplacement(NativeSampler):
         with self._lock:
             left = self._rows - self._visited
             if size != self._rows or left < (batch_size if self.drop_last else 1):
-                self._key, self._rows, self._visited = key, size, 0
+                self._key, self._rows, self._visited = key(), size, 0
             start = self._visited
             count = min(batch_size, size - start)
             self._visited += count
             if self.drop_last and size - self._visited < batch_size:
                 self._visited = size  # the rest is skipped, whatever is asked for next
             self.ran_out = self._visited == size
-            ranks = _native.empty_rows(count)
-            if self.shuffle:
-                _native.permute(self._key, size, start, count, ranks.data_ptr())
-            else:
-                torch.arange(start, start + count, out=ranks, device="cpu")
+            return self._key, start, count
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        order, start, count = self._advance(extent.size, batch_size, lambda: key)
+        ranks = _native.empty_rows(count)
+        if self.shuffle:
+            _native.permute(order, extent.size, start, count, ranks.data_ptr())
+        else:
+            torch.arange(start, start + count, out=ranks, device="cpu")
         return Draw(extent.rows(ranks))
+
+    def sample_natively(
+        self, storage: Any, key: Key, n: int, *, numbered: bool = False
+    ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
+        store: Store = storage.memory
+        size = store.core.size()
+        order, start, count = self._advance(size, n, lambda: key.value)
+        columns = store.read_ranked(order, size, start, count, shuffle=self.shuffle, with_numbers=numbered)
+        info = {"index_generation": columns.pop()} if numbered else {}
+        return columns, columns.pop(), info
 
     def can_sample(self, storage: Any, batch_size: int) -> bool:
         return len(storage) >= (batch_size if self.drop_last else 1)
