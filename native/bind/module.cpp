@@ -202,10 +202,10 @@ void bind_store(nb::module_& m) {
               rooms.add(engram::kNumbers, count);
               auto* ranks = rooms.at<std::int64_t>(self.fields());
               if (with_numbers) rooms.add(engram::kNumbers, count);
-              std::iota(ranks, ranks + n, static_cast<std::int64_t>(start));
               if (shuffle && n > 0) {
-                const engram::Permutation permutation(key, size);
-                for (std::uint64_t i = 0; i < n; ++i) ranks[i] = static_cast<std::int64_t>(permutation(start + i));
+                engram::Permutation(key, size)(start, n, ranks);
+              } else {
+                std::iota(ranks, ranks + n, static_cast<std::int64_t>(start));
               }
               self.read_ranked(ranks, n, rooms.first(self.fields()),
                                with_numbers ? rooms.at<std::int64_t>(self.fields() + 1) : nullptr);
@@ -325,10 +325,7 @@ NB_MODULE(_core, m) {
       "permute",
       [](std::uint64_t key, std::uint64_t n, std::uint64_t start, std::uint64_t count, Address out) {
         nb::gil_scoped_release release;
-        const engram::Permutation permutation(key, n);
-        for (std::uint64_t i = 0; i < count; ++i) {
-          at<std::int64_t>(out)[i] = static_cast<std::int64_t>(permutation(start + i));
-        }
+        engram::Permutation(key, n)(start, count, at<std::int64_t>(out));
       },
       "key"_a, "n"_a, "start"_a, "count"_a, "out"_a, "Elements [start, start + count) of a random permutation of [0, n).");
   m.def(

@@ -30,21 +30,44 @@ class Permutation {
   /// Image of i, i < n. The domain is smaller than 2 n (4 n up to 1,024), so few walks are expected.
   std::uint64_t operator()(std::uint64_t i) const {
     check(i < n_, "an element outside the permutation");
-    do i = encrypt(i);
-    while (i >= n_);
-    return i;
+    return inside(encrypt(i));
+  }
+
+  /// Images of start, start + 1, …, start + n - 1, start + n <= the size. Several at a time: twice as fast as one by one.
+  void operator()(std::uint64_t start, std::uint64_t n, std::int64_t* out) const {
+    check(start <= n_ && n <= n_ - start, "elements outside the permutation");
+    std::uint64_t done = 0;
+    for (; done + kLanes <= n; done += kLanes) {
+      std::uint64_t x[kLanes];
+      for (std::uint64_t k = 0; k < kLanes; ++k) x[k] = start + done + k;
+      encrypt<kLanes>(x);
+      for (std::uint64_t k = 0; k < kLanes; ++k) out[done + k] = static_cast<std::int64_t>(inside(x[k]));
+    }
+    for (; done < n; ++done) out[done] = static_cast<std::int64_t>((*this)(start + done));
   }
 
  private:
-  static constexpr std::uint64_t kMostRounds = 12;
+  static constexpr std::uint64_t kMostRounds = 12, kLanes = 8;
 
   std::uint64_t encrypt(std::uint64_t x) const {
-    std::uint64_t left = x >> right_, right = x & right_mask_;
+    encrypt<1>(&x);
+    return x;
+  }
+
+  template <std::uint64_t N>
+  void encrypt(std::uint64_t* x) const {
+    std::uint64_t left[N], right[N];
+    for (std::uint64_t k = 0; k < N; ++k) left[k] = x[k] >> right_, right[k] = x[k] & right_mask_;
     for (std::uint64_t round = 0; round < rounds_; round += 2) {
-      left ^= mix(right + keys_[round]) & left_mask_;
-      right ^= mix(left + keys_[round + 1]) & right_mask_;
+      for (std::uint64_t k = 0; k < N; ++k) left[k] ^= mix(right[k] + keys_[round]) & left_mask_;
+      for (std::uint64_t k = 0; k < N; ++k) right[k] ^= mix(left[k] + keys_[round + 1]) & right_mask_;
     }
-    return left << right_ | right;
+    for (std::uint64_t k = 0; k < N; ++k) x[k] = left[k] << right_ | right[k];
+  }
+
+  std::uint64_t inside(std::uint64_t x) const {
+    while (x >= n_) x = encrypt(x);
+    return x;
   }
 
   std::uint64_t n_;

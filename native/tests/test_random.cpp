@@ -141,6 +141,21 @@ TEST(permutations_are_bijective) {
   for (const std::uint64_t n : {1023, 1024, 1025, 4096, 4097, 65535, 65537, 1000003}) expect_bijective(n, n);
 }
 
+TEST(several_images_at_a_time) {
+  for (const std::uint64_t n : {1, 7, 8, 9, 100, 1000, 5000}) {
+    const Permutation permutation(n, n);
+    for (const std::uint64_t start : {std::uint64_t{0}, n / 3, n - 1, n}) {
+      std::vector<std::int64_t> images(n - start, -1);
+      permutation(start, images.size(), images.data());
+      for (std::uint64_t i = 0; i < images.size(); ++i) {
+        EXPECT_EQ(static_cast<std::uint64_t>(images[i]), permutation(start + i));
+      }
+    }
+    EXPECT_THROWS(std::invalid_argument, permutation(n, 1, nullptr));
+    EXPECT_THROWS(std::invalid_argument, permutation(n + 1, 0, nullptr));
+  }
+}
+
 TEST(permutations_of_huge_domains_stay_inside) {
   for (const std::uint64_t n : {(std::uint64_t{1} << 32) + 1, std::uint64_t{1} << 62, (std::uint64_t{1} << 62) + 1,
                                 (std::uint64_t{1} << 63) + 1, kMax}) {
