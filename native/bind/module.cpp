@@ -21,6 +21,7 @@
 #include "../core/store.h"
 #include "memory.h"
 #include "priorities.h"
+#include "ranking.h"
 #include "tensors.h"
 #include "trajectories.h"
 
@@ -288,6 +289,7 @@ NB_MODULE(_core, m) {
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   bind_store(m);
   engram::bind_priorities(m);
+  engram::bind_ranking(m);
   engram::bind_trajectories(m);
   engram::bind_tensors(m);
   m.def("control_bytes", &engram::control_bytes, "lanes"_a, "Size of the control block of a store with that many lanes.");

@@ -15,6 +15,7 @@ __all__ = [
     "Layout",
     "NothingLive",
     "Priorities",
+    "Ranking",
     "Shape",
     "Stalled",
     "Store",
@@ -36,6 +37,7 @@ BadPriority = _core.BadPriority
 Layout = _core.Layout
 NothingLive = _core.NothingLive
 Priorities = _core.Priorities
+Ranking = _core.Ranking
 Shape = _core.Shape
 Stalled = _core.Stalled
 Store = _core.Store
