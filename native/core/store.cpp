@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks at the tickets
 constexpr std::uint64_t kBlockRows = 64;           // rows per block of a read, at most
-constexpr std::uint64_t kAhead = 4;                // rows between asking for one and writing it
+constexpr std::uint64_t kAhead = 8;                // rows between asking for one and writing it
 constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
