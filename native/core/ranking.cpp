@@ -84,6 +84,28 @@ void Ranking::forget() {
   for (; !planned_.empty(); planned_.pop_back()) put(planned_.back().row, planned_.back().rank);
 }
 
+void Ranking::keep() {
+  if (!planned_.empty()) likely_ = 2 * planned_.back().rank - planned_.front().rank;
+  planned_.clear();
+}
+
+// In a cold tree every descent waits for memory twice or more, one after the other. The lines that they will need are known
+// roughly: the next batch will replace about as many ranks, above those that the last one replaced.
+void Ranking::prefetch(std::uint64_t n) {
+  lines_.assign(1, 0);
+  for (std::size_t l = levels_.size() - 1; l > 0 && lines_.size() <= 2 * n; --l) {
+    below_.clear();
+    for (const std::uint64_t line : lines_) {
+      for (std::uint64_t i = 0; i < kFanout; ++i) {
+        if (!(levels_[l][line].ranks[i] < likely_)) continue;  // never padding, which is infinite
+        below_.push_back(line * kFanout + i);
+        __builtin_prefetch(&levels_[l - 1][below_.back()], 1);
+      }
+    }
+    std::swap(lines_, below_);
+  }
+}
+
 void Ranking::set(const std::int64_t* rows, const double* ranks, std::uint64_t n) {
   check_rows(rows, n, rows_);
   check_ranks(ranks, n);
@@ -105,6 +127,7 @@ void Ranking::place(const double* ranks, std::uint64_t n, const std::int64_t* fr
   check_rows(free, free_rows, rows_);
   check_ranks(ranks, n);
   forget();
+  prefetch(n);
   planned_.reserve(n);
   rows.reserve(n);
   kept.reserve(n);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace engram {
@@ -30,7 +31,7 @@ class Ranking {
              std::vector<std::int64_t>& rows, std::vector<std::int64_t>& kept);
 
   /// The last plan was carried out.
-  void keep() { planned_.clear(); }
+  void keep();
 
  private:
   static constexpr std::uint64_t kFanout = 8;
@@ -47,11 +48,14 @@ class Ranking {
   void put(std::uint64_t row, double rank);
   void plan(std::uint64_t row, double rank);
   void forget();
+  void prefetch(std::uint64_t n);
   void rebuild();
 
   std::uint64_t rows_;
-  std::vector<std::vector<Line>> levels_;  // the rows first, one line last
-  std::vector<Before> planned_;            // ranks that a plan changed
+  std::vector<std::vector<Line>> levels_;                     // the rows first, one line last
+  std::vector<Before> planned_;                               // ranks that a plan changed
+  double likely_ = -std::numeric_limits<double>::infinity();  // the next plan hardly replaces a rank above it
+  std::vector<std::uint64_t> lines_, below_;                  // of prefetch(), kept for the next one
 };
 
 }  // namespace engram

@@ -116,6 +116,30 @@ TEST(a_plan_is_forgotten_by_the_next_one) {
   EXPECT_EQ(ranking.rank(2), 9.0);
 }
 
+TEST(batch_after_batch_the_best_stay) {
+  Dice dice(2);
+  for (const std::uint64_t size : {9, 100, 5000}) {  // full levels and padded ones
+    Ranking ranking(size);
+    Model model(size);
+    std::vector<std::int64_t> all(size);
+    for (std::uint64_t row = 0; row < size; ++row) {
+      all[row] = static_cast<std::int64_t>(row);
+      model.ranks[row] = static_cast<double>(dice.below(1000));
+    }
+    ranking.set(all.data(), model.ranks.data(), size);
+    for (int batch = 0; batch < 30; ++batch) {
+      std::vector<double> ranks(1 + dice.below(40));
+      for (double& rank : ranks) rank = batch > 25 ? kInf : static_cast<double>(dice.below(2000));
+      std::vector<std::int64_t> rows, kept, expected_rows, expected_kept;
+      model.place(ranks, {}, expected_rows, expected_kept);
+      ranking.place(ranks.data(), ranks.size(), nullptr, 0, rows, kept);
+      ranking.keep();
+      EXPECT(rows == expected_rows && kept == expected_kept);
+    }
+    expect_same(ranking, model);
+  }
+}
+
 TEST(what_it_refuses_changes_nothing) {
   Ranking ranking(9);
   Model model(9);
