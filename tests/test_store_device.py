@@ -40,7 +40,7 @@ def columns(payloads):
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["append", "row", "lanes", "scatter", "edit", "empty", "read", "sample"]),
+        st.sampled_from(["append", "row", "lanes", "scatter", "kept", "edit", "empty", "read", "sample"]),
         st.integers(0, 2**31),
     ),
     max_size=12,
@@ -82,6 +82,12 @@ def test_random_operations(length, lanes, operations):
             plan = Plan(rows=integers(capacity, (n,)))
             for store in both:
                 store.write(plan, columns(payloads), n)
+        elif name == "kept":
+            kept = (integers(2, (n,)) == 1).nonzero().flatten()
+            plan = Plan(rows=integers(capacity, (len(kept),)), kept=kept)
+            written = [store.write(plan, columns(payloads), n) for store in both]
+            assert torch.equal(written[0].rows, written[1].rows)
+            assert written[0].first == written[1].first
         elif name == "edit":
             live = (native.numbers_of(torch.arange(capacity)) >= 0).nonzero().flatten()
             if len(live):

@@ -22,6 +22,7 @@
 #include "../core/store.h"
 #include "memory.h"
 #include "priorities.h"
+#include "ranking.h"
 #include "tensors.h"
 #include "trajectories.h"
 
@@ -120,13 +121,15 @@ void bind_store(nb::module_& m) {
           "lane_of"_a, "n"_a, "columns"_a, "rows"_a)
       .def(
           "scatter",
-          [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, bool grow) {
+          [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, bool grow,
+             Address pick, std::uint64_t of) {
             const Which fields(which);
             const Inputs inputs(columns);
             nb::gil_scoped_release release;
-            return self.scatter(at<std::int64_t>(rows), n, fields.span(), inputs.span(), grow);
+            return self.scatter(at<std::int64_t>(rows), n, fields.span(), inputs.span(), grow, at<std::int64_t>(pick), of);
           },
-          "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a)
+          "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a, "pick"_a = 0, "of"_a = 0,
+          "Writes rows by number; the first ticket number. `pick`: their places among the `of` rows of the columns.")
       .def(
           "gather",
           [](const Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& batch,
@@ -310,6 +313,7 @@ NB_MODULE(_core, m) {
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   bind_store(m);
   engram::bind_priorities(m);
+  engram::bind_ranking(m);
   engram::bind_trajectories(m);
   engram::bind_tensors(m);
   m.def("control_bytes", &engram::control_bytes, "lanes"_a, "Size of the control block of a store with that many lanes.");

@@ -19,6 +19,7 @@ namespace {
 
 constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks at the tickets
 constexpr std::uint64_t kBlockRows = 64;           // rows per block of a read, at most
+constexpr std::uint64_t kAhead = 8;                // rows between asking for one and writing it
 constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
@@ -249,10 +250,11 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
 }
 
 std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
-                             Columns columns, bool grow) {
+                             Columns columns, bool grow, const std::int64_t* pick, std::uint64_t of) {
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
   check_rows(rows, n, control_.capacity());
+  if (pick != nullptr) check_rows(pick, n, of);
   if (grow) {
     grow_over(rows, n);
   } else {
@@ -266,12 +268,17 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   const ClaimGuard claim(participant_, t0, n, -1, 0);
   for (std::uint64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) {  // rows lie anywhere: their memory is asked for while others are copied
+      __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
+      for (const std::uint64_t f : which) prefetch_row(fields_[f], rows[i + kAhead]);
+    }
     const auto row = static_cast<std::uint64_t>(rows[i]);
+    const std::uint64_t source = pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]);
     if (!mark(row, t0 + i, nullptr)) continue;
     fence(std::memory_order_release);
     for (std::uint64_t f = 0; f < which.size(); ++f) {
       const std::uint64_t bytes = fields_[which[f]].row_bytes;
-      copy_to_shared(fields_[which[f]].data + row * bytes, columns[f] + i * bytes, bytes);
+      copy_to_shared(fields_[which[f]].data + row * bytes, columns[f] + source * bytes, bytes);
     }
     fence(std::memory_order_release);
     commit(row, t0 + i);

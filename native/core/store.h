@@ -48,10 +48,11 @@ class Store {
 
   /// Writes rows by number; of rows named twice the last entry wins. `which` names the fields that `columns` holds: all
   /// others keep their content. `grow`: the lanes' extents come to cover the rows, and unwritten rows below them become
-  /// live as zeros; else every row must be live (std::out_of_range otherwise, nothing written).
+  /// live as zeros; else every row must be live (std::out_of_range otherwise, nothing written). `pick`, if not null, names
+  /// for each row its row of the columns, which have `of` rows (std::out_of_range for others, nothing written).
   /// Returns t0, as append.
   std::uint64_t scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
-                        Columns columns, bool grow);
+                        Columns columns, bool grow, const std::int64_t* pick = nullptr, std::uint64_t of = 0);
 
   /// Forgets all rows (Control::empty), and tells the indexes.
   void empty(bool keep_write_count);

@@ -417,6 +417,28 @@ TEST(nothing_is_read_or_written_for_no_rows) {
   EXPECT(Snapshot(filled.heap) == before);
 }
 
+TEST(rows_may_be_picked_from_the_columns) {
+  Filled filled(geometry(1, 6), {16, 8}, {6}), plain(geometry(1, 6), {16, 8}, {6});
+  Rows rows(filled.heap.fields, 5), picked(filled.heap.fields, 3);
+  const Indices where{4, 1, 4}, pick{3, 0, 4};
+  for (std::uint64_t i = 0; i < 5; ++i) rows.describe(i, 100 + i);
+  for (std::uint64_t i = 0; i < 3; ++i) picked.describe(i, 100 + static_cast<std::uint64_t>(pick[i]));
+  const Sizes which{0, 1};
+  const Snapshot before(filled.heap);
+  for (const std::int64_t bad : {std::int64_t{-1}, std::int64_t{5}, kMax64, kMin64}) {
+    const Indices outside{0, bad, 1};
+    for (const bool grow : {false, true}) {
+      EXPECT_THROWS(std::out_of_range, filled.store.scatter(where.data(), 3, which, rows.in, grow, outside.data(), 5));
+    }
+  }
+  EXPECT(Snapshot(filled.heap) == before);
+  for (const bool grow : {false, true}) {
+    EXPECT_EQ(filled.store.scatter(where.data(), 3, which, rows.in, grow, pick.data(), 5),
+              plain.store.scatter(where.data(), 3, which, picked.in, grow));
+    EXPECT(Snapshot(filled.heap) == Snapshot(plain.heap));
+  }
+}
+
 TEST(of_a_row_named_twice_the_last_entry_wins) {
   Filled filled(geometry(1, 4), {16}, {4});
   Rows rows(filled.heap.fields, 5);

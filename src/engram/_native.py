@@ -16,6 +16,7 @@ __all__ = [
     "Marks",
     "NothingLive",
     "Priorities",
+    "Ranking",
     "Shape",
     "Stalled",
     "Store",
@@ -38,6 +39,7 @@ Layout = _core.Layout
 Marks = _core.Marks
 NothingLive = _core.NothingLive
 Priorities = _core.Priorities
+Ranking = _core.Ranking
 Shape = _core.Shape
 Stalled = _core.Stalled
 Store = _core.Store

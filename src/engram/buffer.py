@@ -157,9 +157,15 @@ class ReplayBuffer:
 
         Cost: O(bytes of the row). Releases the GIL; may be called from several threads.
         """
+        return self._add(data, lane, None)
+
+    def _add(self, data: Any, lane: int | None, accept: Callable[[int | None], None] | None) -> Any:
+        """``add``. ``accept`` hears how many rows it will be (None: the data does not say) and may refuse: nothing is written."""
         if self._transform.writes:
-            return self._add_transformed(data, lane)
+            return self._add_transformed(data, lane, accept)
         storage = self._storage
+        if accept is not None:
+            accept(_rows_of(data, storage.ndim - 1))
         if self._appends and storage.ndim == 1:
             row: int
             row, number = storage.add_row(self._check_lane(lane), data, self._ignored)
@@ -177,7 +183,7 @@ class ReplayBuffer:
         row = int(write.rows[0])
         return None if self._rejects and row < 0 else row
 
-    def _add_transformed(self, data: Any, lane: int | None) -> Any:
+    def _add_transformed(self, data: Any, lane: int | None, accept: Callable[[int | None], None] | None) -> Any:
         """Write transforms see a row as a batch of one: a dimension more behind the batch dimensions it has."""
         at = self._storage.ndim - 1
         batch = self._transform.inv(_map_tensors(data, lambda x: _with_dim(x, at)))
@@ -185,10 +191,13 @@ class ReplayBuffer:
         if n == 0:
             return self._no_index()
         if n == 1:
-            return self._added(
-                self._write(_map_tensors(batch, lambda x: _without_dim(x, at)), lane, "add", batched=False)
-            )
+            row = _map_tensors(batch, lambda x: _without_dim(x, at))
+            if accept is not None:
+                accept(_rows_of(row, at))
+            return self._added(self._write(row, lane, "add", batched=False))
         batch = _map_tensors(batch, lambda x: _move_dim(x, at))
+        if accept is not None:
+            accept(_rows_of(batch, at + 1))
         return self._extended(self._write(batch, lane, "extend", batched=True))
 
     def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
@@ -213,11 +222,17 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
+        return self._extend(data, lane, None)
+
+    def _extend(self, data: Any, lane: int | Tensor | None, accept: Callable[[int | None], None] | None) -> Tensor:
+        """``extend``. ``accept``: as for ``_add``."""
         dims = self._storage.ndim
         if self._transform.writes and _rows_of(data, dims) != 0:
             data = self._transform.inv(data)
             if _rows_of(data, dims) == 0:
                 return self._no_index()
+        if accept is not None:
+            accept(_rows_of(data, dims))
         return self._extended(self._write(data, lane, "extend", batched=True))
 
     def _extended(self, write: Write) -> Tensor:

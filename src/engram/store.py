@@ -598,7 +598,8 @@ class Store:
         return placed
 
     def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
-        """Write ``n`` rows where the plan says. Columns: contiguous CPU tensors ``[n, *row shape]``, one per field.
+        """Write what the plan keeps of ``n`` rows where it says. Columns: contiguous CPU tensors ``[n, *row shape]``, one per
+        field.
 
         Of more rows than a lane is long the last ones survive.
 
@@ -609,12 +610,11 @@ class Store:
         return self._write(plan, n, self._which, tuple([column.data_ptr() for column in columns]))
 
     def _write(self, plan: Plan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
+        if plan.rows is not None:
+            return self._write_by_number(plan, plan.rows, n, which, addresses)
         rows = _native.empty_rows(n)
         try:
-            if plan.rows is not None:
-                rows.copy_(plan.rows)
-                first = self.core.scatter(rows.data_ptr(), n, which, addresses, True)
-            elif isinstance(plan.lane, int):
+            if isinstance(plan.lane, int):
                 first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
             else:
                 assert plan.lane is not None  # a Plan has rows or a lane
@@ -622,9 +622,27 @@ class Store:
                 first = self.core.append_by_lane(lane.data_ptr(), n, addresses, rows.data_ptr())
         except _native.Stalled as error:
             raise WriterStalled(f"extend: {error}.") from error
+        return Write(rows, first)
+
+    def _write_by_number(
+        self, plan: Plan, planned: Tensor, n: int, which: tuple[int, ...], addresses: tuple[int, ...]
+    ) -> Write:
+        if plan.kept is None:
+            rows, pick = _native.empty_rows(n).copy_(planned), 0  # the plan's own tensor is not handed out
+        else:
+            rows, kept = _as_rows(planned, "write"), _as_rows(plan.kept, "write")
+            if rows.shape != kept.shape:
+                raise RuntimeError(f"write: expected {len(kept)} rows, one for each that is kept, got {len(rows)}.")
+            if not len(rows):  # no index need hear of it
+                return Write(plan.reported(rows, n), 0)
+            pick = kept.data_ptr()
+        try:
+            first = self.core.scatter(rows.data_ptr(), len(rows), which, addresses, True, pick, n)
+        except _native.Stalled as error:
+            raise WriterStalled(f"extend: {error}.") from error
         except IndexError as error:
             raise RowError(f"write: {error}.") from error
-        return Write(rows, first)
+        return Write(plan.reported(rows, n), first)
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
         """Replace fields ``which`` of live rows. Cursors and extent stay; the rows get new tickets.
@@ -790,9 +808,12 @@ class DeviceStore(Store):
         with self._lock:
             filled, _ = self.core.extent()
             write = self._write(plan, n, (), ())
+            rows = write.rows
             if plan.rows is not None:
                 self._clear_gaps(filled)
-            self._put(write.rows, self._which, columns)
+            if plan.kept is not None:
+                rows, columns = rows[plan.kept], [column[plan.kept.to(column.device)] for column in columns]
+            self._put(rows, self._which, columns)
         return write
 
     def _clear_gaps(self, filled: Sequence[int]) -> None:

@@ -55,12 +55,20 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return self._priority_key
 
     def add(self, data: Any, *, lane: int | None = None) -> Any:
-        """As :meth:`ReplayBuffer.add`, for one TensorDict. Raises ``ValueError`` for anything else."""
-        index = super().add(_to_store(data, "add"), lane=lane)
-        if self._prioritizes() and index is not None:  # None: the writer rejected the row
-            priority = data.get(self._priority_key, None)
-            if priority is not None and (isinstance(index, int) or len(index)):
-                self._sampler.update_priority(self._rows_named(index), priority.reshape(1, -1))
+        """As :meth:`ReplayBuffer.add`, for one TensorDict.
+
+        Raises:
+            ValueError: not a TensorDict.
+            PriorityError: ``priority_key`` holds no priority. Nothing is written.
+        """
+        row = _to_store(data, "add")
+        priority = self._priority_in(data)
+        if priority is None:
+            return self._add(row, lane, None)
+        priority = priority.reshape(1, -1)
+        index = self._add(row, lane, self._check_of(priority))
+        if index is not None and (isinstance(index, int) or len(index)):  # None: the writer rejected the row
+            self._sampler.update_priority(self._rows_named(index), priority)
         return index
 
     def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
@@ -72,17 +80,32 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
         Raises:
             ValueError: not a TensorDict.
+            PriorityError, RuntimeError: a bad priority under ``priority_key``, or another number of them than of rows. Nothing
+                is written.
         """
         data = _to_store(data, "extend")
-        index = super().extend(data, lane=lane)
-        if update_priority is not False and self._prioritizes():
-            priority = data.get(self._priority_key, None)
-            if priority is not None and len(index):
-                self._sampler.update_priority(self._rows_named(index), priority)
+        priority = None if update_priority is False else self._priority_in(data)
+        if priority is None:
+            return self._extend(data, lane, None)
+        index = self._extend(data, lane, self._check_of(priority))
+        if len(index):
+            self._sampler.update_priority(self._rows_named(index), priority)
         return index
 
-    def _prioritizes(self) -> bool:
-        return bool(getattr(self._sampler, "prioritized", False))
+    def _priority_in(self, data: Any) -> Any:
+        """The priorities that come along with rows; None if there are none, or nobody who takes them."""
+        return data.get(self._priority_key, None) if getattr(self._sampler, "prioritized", False) else None
+
+    def _check_of(self, priority: Any) -> Callable[[int | None], None]:
+        """Refuses priorities that the sampler would, before their rows are written."""
+
+        def check(n: int | None) -> None:
+            if n and hasattr(
+                self._sampler, "check_priority"
+            ):  # else the storage refuses the data, or the sampler is a custom one
+                self._sampler.check_priority(priority, n)
+
+        return check
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.

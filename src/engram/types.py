@@ -84,6 +84,16 @@ class Plan(NamedTuple):
     """int64 ``[k]``, ascending: only these of the ``n`` rows of data are written, to ``rows`` ``[k]``; the others are
     rejected. None: all are written."""
 
+    def reported(self, written: Tensor, n: int) -> Tensor:
+        """int64 ``[n]``: where each row of the data was written, -1 for a rejected one. ``written``: the planned rows."""
+        if self.kept is None:
+            return written
+        import torch
+
+        rows = torch.full((n,), -1, device="cpu")
+        rows[self.kept] = written
+        return rows
+
 
 class Write(NamedTuple):
     """What was written where. Made by the store."""
@@ -105,8 +115,7 @@ class Write(NamedTuple):
     def survivors(self) -> Tensor:
         """int64 ``[n]``: the rows, but -1 for one that a later row of the same write replaced."""
         rows = self.rows.tolist()
-        written = [row for row in rows if row >= 0]
-        if len(set(written)) == len(written):
+        if len(set(rows)) + max(rows.count(-1), 1) - 1 == len(rows):  # none is named twice
             return self.rows
         import torch
 

@@ -406,6 +406,158 @@ def test_a_rejected_row_brings_no_priority():
     assert leaves(rb).tolist() == [1.0, 9.0]
 
 
+# ---- priorities that come along and are refused -----------------------------------------------------------------------
+
+BAD = [float("nan"), float("inf"), -float("inf"), -1.0, 1e308]
+
+
+def along(storage, filled=2, alpha=2.0, **kwargs):
+    """A buffer of TensorDicts whose rows bring priorities along under "p", and how to see all that a write would change."""
+    sampler = PrioritizedSampler(6, alpha=alpha, beta=1.0, eps=0.0)
+    rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, priority_key="p", **kwargs)
+    if filled:
+        rb.extend(steps(*[1.0] * filled).exclude("p"))
+
+    def state():
+        if not rb.storage.initialized:
+            return None
+        return [
+            len(rb),
+            rb.write_count,
+            rb.storage.settled(),
+            leaves(rb).tolist(),
+            sampler.default_priority,
+            rb.stats(),
+        ]
+
+    return rb, state
+
+
+def steps(*priorities, dtype=torch.float64):
+    priorities = torch.tensor(priorities, dtype=dtype)
+    return TensorDict({"a": torch.arange(float(len(priorities))), "p": priorities}, [len(priorities)])
+
+
+@kinds
+@pytest.mark.parametrize("filled", [0, 2])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bad_priority_that_comes_along_writes_nothing(storage, filled, bad, dtype):
+    rb, state = along(storage(6), filled)
+    before = state()
+    data = steps(1.0, bad, 2.0, dtype=dtype)
+    for write in (lambda: rb.extend(data), lambda: rb.extend(data, lane=0), lambda: rb.add(data[1])):
+        with pytest.raises(PriorityError, match="update_priority: expected finite priorities of at least 0"):
+            write()
+        assert state() == before
+    if storage is not ListStorage:
+        assert rb.storage.initialized == bool(filled)
+    assert len(rb.extend(data, update_priority=False)) == 3  # nobody looks at them
+    assert leaves(rb)[filled : filled + 3].tolist() == [1, 1, 1]
+    rb.set_sampler(RandomSampler())
+    assert len(rb.extend(data)) == 3
+
+
+@kinds
+def test_another_number_of_priorities_than_of_rows_writes_nothing(storage):
+    rb, state = along(storage(6))
+    data = steps(1.0, 2.0)
+    data["p"] = torch.ones(2, 1)  # one per row: reduced
+    rb.extend(data)
+    before = state()
+    one_of_two = TensorDict({"a": torch.arange(2.0)}, [2])
+    one_of_two._tensordict["p"] = torch.ones(3)
+    with pytest.raises(RuntimeError, match="one priority per row, 2, got"):
+        rb.extend(one_of_two)
+    assert state() == before
+
+
+@pytest.mark.parametrize("lane", [1, torch.tensor([1, 0, 1])])
+def test_a_bad_priority_that_comes_along_to_lanes(lane):
+    rb, state = along(LazyTensorStorage(6, lanes=2))
+    before = state()
+    with pytest.raises(PriorityError, match="position 2"):
+        rb.extend(steps(1.0, 3.0, -2.0), lane=lane)
+    assert state() == before
+    with pytest.raises(PriorityError):
+        rb.add(steps(-2.0)[0], lane=1)
+    assert state() == before
+    rb.extend(steps(1.0, 3.0, 2.0), lane=lane)
+    assert len(rb) == 5
+
+
+def test_a_bad_priority_of_a_slot_of_columns():
+    rb, state = along(LazyTensorStorage(6, ndim=2), filled=0)
+    good = TensorDict({"a": torch.zeros(2, 1), "p": torch.tensor([[3.0], [4.0]])}, [2, 1])
+    rb.extend(good)
+    before = state()
+    for priorities in ([[3.0], [-4.0]], [[float("nan")], [1.0]]):
+        bad = good.clone().set("p", torch.tensor(priorities))
+        with pytest.raises(PriorityError):
+            rb.extend(bad)
+        with pytest.raises(PriorityError):
+            rb.add(bad[:, 0])
+        assert state() == before
+    rb.add(good[:, 0])
+    assert leaves(rb).tolist() == [9, 16, 9, 16, 0, 0]
+
+
+def test_a_bad_priority_of_a_row_that_would_be_rejected():
+    rb, state = along(LazyTensorStorage(2), writer=TensorDictMaxValueWriter(rank_key="a"))
+    before = state()
+    row = TensorDict({"a": torch.tensor(-1.0), "p": torch.tensor(-2.0)}, [])
+    with pytest.raises(PriorityError):
+        rb.add(row)
+    data = TensorDict({"a": torch.tensor([-1.0, 9.0]), "p": torch.tensor([-2.0, 1.0])}, [2])
+    with pytest.raises(PriorityError, match="position 0"):
+        rb.extend(data)
+    assert state() == before
+
+
+def test_priorities_are_counted_after_a_write_transform():
+    class Doubled(torch.nn.Module):
+        def forward(self, data):
+            return data
+
+        def inv(self, data):
+            return torch.cat([data, data]) if data["a"].max() > 0 else data[:0]
+
+    rb, state = along(LazyTensorStorage(6), filled=0, transform=Doubled())
+    with pytest.raises(RuntimeError, match="one priority per row, 4, got"):
+        rb.extend(steps(1.0, 2.0))
+    with pytest.raises(RuntimeError, match="one priority per row, 2, got"):
+        rb.add(steps(1.0, 2.0)[1])
+    assert state() is None
+    assert len(rb.extend(steps(-1.0))) == 0  # held back: nobody looks at it
+
+
+def test_a_sampler_of_ones_own_may_take_priorities_unchecked():
+    class Own:
+        prioritized = True
+
+        def __init__(self):
+            self.heard = []
+
+        def draw(self, extent, batch_size, key):
+            raise NotImplementedError
+
+        def observe(self, write, data):
+            pass
+
+        def update_priority(self, index, priority, *, generation=None):
+            self.heard.append((index, priority.tolist()))
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=Own(), priority_key="p")
+    rb.add(steps(-1.0)[0])
+    assert rb.sampler.heard == [(0, [[-1.0]])]
+
+
 @kinds
 def test_mark_update(storage):
     rb = made(storage, alpha=1.0, eps=0.0)

@@ -292,10 +292,29 @@ def test_plans_are_checked():
         (Plan(rows=torch.tensor([0])), RuntimeError),
         (Plan(rows=torch.tensor([0, 8])), RowError),
         (Plan(rows=torch.tensor([0, -1])), RowError),
+        (Plan(rows=torch.tensor([0]), kept=torch.tensor([2])), RowError),
+        (Plan(rows=torch.tensor([0]), kept=torch.tensor([-1])), RowError),
+        (Plan(rows=torch.tensor([8]), kept=torch.tensor([1])), RowError),
+        (Plan(rows=torch.tensor([0, 1]), kept=torch.tensor([1])), RuntimeError),
     ):
         with pytest.raises(error):
             made.write(plan, prepared, n)
         assert (made[:].tolist(), made.extent(), made.store.core.next_ticket) == before
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, ListStorage])
+def test_a_plan_may_keep_some_rows(kind):
+    made = kind(4)
+    made.set(range(4), torch.arange(4) * 10)
+    prepared, n = made.prepare(torch.arange(5), "extend", batched=True)
+    first = made.settled()
+    write = made.write(Plan(rows=torch.tensor([3, 0, 3]), kept=torch.tensor([0, 2, 4])), prepared, n)
+    assert (write.rows.tolist(), write.first) == ([3, -1, 0, -1, 3], first)
+    assert [int(made[i]) for i in range(4)] == [2, 10, 20, 4]
+    assert made.numbers_of(torch.tensor([0, 3])).tolist() == [first + 1, first + 2]
+    none = torch.tensor([], dtype=torch.int64)
+    assert made.write(Plan(rows=none, kept=none), prepared, n).rows.tolist() == [-1] * 5
+    assert (made.settled(), made.write_count) == (first + 3, 7)
 
 
 def test_expected_tickets_are_compared():

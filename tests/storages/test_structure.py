@@ -505,3 +505,67 @@ def test_lazy_stacks_are_rows_like_others():
     structure = Structure.of(stack, batched=True, call="extend")
     (column,) = structure.flatten(stack, 2, "extend")
     assert column.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+# ---- the short path of nested data -------------------------------------------------------------------------------------
+
+
+def step(**changes):
+    """Two rows of nested TensorDicts, some entries of "next" changed; None takes one away."""
+    inner = {"reward": torch.arange(2.0), "done": torch.zeros(2, 1, dtype=torch.bool), **changes}
+    inner = {key: value for key, value in inner.items() if value is not None}
+    return {"a": torch.arange(6).reshape(2, 3), "next": TensorDict(inner, [2]), "id": torch.arange(2)}
+
+
+NESTED = {
+    "as it is": lambda: TensorDict(step(), [2]),
+    "in another order": lambda: TensorDict(dict(reversed(step().items())), [2]),
+    "of another dtype": lambda: TensorDict(step(reward=torch.arange(2)), [2]),
+    "of another shape": lambda: TensorDict(step(done=torch.zeros(2, dtype=torch.bool)), [2]),
+    "not contiguous": lambda: TensorDict(step(reward=torch.arange(4.0)[::2]), [2]),
+    "without one": lambda: TensorDict(step(done=None), [2]),
+    "with one more": lambda: TensorDict(step(more=torch.ones(2)), [2]),
+    "with one instead of another": lambda: TensorDict(step(done=None, more=torch.ones(2)), [2]),
+    "with one that is ignored": lambda: TensorDict({**step(), "p": torch.ones(2)}, [2]),
+    "with one that is ignored elsewhere": lambda: TensorDict(step(p=torch.ones(2)), [2]),
+    "a leaf where a TensorDict was": lambda: TensorDict({**step(), "next": torch.ones(2)}, [2]),
+    "a TensorDict where a leaf was": lambda: TensorDict({**step(), "a": TensorDict({}, [2])}, [2]),
+    "a dict": step,
+    "a lazy stack inside": lambda: TensorDict(
+        {**step(), "next": LazyStackedTensorDict(*TensorDict(step(), [2])["next"].unbind(0), stack_dim=0)}, [2]
+    ),
+    "a tensor": lambda: torch.ones(2),
+}
+
+
+@pytest.mark.parametrize("n", [2, 3, None])
+@pytest.mark.parametrize("data", NESTED.values(), ids=NESTED.keys())
+@pytest.mark.parametrize("of", ["TensorDict", "dict", "dict of dicts"])
+def test_nested_data_is_the_same_on_the_short_path(data, n, of):
+    first = {"TensorDict": TensorDict(step(), [2]), "dict": step(), "dict of dicts": {"x": {"y": torch.ones(2)}}}[of]
+    structure = Structure.of(first, batched=True, call="extend")
+    assert structure._plain
+    data = data()
+
+    def outcome():
+        try:
+            return [(column.dtype, column.tolist()) for column in structure.flatten(data, n, "extend", ("p",))]
+        except (KeyError, RuntimeError, TypeError) as error:
+            return type(error), str(error)
+
+    short = outcome()
+    structure._plain = False
+    assert outcome() == short
+
+
+def test_the_short_path_hands_over_the_users_own_memory():
+    data = TensorDict(step(), [2])
+    columns = Structure.of(data, batched=True, call="extend").flatten(data, 2, "extend")
+    assert [column.data_ptr() for column in columns] == [
+        leaf.data_ptr() for leaf in (data["a"], data["next", "reward"], data["next", "done"], data["id"])
+    ]
+
+
+@pytest.mark.parametrize("data", [(torch.ones(2), torch.ones(2)), {"a": [torch.ones(2)]}, torch.ones(2)])
+def test_other_containers_have_no_short_path(data):
+    assert not Structure.of(data, batched=True, call="extend")._plain

@@ -21,8 +21,8 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     Write,
+    _native,
 )
-from engram.writers import max_value
 
 STORAGES = [LazyTensorStorage, ListStorage]
 INF = float("inf")
@@ -149,26 +149,22 @@ ranks_of_batches = st.lists(
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@given(capacity=st.integers(1, 7), batches=ranks_of_batches, pool=st.integers(1, 4), singly=st.booleans())
+@given(capacity=st.integers(1, 7), batches=ranks_of_batches, singly=st.booleans())
 @settings(max_examples=150)
-def test_extend_is_adding_row_after_row(storage, capacity, batches, pool, singly):
-    """Against a list: slots, reports, content and count. A small pool makes it look for the worst rows anew."""
-    before, max_value._POOL = max_value._POOL, pool
-    try:
-        rb, model, number = best(capacity, storage), Model(capacity), 0
-        for ranks in batches:
-            data = rows(ranks)
-            data["id"] += number
-            if singly:
-                found = [rb.add(one) for one in data.unbind(0)]
-                assert found == [model.add(*pair) for pair in zip(ranks, data["id"].tolist(), strict=True)]
-            else:
-                assert rb.extend(data).tolist() == model.extend(ranks, data["id"].tolist())
-            number += len(ranks)
-            assert [(float(x["score"]), int(x["id"])) for x in rb.storage] == model.slots
-            assert rb.write_count == model.accepted
-    finally:
-        max_value._POOL = before
+def test_extend_is_adding_row_after_row(storage, capacity, batches, singly):
+    """Against a list: slots, reports, content and count."""
+    rb, model, number = best(capacity, storage), Model(capacity), 0
+    for ranks in batches:
+        data = rows(ranks)
+        data["id"] += number
+        if singly:
+            found = [rb.add(one) for one in data.unbind(0)]
+            assert found == [model.add(*pair) for pair in zip(ranks, data["id"].tolist(), strict=True)]
+        else:
+            assert rb.extend(data).tolist() == model.extend(ranks, data["id"].tolist())
+        number += len(ranks)
+        assert [(float(x["score"]), int(x["id"])) for x in rb.storage] == model.slots
+        assert rb.write_count == model.accepted
 
 
 @given(seed=st.integers(0, 2**32), values=st.sampled_from([3, 30, 10**6]))
@@ -193,42 +189,58 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@given(steps=STEPS, pool=st.integers(1, 6))
+@given(steps=STEPS)
 @settings(max_examples=150)
-def test_whatever_else_is_written_the_best_stay(storage, steps, pool):
+def test_whatever_else_is_written_the_best_stay(storage, steps):
     """Edits, emptying, other writers and buffers between the writes: each write is right for what is stored then."""
-    before, max_value._POOL = max_value._POOL, pool
-    try:
-        rb = best(5, storage)
-        ring = ReplayBuffer(storage=rb.storage, writer=RoundRobinWriter())
-        other = TensorDictReplayBuffer(storage=rb.storage, writer=TensorDictMaxValueWriter("score"))
-        for step, ranks in steps:
-            where = [abs(rank) for rank in ranks if abs(rank) < len(rb)]
-            values = rows([float(rank) for rank in ranks])
-            if step == "edit" and where:
-                rb[where] = values[: len(where)]
-            elif step == "field" and where and storage is LazyTensorStorage:
-                rb.set_at_("score", values["score"][: len(where)], where)
-            elif step == "empty":
-                rb.empty()
-            elif step == "ring":
-                ring.extend(values)
-            elif step == "write_at" and where:
-                ring.writer.write_at(where, values[: len(where)])
-            elif step == "only place":
-                rb.writer.place(rb.storage.extent(), len(values), 0, values)
-            elif step == "copy":
-                rb = pickle.loads(pickle.dumps(rb))
-                ring = ReplayBuffer(storage=rb.storage, writer=RoundRobinWriter())
-                other = TensorDictReplayBuffer(storage=rb.storage, writer=TensorDictMaxValueWriter("score"))
-            elif step in ("extend", "other"):
-                model = Model(5)
-                model.slots = [(rank, 0) for rank in scores(rb)]
-                expected = model.extend([float(rank) for rank in ranks], range(len(ranks)))
-                assert (rb if step == "extend" else other).extend(values).tolist() == expected
-                assert scores(rb) == [rank for rank, _ in model.slots]
-    finally:
-        max_value._POOL = before
+    rb = best(5, storage)
+    ring = ReplayBuffer(storage=rb.storage, writer=RoundRobinWriter())
+    other = TensorDictReplayBuffer(storage=rb.storage, writer=TensorDictMaxValueWriter("score"))
+    for step, ranks in steps:
+        where = [abs(rank) for rank in ranks if abs(rank) < len(rb)]
+        values = rows([float(rank) for rank in ranks])
+        if step == "edit" and where:
+            rb[where] = values[: len(where)]
+        elif step == "field" and where and storage is LazyTensorStorage:
+            rb.set_at_("score", values["score"][: len(where)], where)
+        elif step == "empty":
+            rb.empty()
+        elif step == "ring":
+            ring.extend(values)
+        elif step == "write_at" and where:
+            ring.writer.write_at(where, values[: len(where)])
+        elif step == "only place":
+            rb.writer.place(rb.storage.extent(), len(values), 0, values)
+        elif step == "copy":
+            rb = pickle.loads(pickle.dumps(rb))
+            ring = ReplayBuffer(storage=rb.storage, writer=RoundRobinWriter())
+            other = TensorDictReplayBuffer(storage=rb.storage, writer=TensorDictMaxValueWriter("score"))
+        elif step in ("extend", "other"):
+            model = Model(5)
+            model.slots = [(rank, 0) for rank in scores(rb)]
+            expected = model.extend([float(rank) for rank in ranks], range(len(ranks)))
+            assert (rb if step == "extend" else other).extend(values).tolist() == expected
+            assert scores(rb) == [rank for rank, _ in model.slots]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_are_read_again_only_after_others_wrote(storage, monkeypatch):
+    rb = best(4, storage, [1, 2])
+    looked, field = [], rb.storage.field
+
+    def noted(key, rows, expected):
+        looked.append(rows.tolist())
+        return field(key, rows, expected)
+
+    monkeypatch.setattr(rb.storage, "field", noted)
+    assert rb.extend(rows([3, 4, 1.5, 0])).tolist() == [2, 3, 0, -1]  # fills it, and goes on
+    assert looked == [[0, 1]]
+    assert rb.extend(rows([2.5, 0, 1.6])).tolist() == [0, -1, -1]
+    assert rb.add(row(8)) == 1
+    assert looked == [[0, 1]]
+    rb[3] = row(0)
+    assert rb.add(row(0.5)) == 3
+    assert looked == [[0, 1], [3]]
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------------
@@ -713,3 +725,25 @@ def test_rows_set_aside_are_filled_first():
     extent = Extent(4, (4,), (0,), torch.tensor([1, 3]))
     plan = rb.writer.place(extent, 1, 0, rows([0]))
     assert plan.rows.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "free", "error"),
+    [
+        (np.zeros((2, 1)), np.zeros(0, np.int64), TypeError),
+        (np.zeros(2), np.array([3]), IndexError),
+        (np.zeros(2), np.array([-1]), IndexError),
+        (np.zeros(2), np.array([0, 1, 2]), ValueError),
+        (np.array([1.0, np.nan]), np.zeros(0, np.int64), ValueError),
+    ],
+)
+def test_the_native_ranking_takes_only_what_it_can_hold(ranks, free, error):
+    ranking = _native.Ranking(3)
+    with pytest.raises(error):
+        ranking.place(ranks, free)
+    assert [part.tolist() for part in ranking.place(np.zeros(1), np.array([2]))] == [[2], [0]]
+
+
+def test_the_native_ranking_wants_one_rank_per_row():
+    with pytest.raises(ValueError, match="one rank per row"):
+        _native.Ranking(3).set(np.array([0, 1]), np.zeros(1))

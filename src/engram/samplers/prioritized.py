@@ -251,6 +251,12 @@ class PrioritizedSampler(NativeSampler):
             generation = None
         own.update(rows, priorities, generation)
 
+    def check_priority(self, priority: Any, n: int) -> None:
+        """Raise as :meth:`update_priority` would for priorities of ``n`` rows. Changes nothing: no row need be written yet."""
+        priorities = self._priorities_of(priority, n)
+        own = self._attached() or PriorityIndex.of_list(min(self._capacity, self._storage.max_size), self._config)
+        own.update(torch.full((n,), -1, device="cpu"), priorities, None)
+
     def _current(self, rows: Tensor, generation: Tensor | None) -> Tensor:
         """Rows of a list; -1 for those that hold another item than expected, or none."""
         numbers = self._storage.numbers_of(rows)

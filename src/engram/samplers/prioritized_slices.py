@@ -153,6 +153,10 @@ class PrioritizedSliceSampler(SliceSampler):
         """New priorities of rows, step by step, as :meth:`PrioritizedSampler.update_priority`."""
         self.anchors.update_priority(index, priority, generation=generation)
 
+    def check_priority(self, priority: Any, n: int) -> None:
+        """As :meth:`PrioritizedSampler.check_priority`."""
+        self.anchors.check_priority(priority, n)
+
     def mark_update(self, index: Any, *, storage: Any = None) -> None:
         """Rows were rewritten: the default priority again."""
         self.anchors.mark_update(index, storage=storage)

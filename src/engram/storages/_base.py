@@ -121,15 +121,6 @@ class Storage:
         """Held from placing to writing, so that two writers do not choose the same row."""
         return self._lock
 
-    def _write_kept(self, plan: Plan, kept: Tensor, chosen: Any, n: int) -> Write:
-        """Write ``chosen``, the rows of the data that a plan keeps; the others are rejected."""
-        rows = torch.full((n,), -1, dtype=torch.int64, device="cpu")
-        if not len(kept):
-            return Write(rows, 0)
-        write = self.write(Plan(rows=plan.rows), chosen, len(kept))
-        rows[kept] = write.rows
-        return Write(rows, write.first)
-
     def edit(self, where: Rows, prepared: Any) -> Write:
         """Replace live rows. Cursor and length stay."""
         raise NotImplementedError

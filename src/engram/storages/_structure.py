@@ -61,6 +61,8 @@ class Structure:
             else None
         )
         self._flat_type = TensorDict if self.is_tensordict else dict
+        #: Whether it is TensorDicts and dicts in each other, their leaves in the order of the fields.
+        self._plain = root.kind in _PLAIN and _leaves_of_plain(root) == list(range(len(self.fields)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_layout"}
@@ -125,6 +127,10 @@ class Structure:
                 else:
                     if self._layout.fits(columns, -1 if n is None else n):
                         return columns
+        elif self._plain and self.on_host:
+            columns = []
+            if _collect(self.root, data, columns) and self._layout.fits(columns, -1 if n is None else n):
+                return columns
         if n is None:
             shapes = None
         else:
@@ -329,6 +335,36 @@ class _Builder:
         shape = tuple(value.shape[1:] if self.batched else value.shape)
         self.fields.append(Field(key=key, dtype=_NAMES[value.dtype], shape=shape))
         return Node(kind="leaf", field=len(self.fields) - 1)
+
+
+# ---- the short path of nested data -------------------------------------------------------------------------------------
+
+_PLAIN = {"tensordict": TensorDict, "dict": dict}
+
+
+def _leaves_of_plain(node: Node) -> list[int]:
+    """Numbers of the fields below a node, as met; -1 for whatever is not a TensorDict, dict or leaf."""
+    if node.kind == "leaf":
+        return [node.field]
+    if node.kind not in _PLAIN:
+        return [-1]
+    return [field for child in node.children.values() for field in _leaves_of_plain(child)]
+
+
+def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
+    """Append the leaves of data that consists of just these TensorDicts and dicts; False if it may be otherwise."""
+    if type(data) is not _PLAIN[node.kind]:
+        return False
+    entries: Mapping[str, Any] = entries_of(data) if node.kind == "tensordict" else data
+    if len(entries) != len(node.children):
+        return False
+    for name, child in node.children.items():
+        value = entries.get(name)
+        if child.kind == "leaf":
+            leaves.append(value)
+        elif not _collect(child, value, leaves):
+            return False
+    return True
 
 
 # ---- kinds of containers -----------------------------------------------------------------------------------------------

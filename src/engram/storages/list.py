@@ -116,7 +116,8 @@ class ListStorage(Storage):
 
     def write(self, plan: Plan, prepared: list[Any], n: int) -> Write:
         if plan.kept is not None:
-            return self._write_kept(plan, plan.kept, [prepared[i] for i in plan.kept.tolist()], n)
+            write = self.write(Plan(rows=plan.rows), [prepared[i] for i in plan.kept.tolist()], len(plan.kept))
+            return Write(plan.reported(write.rows, n), write.first)
         with self._lock:
             if plan.rows is not None:
                 rows = plan.rows.tolist()
@@ -137,7 +138,7 @@ class ListStorage(Storage):
             if plan.rows is None:
                 self._cursor += n
             self._write_count += n
-            written = torch.tensor(rows, device="cpu")
+            written = torch.tensor(rows, dtype=torch.int64, device="cpu")  # perhaps none
             for index in self._priorities.values():
                 index.written(written)
         return Write(written, first)

@@ -292,8 +292,6 @@ class TensorStorage(Storage):
 
     def write(self, plan: Plan, prepared: list[Tensor], n: int) -> Write:
         store = self.store
-        if plan.kept is not None:
-            return self._write_kept(plan, plan.kept, [x[plan.kept] for x in prepared] if len(plan.kept) else [], n)
         if isinstance(plan.lane, int) and not 0 <= plan.lane < self._lanes:
             raise RowError(f"lane: expected a lane in [0, {self._lanes}), got {plan.lane}.")
         if isinstance(plan.lane, Tensor):
@@ -302,7 +300,7 @@ class TensorStorage(Storage):
                 raise RuntimeError(f"lane: expected one lane per row, [{n}], got {list(lane.shape)}.")
             if bool(((lane < 0) | (lane >= self._lanes)).any()):
                 raise RowError(f"lane: expected lanes in [0, {self._lanes}), got {lane.tolist()[:8]}….")
-        if plan.rows is not None and plan.rows.shape != (n,):
+        if plan.rows is not None and plan.kept is None and plan.rows.shape != (n,):
             raise RuntimeError(f"write: expected one index per row, [{n}], got {list(plan.rows.shape)}.")
         return store.write(plan, prepared, n)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import insort
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
+from engram import _native
 from engram._later import refuse
 from engram._tensordict import children, find
 from engram.types import Extent, Plan
@@ -34,9 +33,6 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean(1),
     "median": lambda x: x.median(1).values,
 }
-
-#: Worst rows that are kept in order, at least: looking for them costs O(rows), so it is done once for many writes.
-_POOL = 2048
 
 
 class TensorDictMaxValueWriter(NativeWriter):
@@ -63,8 +59,8 @@ class TensorDictMaxValueWriter(NativeWriter):
         RuntimeError: on writing: data is no TensorDict.
         KeyError: on writing: no ``rank_key`` in the data.
 
-    Cost of a write of n rows: O(n log n); O(rows) after somebody else wrote to the storage or edited rows, when those rows
-    are read again, and once in some thousand replaced rows.
+    Cost of a write of n rows: O(n log rows); O(rows) after somebody else wrote to the storage or edited rows, when those
+    rows are read again.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -134,8 +130,8 @@ class TensorDictMaxValueWriter(NativeWriter):
         with storage.placing:
             memory = getattr(storage, "memory", storage)
             if self._stored is None or self._stored.memory is not memory:
-                self._stored = _Stored(storage, memory, self._rank_key, self._reduced)
-            self._stored.catch_up(extent.filled[0])
+                self._stored = _Stored(storage, memory, extent.capacity, self._rank_key, self._reduced)
+            self._stored.catch_up()
             return self._stored.place(ranks, free)
 
     def written(self, plan: Plan, write: Write) -> None:
@@ -206,83 +202,73 @@ class TensorDictMaxValueWriter(NativeWriter):
         return {**self.__dict__, "_stored": None}
 
 
-class _Planned(NamedTuple):
-    """A plan that may be written next: what it changes then."""
-
-    plan: Plan
-    ranks: NDArray[np.float64]
-    """Of the rows it writes."""
-    taken: int
-    """So many of the worst rows are no longer where they were in the order."""
-    back: list[tuple[float, int]]
-    """What belongs there again."""
-
-
 class _Stored:
-    """Ranks of a storage's rows, and the worst of them in order.
+    """Ranks of a storage's rows.
 
     The storage is the truth: its tickets say which rows changed since they were looked at. After a write of our own plan, and
     nothing else, there is nothing to look at.
     """
 
     def __init__(
-        self, storage: Any, memory: Any, key: tuple[str, ...], reduced: Callable[[Any, int], NDArray[np.float64]]
+        self,
+        storage: Any,
+        memory: Any,
+        capacity: int,
+        key: tuple[str, ...],
+        reduced: Callable[[Any, int], NDArray[np.float64]],
     ) -> None:
         self.memory = memory
         self._storage = storage
         self._key = key
         self._reduced = reduced
-        self._numbers = np.empty(0, np.int64)
-        self._ranks = np.empty(0)
+        self._ranking = _native.Ranking(capacity)
+        #: Ticket numbers of the rows that it ranks.
+        self._numbers = np.full(capacity, -1)
         self._settled: int | None = None
-        self._planned: _Planned | None = None
-        #: (rank, row), ascending: all rows up to and including ``_limit``.
-        self._worst: list[tuple[float, int]] = []
-        self._limit = (-np.inf, -1)
+        self._planned: Plan | None = None
 
-    # ---- keeping up --------------------------------------------------------------------------------------------------
-
-    def catch_up(self, filled: int) -> None:
-        """Learn what changed among the first ``filled`` rows. Cost: O(1) if only our own plans were written."""
-        settled = self._storage.settled()
-        if settled is None or settled != self._settled or filled != len(self._ranks):
-            self._look_again(filled, settled)
+    def place(self, ranks: NDArray[np.float64], free: NDArray[np.int64]) -> Plan:
+        """Rows of data in order: the first ones to the free rows, then each one to the worst row if it is better."""
+        rows, kept = self._ranking.place(ranks, free)
+        plan = Plan(rows=torch.from_numpy(rows), kept=None if len(kept) == len(ranks) else torch.from_numpy(kept))
+        self._planned = plan
+        return plan
 
     def written(self, plan: Plan, write: Write) -> None:
         """Bring up to date what a plan changed, if it is the last one and nobody wrote since it was made."""
-        planned = self._planned
-        if planned is None or planned.plan is not plan or write.first != self._settled:
+        if self._planned is not plan or write.first != self._settled:
             return
         assert plan.rows is not None  # as place makes them
-        rows, self._planned = plan.rows.numpy(), None
-        self._settled = None  # in case of an interrupt
+        rows = plan.rows.numpy()
+        self._settled = self._planned = None  # in case of an interrupt
+        self._ranking.keep()
         self._numbers[rows] = np.arange(write.first, write.first + len(rows))  # of a row named twice the last one stays
-        self._ranks[rows] = planned.ranks
-        del self._worst[: planned.taken]
-        for entry in planned.back:
-            insort(self._worst, entry)
         self._settled = write.first + len(rows)
 
-    def _look_again(self, filled: int, settled: int | None) -> None:
-        """Compare all tickets, and read the rows that have another one. Cost: O(filled)."""
-        numbers = self._storage.numbers_of(torch.arange(filled, device="cpu")).numpy()
-        known = np.full(filled, -1)
-        ranks = np.full(filled, np.inf)  # of a row that is just being written: it is not ours to replace
-        same = min(filled, len(self._ranks))
-        known[:same], ranks[:same] = self._numbers[:same], self._ranks[:same]
-        changed = np.flatnonzero(numbers != known)
-        ranks[changed] = np.inf
-        live = changed[numbers[changed] >= 0]
+    def catch_up(self) -> None:
+        """Learn what changed. Cost: O(1) if only our own plans were written, else O(rows)."""
+        settled = self._storage.settled()
+        if settled is None or settled != self._settled:
+            self._look_again(settled)
+
+    def _look_again(self, settled: int | None) -> None:
+        """Compare all tickets, and read the rows that have another one."""
+        self._settled = self._planned = None  # in case of an interrupt
+        numbers = self._storage.numbers_of(torch.arange(len(self._numbers), device="cpu")).numpy()
+        changed = np.flatnonzero(numbers != self._numbers)
+        ranks = np.full(len(changed), np.inf)  # of a row that is just being written: it is not ours to replace
+        live = np.flatnonzero(numbers[changed] >= 0)
         if len(live):
-            values, moved = self._storage.field(self._key, torch.from_numpy(live), torch.from_numpy(numbers[live]))
+            rows = changed[live]
+            values, moved = self._storage.field(self._key, torch.from_numpy(rows), torch.from_numpy(numbers[rows]))
             if moved:
                 whole = np.setdiff1d(np.arange(len(live)), moved)
                 values = values[torch.from_numpy(whole)] if isinstance(values, Tensor) else [values[i] for i in whole]
-                numbers[live[moved]] = -1
+                numbers[rows[moved]] = -1
                 live, settled = live[whole], None
             ranks[live] = self._ranks_of(values, len(live))
-        self._numbers, self._ranks, self._settled = numbers, ranks, settled
-        self._planned, self._worst = None, []
+        self._ranking.set(changed, ranks)
+        self._numbers, self._settled = numbers, settled
 
     def _ranks_of(self, values: Any, n: int) -> NDArray[np.float64]:
         if isinstance(values, Tensor):
@@ -290,50 +276,6 @@ class _Stored:
         else:
             ranks = np.array([self._reduced(value, 1)[0] for value in values], dtype=np.float64)
         return np.where(np.isnan(ranks), -np.inf, ranks)
-
-    # ---- choosing rows -----------------------------------------------------------------------------------------------
-
-    def place(self, ranks: NDArray[np.float64], free: NDArray[np.int64]) -> Plan:
-        """Rows of data in order: the first ones to the free rows, then each one to the worst row if it is better."""
-        first = len(free)
-        self._planned = None
-        worst = min([rank for rank, _ in self._smallest(1)] + ranks[:first].tolist())
-        better = (ranks[first:] > worst).nonzero()[0] + first  # the worst rank only rises
-        taken = self._smallest(len(better))
-        chosen = ranks[better]
-        if not first and len(better) == len(taken) and (not len(taken) or chosen.min() > taken[-1][0]):
-            kept, rows = better, np.array([row for _, row in taken], dtype=np.int64)
-            near = (chosen <= self._limit[0]).nonzero()[0]
-            back = list(zip(chosen[near].tolist(), rows[near].tolist(), strict=True)) if len(near) else []
-        else:
-            back = taken + list(zip(ranks[:first].tolist(), free.tolist(), strict=True))
-            heapq.heapify(back)
-            kept, rows = _replace_worst(back, better, chosen)
-            kept, rows = np.concatenate([np.arange(first), kept]), np.concatenate([free, rows])
-        plan = Plan(rows=torch.from_numpy(rows), kept=None if len(kept) == len(ranks) else torch.from_numpy(kept))
-        if not first and len(rows):
-            back = [entry for entry in back if entry <= self._limit]
-            self._planned = _Planned(plan, ranks[kept], len(taken), back)
-        return plan
-
-    def _smallest(self, n: int) -> list[tuple[float, int]]:
-        """The ``n`` worst rows, worst first; all if there are fewer."""
-        if len(self._worst) < min(n, len(self._ranks)):
-            self._sort_out(max(n, _POOL))
-        return self._worst[:n]
-
-    def _sort_out(self, n: int) -> None:
-        """Find the ``n`` worst rows anew. Cost: O(rows + n log n)."""
-        ranks = self._ranks
-        if n >= len(ranks):
-            rows = np.argsort(ranks, kind="stable")
-            self._limit = (np.inf, len(ranks))
-        else:
-            bound = np.partition(ranks, n - 1)[n - 1]
-            below, equal = np.flatnonzero(ranks < bound), np.flatnonzero(ranks == bound)
-            rows = np.concatenate([below[np.argsort(ranks[below], kind="stable")], equal[: n - len(below)]])
-            self._limit = (float(bound), int(rows[-1]))
-        self._worst = list(zip(ranks[rows].tolist(), rows.tolist(), strict=True))
 
 
 _NONE = np.empty(0, np.int64)
@@ -347,17 +289,3 @@ def _free_rows(extent: Extent, n: int) -> NDArray[np.int64]:
     holes = np.empty(0, np.int64) if extent.holes is None else extent.holes[:n].numpy()
     behind = np.arange(filled, min(extent.capacity, filled + n - len(holes)))
     return np.concatenate([holes, behind]) if len(holes) else behind
-
-
-def _replace_worst(
-    heap: list[tuple[float, int]], which: NDArray[np.int64], ranks: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Put ranks one after another where the worst entry of a heap is, if they are better: which ones, and their rows."""
-    kept, rows = [], []
-    for i, rank in zip(which.tolist(), ranks.tolist(), strict=True):
-        worst, row = heap[0]
-        if rank > worst:
-            heapq.heapreplace(heap, (rank, row))
-            kept.append(i)
-            rows.append(row)
-    return np.array(kept, dtype=np.int64), np.array(rows, dtype=np.int64)
