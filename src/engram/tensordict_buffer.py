@@ -65,7 +65,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         priority = self._priority_in(data)
         if priority is None:
             return self._add(row, lane, None)
-        priority = priority.reshape(1, -1)
+        columns = self._storage.ndim - 1
+        priority = priority.flatten(0, columns - 1) if columns else priority.reshape(1, -1)
         index = self._add(row, lane, self._check_of(priority))
         if index is not None and (isinstance(index, int) or len(index)):  # None: the writer rejected the row
             self._sampler.update_priority(self._rows_named(index), priority)
@@ -87,6 +88,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
         priority = None if update_priority is False else self._priority_in(data)
         if priority is None:
             return self._extend(data, lane, None)
+        columns = self._storage.ndim - 1
+        if columns:  # [*columns, time, ...], but a row is a step of one column
+            priority = priority.movedim(columns, 0).flatten(0, columns)
         index = self._extend(data, lane, self._check_of(priority))
         if len(index):
             self._sampler.update_priority(self._rows_named(index), priority)
@@ -100,9 +104,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Refuses priorities that the sampler would, before their rows are written."""
 
         def check(n: int | None) -> None:
-            if n and hasattr(
-                self._sampler, "check_priority"
-            ):  # else the storage refuses the data, or the sampler is a custom one
+            # Else the storage refuses the data, or the sampler is a custom one.
+            if n and hasattr(self._sampler, "check_priority"):
                 self._sampler.check_priority(priority, n)
 
         return check

@@ -620,6 +620,22 @@ def test_columns():
         rb.update_priority(torch.tensor([[6, 0]]), 1.0)
 
 
+@pytest.mark.parametrize("more", [(), (2,)])
+@pytest.mark.parametrize("call", ["extend", "add"])
+def test_priorities_that_come_along_belong_to_their_steps_in_every_column(call, more):
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(24, ndim=3), sampler=PrioritizedSampler(24, 1.0, 1.0, 0.0), batch_size=4
+    )
+    shape = (2, 3, 4) if call == "extend" else (2, 3)
+    step = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    priority = (step + 1.0).reshape(*shape, *(1 for _ in more)).expand(*shape, *more)
+    getattr(rb, call)(TensorDict({"step": step, "td_error": priority}, shape))
+    for _ in range(20):
+        batch, info = rb.sample(return_info=True)
+        rows = rb.storage.rows_at(torch.stack(info["index"], -1))
+        assert rb.sampler._index.leaves(24)[rows].tolist() == (batch["step"].flatten() + 1.0).tolist()
+
+
 def test_lanes():
     rb = ReplayBuffer(
         storage=LazyTensorStorage(8, lanes=4), sampler=PrioritizedSampler(8, 1.0, 1.0, 0.0), batch_size=64
