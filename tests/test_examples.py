@@ -22,7 +22,8 @@ def check_two_indexes(said):
     assert "1000 rows for the critic, 1000 for the model, in one storage: True" in said
     before, after = re.findall(r"critic draws ([\d.]+) on average, the model ([\d.]+)", said)
     assert [float(mean) for mean in before] == pytest.approx([0.5, 0.5], abs=0.05)
-    assert [float(mean) for mean in after] == pytest.approx([2 / 3, 1 / 3], abs=0.05)
+    assert [float(mean) for mean in after] == pytest.approx([2 / 3, 0.5], abs=0.05)
+    assert "the model draws 32 windows of 8 steps, each from one episode: True" in said
 
 
 CHECKS = {"two_indexes.py": check_two_indexes}
