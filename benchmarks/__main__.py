@@ -1,5 +1,5 @@
 """``python -m benchmarks``: measure engram beside TorchRL and cpprb, judge the claims, save results and
-chart.
+charts.
 """
 
 import datetime as dt
@@ -30,7 +30,7 @@ QUIET_LOAD = 0.5
 @click.command(help=__doc__)
 @click.option("--quick", is_flag=True, help="A fifth of the blocks, saved under results/quick.")
 @click.option("--only", multiple=True, type=click.Choice(list(BENCHMARKS)), help="Only this one; repeatable.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON and chart.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON and charts.")
 def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
     warnings.simplefilter("ignore")  # rivals warn about their own deprecations
     load = machine.load()
@@ -51,6 +51,7 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
         "command": " ".join(["python -m benchmarks", *(["--quick"] if quick else []), *(f"--only {o}" for o in only)]),
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
     }
+    place = _place(header["machine"], header["date"])
     rows: list[Row] = []
     saved: list[Path] = []
     for name in only or BENCHMARKS:
@@ -60,7 +61,9 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
             found.append(row)
         saved.append(report.save(folder, name, found, header))
         if name == "sampling":
-            saved.append(report.draw(folder, found, libraries, _place(header["machine"], header["date"])))
+            saved.append(report.draw_sampling(folder, found, libraries, place))
+        if name == "indexes" and libraries["engram"].module is not None:
+            saved.append(report.draw_scaling(folder, found, libraries["engram"].version, place))
         rows += found
     out_console = report.console()
     report.print_table(out_console, rows, libraries, share)
@@ -70,7 +73,7 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
 
 
 def _place(described: object, date: object) -> str:
-    """One line for the chart: where and when."""
+    """One line for the charts: where and when."""
     assert isinstance(described, dict)
     return f"{described['cpu']}, {described['cores']} cores, {described['os']}; {date}"
 

@@ -1,4 +1,4 @@
-"""Showing and keeping what was measured: a table, JSON files, a bar chart."""
+"""Showing and keeping what was measured: a table, JSON files, two charts."""
 
 import json
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ WIDTH = 165
 
 _COLOURS = {"engram": "#0072b2", "TorchRL": "#e69f00", "cpprb": "#999999"}
 _WHISKER = {"lw": 0.8, "capsize": 2, "capthick": 0.8, "ecolor": "#333333"}
+_FOOT: dict[str, Any] = {"ha": "center", "fontsize": 8.5, "color": "#444444"}
 _VERDICTS = {"aim": "[green]aim[/]", "yes": "[green]yes[/]", "no": "[bold red]no[/]", "": ""}
 _LEGEND = """\
 Times: median of the blocks, per call. Ratios: median and quartiles of the ratios of neighbouring blocks.
@@ -27,6 +28,11 @@ _CAPTION = """\
 Every bar uses the storage named under it. Rows: a, b: float32 [3, 4], c: bool (tensor: a alone). One thread.
 The script behind the original figure built its TensorDict bars on ListStorage, whatever their label said.
 cpprb holds and returns dicts of NumPy arrays, in the TensorDict bars too. Whiskers: quartiles of blocks."""
+#: What a line is called, its colour and marker, and how far below or above their points its numbers stand.
+_SCALING = {
+    "scaling/slices": ("a sample of 8 windows of 32 steps", "#009e73", "s", 5),
+    "scaling/tree": ("256 updates and 256 draws of the priority tree alone", "#0072b2", "o", -13),
+}
 
 
 def console() -> Console:
@@ -145,14 +151,14 @@ def _spread(spread: Spread) -> dict[str, float]:
     return {name: round(getattr(spread, name), 3) for name in ("median", "low", "high")}
 
 
-def draw(folder: Path, rows: Sequence[Row], libraries: Libraries, machine: str) -> Path:
+def draw_sampling(folder: Path, rows: Sequence[Row], libraries: Libraries, machine: str) -> Path:
     """``<folder>/sampling.png``: the nine cells of the figure.
 
     One panel per storage, each with a linear axis from zero: on a shared one the lists would flatten
     everything else, and on a logarithmic one the length of a bar would mean nothing. The two tensor storages
     share theirs.
     """
-    import matplotlib as mpl  # here, so that everything but the chart works without it
+    import matplotlib as mpl  # here, so that everything but the charts works without it
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
@@ -172,7 +178,7 @@ def draw(folder: Path, rows: Sequence[Row], libraries: Libraries, machine: str) 
     versions = [f"{name} {libraries[name].version}" for name in LIBRARIES]
     axes[0].legend(handles, versions, frameon=False, loc="upper left")
     figure.suptitle(f"Drawing 128 of 100,000 rows: {', '.join(versions)}", fontsize=13)
-    figure.text(0.5, 0.012, f"{_CAPTION}\n{machine}", ha="center", fontsize=8.5, color="#444444")
+    figure.text(0.5, 0.012, f"{_CAPTION}\n{machine}", **_FOOT)
     figure.subplots_adjust(left=0.06, right=0.99, top=0.91, bottom=0.27, wspace=0.16)
     path = folder / "sampling.png"
     figure.savefig(path, dpi=130, metadata={"Software": None})
@@ -198,3 +204,39 @@ def _panel(axis: Any, cells: Sequence[Row]) -> None:
     axis.set_xlim(-0.6, len(cells) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(axis="x", length=0)
+
+
+def draw_scaling(folder: Path, rows: Sequence[Row], version: str, machine: str) -> Path:
+    """``<folder>/scaling.png``: times against the number of rows, whose axis is logarithmic; that of times begins at zero."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    found = {row.key: row for row in rows}
+    figure, axis = plt.subplots(figsize=(9, 5))
+    for key, (label, colour, marker, offset) in _SCALING.items():
+        spreads = found[key].spreads
+        sizes = [float(side.removesuffix(" rows")) for side in spreads]
+        medians = [spread.median for spread in spreads.values()]
+        whiskers = [
+            [spread.median - spread.low for spread in spreads.values()],
+            [spread.high - spread.median for spread in spreads.values()],
+        ]
+        axis.errorbar(sizes, medians, whiskers, label=label, color=colour, marker=marker, **_WHISKER)
+        for size, median in zip(sizes, medians, strict=True):
+            beside = {"xytext": (6, offset), "textcoords": "offset points", "fontsize": 8}
+            axis.annotate(_number(median, "µs"), (size, median), **beside)
+    axis.set_xscale("log")
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("rows in the buffer")
+    axis.set_ylabel("µs (less is better)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="lower right")
+    figure.suptitle(f"What a batch costs as the buffer grows: engram {version}", fontsize=13)
+    figure.text(0.5, 0.012, f"One thread. Whiskers: quartiles of blocks.\n{machine}", **_FOOT)
+    figure.subplots_adjust(left=0.08, right=0.97, top=0.92, bottom=0.2)
+    path = folder / "scaling.png"
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(figure)
+    return path

@@ -1,7 +1,7 @@
-"""One copy of the data, two buffers: a critic and a world model each replay what they are worst at.
+"""One copy of the data, two buffers: a critic replays what it is worst at, a world model replays windows.
 
-Priorities belong to the storage, under a name. Two samplers with different names keep their priorities apart, while the
-rows are there once and what one buffer writes, both draw.
+What a sampler knows of the rows is an index of the storage, under a name: priorities here, the borders of episodes there.
+The rows are there once; what one buffer writes, both draw, and every write keeps both indexes.
 """
 
 import logging
@@ -9,28 +9,23 @@ import logging
 import torch
 from tensordict import TensorDict
 
-from engram import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from engram import LazyTensorStorage, PrioritizedSampler, SliceSampler, TensorDictReplayBuffer
 
-ROWS = 1_000
+ROWS, EPISODE, WINDOW = 1_000, 50, 8
 logging.getLogger("engram").setLevel("WARNING")  # say nothing of what is allocated
 
 storage = LazyTensorStorage(ROWS)
 critic = TensorDictReplayBuffer(
-    storage=storage,
-    sampler=PrioritizedSampler(ROWS, alpha=1.0, beta=0.4, index="critic"),
-    priority_key="td_error",
-    batch_size=256,
+    storage=storage, sampler=PrioritizedSampler(ROWS, alpha=1.0, beta=0.4, index="critic"), batch_size=256
 )
 model = TensorDictReplayBuffer(
-    storage=storage,
-    sampler=PrioritizedSampler(ROWS, alpha=1.0, beta=0.4, index="model"),
-    priority_key="model_error",
-    batch_size=256,
+    storage=storage, sampler=SliceSampler(slice_len=WINDOW, index="model"), batch_size=32 * WINDOW
 )
 
-# Written once, through either buffer. Rows are observations x in [0, 1); new rows have the same priority for both.
-x = torch.linspace(0, 1, ROWS + 1)[:ROWS, None]
-critic.extend(TensorDict({"observation": x}, batch_size=[ROWS]))
+# Written once, through either buffer: episodes of 50 steps, in which x goes from 0 to 0.98.
+step = torch.arange(ROWS) % EPISODE
+data = {"x": step / EPISODE, "next": {"done": (step == EPISODE - 1).unsqueeze(1)}}
+critic.extend(TensorDict(data, batch_size=[ROWS]))
 print(
     f"{len(critic)} rows for the critic, {len(model)} for the model, in one storage: {critic.storage is model.storage}"
 )
@@ -38,18 +33,19 @@ print(
 
 def mean_drawn(buffer: TensorDictReplayBuffer) -> float:
     """Where a buffer's samples are, on average."""
-    return float(torch.cat([buffer.sample()["observation"] for _ in range(50)]).mean())
+    return float(torch.cat([buffer.sample()["x"] for _ in range(50)]).mean())
 
 
 print(f"before: the critic draws {mean_drawn(critic):.2f} on average, the model {mean_drawn(model):.2f}")
 
-# Each learns, and says how wrong it was: here the critic is wrong where x is large, the model where x is small.
+# The critic says how wrong it was, here where x is large. That does not move what the model draws.
 for _ in range(50):
     batch = critic.sample()
-    batch["td_error"] = batch["observation"].squeeze(1)
+    batch["td_error"] = batch["x"]
     critic.update_tensordict_priority(batch)
-    batch = model.sample()
-    batch["model_error"] = 1 - batch["observation"].squeeze(1)
-    model.update_tensordict_priority(batch)
 
 print(f"after:  the critic draws {mean_drawn(critic):.2f} on average, the model {mean_drawn(model):.2f}")
+
+windows = model.sample()["x"].view(-1, WINDOW)
+unbroken = bool((windows.diff(dim=1) > 0).all())
+print(f"the model draws {len(windows)} windows of {WINDOW} steps, each from one episode: {unbroken}")

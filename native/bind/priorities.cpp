@@ -69,7 +69,7 @@ void bind_priorities(nb::module_& m) {
       .def_prop_ro("default_priority", &BoundPriorities::default_priority)
       .def("leaf", &BoundPriorities::leaf, "row"_a)
       .def("drop", &BoundPriorities::drop, "n"_a, "Counts updates that the caller dropped.")
-      .def("scan", &BoundPriorities::scan, nb::call_guard<nb::gil_scoped_release>())
+      .def("scan", &BoundPriorities::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("after_fork", &BoundPriorities::after_fork)
       .def("emptied", &BoundPriorities::emptied, nb::call_guard<nb::gil_scoped_release>())
       .def(

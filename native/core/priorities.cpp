@@ -113,7 +113,7 @@ void Priorities::set_alpha(double alpha) {
     check(tree_.leaf(row) == 0 || std::pow(tree_.leaf(row), power) < most, "with that alpha a priority is too large");
   }
   header_->alpha = alpha;
-  tree_.transform([power](std::uint64_t, double leaf) { return leaf > 0 ? std::pow(leaf, power) : 0.0; });
+  tree_.transform(0, rows(), [power](std::uint64_t, double leaf) { return leaf > 0 ? std::pow(leaf, power) : 0.0; });
 }
 
 void Priorities::set_beta(double beta) {
@@ -144,7 +144,7 @@ void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
   }
   std::lock_guard<std::mutex> guard(mutex_);
   header_->alpha = alpha;
-  tree_.transform([&](std::uint64_t row, double) { return row < n && is_live(row) ? leaves[row] : 0.0; });
+  tree_.transform(0, rows(), [&](std::uint64_t row, double) { return row < n && is_live(row) ? leaves[row] : 0.0; });
 }
 
 void Priorities::set_highest(double highest) {
@@ -153,14 +153,15 @@ void Priorities::set_highest(double highest) {
   header_->highest = highest;
 }
 
-void Priorities::scan_locked() {
+void Priorities::scan_locked(std::uint64_t begin, std::uint64_t end) {
   const double leaf = default_leaf();
-  tree_.transform([&](std::uint64_t row, double old) { return !is_live(row) ? 0.0 : old > 0 ? old : leaf; });
+  tree_.transform(begin, end, [&](std::uint64_t row, double old) { return !is_live(row) ? 0.0 : old > 0 ? old : leaf; });
 }
 
-void Priorities::scan() {
+void Priorities::scan(std::uint64_t begin, std::uint64_t end) {
+  if (begin > end || end > rows()) throw std::out_of_range("a scan of rows that there are not");
   std::lock_guard<std::mutex> guard(mutex_);
-  scan_locked();
+  scan_locked(begin, end);
 }
 
 void Priorities::after_fork() {
@@ -169,7 +170,7 @@ void Priorities::after_fork() {
     return;
   }
   new (&mutex_) std::mutex;  // its owner does not exist here
-  scan();
+  scan(0, rows());
 }
 
 void Priorities::emptied() {
@@ -177,7 +178,7 @@ void Priorities::emptied() {
   tree_.clear();
   header_->highest = 0;
   // Rows that others have written since: their call may have come before the clearing.
-  if (tickets_ != nullptr && tickets_->size() > 0) scan_locked();
+  if (tickets_ != nullptr && tickets_->size() > 0) scan_locked(0, rows());
 }
 
 void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {

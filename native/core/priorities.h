@@ -82,8 +82,10 @@ class Priorities : public Index {
   /// Takes over leaves that are powers `alpha`, checked first (BadPriority); those of other rows, and of rows that hold nothing, become zero.
   void restore(const double* leaves, std::uint64_t n, double alpha);
 
-  /// Live rows without a priority get the default one, others' leaves become zero. O(rows).
-  void scan();
+  /// Of rows [begin, end): live ones without a priority get the default one, the leaves of others become zero. A scan of all
+  /// rows may go piece by piece, from the first row to the last, while others write: rows that become live meanwhile are
+  /// written() in any case. Throws std::out_of_range. Cost: O(end - begin).
+  void scan(std::uint64_t begin, std::uint64_t end);
 
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
   void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>) override {}
@@ -122,7 +124,7 @@ class Priorities : public Index {
   template <class Real>
   void update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n, const std::int64_t* expected);
   double default_leaf() const;
-  void scan_locked();
+  void scan_locked(std::uint64_t begin, std::uint64_t end);
   void weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const;
 
   PriorityHeader* header_;

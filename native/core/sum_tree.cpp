@@ -153,20 +153,32 @@ void SumTree::find(const double* u, std::uint64_t n, std::int64_t* rows) const {
 
 void SumTree::clear() { std::memset(memory_.data(), 0, memory_.size()); }
 
-void SumTree::rebuild() {
+// Computes the parents of leaves [begin, end), and theirs.
+void SumTree::rebuild(std::uint64_t begin, std::uint64_t end) {
+  if (begin == end) return;
+  std::uint64_t first = begin, last = end - 1;
   for (std::uint64_t level = 1; level < sizes_.size(); ++level) {
-    for (std::uint64_t node = 0; node < sizes_[level]; ++node) compute(level, node);
+    first /= kFanout;
+    last /= kFanout;
+    for (std::uint64_t node = first; node <= last; ++node) {
+      if (!agrees(level, node)) compute(level, node);
+    }
   }
 }
 
-bool SumTree::consistent() const {
+// Whether a parent is what its children say, bit for bit.
+bool SumTree::agrees(std::uint64_t level, std::uint64_t node) const {
   const auto same = [](double a, double b) { return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b); };
+  const std::uint64_t child = node * kFanout;
+  return same(sums_[level][node], sum_of(sums_[level - 1] + child)) &&
+         same(minima_[level][node], min_of(minima_[level - 1] + child)) &&
+         (maxima_.empty() || same(maxima_[level][node], max_of(maxima_[level - 1] + child)));
+}
+
+bool SumTree::consistent() const {
   for (std::uint64_t level = 1; level < sizes_.size(); ++level) {
     for (std::uint64_t node = 0; node < sizes_[level]; ++node) {
-      const std::uint64_t child = node * kFanout;
-      if (!same(sums_[level][node], sum_of(sums_[level - 1] + child))) return false;
-      if (!same(minima_[level][node], min_of(minima_[level - 1] + child))) return false;
-      if (!maxima_.empty() && !same(maxima_[level][node], max_of(maxima_[level - 1] + child))) return false;
+      if (!agrees(level, node)) return false;
     }
   }
   return true;

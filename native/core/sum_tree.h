@@ -44,24 +44,27 @@ class SumTree {
   /// descents advance level by level together, so that their waits for memory overlap.
   void find(const double* u, std::uint64_t n, std::int64_t* rows) const;
 
-  /// Every leaf becomes map(leaf), and the tree is computed anew. Cost: O(leaves).
+  /// Leaves [begin, end) become map(row, leaf), and all above them is computed anew, whatever it was. Nothing is written that
+  /// stays what it is: pages of zeros stay untouched. Cost: O(end - begin + log leaves).
   template <class Map>
-  void transform(Map&& map) {
-    for (std::uint64_t i = 0; i < leaves_; ++i) sums_[0][i] = map(i, sums_[0][i]);
-    rebuild();
+  void transform(std::uint64_t begin, std::uint64_t end, Map&& map) {
+    for (std::uint64_t i = begin; i < end; ++i) {
+      const double leaf = map(i, sums_[0][i]);
+      if (leaf != sums_[0][i]) sums_[0][i] = leaf;
+    }
+    rebuild(begin, end);
   }
 
   /// All leaves zero.
   void clear();
-
-  /// Computes every parent.
-  void rebuild();
 
   /// Whether every parent is what its children say, bit for bit.
   bool consistent() const;
 
  private:
   void compute(std::uint64_t level, std::uint64_t node);
+  bool agrees(std::uint64_t level, std::uint64_t node) const;
+  void rebuild(std::uint64_t begin, std::uint64_t end);
   void unify(std::vector<std::uint64_t>& nodes, std::uint64_t size);
 
   std::uint64_t leaves_;

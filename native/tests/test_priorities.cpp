@@ -55,7 +55,7 @@ TEST(writes_give_the_default_priority_and_nothing_else_does) {
   store.append(1, 1, rows.in, nullptr);
   Index index(6, &store.control());
   store.attach(*index.priorities);
-  index.priorities->scan();
+  index.priorities->scan(0, 6);
   EXPECT(index.leaves() == (Leaves{0, 0, 0, 1, 0, 0}));
   const std::int64_t updated[] = {3};
   const double five[] = {5};
@@ -159,7 +159,42 @@ TEST(memory_is_checked_before_it_is_used) {
   EXPECT_THROWS(std::invalid_argument, Priorities(index.span(), nullptr));
 }
 
-TEST(draws_beside_writers_updates_and_emptyings) {
+TEST(a_scan_in_pieces_is_a_scan) {
+  for (const bool within_buffer : {false, true}) {
+    for (const std::uint64_t piece : {1u, 7u, 8u, 64u, 1000u}) {
+      const Heap heap(geometry(3, 37), {16});
+      Store store = heap.open();
+      Rows rows(heap.fields, 30);
+      for (std::uint64_t i = 0; i < 30; ++i) rows.describe(i, i + 1);
+      store.append(1, 30, rows.in, nullptr);  // rows 37 to 66
+      Index whole(111, &store.control(), {0.5, 1.0, 0.0, within_buffer});
+      Index pieces(111, &store.control(), {0.5, 1.0, 0.0, within_buffer});
+      const std::int64_t known[] = {37, 40, 41};
+      const double values[] = {9, 0, 4};
+      for (const Index* index : {&whole, &pieces}) {
+        index->priorities->update(known, values, 3, nullptr);
+        reinterpret_cast<double*>(index->memory.get() + kPage)[110] = 2;  // as somebody who died half-way leaves it
+        EXPECT(!index->tree().consistent());
+      }
+      store.control().word(41).store(ticket(5, State::voided));
+      whole.priorities->scan(0, 111);
+      for (std::uint64_t row = 0; row < 111; row += piece) {
+        pieces.priorities->scan(row, std::min<std::uint64_t>(row + piece, 111));
+      }
+      Leaves expected(111);
+      for (std::uint64_t row = 37; row < 67; ++row) expected[row] = row == 41 ? 0 : 3;
+      EXPECT(whole.leaves() == expected);
+      EXPECT(pieces.leaves() == expected);
+      EXPECT(whole.tree().consistent());
+      EXPECT(pieces.tree().consistent());
+    }
+  }
+  Index index(4, nullptr);
+  EXPECT_THROWS(std::out_of_range, index.priorities->scan(0, 5));
+  EXPECT_THROWS(std::out_of_range, index.priorities->scan(3, 2));
+}
+
+TEST(draws_beside_writers_scans_updates_and_emptyings) {
   // Writers overwrite a small ring; updates come late; samplers must see whole rows that their tickets name. At rest the
   // leaves are exactly the live rows'.
   const Heap heap(geometry(2, 4), {64, 136});
@@ -206,6 +241,11 @@ TEST(draws_beside_writers_updates_and_emptyings) {
       updated += 16;
     });
   }
+  crew([&, dice = Dice(20)]() mutable {
+    const std::uint64_t begin = dice.below(8);
+    for (const Index* index : {&first, &second}) index->priorities->scan(begin, dice.in(begin, 8));
+    std::this_thread::sleep_for(100us);
+  });
   crew([&] {
     store.empty(true);
     std::this_thread::sleep_for(2ms);

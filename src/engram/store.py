@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tensordict import MemoryMappedTensor
 
-from engram import _fork, _native
+from engram import _fork, _native, _progress
 from engram.errors import (
     CorruptStore,
     IncompatibleStore,
@@ -37,7 +37,7 @@ from engram.format.schema import DTYPES
 from engram.types import Extent, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -80,6 +80,14 @@ def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], No
         hidden.rename(path)
         made.published(hidden, path)
         return _file_block(path, nbytes), True
+
+
+def _scan(core: Any, rows: int) -> Iterator[int]:
+    """Let an index look at all rows, piece by piece: whoever writes waits for one of them only. How many are left."""
+    for row in range(0, rows, _progress.CHUNK):
+        end = min(row + _progress.CHUNK, rows)
+        core.scan(row, end)
+        yield rows - end
 
 
 #: Makes an index of a kind around its memory, for a store. Whoever writes to a directory keeps all of its indexes, so all
@@ -507,9 +515,13 @@ class Store:
     def _attach_index(self, name: str, kind: str, block: Block, *, scan: bool) -> Any:
         index = INDEX_KINDS[kind](block, self)
         self.core.attach(index.core)
-        if scan:
-            index.core.scan()
         self.indexes[name, kind] = index
+        if scan:
+            try:
+                _progress.watch(_scan(index.core, self.capacity), f"giving rows {kind}")
+            except BaseException:  # Ctrl-C: an index scanned by half would hide the other rows for good
+                index.core.scan(0, self.capacity)
+                raise
         return index
 
     def _attach_all_indexes(self) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 
 import numpy as np
@@ -28,6 +29,7 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
+    _progress,
 )
 from tests import fresh
 from tests.statistics_of import assert_proportional
@@ -659,6 +661,55 @@ def test_rows_that_are_there_already():
     rb.extend(torch.arange(1))  # kept up to date while nobody looks
     rb.set_sampler(PrioritizedSampler(5, 1.0, 1.0, 0.0))
     assert leaves(rb).tolist() == [1, 8, 1, 8, 0]
+
+
+def test_a_long_scan_shows_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(_progress, "CHUNK", 3)
+    monkeypatch.setattr(_progress, "_SILENT_S", 0)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=64)
+    rb.extend(torch.arange(8))
+    rb.set_sampler(PrioritizedSampler(10, 1.0, 1.0, 0.0))
+    assert leaves(rb).tolist() == [1.0] * 8 + [0.0] * 2
+    assert "engram: giving rows priorities" in capsys.readouterr().err
+
+
+def test_rows_written_during_a_scan(monkeypatch):
+    monkeypatch.setattr(_progress, "CHUNK", 1)
+    rb = ReplayBuffer(storage=LazyTensorStorage(3_000), batch_size=64)
+    rb.extend(torch.arange(1_000))
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            rb.extend(torch.arange(7))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    rb.set_sampler(PrioritizedSampler(3_000, 1.0, 1.0, 0.0))
+    stop.set()
+    writer.join()
+    assert leaves(rb)[: len(rb)].tolist() == [1.0] * len(rb)
+    assert leaves(rb)[len(rb) :].tolist() == [0.0] * (3_000 - len(rb))
+
+
+def test_an_interrupted_scan_hides_no_row(monkeypatch, tmp_path):
+    scanned = []
+
+    def interrupt(pieces, _):
+        scanned.append(next(iter(pieces)))
+        raise KeyboardInterrupt
+
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path), batch_size=64)
+    rb.extend(torch.arange(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(_progress, "CHUNK", 3)
+        patch.setattr(_progress, "watch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rb.set_sampler(PrioritizedSampler(10, 1.0, 1.0, 0.0))
+    assert scanned == [7]
+    rb.set_sampler(PrioritizedSampler(10, 1.0, 1.0, 0.0))
+    assert leaves(rb).tolist() == [1.0] * 8 + [0.0] * 2
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])

@@ -28,6 +28,7 @@ from engram import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
+    _progress,
 )
 from engram.store import Store
 from tests.statistics_of import assert_uniform
@@ -756,14 +757,13 @@ def test_a_store_does_not_guess_boundaries_that_were_given(tmp_path):
 
 
 def test_a_long_scan_shows_a_bar(monkeypatch, capsys):
-    from engram.samplers import _boundaries
-
-    monkeypatch.setattr(_boundaries, "_CHUNK", 3)
-    monkeypatch.setattr(_boundaries, "_SILENT_S", -1)
+    monkeypatch.setattr(_progress, "CHUNK", 3)
+    monkeypatch.setattr(_progress, "_SILENT_S", 0)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
     rb = buffer(RandomSampler(), steps([10, 10]))
     rb.set_sampler(SliceSampler(slice_len=3))
     assert runs_of(rb) == [10, 10]
-    capsys.readouterr()
+    assert "engram: looking for trajectories" in capsys.readouterr().err
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------------

@@ -6,13 +6,11 @@ every write keeps it, whoever writes.
 
 from __future__ import annotations
 
-import sys
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engram import _fork, _native
+from engram import _fork, _native, _progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,10 +26,6 @@ Key = tuple[str, ...]
 #: Looked for in this order where no key is given.
 _ID_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
 _END_KEY: Key = ("next", "done")
-
-#: Steps looked at between two looks at the clock, and seconds until a scan is worth a bar.
-_CHUNK = 1 << 18
-_SILENT_S = 1.0
 
 
 class Boundaries(NamedTuple):
@@ -137,19 +131,6 @@ def static_table(memory: Store, values: Tensor, *, by_id: bool, window: int) -> 
 
 
 def scan(table: Any, memory: Store) -> None:
-    """Let a table look at all rows, with a bar on a terminal if that takes longer than a moment."""
-    steps = max(1, _CHUNK // memory.lanes)
-    started = time.monotonic()
-    left = table.catch_up(steps)
-    while left and time.monotonic() - started < _SILENT_S:
-        left = table.catch_up(steps)
-    if left:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(file=sys.stderr), transient=True) as progress:
-            task = progress.add_task("engram: looking for trajectories", total=left)
-            total = left
-            while left:
-                left = table.catch_up(steps)
-                progress.update(task, completed=max(total - left, 0))
+    """Let a table look at all rows."""
+    steps = max(1, _progress.CHUNK // memory.lanes)
+    _progress.watch(iter(lambda: table.catch_up(steps), 0), "looking for trajectories")
