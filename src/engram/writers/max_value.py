@@ -33,6 +33,8 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean(1),
     "median": lambda x: x.median(1).values,
 }
+#: Numbers that NumPy knows, too.
+_IN_NUMPY = (torch.float32, torch.float64, torch.int64)
 
 
 class TensorDictMaxValueWriter(NativeWriter):
@@ -181,10 +183,13 @@ class TensorDictMaxValueWriter(NativeWriter):
             raise ValueError(
                 f"{type(self).__name__}: {self.rank_key!r}: expected at least one number per row, got shape {list(value.shape)}."
             )
+        if value.numel() == n and value.dtype in _IN_NUMPY and value.is_cpu and not value.requires_grad:
+            ranks: NDArray[np.float64] = value.resolve_neg().numpy().astype(np.float64).reshape(n)  # half the time
+            return ranks
         numbers = value.detach().to("cpu", torch.float64).resolve_neg()
         if value.numel() > n:
             numbers = _REDUCTIONS[self._reduction](numbers.reshape(n, -1))
-        ranks: NDArray[np.float64] = numbers.numpy().reshape(n)
+        ranks = numbers.numpy().reshape(n)
         return ranks
 
     def state_dict(self) -> dict[str, Any]:
