@@ -5,6 +5,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -34,6 +35,7 @@ using engram::at;
 using engram::block;
 using engram::Control;
 using engram::Field;
+using engram::Participants;
 using engram::Store;
 
 namespace {
@@ -72,6 +74,22 @@ using Which = Values<std::uint64_t>;
 std::string boot_id_of(const Store& store) {
   const auto& id = store.control().lock_page().boot_id;
   return {id, strnlen(id, sizeof id)};
+}
+
+void bind_participants(nb::module_& m) {
+  m.def("start_time_of", &engram::start_time_of, "pid"_a, "When a process began, as the kernel counts it; 0: there is none.");
+  m.def("pid_namespace", &engram::pid_namespace, "What names this process's view of process numbers.");
+  nb::class_<Participants>(m, "Participants", "Who is attached to a store that processes share.")
+      .def(
+          "__init__",
+          [](Participants* self, Address control, std::uint64_t control_bytes, Address tickets,
+             std::uint64_t tickets_bytes, int file) {
+            new (self) Participants(Control(block(control, control_bytes), block(tickets, tickets_bytes)), file);
+          },
+          "control"_a, "control_bytes"_a, "tickets"_a, "tickets_bytes"_a, "file"_a,
+          "`file`: a descriptor of `alive`, which stays open for as long as this lives.")
+      .def("leave", &Participants::leave, "Gives this process's entry back.")
+      .def_prop_ro("others", &Participants::others, "Whether another process holds an entry.");
 }
 
 void bind_store(nb::module_& m) {
@@ -236,6 +254,34 @@ void bind_store(nb::module_& m) {
             return array_of(std::move(holes));
           },
           "The rows inside the extent that are not whole, in row order: an int64 array.")
+      .def(
+          "join", [](Store& self, std::shared_ptr<Participants> participants) { self.join(std::move(participants)); },
+          "participants"_a, "From now on other processes share the store.")
+      .def(
+          "mend",
+          [](const Store& self) {
+            nb::gil_scoped_release release;
+            return self.mend();
+          },
+          "Puts in order what dead processes left; how many they were.")
+      .def(
+          "on_new_index",
+          [](Store& self, nb::callable attach) {
+            // Held weakly by nobody: the callable must not hold the store.
+            auto held = std::shared_ptr<nb::callable>(new nb::callable(std::move(attach)), [](nb::callable* callable) {
+              nb::gil_scoped_acquire acquire;
+              delete callable;
+            });
+            self.on_new_index([held] {
+              nb::gil_scoped_acquire acquire;
+              (*held)();
+            });
+          },
+          "attach"_a, "Called by a write that finds that another process has made an index.")
+      .def("knows_indexes", &Store::knows_indexes, "epoch"_a)
+      .def_prop_ro("index_epoch", [](const Store& self) { return self.control().counters().index_epoch.load(); })
+      .def("next_index_epoch",
+           [](Store& self) { return self.control().counters().index_epoch.fetch_add(1, std::memory_order_seq_cst) + 1; })
       .def("attach", &Store::attach, "index"_a, nb::keep_alive<1, 2>(), "Tells an index of every write from now on.")
       .def(
           "empty",
@@ -296,6 +342,9 @@ void bind_store(nb::module_& m) {
       .def_prop_rw(
           "clean", [](const Store& self) { return self.control().lock_page().clean.load() == 1; },
           [](Store& self, bool clean) { self.control().lock_page().clean.store(clean ? 1 : 0); })
+      .def_prop_rw(
+          "pid_namespace", [](const Store& self) { return self.control().lock_page().pid_namespace; },
+          [](Store& self, std::uint64_t name) { self.control().lock_page().pid_namespace = name; })
       .def_prop_rw("boot_id", &boot_id_of, [](Store& self, const std::string& id) {
         auto& field = self.control().lock_page().boot_id;
         std::memset(field, 0, sizeof field);
@@ -311,6 +360,7 @@ NB_MODULE(_core, m) {
   nb::exception<engram::Stalled>(m, "Stalled", PyExc_TimeoutError);
   nb::exception<engram::NothingLive>(m, "NothingLive", PyExc_RuntimeError);
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
+  bind_participants(m);
   bind_store(m);
   engram::bind_priorities(m);
   engram::bind_ranking(m);

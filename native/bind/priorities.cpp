@@ -51,6 +51,10 @@ void bind_priorities(nb::module_& m) {
          bool within_buffer) { Priorities::format(block(memory, bytes), rows, {alpha, beta, eps, within_buffer}); },
       "memory"_a, "bytes"_a, "rows"_a, "alpha"_a, "beta"_a, "eps"_a, "within_buffer"_a,
       "Writes the header into zeroed memory.");
+  m.def(
+      "reset_priorities_mutex",
+      [](Address memory, std::uint64_t bytes) { Priorities::reset_mutex(block(memory, bytes)); }, "memory"_a, "bytes"_a,
+      "Before anything else, by the only process that uses this memory now.");
   nb::class_<BoundPriorities, Index>(m, "Priorities", nb::is_weak_referenceable(), "A priority index in memory that `keep` keeps alive.")
       .def(
           "__init__",
@@ -71,6 +75,8 @@ void bind_priorities(nb::module_& m) {
       .def("drop", &BoundPriorities::drop, "n"_a, "Counts updates that the caller dropped.")
       .def("scan", &BoundPriorities::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("after_fork", &BoundPriorities::after_fork)
+      .def("put_in_order", &BoundPriorities::put_in_order, nb::call_guard<nb::gil_scoped_release>(),
+           "Leaves of rows that hold nothing become zero, and all parents are computed anew.")
       .def("emptied", &BoundPriorities::emptied, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "leaves",

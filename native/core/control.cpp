@@ -176,6 +176,13 @@ void Control::empty(bool keep_write_count) const {
   if (!keep_write_count) counters_->write_count.store(0, std::memory_order_relaxed);
 }
 
+void Control::one_void_less() const {
+  Word& left = counters_->void_rows;
+  std::uint64_t n = left.load(std::memory_order_relaxed);
+  while (n > 0 && !left.compare_exchange_weak(n, n - 1, std::memory_order_relaxed)) {
+  }
+}
+
 Control::Repair Control::recover() const {
   Repair repair;
   for (std::uint64_t i = 0; i < participants_count_; ++i) {
@@ -220,11 +227,10 @@ Control::Repair Control::recover() const {
 
 ClaimGuard::ClaimGuard(Participant& participant, std::uint64_t t0, std::uint64_t n, std::int64_t lane,
                        std::uint64_t p0) {
-  constexpr std::uint64_t kBusy = ~std::uint64_t{0};
   for (;;) {
     for (Claim& claim : participant.claims) {
       std::uint64_t free = 0;
-      if (!claim.t0.compare_exchange_strong(free, kBusy, std::memory_order_acq_rel)) continue;
+      if (!claim.t0.compare_exchange_strong(free, kNoted, std::memory_order_acq_rel)) continue;
       claim.n = n;
       claim.lane = lane;
       claim.p0 = p0;

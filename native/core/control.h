@@ -85,6 +85,9 @@ struct Claim {
   std::uint64_t p0;
 };
 
+/// What stands in a claim's t0 while the rest of it is noted.
+constexpr std::uint64_t kNoted = ~std::uint64_t{0};
+
 struct Participant {
   std::atomic<std::uint32_t> state;  // 0 free, 1 used
   std::uint32_t pid;
@@ -149,6 +152,9 @@ class Control {
   /// Forgets all rows: their tickets become unused under a new number, so no earlier draw matches any more. Lanes begin
   /// again at their first row.
   void empty(bool keep_write_count) const;
+
+  /// One row that held nothing will be written. Never below zero: an empty() may just have forgotten them all.
+  void one_void_less() const;
 
   /// Makes the first n rows of every lane's extent count, written by number and not through the cursor.
   void raise_high(std::uint64_t lane, std::uint64_t rows) const;

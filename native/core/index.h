@@ -19,6 +19,9 @@ class Index {
   virtual void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0,
                       std::span<const std::uint64_t> which) = 0;
 
+  /// rows[0, n) may hold nothing any more: their writer died.
+  virtual void lost(const std::int64_t* rows, std::uint64_t n) = 0;
+
   /// All rows were forgotten.
   virtual void emptied() = 0;
 };

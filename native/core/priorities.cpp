@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <string>
 #include <thread>
@@ -32,6 +33,32 @@ double fraction(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0
 
 }  // namespace
 
+class Priorities::Lock {
+ public:
+  explicit Lock(const Priorities& self) : lock_(self.header_->mutex, [] {}) {
+    if (self.header_->redo.load(std::memory_order_relaxed) != 0) [[unlikely]] self.mend();
+  }
+
+ private:
+  SharedLock lock_;
+};
+
+class Priorities::Change {
+ public:
+  explicit Change(const Priorities& self) : redo_(self.header_->redo) {
+    redo_.store(1, std::memory_order_relaxed);
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // a killed process leaves what it executed, in program order
+  }
+  /// The tree is as it must be. Without this call whoever locks next puts it in order.
+  void done() {
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    redo_.store(0, std::memory_order_relaxed);
+  }
+
+ private:
+  Word& redo_;
+};
+
 std::uint64_t Priorities::bytes(std::uint64_t rows, bool within_buffer) {
   return kPage + SumTree::bytes(rows, within_buffer);
 }
@@ -45,8 +72,11 @@ void Priorities::format(std::span<std::byte> memory, std::uint64_t rows, const C
   header->eps = config.eps;
   header->alpha = config.alpha;
   header->beta = config.beta;
+  header->mutex.format();
   std::memcpy(header->magic, kMagic, sizeof kMagic);
 }
+
+void Priorities::reset_mutex(std::span<std::byte> memory) { header_in(memory)->mutex.format(); }
 
 Priorities::Priorities(std::span<std::byte> memory, const Control* tickets)
     : header_(header_in(memory)),
@@ -58,23 +88,23 @@ Priorities::Priorities(std::span<std::byte> memory, const Control* tickets)
 }
 
 double Priorities::alpha() const {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   return header_->alpha;
 }
 
 double Priorities::beta() const {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   return header_->beta;
 }
 
 double Priorities::total() const {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   return tree_.sum();
 }
 
 double Priorities::leaf(std::uint64_t row) const {
   check_row(static_cast<std::int64_t>(row), tree_.leaves());
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   return tree_.leaf(row);
 }
 
@@ -97,7 +127,7 @@ double Priorities::default_leaf() const {
 }
 
 double Priorities::default_priority() const {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   if (header_->within_buffer != 0 && tree_.max() > 0 && header_->alpha > 0) {
     return std::max(0.0, std::pow(tree_.max(), 1 / header_->alpha) - header_->eps);
   }
@@ -106,30 +136,68 @@ double Priorities::default_priority() const {
 
 void Priorities::set_alpha(double alpha) {
   check(usable(alpha), "alpha must be finite and not negative");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   const double power = header_->alpha > 0 ? alpha / header_->alpha : 1.0;
   const double most = largest_leaf();
   for (std::uint64_t row = 0; row < tree_.leaves(); ++row) {
     check(tree_.leaf(row) == 0 || std::pow(tree_.leaf(row), power) < most, "with that alpha a priority is too large");
   }
-  header_->alpha = alpha;
-  tree_.transform(0, rows(), [power](std::uint64_t, double leaf) { return leaf > 0 ? std::pow(leaf, power) : 0.0; });
+  header_->raised_alpha = alpha;
+  header_->raised_power = power;
+  Change change(*this);
+  raise_leaves(0);
+  change.done();
+}
+
+// Each leaf is noted before it is changed, so that whoever finds this half done knows which ones are raised already.
+void Priorities::raise_leaves(std::uint64_t from) const {
+  for (std::uint64_t row = from; row < rows(); ++row) {
+    const double leaf = tree_.leaf(row);
+    header_->raised_leaf = leaf;
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    header_->raising.store(row + 1, std::memory_order_relaxed);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    if (leaf > 0) tree_.put(row, std::pow(leaf, header_->raised_power));
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  }
+  header_->alpha = header_->raised_alpha;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  header_->raising.store(0, std::memory_order_relaxed);
+  tree_.transform(0, rows(), [](std::uint64_t, double leaf) { return leaf; });
+}
+
+// What a holder left half done who died, or was interrupted by an exception.
+void Priorities::mend() const {
+  if (const std::uint64_t next = header_->raising.load(std::memory_order_relaxed); next != 0) {
+    if (header_->raised_leaf > 0) tree_.put(next - 1, std::pow(header_->raised_leaf, header_->raised_power));
+    raise_leaves(next);
+  }
+  tree_.transform(0, rows(), [this](std::uint64_t row, double leaf) { return is_live(row) ? leaf : 0.0; });
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  header_->redo.store(0, std::memory_order_relaxed);
+}
+
+void Priorities::put_in_order() {
+  const Lock guard(*this);
+  Change change(*this);
+  mend();
+  change.done();
 }
 
 void Priorities::set_beta(double beta) {
   check(usable(beta), "beta must be finite and not negative");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   header_->beta = beta;
 }
 
 double Priorities::highest() const {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   return header_->highest;
 }
 
 void Priorities::copy_leaves(double* out, std::uint64_t n) const {
   check(n <= tree_.leaves(), "more leaves than there are rows");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   for (std::uint64_t row = 0; row < n; ++row) out[row] = tree_.leaf(row);
 }
 
@@ -142,47 +210,64 @@ void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
       throw BadPriority("the leaf of row " + std::to_string(row) + " is " + std::to_string(leaves[row]));
     }
   }
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
+  Change change(*this);
   header_->alpha = alpha;
   tree_.transform(0, rows(), [&](std::uint64_t row, double) { return row < n && is_live(row) ? leaves[row] : 0.0; });
+  change.done();
 }
 
 void Priorities::set_highest(double highest) {
   check(usable(highest), "the highest priority must be finite and not negative");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   header_->highest = highest;
 }
 
 void Priorities::scan_locked(std::uint64_t begin, std::uint64_t end) {
   const double leaf = default_leaf();
+  Change change(*this);
   tree_.transform(begin, end, [&](std::uint64_t row, double old) { return !is_live(row) ? 0.0 : old > 0 ? old : leaf; });
+  change.done();
 }
 
 void Priorities::scan(std::uint64_t begin, std::uint64_t end) {
   if (begin > end || end > rows()) throw std::out_of_range("a scan of rows that there are not");
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   scan_locked(begin, end);
 }
 
 void Priorities::after_fork() {
-  if (mutex_.try_lock()) {
-    mutex_.unlock();
-    return;
-  }
-  new (&mutex_) std::mutex;  // its owner does not exist here
-  scan(0, rows());
+  if (header_->mutex.held()) header_->mutex.format();  // its owner does not exist here
 }
 
 void Priorities::emptied() {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
+  Change change(*this);
   tree_.clear();
   header_->highest = 0;
+  change.done();
   // Rows that others have written since: their call may have come before the clearing.
   if (tickets_ != nullptr && tickets_->size() > 0) scan_locked(0, rows());
 }
 
+void Priorities::set_leaves() {
+  Change change(*this);
+  tree_.set(rows_.data(), leaves_.data(), rows_.size());
+  change.done();
+}
+
+void Priorities::lost(const std::int64_t* rows, std::uint64_t n) {
+  check_rows(rows, n, tree_.leaves());
+  const Lock guard(*this);
+  rows_.clear();
+  std::copy_if(rows, rows + n, std::back_inserter(rows_),
+               [this](std::int64_t row) { return !is_live(static_cast<std::uint64_t>(row)); });
+  leaves_.assign(rows_.size(), 0.0);
+  set_leaves();
+}
+
 void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   const double leaf = default_leaf();
   rows_.clear();
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -193,21 +278,21 @@ void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_
     rows_.push_back(rows[i]);
   }
   leaves_.assign(rows_.size(), leaf);
-  tree_.set(rows_.data(), leaves_.data(), rows_.size());
+  set_leaves();
 }
 
 void Priorities::reset(const std::int64_t* rows, std::uint64_t n) {
   for (std::uint64_t i = 0; i < n; ++i) {
     if (rows[i] != -1) check_row(rows[i], tree_.leaves());
   }
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   rows_.clear();
   for (std::uint64_t i = 0; i < n; ++i) {
     if (rows[i] == -1) continue;
     if (is_live(static_cast<std::uint64_t>(rows[i]))) rows_.push_back(rows[i]);
   }
   leaves_.assign(rows_.size(), default_leaf());
-  tree_.set(rows_.data(), leaves_.data(), rows_.size());
+  set_leaves();
 }
 
 void Priorities::update(const std::int64_t* rows, const double* priorities, std::uint64_t n,
@@ -223,7 +308,7 @@ void Priorities::update(const std::int64_t* rows, const float* priorities, std::
 template <class Real>
 void Priorities::update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n,
                             const std::int64_t* expected) {
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   rows_.clear();
   leaves_.clear();
   const double most = largest_leaf();
@@ -249,7 +334,7 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
   }
   header_->highest = highest;
   header_->dropped.fetch_add(dropped, std::memory_order_relaxed);
-  tree_.set(rows_.data(), leaves_.data(), rows_.size());
+  set_leaves();
 }
 
 void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows,
@@ -257,7 +342,7 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
   const Random random(key);
   std::vector<double> u(n);
   for (std::uint64_t i = 0; i < n; ++i) u[i] = fraction(random.bits(i, attempt));
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   if (!(tree_.sum() > 0)) throw NothingLive("every priority is zero");
   tree_.find(u.data(), n, rows);
   if (weights != nullptr) weigh_locked(rows, n, weights);
@@ -278,7 +363,7 @@ void Priorities::weigh_locked(const std::int64_t* rows, std::uint64_t n, double*
 
 void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weights) const {
   check_rows(rows, n, tree_.leaves());
-  std::lock_guard<std::mutex> guard(mutex_);
+  const Lock guard(*this);
   weigh_locked(rows, n, weights);
 }
 

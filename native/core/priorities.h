@@ -18,6 +18,7 @@
 #include "check.h"
 #include "control.h"
 #include "index.h"
+#include "shared_mutex.h"
 #include "store.h"
 #include "sum_tree.h"
 
@@ -36,7 +37,12 @@ struct PriorityHeader {
   double alpha, beta;
   double highest;          // largest priority of all updates, 0 before the first
   Word dropped;            // updates that came for rows rewritten since they were drawn
-  std::uint64_t redo[2];   // reserved: the range of a half-done update
+  Word redo;               // 1: leaves or parents are being changed
+  // Of a change of alpha that is under way, so that it can be finished: 0, or one more than the row whose leaf is next, what
+  // that leaf was, and the power that leaves are raised to.
+  Word raising;
+  double raised_leaf, raised_power, raised_alpha;
+  SharedMutex mutex;       // formatted anew by whoever opens the memory first: it outlives no process
 };
 static_assert(sizeof(PriorityHeader) <= kPage);
 
@@ -51,6 +57,10 @@ class Priorities : public Index {
 
   /// Writes the header into zeroed memory of bytes(). Throws std::invalid_argument: a negative or infinite number.
   static void format(std::span<std::byte> memory, std::uint64_t rows, const Config& config);
+
+  /// Frees the mutex, whoever held it: for whoever attaches to memory that nobody else uses, before he makes a view. What was
+  /// half done is put in order by the first call.
+  static void reset_mutex(std::span<std::byte> memory);
 
   /// A view of formatted memory, which must outlive it. `tickets`: the store's words, which say what is live; null: every
   /// row given is (rows in a list). Throws std::invalid_argument: not such memory.
@@ -91,8 +101,14 @@ class Priorities : public Index {
   void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>) override {}
   void emptied() override;
 
-  /// In the child of a fork: a thread of the parent may have been at work here. What it left is put in order.
+  void lost(const std::int64_t* rows, std::uint64_t n) override;
+
+  /// In the child of a fork, for private memory: a thread of the parent may have been at work here. What it left is put in
+  /// order.
   void after_fork();
+
+  /// Leaves of rows that hold nothing become zero, and all parents are computed anew. O(rows).
+  void put_in_order();
 
   /// Back to the default priority.
   void reset(const std::int64_t* rows, std::uint64_t n);
@@ -117,6 +133,14 @@ class Priorities : public Index {
               std::int64_t* numbers, double* weights) const;
 
  private:
+  /// Held for every look at the tree; puts in order what a dead holder left half done.
+  class Lock;
+
+  /// Around every change of the tree: noted in the memory, so that a half-done one is put in order.
+  class Change;
+
+  void mend() const;
+  void raise_leaves(std::uint64_t from) const;
   bool is_live(std::uint64_t row) const;
   double largest_leaf() const;  // no sum of such leaves overflows
   double leaf_of(double priority) const;
@@ -124,13 +148,13 @@ class Priorities : public Index {
   template <class Real>
   void update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n, const std::int64_t* expected);
   double default_leaf() const;
+  void set_leaves();
   void scan_locked(std::uint64_t begin, std::uint64_t end);
   void weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const;
 
   PriorityHeader* header_;
-  SumTree tree_;
+  mutable SumTree tree_;  // put in order by whoever comes first
   const Control* tickets_;
-  mutable std::mutex mutex_;
   std::vector<std::int64_t> rows_;  // of the call under way
   std::vector<double> leaves_;
 };

@@ -24,6 +24,8 @@ constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is n
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
 constexpr auto kWait = std::chrono::seconds(5);
+constexpr auto kBetweenLooks = std::chrono::milliseconds(500);  // at who died
+constexpr auto kWhileWaiting = std::chrono::milliseconds(10);
 
 // gcc's TSan does not model fences; its build orders each copied byte instead (gather.cpp).
 inline void fence([[maybe_unused]] std::memory_order order) {
@@ -63,7 +65,7 @@ class Spans {
 }  // namespace
 
 Store::Store(Control control, std::vector<Field> fields, std::uint64_t participant)
-    : control_(control), participant_(control_.participant(participant)), fields_(std::move(fields)) {
+    : control_(control), participant_(&control_.participant(participant)), fields_(std::move(fields)) {
   all_.resize(fields_.size());
   std::iota(all_.begin(), all_.end(), std::uint64_t{0});
   for (const Field& field : fields_) row_bytes_ += field.row_bytes;
@@ -73,9 +75,86 @@ Store::Store(Control control, std::vector<Field> fields, std::uint64_t participa
 template <class Tell>
 void Store::tell_indexes(Tell&& tell) const {
   fence(std::memory_order_seq_cst);
+  if (on_new_index_ && control_.counters().index_epoch.load(std::memory_order_relaxed) != indexes_->epoch) {
+    on_new_index_();
+  }
   const auto* list = indexes_->current.load(std::memory_order_acquire);
   if (list == nullptr) return;
   for (Index* index : *list) tell(*index);
+}
+
+void Store::join(std::shared_ptr<Participants> participants) {
+  const std::uint64_t entry = participants->join();
+  if (entry == Participants::kNobody) throw Stalled("as many processes share the store as can");
+  participant_ = &control_.participant(entry);
+  others_ = std::move(participants);
+}
+
+void Store::look_after_others(Need need) const {
+  if (others_ == nullptr) return;
+  const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
+  std::atomic<std::int64_t>& last = *last_look_;
+  const auto before = last.load(std::memory_order_relaxed);
+  const auto pause = need == Need::waiting ? kWhileWaiting : kBetweenLooks;
+  if (now - before < std::chrono::duration_cast<std::chrono::steady_clock::duration>(pause).count()) return;
+  last.store(now, std::memory_order_relaxed);
+  mend();
+}
+
+std::uint64_t Store::mend() const {
+  return others_ == nullptr ? 0 : others_->bury_dead([this](Participant& dead) { repair(dead); });
+}
+
+void Store::repair(Participant& dead) const {
+  for (Claim& claim : dead.claims) {
+    const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
+    if (t0 != 0 && t0 != kNoted) repair(claim);
+    claim.t0.store(0, std::memory_order_release);
+  }
+}
+
+// In this order: a row is counted as void before it is, so that void_rows is never too small; and the claim goes last, so
+// that a death in here is repaired again.
+void Store::repair(const Claim& claim) const {
+  const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire), length = control_.lane_length();
+  std::vector<std::int64_t> rows;     // that the claim names, and the numbers they would have
+  std::vector<std::uint64_t> numbers;
+  if (claim.lane >= 0 && static_cast<std::uint64_t>(claim.lane) < control_.lanes()) {
+    for (std::uint64_t i = claim.n > length ? claim.n - length : 0; i < claim.n; ++i) {
+      rows.push_back(static_cast<std::int64_t>(static_cast<std::uint64_t>(claim.lane) * length + (claim.p0 + i) % length));
+      numbers.push_back(t0 + i);
+    }
+  } else {
+    for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
+      const std::uint64_t number = number_of(control_.word(row).load(std::memory_order_acquire));
+      if (number - t0 >= claim.n) continue;
+      rows.push_back(static_cast<std::int64_t>(row));
+      numbers.push_back(number);
+    }
+  }
+  std::vector<std::int64_t> lost;
+  for (std::uint64_t i = 0; i < rows.size(); ++i) {
+    Word& word = control_.word(static_cast<std::uint64_t>(rows[i]));
+    std::uint64_t seen = ticket(numbers[i], State::writing);
+    if (word.load(std::memory_order_acquire) == seen) {
+      control_.counters().void_rows.fetch_add(1, std::memory_order_acq_rel);
+      if (!word.compare_exchange_strong(seen, ticket(numbers[i], State::voided), std::memory_order_acq_rel)) {
+        control_.one_void_less();
+      }
+    }
+    if (word.load(std::memory_order_acquire) == ticket(numbers[i], State::voided)) lost.push_back(rows[i]);
+  }
+  // Rows of one claim are numbered one after another, and an index looks at their tickets: what was not written is passed
+  // over. Those of a scattered write come one by one.
+  tell_indexes([&](Index& index) {
+    if (!lost.empty()) index.lost(lost.data(), lost.size());
+    if (rows.empty()) return;
+    if (claim.lane >= 0) {
+      index.written(rows.data(), rows.size(), numbers[0]);
+    } else {
+      for (std::uint64_t i = 0; i < rows.size(); ++i) index.written(&rows[i], 1, numbers[i]);
+    }
+  });
 }
 
 // Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: somebody else
@@ -94,13 +173,7 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
     if (state_of(seen) == State::writing) return Mark::busy;
   } while (!word.compare_exchange_weak(seen, ticket(number, State::writing), std::memory_order_acq_rel,
                                        std::memory_order_acquire));
-  if (state_of(seen) == State::voided) {
-    // Never below zero: an empty() may just have forgotten them all.
-    Word& left = control_.counters().void_rows;
-    std::uint64_t n = left.load(std::memory_order_relaxed);
-    while (n > 0 && !left.compare_exchange_weak(n, n - 1, std::memory_order_relaxed)) {
-    }
-  }
+  if (state_of(seen) == State::voided) control_.one_void_less();
   return Mark::marked;
 }
 
@@ -113,6 +186,7 @@ bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place) {
     if (std::chrono::steady_clock::now() > deadline) {
       throw Stalled("row " + std::to_string(row) + " has been in the hands of another writer for 5 s");
     }
+    look_after_others(Need::waiting);
     std::this_thread::yield();
   }
 }
@@ -166,11 +240,12 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
 std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out) {
   check(lane < control_.lanes(), "a lane outside the store");
   check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  look_after_others();
   // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
   const std::uint64_t p0 = control_.lane(lane).cursor.fetch_add(n, std::memory_order_relaxed);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   {
-    const ClaimGuard claim(participant_, t0, n, static_cast<std::int64_t>(lane), p0);
+    const ClaimGuard claim(*participant_, t0, n, static_cast<std::int64_t>(lane), p0);
     std::vector<std::int64_t> rows;
     if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
     write_ring(lane, p0, n, t0, columns, nullptr, rows_out);
@@ -186,6 +261,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   for (std::uint64_t i = 0; i < n; ++i) {
     check(static_cast<std::uint64_t>(lane_of[i]) < control_.lanes(), "a lane outside the store");
   }
+  look_after_others();
   struct Run {
     std::uint64_t lane, begin, end, p0;
   };
@@ -204,7 +280,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   }
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   {
-    const ClaimGuard claim(participant_, t0, n, -1, 0);
+    const ClaimGuard claim(*participant_, t0, n, -1, 0);
     std::vector<std::int64_t> rows;
     if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
     for (const Run& run : runs) {
@@ -230,7 +306,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
     if (covered > control_.filled(lane) + 1 && !claim) {
       zeros.resize(row_bytes_);
       number = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
-      claim.emplace(participant_, number, 1, -1, 0);
+      claim.emplace(*participant_, number, 1, -1, 0);
     }
     const std::uint64_t before = control_.filled(lane);
     if (covered <= before) continue;
@@ -255,6 +331,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
   check_rows(rows, n, control_.capacity());
   if (pick != nullptr) check_rows(pick, n, of);
+  look_after_others();
   if (grow) {
     grow_over(rows, n);
   } else {
@@ -266,7 +343,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
     }
   }
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
-  const ClaimGuard claim(participant_, t0, n, -1, 0);
+  const ClaimGuard claim(*participant_, t0, n, -1, 0);
   for (std::uint64_t i = 0; i < n; ++i) {
     if (i + kAhead < n) {  // rows lie anywhere: their memory is asked for while others are copied
       __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
@@ -308,6 +385,8 @@ void Store::attach(Index& index) {
   indexes_->current.store(indexes_->lists.back().get(), std::memory_order_release);
   fence(std::memory_order_seq_cst);
 }
+
+void Store::knows_indexes(std::uint64_t epoch) { indexes_->epoch.store(epoch, std::memory_order_release); }
 
 std::uint64_t Store::block_rows(std::span<const std::uint64_t> which) const {
   std::uint64_t bytes = 0;
@@ -396,6 +475,7 @@ std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t 
     }
   });
   std::vector<std::int64_t> positions;
+  look_after_others(std::any_of(moved.begin(), moved.end(), [](auto bits) { return bits != 0; }) ? Need::waiting : Need::none);
   for (std::uint64_t b = 0; b < moved.size(); ++b) {
     for (std::uint64_t bits = moved[b]; bits != 0; bits &= bits - 1) {
       positions.push_back(static_cast<std::int64_t>(b * block + static_cast<std::uint64_t>(std::countr_zero(bits))));
@@ -407,6 +487,7 @@ std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t 
 void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                            std::int64_t* numbers_out) const {
   check(batch.size() == fields_.size(), "another number of outputs than the store has fields");
+  look_after_others();
   const Spans spans(control_);
   if (spans.total() == 0) throw NothingLive("no row has been written");
   const Random random(key);
@@ -524,6 +605,7 @@ std::vector<std::int64_t> Store::live_rows() const {
       }
     }
     if (!live.empty() || !writing || std::chrono::steady_clock::now() > deadline) return live;
+    look_after_others(Need::waiting);
     std::this_thread::yield();
   }
 }

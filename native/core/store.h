@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -18,6 +19,7 @@
 #include "control.h"
 #include "gather.h"
 #include "index.h"
+#include "participants.h"
 #include "random.h"
 
 namespace engram {
@@ -32,6 +34,17 @@ class Store {
   /// `fields` may be empty: then only the words are kept here and the rows live elsewhere (on a GPU, say).
   /// `participant` is the entry of the table in which this process notes its claims.
   Store(Control control, std::vector<Field> fields, std::uint64_t participant);
+
+  /// From now on other processes share the store: this one holds an entry of the table, and looks who died. To be called
+  /// before the first write. Throws Stalled: the table is full.
+  void join(std::shared_ptr<Participants> participants);
+
+  /// Called by a write that finds that another process has made an index, before the write is told to the indexes: it
+  /// attaches what is new.
+  void on_new_index(std::function<void()> attach) { on_new_index_ = std::move(attach); }
+
+  /// All indexes that there were at that epoch are attached.
+  void knows_indexes(std::uint64_t epoch);
 
   const Control& control() const { return control_; }
   std::uint64_t fields() const { return fields_.size(); }
@@ -61,6 +74,13 @@ class Store {
   /// what was written before, the index looks up by itself after this call.
   void attach(Index& index);
 
+  /// Puts in order what writers left that died: rows half written become void, of whole ones the indexes are told, claims are
+  /// cleared. How many writers. Every call that writes or reads does it twice a second, and where it has to wait for a row.
+  std::uint64_t mend() const;
+
+  /// What a dead writer left, for whoever holds his entry.
+  void repair(Participant& dead) const;
+
   /// Copies rows into a batch. Returns the positions whose row was not whole, or changed during the copy, or no longer
   /// holds `expected` (ticket numbers, may be null); their content in the batch is unspecified.
   std::vector<std::int64_t> gather(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
@@ -87,6 +107,10 @@ class Store {
     std::uint64_t lane, position;
   };
   enum class Mark { marked, lapped, busy };
+  enum class Need { none, waiting };
+
+  void look_after_others(Need need = Need::none) const;
+  void repair(const Claim& claim) const;
 
   template <class Tell>
   void tell_indexes(Tell&& tell) const;
@@ -106,7 +130,7 @@ class Store {
   std::uint64_t block_rows(std::span<const std::uint64_t> which) const;
 
   Control control_;
-  Participant& participant_;
+  Participant* participant_;
   std::vector<Field> fields_;
   std::vector<std::uint64_t> all_;  // 0 … fields - 1
   std::uint64_t row_bytes_ = 0;     // of all fields
@@ -116,8 +140,13 @@ class Store {
     std::atomic<const std::vector<Index*>*> current{nullptr};
     std::vector<std::unique_ptr<const std::vector<Index*>>> lists;
     std::mutex attaching;
+    Word epoch{0};  // of the store's indexes when all of them were attached
   };
   std::unique_ptr<Indexes> indexes_ = std::make_unique<Indexes>();
+  std::shared_ptr<Participants> others_;  // null: no process shares this store
+  std::function<void()> on_new_index_;
+  /// When somebody last looked who died, on the steady clock.
+  std::unique_ptr<std::atomic<std::int64_t>> last_look_ = std::make_unique<std::atomic<std::int64_t>>(0);
 };
 
 }  // namespace engram

@@ -40,6 +40,9 @@ class SumTree {
   /// (std::out_of_range, nothing changed), every value finite and not negative. Cost: O(n log leaves).
   void set(const std::int64_t* rows, const double* values, std::uint64_t n);
 
+  /// leaf[row] = value, and nothing above it: transform() must follow.
+  void put(std::uint64_t row, double value) { sums_[0][row] = value; }
+
   /// For each u[i] in [0, 1): the leaf on which u[i] * sum() falls, which is above zero. sum() must be above zero. The
   /// descents advance level by level together, so that their waits for memory overlap.
   void find(const double* u, std::uint64_t n, std::int64_t* rows) const;

@@ -199,11 +199,10 @@ bool Trajectories::abandoned(std::uint64_t lane, std::uint64_t place) {
   const auto now = std::chrono::steady_clock::now();
   if (stuck.place != place) stuck = {place, control_.counters().next_ticket.load(std::memory_order_acquire), now};
   if (now - stuck.since < kPatience) return false;
-  constexpr std::uint64_t kBusy = kMost;  // about to be noted
   for (std::uint64_t i = 0; i < control_.participants(); ++i) {
     for (const Claim& claim : control_.participant(i).claims) {
       const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
-      if (t0 == kBusy || (t0 != 0 && t0 < stuck.number)) return false;
+      if (t0 == kNoted || (t0 != 0 && t0 < stuck.number)) return false;
     }
   }
   return true;
@@ -342,6 +341,8 @@ void Trajectories::edited(const std::int64_t* rows, std::uint64_t n, std::uint64
             return std::find(ours.begin(), ours.end(), field) != ours.end();
           }));
 }
+
+void Trajectories::lost(const std::int64_t* rows, std::uint64_t n) { changed(rows, n, true); }
 
 void Trajectories::emptied() {
   const std::lock_guard<std::mutex> guard(mutex_);

@@ -79,6 +79,7 @@ class Trajectories final : public Index {
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
   void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0,
               std::span<const std::uint64_t> which) override;
+  void lost(const std::int64_t* rows, std::uint64_t n) override;
   void emptied() override;
 
   /// Looks at up to `steps` steps that are not in the table yet. How many are left then, those of writers at work aside.

@@ -611,6 +611,7 @@ struct Listener : engram::Index {
               std::span<const std::uint64_t> which) override {
     heard.push_back("edited" + list(rows, n, t0) + " field " + std::to_string(which[0]));
   }
+  void lost(const std::int64_t*, std::uint64_t) override {}
   void emptied() override { heard.push_back("emptied"); }
 };
 

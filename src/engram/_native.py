@@ -15,6 +15,7 @@ __all__ = [
     "Layout",
     "Marks",
     "NothingLive",
+    "Participants",
     "Priorities",
     "Ranking",
     "Shape",
@@ -27,16 +28,20 @@ __all__ = [
     "format_priorities",
     "num_threads",
     "permute",
+    "pid_namespace",
     "prefetch",
     "priority_bytes",
+    "reset_priorities_mutex",
     "set_num_threads",
     "stack",
+    "start_time_of",
     "uniform",
 ]
 
 BadPriority = _core.BadPriority
 Layout = _core.Layout
 Marks = _core.Marks
+Participants = _core.Participants
 NothingLive = _core.NothingLive
 Priorities = _core.Priorities
 Ranking = _core.Ranking
@@ -49,9 +54,12 @@ empty_rows = _core.empty_rows
 format_control = _core.format_control
 format_priorities = _core.format_priorities
 permute = _core.permute
+pid_namespace = _core.pid_namespace
 prefetch = _core.prefetch
 priority_bytes = _core.priority_bytes
+reset_priorities_mutex = _core.reset_priorities_mutex
 stack = _core.stack
+start_time_of = _core.start_time_of
 uniform = _core.uniform
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.

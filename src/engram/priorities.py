@@ -43,13 +43,30 @@ class PriorityIndex:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
         keep = (block.tensor, *(() if store is None else store.words))
         try:
-            self.core: Any = _fork.mended(
-                _native.Priorities(block.address, block.nbytes, None if store is None else store.core, keep)
+            self.core: Any = _native.Priorities(
+                block.address, block.nbytes, None if store is None else store.core, keep
             )
         except ValueError as error:
             raise IncompatibleStore(f"index: {error}.") from error
         self.block = block
         """Its memory."""
+        if store is None or store.directory is None:  # else whoever holds its lock is there after a fork, too
+            _fork.mended(self.core)
+
+    @staticmethod
+    def free_lock(block: Block) -> None:
+        """Before an index is made around memory of a directory, by the only process that has it open: frees its lock.
+
+        Raises ``IncompatibleStore``: no such memory.
+        """
+        try:
+            _native.reset_priorities_mutex(block.address, block.nbytes)
+        except ValueError as error:
+            raise IncompatibleStore(f"index: {error}.") from error
+
+    def put_in_order(self) -> None:
+        """After a recovery of the rows: those that hold nothing get no priority, and sums are computed anew. O(rows)."""
+        self.core.put_in_order()
 
     @classmethod
     def of_store(cls, store: Store, name: str, config: PriorityConfig) -> tuple[PriorityIndex, bool]:

@@ -12,8 +12,8 @@ import fcntl
 import mmap
 import os
 import shutil
-import tempfile
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     from engram.format.schema import Field, Schema
     from engram.types import Plan
 
-__all__ = ["DeviceStore", "Key", "Repair", "Saved", "Store", "torch_dtype"]
+__all__ = ["DeviceStore", "Key", "Process", "Repair", "Saved", "Store", "forget_temporary", "maker_of", "torch_dtype"]
+
+#: For somebody who makes, opens or closes a store: that takes milliseconds, and as long as a scan.
+_WAIT_S = 60.0
 
 #: DLPack's type codes.
 _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
@@ -64,14 +67,9 @@ class Repair(NamedTuple):
         return f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} rows that were never begun set aside"
 
 
-def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], None]) -> tuple[Block, bool]:
-    """Memory of an index in a directory, and whether it was made now. It appears at once and whole."""
+def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], None]) -> Block:
+    """Memory of a new index in a directory. It appears at once and whole."""
     path = folder / kind
-    if path.exists():
-        try:
-            return _file_block(path, nbytes), False
-        except CorruptStore as error:
-            raise IncompatibleStore(f"index {folder.name!r}: {error}") from error
     hidden = folder / f".{kind}-{os.getpid()}-{threading.get_ident()}"
     with files.Creation() as made:
         made.folder(folder)
@@ -79,7 +77,7 @@ def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], No
         make(_file_block(hidden, nbytes))
         hidden.rename(path)
         made.published(hidden, path)
-        return _file_block(path, nbytes), True
+        return _file_block(path, nbytes)
 
 
 def _scan(core: Any, rows: int) -> Iterator[int]:
@@ -92,7 +90,7 @@ def _scan(core: Any, rows: int) -> Iterator[int]:
 
 #: Makes an index of a kind around its memory, for a store. Whoever writes to a directory keeps all of its indexes, so all
 #: kinds must be known.
-INDEX_KINDS: dict[str, Callable[[Block, Store], Any]] = {}
+INDEX_KINDS: dict[str, Any] = {}
 
 
 class Key(threading.local):
@@ -124,7 +122,8 @@ class Key(threading.local):
 class Saved(NamedTuple):
     """A store on its way through a copy or a pipe."""
 
-    schema: Schema
+    schema: Schema | None
+    """None for a directory."""
     directory: Path | None
     parts: list[Tensor] | None
     """Control block, tickets and fields, copied; None for a directory."""
@@ -141,6 +140,21 @@ def torch_dtype(field: Field) -> torch.dtype:
 def dlpack_specs(fields: Sequence[Field]) -> list[tuple[int, int, tuple[int, ...]]]:
     """``(type code, bits, shape)`` of rows, as DLPack names them."""
     return [(_CODES[f.dtype.rstrip("0123456789")], 8 * DTYPES[f.dtype], f.shape) for f in fields]
+
+
+class Process(NamedTuple):
+    """A process, which its number alone does not name: that is given again."""
+
+    pid: int
+    start_time: int
+
+    @classmethod
+    def this(cls) -> Process:
+        pid = os.getpid()
+        return cls(pid, _native.start_time_of(pid))
+
+    def runs(self) -> bool:
+        return self.start_time != 0 and _native.start_time_of(self.pid) == self.start_time
 
 
 class Block(NamedTuple):
@@ -244,8 +258,8 @@ class Store:
         self._indexing = _fork.lock()
         self._copied_indexes: dict[tuple[str, str], Block] = {}
         native = self._native_fields()
-        if directory is None:
-            _fork.mended(self)
+        self._alive: _Alive | None = None
+        _fork.mended(self)
         self.core: Any = _native.Store(
             control.address,
             control.nbytes,
@@ -276,11 +290,21 @@ class Store:
         return store
 
     @classmethod
-    def create(cls, schema: Schema, directory: Path, *, temporary: bool = False, replace: bool = False) -> Store:
-        """A new store in a folder, its space reserved. ``temporary``: the folder goes when the store is closed.
+    def create(
+        cls, schema: Schema, directory: Path, *, maker: str = "", guest_of: Process | None = None, replace: bool = False
+    ) -> Store:
+        """A new store in a folder, its space reserved.
+
+        Args:
+            schema: what its rows are.
+            directory: the folder.
+            maker: whoever comes later with the same one gets the store that the first has made, if it has that schema.
+            guest_of: a temporary store: the last process that closes it removes the folder, but for this one's sake it stays.
+            replace: remove a store that is there, of another maker, and files of those names.
 
         Raises:
             RuntimeError: the folder holds a store, or files of that name, and not ``replace``.
+            IncompatibleStore: somebody with the same ``maker`` has made one of another schema.
             StoreInUse: ``replace``, but a live process has the store open.
             OSError: no space, no permission, not a folder. Nothing is left behind.
             ValueError: a key that cannot be a file name.
@@ -297,16 +321,23 @@ class Store:
             )
         paths = {layout.field_path(directory, field.key): field.row_bytes * schema.capacity for field in schema.fields}
         metas = layout.meta_files(directory, schema)
-        if replace:
-            _remove_store(directory)
-            for path in (*paths, *metas):
-                path.unlink(missing_ok=True)
-        existing = [path for path in (directory / layout.FOLDER, *paths, *metas) if path.exists()]
-        if existing:
-            raise RuntimeError(_occupied(directory, existing[0]))
         hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
-        with _attaching, files.Creation() as made:
-            made.folder(directory)
+        with _attaching, files.Creation() as made, _Alone(directory, made):
+            if maker and maker_of(directory) == maker:
+                store = cls._opened_or_attached(directory, "refuse")
+                if store.schema != schema:
+                    raise IncompatibleStore(
+                        f"{str(directory)!r}: expected rows as in the first write of another process, {_described(store.schema)}, "
+                        f"got {_described(schema)}."
+                    )
+                return store
+            if replace:
+                _remove_store(directory)
+                for path in (*paths, *metas):
+                    path.unlink(missing_ok=True)
+            existing = [path for path in (directory / layout.FOLDER, *paths, *metas) if path.exists()]
+            if existing:
+                raise RuntimeError(_occupied(directory, existing[0]))
             for path, nbytes in paths.items():
                 if nbytes:
                     made.folder(path.parent)
@@ -318,6 +349,9 @@ class Store:
             made.file(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
             made.file(hidden / layout.TICKETS, schema.capacity * 8)
             made.text(hidden / layout.ALIVE, b"")
+            made.text(hidden / layout.MAKER, maker.encode())
+            if guest_of is not None:
+                made.text(hidden / layout.TEMPORARY, f"{guest_of.pid} {guest_of.start_time}".encode())
             made.text(hidden / layout.BUFFER, layout.NO_RECORD)
             made.text(hidden / layout.STORE, raw)
             control = _file_block(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
@@ -327,17 +361,7 @@ class Store:
             del control
             hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
             made.published(hidden, directory / layout.FOLDER)
-            return cls._attach(schema, directory, schemas.fingerprint(raw), temporary=temporary, unclean="refuse")
-
-    @classmethod
-    def create_temporary(cls, schema: Schema, *, keep: bool = False) -> Store:
-        """As :meth:`create`, in a fresh folder on disk that goes when the store is closed, unless ``keep``."""
-        directory = Path(tempfile.mkdtemp(prefix="engram-"))
-        try:
-            return cls.create(schema, directory, temporary=not keep)
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
+            return cls._attach(schema, directory, schemas.fingerprint(raw), unclean="refuse")
 
     @classmethod
     def open(cls, directory: Path, *, unclean: str = "refuse") -> Store:
@@ -345,33 +369,38 @@ class Store:
 
         Raises:
             FileNotFoundError: there is no store.
-            StoreInUse: another live process has it open.
+            StoreInUse: it is being made or closed for seconds, or as many processes as can have it open.
             IncompatibleStore, CorruptStore, UncleanStore: it cannot be read as it is; nothing was changed.
         """
         directory = directory.absolute()
-        if not (directory / layout.FOLDER).exists():
-            raise FileNotFoundError(
-                f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none."
-            )
-        path = directory / layout.FOLDER / layout.STORE
-        with _attaching:
-            known = _opened(directory)
-            if known is not None:
-                return known
-            raw = files.read_small(path, schemas.MAX_BYTES)
-            schema = schemas.decode(raw, str(path))
-            return cls._attach(schema, directory, schemas.fingerprint(raw), temporary=False, unclean=unclean)
+        _check_store(directory)
+        with _attaching, _Alone(directory):
+            _check_store(directory)
+            return cls._opened_or_attached(directory, unclean)
 
     @classmethod
-    def _attach(cls, schema: Schema, directory: Path, fingerprint: int, *, temporary: bool, unclean: str) -> Store:
+    def _opened_or_attached(cls, directory: Path, unclean: str) -> Store:
+        known = _opened(directory)
+        if known is not None:
+            return known
+        path = directory / layout.FOLDER / layout.STORE
+        raw = files.read_small(path, schemas.MAX_BYTES)
+        return cls._attach(schemas.decode(raw, str(path)), directory, schemas.fingerprint(raw), unclean=unclean)
+
+    @classmethod
+    def _attach(cls, schema: Schema, directory: Path, fingerprint: int, *, unclean: str) -> Store:
+        """The store in a folder whose description was read. The folder is locked."""
         folder = directory / layout.FOLDER
-        lock = _Alive(directory)
+        alive = _Alive(directory)
         try:
             control = _file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
             tickets = _file_block(folder / layout.TICKETS, schema.capacity * 8)
             tensors = [_file_field(directory, field, schema.capacity) for field in schema.fields]
             try:
                 store = cls(schema, tensors, control, tickets, directory)
+                participants = _native.Participants(
+                    control.address, control.nbytes, tickets.address, tickets.nbytes, alive.fd
+                )
             except ValueError as error:
                 foreign = any(word in str(error) for word in ("format", "platform", "byte order"))
                 kind = IncompatibleStore if foreign else CorruptStore
@@ -381,48 +410,84 @@ class Store:
                 raise CorruptStore(
                     f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
                 )
-            boot, last = _boot_id(), _last_boot_id(core)
-            if last != "" and not (core.clean and core.in_flight == 0):  # "": it was just made
-                if not core.clean and last != boot and unclean != "accept":
-                    raise UncleanStore(
-                        f"open: the store in {str(directory)!r} was open when its machine went down, and nothing is promised "
-                        'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
-                    )
-                store.repair = Repair(*core.recover())
-            store._attach_all_indexes()
-            core.boot_id = boot
-            core.clean = False
+            if participants.others:
+                store._join(participants)
+                store._attach_new_indexes()
+            else:
+                store._attach_first(participants, unclean)
         except BaseException:
-            lock.release()
+            alive.release()
             raise
-        store._finalizer = weakref.finalize(
-            store, _close, core, lock, control, (directory, schema) if temporary else None
-        )
+        store._finalize_with(participants, alive)
         _register(directory, store)
         return store
 
-    def close(self) -> None:
-        """Mark a directory store as closed in order, let go of its lock, remove a temporary folder. Repeatable.
+    def _finalize_with(self, participants: Any, alive: _Alive) -> None:
+        self._alive = alive
+        self._finalizer = weakref.finalize(
+            self, _close, self.core, participants, alive, self._control, (self.directory, self.schema)
+        )
 
-        Tensors that were handed out stay valid, and rows can still be read; writing raises ``RuntimeError``.
+    def _attach_first(self, participants: Any, unclean: str) -> None:
+        """For the only process that has the store open: what others left is put in order."""
+        core = self.core
+        boot, last = _boot_id(), _last_boot_id(core)
+        clean = last == "" or (core.clean and core.in_flight == 0)  # "": it was just made
+        if not clean and not core.clean and last != boot and unclean != "accept":
+            raise UncleanStore(
+                f"open: the store in {str(self.directory)!r} was open when its machine went down, and nothing is promised "
+                'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
+            )
+        self._attach_all_indexes(alone=True)
+        if not clean:
+            self.repair = Repair(*core.recover())
+            for index in self.indexes.values():
+                index.put_in_order()
+        self._join(participants)
+        core.boot_id = boot
+        core.pid_namespace = _native.pid_namespace()
+        core.clean = False
+
+    def _join(self, participants: Any) -> None:
+        try:
+            self.core.join(participants)
+        except _native.Stalled as error:
+            raise StoreInUse(f"open: {str(self.directory)!r}: {error}. Close it in one of them.") from error
+        weak = weakref.ref(self)
+
+        def attach() -> None:
+            store = weak()
+            if store is not None:
+                store._attach_new_indexes()
+
+        self.core.on_new_index(attach)
+
+    def close(self) -> None:
+        """Let go of a directory store; the last process that does marks it as closed in order. Repeatable.
+
+        Of a temporary folder, the last one removes it. Tensors that were handed out stay valid, and rows can still be read;
+        writing raises ``RuntimeError``.
         """
         if self._finalizer is not None and self._finalizer.alive:
             _forget(self)
             self._finalizer()
-            self.core = _Closed(self.core, self.directory)
+            self.core = _Closed(
+                self.core, f"the store in {str(self.directory)!r} was closed. Use ReplayBuffer.open to go on with it."
+            )
 
     def remove(self) -> bool:
-        """Close a directory store and remove its files. False: there are none any more, or this is a forked child.
+        """Close a directory store and remove its files. False: there are none any more.
 
         Raises:
-            StoreInUse: it was closed before, and somebody has opened it since.
+            StoreInUse: another process has it open, or somebody has opened it since it was closed.
         """
-        if self.directory is None or self.pid != os.getpid():
+        if self.directory is None:
             return False
         self.close()
         if not (self.directory / layout.FOLDER).exists():
             return False
-        _remove_store(self.directory)
+        with _Alone(self.directory):
+            _remove_store(self.directory)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
         return True
@@ -443,7 +508,7 @@ class Store:
     def detached(self) -> Saved:
         """What a copy of this object needs: where a directory store is, or the bytes of a private one."""
         if self.directory is not None:
-            return Saved(self.schema, self.directory, None, {})
+            return Saved(None, self.directory, None, {})
         before = self._tickets.tensor.clone().view(torch.int64)
         fields = [tensor.clone() for tensor in self.tensors]
         after = self._tickets.tensor.clone().view(torch.int64)
@@ -459,6 +524,7 @@ class Store:
             assert saved.directory is not None  # one of the two is there
             return Store.open(saved.directory)
         schema = saved.schema
+        assert schema is not None  # as detached() makes them
         control, tickets = _new_words(schema, 0)
         control.tensor.copy_(saved.parts[0])
         tickets.tensor.copy_(saved.parts[1])
@@ -497,20 +563,42 @@ class Store:
             IncompatibleStore: a file of another size.
             OSError: no space.
         """
+        known = self.indexes.get((name, kind))
+        if known is not None:
+            return known, False
+        if self.directory is not None:
+            return self._lasting_index(self.directory, name, kind, nbytes, make)
         with self._indexing:
             known = self.indexes.get((name, kind))
             if known is not None:
                 return known, False
             copied = self._copied_indexes.pop((name, kind), None)
             if copied is not None:
-                block, made = copied, False
-            elif self.directory is None:
-                block, made = private_block(nbytes), True
-                make(block)
+                block = copied
             else:
-                block, made = _index_file(self.directory / layout.FOLDER / layout.INDEXES / name, kind, nbytes, make)
-            # What a copy, or a store whose last process died, says of some rows may be old.
-            return self._attach_index(name, kind, block, scan=made or copied is not None), made
+                block = private_block(nbytes)
+                make(block)
+            # What a copy says of some rows may be old.
+            return self._attach_index(name, kind, block, scan=True), copied is None
+
+    def _lasting_index(
+        self, directory: Path, name: str, kind: str, nbytes: int, make: Callable[[Block], None]
+    ) -> tuple[Any, bool]:
+        with _Alone(directory):
+            self._attach_new_indexes()
+            with self._indexing:
+                known = self.indexes.get((name, kind))
+                if known is not None:
+                    if known.block.nbytes != nbytes:
+                        raise IncompatibleStore(f"index {name!r}: expected {nbytes} bytes, got {known.block.nbytes}.")
+                    return known, False
+                block = _index_file(directory / layout.FOLDER / layout.INDEXES / name, kind, nbytes, make)
+                # In this order: from the new epoch on every write of every process is told to it, and what was written
+                # before is there when it looks around.
+                index = self._attach_index(name, kind, block, scan=False)
+                self.core.knows_indexes(self.core.next_index_epoch())
+                _progress.watch(_scan(index.core, self.capacity), "looking for rows")
+                return index, True
 
     def _attach_index(self, name: str, kind: str, block: Block, *, scan: bool) -> Any:
         index = INDEX_KINDS[kind](block, self)
@@ -524,8 +612,8 @@ class Store:
                 raise
         return index
 
-    def _attach_all_indexes(self) -> None:
-        """Those in the directory: whoever writes keeps them, whatever sampler he has.
+    def _attach_all_indexes(self, *, alone: bool = False) -> None:
+        """Those in the directory: whoever writes keeps them, whatever sampler he has. ``alone``: nobody else has it open.
 
         Raises:
             IncompatibleStore: one of a kind that is not known here, or with other contents than its kind has.
@@ -537,7 +625,18 @@ class Store:
                 raise IncompatibleStore(
                     f"{path}: expected one of the kinds {sorted(INDEX_KINDS)}, got an index that a newer engram has made."
                 )
-            self._attach_index(name, kind, _file_block(path, path.stat().st_size), scan=self.repair is not None)
+            if (name, kind) not in self.indexes:
+                block = _file_block(path, path.stat().st_size)
+                if alone:
+                    INDEX_KINDS[kind].free_lock(block)
+                self._attach_index(name, kind, block, scan=False)
+
+    def _attach_new_indexes(self) -> None:
+        """Those that another process has made since we last looked."""
+        with self._indexing:
+            epoch = self.core.index_epoch
+            self._attach_all_indexes()
+            self.core.knows_indexes(epoch)
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
@@ -590,9 +689,33 @@ class Store:
         return index
 
     def after_fork(self) -> None:
-        """In a child: threads of the parent that were writing to private memory do not exist here."""
-        if self.core.in_flight:
-            self.core.recover()
+        """In a child: threads of the parent that were writing to private memory do not exist here; a directory is shared."""
+        if self.directory is None:
+            if self.core.in_flight:
+                self.core.recover()
+        elif self._alive is not None and not self.closed:
+            self._join_again(self.directory, self._alive)
+
+    def _join_again(self, directory: Path, alive: _Alive) -> None:
+        """In a forked child: be a participant beside the parent. Its descriptors and maps are there, its locks are not."""
+        finalizer, self._finalizer = self._finalizer, None
+        if finalizer is not None:
+            finalizer.detach()
+        try:
+            with _Alone(directory):
+                _check_store(directory)
+                participants = _native.Participants(
+                    self._control.address, self._control.nbytes, self._tickets.address, self._tickets.nbytes, alive.fd
+                )
+                self._join(participants)
+        except (OSError, StoreInUse) as error:
+            self.core = _Closed(
+                self.core, f"the store in {str(directory)!r} could not be shared with this forked process: {error}"
+            )
+            return
+        alive.pid = os.getpid()
+        self._finalize_with(participants, alive)
+        _register(directory, self)
 
     @staticmethod
     def room(nbytes: int) -> Tensor:
@@ -904,40 +1027,111 @@ class _Closed:
 
     _writing = frozenset(("append", "append_row", "append_by_lane", "scatter", "empty", "recover"))
 
-    def __init__(self, core: Any, directory: Path | None) -> None:
+    def __init__(self, core: Any, why: str) -> None:
         self._core = core
-        self._directory = directory
+        self._why = why
 
     def __getattr__(self, name: str) -> Any:
         if name in self._writing:
-            raise RuntimeError(
-                f"the store in {str(self._directory)!r} was closed. Use ReplayBuffer.open to go on with it."
-            )
+            raise RuntimeError(self._why)
         return getattr(self._core, name)
 
 
+class _Held(threading.local):
+    """Folders that this thread is alone in."""
+
+    def __init__(self) -> None:
+        self.directories: set[Path] = set()
+
+
+_held = _Held()
+
+
+class _Alone:
+    """While a store is made, opened or closed: no other process or thread does that in the folder. Raises ``StoreInUse``."""
+
+    def __init__(self, directory: Path, made: files.Creation | None = None) -> None:
+        self._directory = directory
+        if made is not None:
+            made.folder(directory)
+
+    def __enter__(self) -> None:
+        self._nested = self._directory in _held.directories
+        if self._nested:  # a collected store is closed in the middle of something
+            return
+        self._lock()
+        _held.directories.add(self._directory)
+
+    def _lock(self) -> None:
+        self._fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        deadline = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(self._fd)
+                    raise StoreInUse(
+                        f"{str(self._directory)!r}: somebody has been making, opening or closing the store for {_WAIT_S:g} s."
+                    ) from None
+                time.sleep(0.001)
+            except BaseException:
+                os.close(self._fd)
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._nested:
+            return
+        _held.directories.discard(self._directory)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+        os.close(self._fd)
+
+
 class _Alive:
-    """This process's byte of ``.engram/alive``: held as long as it has the store open, dropped by the kernel if it dies."""
+    """``.engram/alive``, in which the core locks one byte for as long as this process has the store open.
+
+    Closing any descriptor of the file drops that lock: a process opens it once.
+    """
 
     def __init__(self, directory: Path) -> None:
         path = directory / layout.FOLDER / layout.ALIVE
         files.check_size(path, 0)
-        self._fd = files.open_regular(path, os.O_RDWR)
+        self.fd = files.open_regular(path, os.O_RDWR)
         self.pid = os.getpid()
+
+    def anybody(self) -> bool:
+        """Whether another process has the store open."""
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._fd)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-            raise StoreInUse(
-                f"open: expected a store that no live process has open, but {str(directory)!r} is in use. Close it there first."
-            ) from error
+            return True
+        return False
 
     def release(self) -> None:
-        # A forked child has the descriptor but not the lock.
-        if self.pid == os.getpid():
-            os.close(self._fd)
+        os.close(self.fd)
+
+
+def _check_store(directory: Path) -> None:
+    if not (directory / layout.FOLDER).exists():
+        raise FileNotFoundError(
+            f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none."
+        )
+
+
+def maker_of(directory: Path) -> str:
+    """The ``maker`` of the store in a folder; empty where there is none."""
+    try:
+        return (directory / layout.FOLDER / layout.MAKER).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def _described(schema: Schema) -> str:
+    fields = ", ".join(f"{field.name} {list(field.shape)} {field.dtype}" for field in schema.fields)
+    return f"{schema.capacity} rows in {schema.lanes} lanes of {fields}"
 
 
 #: Held while a store is made or opened, so that two threads do not attach to one folder twice.
@@ -979,17 +1173,53 @@ def _forget(store: Store) -> None:
                 del _registry[identity]
 
 
-def _close(core: Any, lock: _Alive, control: Block, erased: tuple[Path, Schema] | None) -> None:
+def _close(core: Any, participants: Any, alive: _Alive, control: Block, place: tuple[Path, Schema]) -> None:
     """Finalizer of a directory store. ``control`` keeps the words mapped until it ran."""
-    if lock.pid != os.getpid():
-        return  # a forked child: the store is its parent's
-    core.clean = core.in_flight == 0  # a thread may be writing still: then the next open looks at the rows
-    del control
-    lock.release()
-    if erased is not None:
-        erase(*erased)
+    if alive.pid != os.getpid():
+        return  # a forked child that could not join
+    directory, schema = place
+    try:
+        with _Alone(directory):
+            last = not participants.others
+            if last:
+                core.mend()
+                core.clean = core.in_flight == 0  # a thread may be writing still: then the next open looks at the rows
+            participants.leave()
+            if last:
+                _erase_temporary(directory, schema)
+    except (FileNotFoundError, StoreInUse):  # removed by somebody; or who comes next finds out that we are gone
+        participants.leave()
+    finally:
+        del control
+        alive.release()
+
+
+def _erase_temporary(directory: Path, schema: Schema) -> None:
+    """Remove a temporary store that no process has open, unless the one that it was made for may still come."""
+    try:
+        pid, start_time = (directory / layout.FOLDER / layout.TEMPORARY).read_text().split()
+    except (OSError, ValueError):
+        return
+    host = Process(int(pid), int(start_time))
+    if host == Process.this() or not host.runs():
+        erase(directory, schema)
         with contextlib.suppress(OSError):
-            erased[0].rmdir()
+            directory.rmdir()
+
+
+def forget_temporary(directory: Path, maker: str) -> None:
+    """For the process that a temporary store was made for, which needs it no more."""
+    with contextlib.suppress(OSError, StoreInUse, CorruptStore, IncompatibleStore):
+        if maker_of(directory) != maker or _opened(directory) is not None:
+            return  # who has it open removes it
+        with _Alone(directory):
+            alive = _Alive(directory)
+            try:
+                if not alive.anybody():
+                    path = directory / layout.FOLDER / layout.STORE
+                    _erase_temporary(directory, schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path)))
+            finally:
+                alive.release()
 
 
 def erase(directory: Path, schema: Schema) -> None:
@@ -1014,7 +1244,14 @@ def _remove_store(directory: Path) -> None:
             f"expected a store that nobody has open, but this process has {str(directory)!r}. Close it first."
         )
     if (directory / layout.FOLDER / layout.ALIVE).exists():
-        _Alive(directory).release()
+        alive = _Alive(directory)
+        try:
+            if alive.anybody():
+                raise StoreInUse(
+                    f"expected a store that nobody has open, but another process has {str(directory)!r}. Close it there first."
+                )
+        finally:
+            alive.release()
     path = directory / layout.FOLDER / layout.STORE
     try:
         schema = schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path))

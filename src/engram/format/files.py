@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -159,8 +160,9 @@ class Creation:
         """Make a folder and its missing parents, for this user alone; one that exists is left as it is."""
         missing = [p for p in (path, *path.parents) if not p.exists()]
         for folder in reversed(missing):
-            folder.mkdir(mode=0o700)
-            self._made.append(folder)
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                folder.mkdir(mode=0o700)
+                self._made.append(folder)
 
     def file(self, path: Path, nbytes: int) -> None:
         """Make a file of zeros, its space reserved."""

@@ -9,6 +9,8 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/.engram/tickets        u64 per row
     <dir>/.engram/alive          one byte lock per participant; nothing else opens this file
     <dir>/.engram/indexes/<name>/priorities   a priority tree and its parameters
+    <dir>/.engram/maker          what copies of the buffer that made it know it by; empty: nobody waits for it
+    <dir>/.engram/temporary      if it is there, whoever closes the store last removes the folder
     <dir>/.engram/buffer.json    which components the last buffer had
 """
 
@@ -28,7 +30,9 @@ __all__ = [
     "CONTROL",
     "FOLDER",
     "INDEXES",
+    "MAKER",
     "STORE",
+    "TEMPORARY",
     "TICKETS",
     "clash",
     "encode_key",
@@ -44,6 +48,8 @@ TICKETS = "tickets"
 ALIVE = "alive"
 BUFFER = "buffer.json"
 INDEXES = "indexes"
+MAKER = "maker"
+TEMPORARY = "temporary"
 #: What ``buffer.json`` holds at first: an empty object, and room to be overwritten when the disk is full.
 NO_RECORD = b"{}".ljust(4096)
 

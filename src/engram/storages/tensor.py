@@ -465,7 +465,7 @@ class TensorStorage(Storage):
     # ---- copies and text -----------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners", "memory", "_memory")}
         if self.memory is not None:
             state["memory"] = self.memory.detached()
         return state

@@ -1,0 +1,55 @@
+// Who is attached to a store that processes share: the table in its control block, and the proof that somebody is dead.
+//
+// Every process holds a lock on one byte of the file `alive`, that of its entry, for as long as it lives: the kernel lets go
+// of it however the process ends. Such locks belong to the process, not to the descriptor: they are not inherited by fork, and
+// closing *any* descriptor of the file drops all of them. So the file is opened once per process, and by nobody else.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <mutex>
+
+#include "control.h"
+
+namespace engram {
+
+class Participants {
+ public:
+  static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
+
+  /// `file`: a descriptor of `alive`, open for writing for as long as this lives.
+  Participants(Control control, int file) : control_(control), file_(file) {}
+
+  /// Takes an entry that nobody holds and nobody must still be mourned for, and notes this process in it. kNobody: there is
+  /// none.
+  std::uint64_t join();
+
+  /// Gives this process's entry back. If one of its threads is still writing, that stays noted until the process ends.
+  void leave();
+
+  /// Whether a process other than this one holds an entry.
+  bool others() const;
+
+  /// Calls `bury` for every entry whose process died, while nobody else can take the entry or bury it too, and frees it. How
+  /// many there were. One thread of a process at a time, the others return at once.
+  std::uint64_t bury_dead(const std::function<void(Participant&)>& bury);
+
+ private:
+  bool lock(std::uint64_t entry) const;
+  void unlock(std::uint64_t entry) const;
+  bool held_by_another(std::uint64_t entry) const;
+  bool runs(const Participant& entry) const;
+
+  Control control_;
+  int file_;
+  std::uint64_t own_ = kNobody;
+  std::mutex burying_;
+};
+
+/// When a process began, as the kernel counts it; 0 if there is no such process, or it has ended and nobody asked yet.
+std::uint64_t start_time_of(std::uint32_t pid);
+
+/// What names this process's view of process numbers; 0 where there is only one.
+std::uint64_t pid_namespace();
+
+}  // namespace engram

@@ -1,0 +1,90 @@
+#include "shared_mutex.h"
+
+#include <cerrno>
+#include <chrono>
+#include <ctime>
+#include <new>
+#include <string>
+#include <thread>
+
+#include "check.h"
+
+namespace engram {
+namespace {
+
+constexpr auto kWait = std::chrono::seconds(5);
+constexpr int kSpins = 64;
+
+#if defined(__linux__)
+constexpr bool kRobust = true;
+#else
+constexpr bool kRobust = false;
+#endif
+
+// Waits for the kernel to wake it where that goes by a clock that nobody sets; else looks again and again.
+int lock_within(pthread_mutex_t* mutex) {
+#if defined(__GLIBC__) && !defined(ENGRAM_TSAN)
+#if __GLIBC_PREREQ(2, 30)
+  timespec until{};
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  until.tv_sec += std::chrono::duration_cast<std::chrono::seconds>(kWait).count();
+  return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
+#endif
+#endif
+  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  for (;;) {
+    const int result = pthread_mutex_trylock(mutex);
+    if (result != EBUSY) return result;
+    if (std::chrono::steady_clock::now() > deadline) return ETIMEDOUT;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+}  // namespace
+
+void SharedMutex::format() {
+  new (&mutex_) pthread_mutex_t{};
+  pthread_mutexattr_t attributes;
+  pthread_mutexattr_init(&attributes);
+  pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+#if defined(__linux__)
+  pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+#endif
+  const int result = pthread_mutex_init(&mutex_, &attributes);
+  pthread_mutexattr_destroy(&attributes);
+  if (result != 0) throw std::runtime_error("a mutex cannot be made: error " + std::to_string(result));
+}
+
+bool SharedMutex::lock() {
+  int result = EBUSY;
+  for (int spin = 0; spin < kSpins && result == EBUSY; ++spin) result = pthread_mutex_trylock(&mutex_);
+  if (result == EBUSY) result = lock_within(&mutex_);
+  switch (result) {
+    case 0:
+      return false;
+    case EOWNERDEAD:
+      return kRobust;
+    case ETIMEDOUT:
+      throw Stalled("an index has been in the hands of another process or thread for 5 s");
+    case ENOTRECOVERABLE:
+      throw std::runtime_error("an index was left half changed, and could not be mended");
+    default:
+      throw std::runtime_error("a mutex cannot be locked: error " + std::to_string(result));
+  }
+}
+
+void SharedMutex::mended() {
+#if defined(__linux__)
+  pthread_mutex_consistent(&mutex_);
+#endif
+}
+
+bool SharedMutex::held() {
+  if (pthread_mutex_trylock(&mutex_) != 0) return true;
+  pthread_mutex_unlock(&mutex_);
+  return false;
+}
+
+void SharedMutex::unlock() { pthread_mutex_unlock(&mutex_); }
+
+}  // namespace engram
