@@ -458,7 +458,7 @@ class Store:
         def attach() -> None:
             store = weak()
             if store is not None:
-                store._attach_new_indexes()
+                store._attach_new_indexes()  # noqa: SLF001 - our own
 
         self.core.on_new_index(attach)
 
@@ -578,8 +578,9 @@ class Store:
             else:
                 block = private_block(nbytes)
                 make(block)
-            # What a copy says of some rows may be old.
-            return self._attach_index(name, kind, block, scan=True), copied is None
+            index = self._attach_index(name, kind, block)
+            self._scan(index, kind)  # also what a copy says of some rows may be old
+            return index, copied is None
 
     def _lasting_index(
         self, directory: Path, name: str, kind: str, nbytes: int, make: Callable[[Block], None]
@@ -595,22 +596,23 @@ class Store:
                 block = _index_file(directory / layout.FOLDER / layout.INDEXES / name, kind, nbytes, make)
                 # In this order: from the new epoch on every write of every process is told to it, and what was written
                 # before is there when it looks around.
-                index = self._attach_index(name, kind, block, scan=False)
+                index = self._attach_index(name, kind, block)
                 self.core.knows_indexes(self.core.next_index_epoch())
-                _progress.watch(_scan(index.core, self.capacity), "looking for rows")
+                self._scan(index, kind)
                 return index, True
 
-    def _attach_index(self, name: str, kind: str, block: Block, *, scan: bool) -> Any:
+    def _attach_index(self, name: str, kind: str, block: Block) -> Any:
         index = INDEX_KINDS[kind](block, self)
         self.core.attach(index.core)
         self.indexes[name, kind] = index
-        if scan:
-            try:
-                _progress.watch(_scan(index.core, self.capacity), f"giving rows {kind}")
-            except BaseException:  # Ctrl-C: an index scanned by half would hide the other rows for good
-                index.core.scan(0, self.capacity)
-                raise
         return index
+
+    def _scan(self, index: Any, kind: str) -> None:
+        try:
+            _progress.watch(_scan(index.core, self.capacity), f"giving rows {kind}")
+        except BaseException:  # Ctrl-C: an index scanned by half would hide the other rows for good
+            index.core.scan(0, self.capacity)
+            raise
 
     def _attach_all_indexes(self, *, alone: bool = False) -> None:
         """Those in the directory: whoever writes keeps them, whatever sampler he has. ``alone``: nobody else has it open.
@@ -629,7 +631,7 @@ class Store:
                 block = _file_block(path, path.stat().st_size)
                 if alone:
                     INDEX_KINDS[kind].free_lock(block)
-                self._attach_index(name, kind, block, scan=False)
+                self._attach_index(name, kind, block)
 
     def _attach_new_indexes(self) -> None:
         """Those that another process has made since we last looked."""
