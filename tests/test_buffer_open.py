@@ -298,7 +298,14 @@ def test_a_refused_open_does_not_take_the_store_from_its_user(folder):
 
 
 def in_use(folder):
-    program = fresh.start("from engram import ReplayBuffer\nReplayBuffer.open(folder)", folder=str(folder))
+    program = fresh.start(
+        """
+        import torch
+        from engram import LazyMemmapStorage, ReplayBuffer
+        ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=folder, existsok=True)).extend({"a": torch.arange(3)})
+        """,
+        folder=str(folder),
+    )
     assert program.wait() == 1
     assert "StoreInUse" in program.err
 

@@ -338,6 +338,7 @@ class Store:
             existing = [path for path in (directory / layout.FOLDER, *paths, *metas) if path.exists()]
             if existing:
                 raise RuntimeError(_occupied(directory, existing[0]))
+            shutil.rmtree(hidden, ignore_errors=True)  # of a creation that was interrupted
             for path, nbytes in paths.items():
                 if nbytes:
                     made.folder(path.parent)
@@ -476,10 +477,10 @@ class Store:
             )
 
     def remove(self) -> bool:
-        """Close a directory store and remove its files. False: there are none any more.
+        """Close a directory store and remove its files. False: there are none any more, or another process has it open.
 
         Raises:
-            StoreInUse: another process has it open, or somebody has opened it since it was closed.
+            StoreInUse: it was closed before, and somebody has opened it since.
         """
         if self.directory is None:
             return False
@@ -487,6 +488,8 @@ class Store:
         if not (self.directory / layout.FOLDER).exists():
             return False
         with _Alone(self.directory):
+            if _others_have(self.directory):
+                return False
             _remove_store(self.directory)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
@@ -711,13 +714,13 @@ class Store:
                 )
                 self._join(participants)
         except (OSError, StoreInUse) as error:
+            _forget(self)
             self.core = _Closed(
                 self.core, f"the store in {str(directory)!r} could not be shared with this forked process: {error}"
             )
             return
         alive.pid = os.getpid()
         self._finalize_with(participants, alive)
-        _register(directory, self)
 
     @staticmethod
     def room(nbytes: int) -> Tensor:
@@ -1086,7 +1089,8 @@ class _Alone:
         if self._nested:
             return
         _held.directories.discard(self._directory)
-        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
         os.close(self._fd)
 
 
@@ -1116,6 +1120,18 @@ class _Alive:
         os.close(self.fd)
 
 
+def _others_have(directory: Path) -> bool:
+    """Whether another process has the store open that this one has not."""
+    try:
+        alive = _Alive(directory)
+    except (FileNotFoundError, CorruptStore):
+        return False
+    try:
+        return alive.anybody()
+    finally:
+        alive.release()
+
+
 def _check_store(directory: Path) -> None:
     if not (directory / layout.FOLDER).exists():
         raise FileNotFoundError(
@@ -1140,10 +1156,6 @@ def _described(schema: Schema) -> str:
 _attaching = _fork.rlock()
 _registry: weakref.WeakValueDictionary[tuple[int, int], Store] = weakref.WeakValueDictionary()
 _registry_lock = _fork.lock()
-
-
-# A child has the store of its parent in memory, but not the right to it.
-os.register_at_fork(after_in_child=_registry.clear)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
@@ -1215,13 +1227,9 @@ def forget_temporary(directory: Path, maker: str) -> None:
         if maker_of(directory) != maker or _opened(directory) is not None:
             return  # who has it open removes it
         with _Alone(directory):
-            alive = _Alive(directory)
-            try:
-                if not alive.anybody():
-                    path = directory / layout.FOLDER / layout.STORE
-                    _erase_temporary(directory, schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path)))
-            finally:
-                alive.release()
+            if not _others_have(directory):
+                path = directory / layout.FOLDER / layout.STORE
+                _erase_temporary(directory, schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path)))
 
 
 def erase(directory: Path, schema: Schema) -> None:
@@ -1245,15 +1253,10 @@ def _remove_store(directory: Path) -> None:
         raise StoreInUse(
             f"expected a store that nobody has open, but this process has {str(directory)!r}. Close it first."
         )
-    if (directory / layout.FOLDER / layout.ALIVE).exists():
-        alive = _Alive(directory)
-        try:
-            if alive.anybody():
-                raise StoreInUse(
-                    f"expected a store that nobody has open, but another process has {str(directory)!r}. Close it there first."
-                )
-        finally:
-            alive.release()
+    if _others_have(directory):
+        raise StoreInUse(
+            f"expected a store that nobody has open, but another process has {str(directory)!r}. Close it there first."
+        )
     path = directory / layout.FOLDER / layout.STORE
     try:
         schema = schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path))

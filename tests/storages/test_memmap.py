@@ -285,7 +285,7 @@ def test_existsok_replaces(tmp_path):
     assert rb[:]["a"].tolist() == [0.0, 0.0]
     assert everything(tmp_path) == sorted(
         [".engram", "a.memmap", "c.memmap", "meta.json"]
-        + [f".engram/{name}" for name in ("alive", "buffer.json", "control", "store.json", "tickets")]
+        + [f".engram/{name}" for name in ("alive", "buffer.json", "control", "maker", "store.json", "tickets")]
     )
     rb.close()
     rb = ReplayBuffer.open(tmp_path)

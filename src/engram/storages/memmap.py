@@ -156,7 +156,13 @@ class LazyMemmapStorage(LazyTensorStorage):
         return storage
 
     def _allocate(self, schema: Schema) -> Store:
-        store = Store.create(schema, self._place, maker=self._maker, guest_of=self._host, replace=self._existsok)
+        store = Store.create(
+            schema,
+            self._place,
+            maker=self._maker,
+            guest_of=self._host,
+            replace=self._existsok or self._scratch_dir is None,
+        )
         directory = store.directory
         assert directory is not None  # it was just made there
         announce(creation_lines(schema.fields, schema.capacity, lambda field: layout.field_path(directory, field.key)))
