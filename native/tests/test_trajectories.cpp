@@ -470,6 +470,11 @@ TEST(passes_visit_every_trajectory_once) {
   EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, true).windows.size(), 4);
   EXPECT_EQ(pass.visited, 10);
   EXPECT(w.table.draw_pass(pass, 1, 11, shape, true, true).windows.empty());
+  pass = {};
+  for (const std::uint64_t n : {4, 2, 5, 3}) {  // with 4 left a batch of 5 begins a pass
+    EXPECT_EQ(w.table.draw_pass(pass, 1, n, shape, true, true).windows.size(), n);
+  }
+  EXPECT_EQ(pass.visited, 10);
   EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, false).windows.size(), 4);
   write_episodes(w, {3}, 1);
   EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, false).windows.size(), 4);

@@ -628,6 +628,15 @@ def test_too_short_ones_shorten_their_batch():
         rb.sample(6)
 
 
+def test_drop_last_begins_a_pass_where_the_rest_is_less_than_a_batch():
+    """Batches of several sizes in one pass."""
+    sampler = SliceSamplerWithoutReplacement(slice_len=2, drop_last=True)
+    rb = buffer(sampler, steps([4] * 5), batch_size=4)
+    draws = [sampler.sample(rb.storage, size)[0][0] for size in (4, 2, 6)]
+    assert [len(rows) for rows in draws] == [4, 2, 6]
+    assert sampler.ran_out
+
+
 def test_drop_last():
     sampler = SliceSamplerWithoutReplacement(slice_len=1, drop_last=True)
     rb = buffer(sampler, steps([1] * 7), batch_size=3)
