@@ -866,6 +866,12 @@ def test_mistakes_when_drawing(cls):
         cls(slice_len=2).draw(rb.storage.extent(), 2, 0)
 
 
+def test_a_length_that_no_trajectory_has_costs_nothing():
+    """Whole trajectories are asked for so: room for what there is, not for what there might be."""
+    rb = buffer(SliceSampler(num_slices=4, strict_length=False), steps([5, 3]), batch_size=4 << 40)
+    assert 12 <= len(rb.sample()) <= 20
+
+
 def test_rows_on_an_accelerator_are_refused():
     """Their bytes are not where the table looks."""
     rb = buffer(SliceSampler(slice_len=2), steps([5]), storage=LazyTensorStorage(10, device="meta"))
