@@ -35,7 +35,8 @@ def mended(thing: Any) -> Any:
 
 def _mend() -> None:
     for made in list(_locks):
-        if not (hasattr(made, "_is_owned") and made._is_owned()):  # the thread that forked gives it back itself
+        owned = hasattr(made, "_is_owned") and made._is_owned()  # noqa: SLF001
+        if not owned:  # else the thread that forked gives it back itself
             made._at_fork_reinit()  # noqa: SLF001 - as the locks of the standard library's own modules
     for thing in list(_others):
         thing.after_fork()

@@ -184,13 +184,11 @@ class TensorDictMaxValueWriter(NativeWriter):
                 f"{type(self).__name__}: {self.rank_key!r}: expected at least one number per row, got shape {list(value.shape)}."
             )
         if value.numel() == n and value.dtype in _IN_NUMPY and value.is_cpu and not value.requires_grad:
-            ranks: NDArray[np.float64] = value.resolve_neg().numpy().astype(np.float64).reshape(n)  # half the time
-            return ranks
+            return value.resolve_neg().numpy().astype(np.float64).reshape(n)  # half the time
         numbers = value.detach().to("cpu", torch.float64).resolve_neg()
         if value.numel() > n:
             numbers = _REDUCTIONS[self._reduction](numbers.reshape(n, -1))
-        ranks = numbers.numpy().reshape(n)
-        return ranks
+        return numbers.numpy().reshape(n)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: ranks follow from the rows, cursors and counts belong to the store."""
