@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import threading
+import time
 import weakref
 from collections import Counter
 
@@ -30,6 +31,7 @@ from engram import (
     TensorStorage,
     _progress,
 )
+from engram.samplers import slices
 from engram.store import Store
 from tests.statistics_of import assert_uniform
 
@@ -753,7 +755,7 @@ def test_a_store_knows_its_sampler(sampler, tmp_path):
     rb.close()
     again = ReplayBuffer.open(tmp_path)
     assert repr(again.sampler) == repr(sampler)
-    again.sampler._table_of(again.storage.extent(), 2)
+    again.sampler._bound_to(again.storage, 2)
     assert again.sampler._table.census() == (2, 6)
 
 
@@ -870,6 +872,63 @@ def test_a_length_that_no_trajectory_has_costs_nothing():
     """Whole trajectories are asked for so: room for what there is, not for what there might be."""
     rb = buffer(SliceSampler(num_slices=4, strict_length=False), steps([5, 3]), batch_size=4 << 40)
     assert 12 <= len(rb.sample()) <= 20
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_another_thread_may_draw_from_another_buffer_meanwhile(cls):
+    class Interrupted(cls):
+        other = None
+
+        def _sample(self, *arguments):
+            other, self.other = self.other, None
+            if other is not None:
+                other.sample()
+            return super()._sample(*arguments)
+
+    sampler = Interrupted(slice_len=4)
+    one = buffer(sampler, steps([5] * 12), batch_size=40)
+    other = buffer(sampler, steps([7] * 8 + [4]), batch_size=40)
+    for _ in range(5):
+        sampler.other = other
+        windows(one.sample(), 4)
+
+
+def test_threads_that_draw_first_place_static_boundaries_once(monkeypatch):
+    """Else one draws from the other's table, which knows no boundaries yet."""
+    made, make = [], slices.static_table
+
+    def slowly(*arguments, **more):
+        made.append(make(*arguments, **more))
+        time.sleep(0.05)
+        return made[-1]
+
+    monkeypatch.setattr(slices, "static_table", slowly)
+    rb = buffer(SliceSampler(slice_len=4, ends=torch.arange(200) % 5 == 4, cache_values=True), steps([5] * 40))
+    batches = []
+    threads = [threading.Thread(target=lambda: batches.append(rb.sample(40))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert len(batches) == 3
+    for batch in batches:
+        windows(batch, 4)
+
+
+def test_settings_may_change_between_draws():
+    rb = buffer(SliceSampler(slice_len=4), steps([6, 6, 2]))
+    ends = ("next", "truncated")
+    assert rb.sample(12)[ends].sum() == 3
+    rb.sampler.slice_len = 2
+    assert rb.sample(12)[ends].sum() == 6
+    rb.sampler.slice_len = 4
+    rb.sampler.strict_length = False
+    assert len(rb.sample(400)) < 400
+    rb.sampler.pad_output = True
+    assert len(rb.sample(400)) == 400
+    rb.sampler.truncated_key = None
+    assert ends not in rb.sample(400).keys(include_nested=True)
 
 
 def test_rows_on_an_accelerator_are_refused():
