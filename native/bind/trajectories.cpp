@@ -174,7 +174,11 @@ nb::tuple sample_pass(Trajectories& table, const Store& store, const Layout& lay
   {
     nb::gil_scoped_release release;
     const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
-      return table.draw_pass(pass, key_of(key, attempt), count, shape, shuffle, drop_last);
+      if (attempt == 0 || pass.count - pass.visited >= count) {
+        return table.draw_pass(pass, key_of(key, attempt), count, shape, shuffle, drop_last);
+      }
+      Pass another;  // what comes for windows that moved does not begin the next pass
+      return table.draw_pass(another, key_of(key, attempt), count, shape, true, false);
     };
     sampled.emplace(store, layout, choose, n, shape.length, padded);
     sampled->add(marks);

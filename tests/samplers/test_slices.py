@@ -630,6 +630,21 @@ def test_too_short_ones_shorten_their_batch():
         rb.sample(6)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_window_that_moves_in_the_last_batch_begins_no_pass(drop_last):
+    sampler = SliceSamplerWithoutReplacement(slice_len=1, drop_last=drop_last)
+    rb = buffer(sampler, steps([1] * 6), batch_size=3)
+    first = set(rb.sample()["index"].flatten().tolist())
+    words, row = rb.storage.memory.words[1].view(torch.int64), min({*range(6)} - first)
+    words[row] -= 1  # being written, by somebody who began before the pass did
+    second = rb.sample()["index"].flatten().tolist()
+    words[row] += 1
+    assert len(second) == 3
+    assert row not in second
+    assert sampler.ran_out
+    assert sampler.state_dict()["visited"] == 6
+
+
 def test_drop_last_begins_a_pass_where_the_rest_is_less_than_a_batch():
     """Batches of several sizes in one pass."""
     sampler = SliceSamplerWithoutReplacement(slice_len=2, drop_last=True)
