@@ -51,13 +51,18 @@ class Sampled {
  public:
   Sampled(const Store& store, const Layout& layout, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length,
           bool padded)
-      : store_(store), most_(static_cast<std::int64_t>(n * length)), stride_(padded ? length : 0) {
-    check(n < std::uint64_t{1} << 24 && length < std::uint64_t{1} << 24, "a batch of more rows than there is memory");
-    const std::uint64_t f = store.fields();
-    rooms_.add(layout, most_);
-    rooms_.add(kNumbers, most_);
-    numbers_.resize(n * length);
-    lengths_ = read_windows(store, choose, n, length, padded, {rooms_.first(f), rows(), numbers_.data()});
+      : store_(store), stride_(padded ? length : 0) {
+    constexpr std::uint64_t kMost = std::uint64_t{1} << 40;
+    check(n < kMost && (!padded || n == 0 || length < kMost / n), "a batch of more rows than there is memory");
+    const auto make_room = [&](std::uint64_t places) -> WindowRoom {
+      most_ = static_cast<std::int64_t>(places);
+      rooms_ = {};
+      rooms_.add(layout, most_);
+      rooms_.add(kNumbers, most_);
+      numbers_.resize(places);
+      return {rooms_.first(store.fields()), rows(), numbers_.data()};
+    };
+    lengths_ = read_windows(store, choose, n, length, padded, make_room);
     for (const std::uint64_t steps : lengths_) total_ += places(steps);
   }
 
@@ -126,7 +131,7 @@ class Sampled {
   }
 
   const Store& store_;
-  std::int64_t most_;
+  std::int64_t most_ = 0;  // places while they are read
   std::uint64_t stride_, total_ = 0;
   std::vector<std::uint64_t> lengths_;
   std::vector<std::int64_t> numbers_;
@@ -169,7 +174,11 @@ nb::tuple sample_pass(Trajectories& table, const Store& store, const Layout& lay
   {
     nb::gil_scoped_release release;
     const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
-      return table.draw_pass(pass, key_of(key, attempt), count, shape, shuffle, drop_last);
+      if (attempt == 0 || pass.count - pass.visited >= count) {
+        return table.draw_pass(pass, key_of(key, attempt), count, shape, shuffle, drop_last);
+      }
+      Pass another;  // what comes for windows that moved does not begin the next pass
+      return table.draw_pass(another, key_of(key, attempt), count, shape, true, false);
     };
     sampled.emplace(store, layout, choose, n, shape.length, padded);
     sampled->add(marks);

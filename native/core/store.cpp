@@ -555,8 +555,13 @@ void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, st
 
 void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::int64_t* numbers_out) const {
   const bool gaps = control_.counters().void_rows.load(std::memory_order_relaxed) > 0;
-  const std::vector<std::int64_t> live = gaps ? live_rows() : std::vector<std::int64_t>{};
   const Spans spans(control_);
+  std::vector<std::int64_t> live;  // one that is being written keeps its rank, as it counts in size()
+  for (std::uint64_t k = 0; gaps && k < spans.total(); ++k) {
+    const std::int64_t row = spans.row(k);
+    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(row)).load(std::memory_order_acquire);
+    if (state_of(word) != State::voided) live.push_back(row);
+  }
   const std::uint64_t total = gaps ? live.size() : spans.total();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto rank = static_cast<std::uint64_t>(ranks[i]);

@@ -534,8 +534,9 @@ Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const Shape& shape)
   Chooser chooser(tracks, shape, window_, key);
   Drawn drawn;
   drawn.windows.reserve(n);
-  drawn.rows.reserve(n * shape.length);
-  drawn.numbers.reserve(n * shape.length);
+  const std::uint64_t longest = std::min(shape.length, control_.lane_length());
+  drawn.rows.reserve(n * longest);
+  drawn.numbers.reserve(n * longest);
   for (std::uint64_t i = 0; i < n; ++i) {
     Window window{};
     for (std::uint64_t round = 0; round <= kRounds; ++round) {
@@ -556,7 +557,8 @@ Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, co
   std::vector<std::uint64_t> ends;  // trajectories up to and with each track
   std::uint64_t count = 0;
   for (const View& v : tracks) ends.push_back(count += v.count - v.holes);
-  if (pass.version != version || pass.visited >= pass.count || pass.count != count) pass = {key, version, 0, count};
+  const bool over = pass.visited >= pass.count || (drop_last && pass.count - pass.visited < n);
+  if (pass.version != version || over || pass.count != count) pass = {key, version, 0, count};
   Drawn drawn;
   if (count == 0 || (drop_last && count < n)) return drawn;
   const Permutation permutation(pass.key, count);
@@ -599,13 +601,13 @@ Window Trajectories::window_at(std::int64_t row, const Shape& shape) const {
   return window;
 }
 
-Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape) {
+std::vector<std::uint64_t> Trajectories::window_lengths(const std::int64_t* rows, std::uint64_t n, const Shape& shape) {
   check_rows(rows, n, control_.capacity());
   const std::lock_guard<std::mutex> guard(mutex_);
   settle();
-  Drawn drawn;
-  for (std::uint64_t i = 0; i < n; ++i) append(drawn, window_at(rows[i], shape), false);
-  return drawn;
+  std::vector<std::uint64_t> lengths(n);
+  for (std::uint64_t i = 0; i < n; ++i) lengths[i] = window_at(rows[i], shape).length;
+  return lengths;
 }
 
 Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most) {

@@ -95,15 +95,15 @@ class Trajectories final : public Index {
   Drawn draw(std::uint64_t key, std::uint64_t n, const Shape& shape);
 
   /// The next n trajectories of a pass, one random window each; too short ones are left out. Begins a new pass, under
-  /// `key`, where the old one is over or the store was written to since. `drop_last`: a rest of less than n is skipped;
-  /// empty and count < n if there are not as many at all.
+  /// `key`, where the old one is over or the store was written to since. `drop_last`: a rest of less than n is skipped,
+  /// if need be before the draw; empty and count < n if there are not as many at all.
   Drawn draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle, bool drop_last);
 
-  /// The windows that begin at given rows, of length 0 where none may: where too little follows for a window and what may
+  /// Lengths of the windows that begin at given rows, 0 where none may: where too little follows for a window and what may
   /// hang over the end, but for the first step of a shorter trajectory if not strict.
-  Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape);
+  std::vector<std::uint64_t> window_lengths(const std::int64_t* rows, std::uint64_t n, const Shape& shape);
 
-  /// As windows_at, without those of length 0, and no more than `most`.
+  /// The windows that begin at given rows, where one may, and no more than `most`.
   Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most);
 
   /// How many windows of that length there are.

@@ -16,34 +16,51 @@ constexpr std::uint64_t kRedraws = 8;  // before a reader begins to yield
 constexpr std::uint64_t kTries = 8;    // draws of anchors before those that will do are listed
 constexpr auto kWait = std::chrono::seconds(5);
 
-// The windows of a choice that are there, one by one.
+// A window of a batch: where its rows begin among all that were chosen for it, and how many they are; 0: none.
+struct Slot {
+  std::uint64_t from, steps;
+};
+
+// The rows and tickets of all windows that were chosen for a batch, one behind the other.
 class Chosen {
  public:
-  explicit Chosen(Drawn drawn) : drawn_(std::move(drawn)) {}
+  Chosen(const ChooseWindows& choose, std::uint64_t length) : choose_(choose), length_(length) {}
 
-  /// The length of the next one, whose rows and tickets are put into `length` places, the last repeated; 0: no more.
-  std::uint64_t next(std::uint64_t length, std::int64_t* rows, std::int64_t* numbers) {
-    while (window_ < drawn_.windows.size() && drawn_.windows[window_].length == 0) ++window_;
-    if (window_ == drawn_.windows.size()) return 0;
-    const std::uint64_t steps = drawn_.windows[window_++].length, last = row_ + steps - 1;
-    check(steps <= length && last < drawn_.rows.size(), "windows of at most the length asked for");
-    std::fill_n(std::copy_n(&drawn_.rows[row_], steps, rows), length - steps, drawn_.rows[last]);
-    std::fill_n(std::copy_n(&drawn_.numbers[row_], steps, numbers), length - steps, drawn_.numbers[last]);
-    row_ += steps;
-    return steps;
+  /// The windows of one more choice that are there, n at most.
+  std::vector<Slot> more(std::uint64_t n, std::uint64_t attempt) {
+    const Drawn drawn = choose_(n, attempt);
+    std::vector<Slot> slots;
+    std::uint64_t from = rows_.size();
+    rows_.insert(rows_.end(), drawn.rows.begin(), drawn.rows.end());
+    numbers_.insert(numbers_.end(), drawn.numbers.begin(), drawn.numbers.end());
+    for (const Window& window : drawn.windows) {
+      if (window.length == 0 || slots.size() == n) continue;
+      check(window.length <= length_ && window.length <= rows_.size() - from, "windows of at most the length asked for");
+      slots.push_back({from, window.length});
+      from += window.length;
+    }
+    return slots;
+  }
+
+  /// A window's rows and tickets, put into `places` places, the last repeated.
+  void put(const Slot& slot, std::uint64_t places, std::int64_t* rows, std::int64_t* numbers) const {
+    const std::uint64_t last = slot.from + slot.steps - 1;
+    std::fill_n(std::copy_n(&rows_[slot.from], slot.steps, rows), places - slot.steps, rows_[last]);
+    std::fill_n(std::copy_n(&numbers_[slot.from], slot.steps, numbers), places - slot.steps, numbers_[last]);
   }
 
  private:
-  Drawn drawn_;
-  std::size_t window_ = 0, row_ = 0;
+  const ChooseWindows& choose_;
+  std::uint64_t length_;
+  std::vector<std::int64_t> rows_, numbers_;
 };
 
 // Windows that were read into places of equal size, moved together.
-void close_gaps(const Store& store, const std::vector<std::uint64_t>& lengths, std::uint64_t length, bool padded,
+void close_gaps(const Store& store, const std::vector<Slot>& slots, std::uint64_t stride, bool padded,
                 const WindowRoom& room) {
   std::uint64_t to = 0;
-  for (std::uint64_t slot = 0; slot < lengths.size(); ++slot) {
-    const std::uint64_t from = slot * length, n = lengths[slot] == 0 ? 0 : padded ? length : lengths[slot];
+  for (std::uint64_t i = 0; i < slots.size(); ++i) {
+    const std::uint64_t from = i * stride, n = slots[i].steps == 0 ? 0 : padded ? stride : slots[i].steps;
     if (from != to && n > 0) {
       for (std::uint64_t f = 0; f < store.fields(); ++f) {
         const std::uint64_t bytes = store.row_bytes(f);
@@ -59,50 +76,59 @@ void close_gaps(const Store& store, const std::vector<std::uint64_t>& lengths, s
 }  // namespace
 
 std::vector<std::uint64_t> read_windows(const Store& store, const ChooseWindows& choose, std::uint64_t n,
-                                        std::uint64_t length, bool padded, const WindowRoom& room) {
-  std::vector<std::uint64_t> lengths;
-  lengths.reserve(n);
-  std::uint64_t shortest = length;
-  {
-    Chosen chosen(choose(n, 0));
-    while (lengths.size() < n) {
-      const std::uint64_t at = lengths.size() * length;
-      const std::uint64_t steps = chosen.next(length, room.rows + at, room.numbers + at);
-      if (steps == 0) break;
-      shortest = std::min(shortest, steps);
-      lengths.push_back(steps);
+                                        std::uint64_t length, bool padded, const MakeRoom& make_room) {
+  Chosen chosen(choose, length);
+  std::vector<Slot> slots = chosen.more(n, 0);
+  std::uint64_t stride = 0;  // places of each window, while they are read
+  WindowRoom room{};
+  const auto read_all = [&] {
+    stride = padded ? length : 1;
+    for (const Slot& slot : slots) stride = std::max(stride, slot.steps);
+    room = make_room(slots.size() * stride);
+    for (std::uint64_t i = 0; i < slots.size(); ++i) {
+      chosen.put(slots[i], stride, room.rows + i * stride, room.numbers + i * stride);
     }
-  }
-  std::vector<std::int64_t> moved =
-      store.gather(room.rows, lengths.size() * length, store.all(), room.fields, room.numbers, nullptr);
+    std::vector<std::uint64_t> moved;
+    for (const std::int64_t place :
+         store.gather(room.rows, slots.size() * stride, store.all(), room.fields, room.numbers, nullptr)) {
+      const std::uint64_t i = static_cast<std::uint64_t>(place) / stride;
+      if (moved.empty() || moved.back() != i) moved.push_back(i);
+    }
+    return moved;
+  };
+  const auto stands = [&](std::uint64_t i) {  // what came for a window that moved
+    const std::uint64_t at = i * stride;
+    chosen.put(slots[i], stride, room.rows + at, room.numbers + at);
+    std::vector<std::byte*> fields(room.fields.size());
+    for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = room.fields[f] + at * store.row_bytes(f);
+    return store.gather(room.rows + at, stride, store.all(), fields, room.numbers + at, nullptr).empty();
+  };
+  std::vector<std::uint64_t> moved = read_all();
   const auto deadline = std::chrono::steady_clock::now() + kWait;
-  std::vector<std::byte*> fields(room.fields.size());
   for (std::uint64_t attempt = 1; !moved.empty(); ++attempt) {
     if (attempt > kRedraws) {
       if (std::chrono::steady_clock::now() > deadline) throw Stalled("windows moved at every try for 5 s");
       std::this_thread::yield();
     }
-    std::vector<std::uint64_t> slots;
-    for (const std::int64_t place : moved) {
-      const std::uint64_t slot = static_cast<std::uint64_t>(place) / length;
-      if (slots.empty() || slots.back() != slot) slots.push_back(slot);
+    store.control().counters().redraws.fetch_add(moved.size(), std::memory_order_relaxed);
+    std::vector<Slot> others = chosen.more(moved.size(), attempt);
+    others.resize(moved.size(), Slot{0, 0});
+    bool longer = false;
+    for (std::uint64_t k = 0; k < moved.size(); ++k) {
+      slots[moved[k]] = others[k];
+      longer |= others[k].steps > stride;
     }
-    moved.clear();
-    Chosen chosen(choose(slots.size(), attempt));
-    for (const std::uint64_t slot : slots) {
-      const std::uint64_t at = slot * length;
-      lengths[slot] = chosen.next(length, room.rows + at, room.numbers + at);
-      shortest = std::min(shortest, lengths[slot]);
-      if (lengths[slot] == 0) continue;
-      for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = room.fields[f] + at * store.row_bytes(f);
-      const bool stood = store.gather(room.rows + at, length, store.all(), fields, room.numbers + at, nullptr).empty();
-      if (!stood) moved.push_back(static_cast<std::int64_t>(at));
+    if (longer) {  // than what there is room for
+      std::erase_if(slots, [](const Slot& slot) { return slot.steps == 0; });
+      moved = read_all();
+    } else {
+      std::erase_if(moved, [&](std::uint64_t i) { return slots[i].steps == 0 || stands(i); });
     }
-    store.control().counters().redraws.fetch_add(slots.size(), std::memory_order_relaxed);
   }
-  if (shortest < length) {
-    close_gaps(store, lengths, length, padded, room);
-    std::erase(lengths, std::uint64_t{0});
+  close_gaps(store, slots, stride, padded, room);
+  std::vector<std::uint64_t> lengths;
+  for (const Slot& slot : slots) {
+    if (slot.steps > 0) lengths.push_back(slot.steps);
   }
   return lengths;
 }
@@ -124,11 +150,11 @@ std::vector<std::int64_t> listed_anchors(const Priorities& priorities, Trajector
   for (std::uint64_t row = 0; row < upto.size(); ++row) {
     if (upto[row] > 0) rows.push_back(static_cast<std::int64_t>(row));
   }
-  const Drawn there = table.windows_at(rows.data(), rows.size(), shape);
+  const std::vector<std::uint64_t> there = table.window_lengths(rows.data(), rows.size(), shape);
   std::uint64_t kept = 0;
   double sum = 0;
   for (std::uint64_t i = 0; i < rows.size(); ++i) {
-    if (there.windows[i].length == 0) continue;
+    if (there[i] == 0) continue;
     sum += upto[static_cast<std::uint64_t>(rows[i])];
     rows[kept] = rows[i];
     upto[kept++] = sum;  // behind the leaf that was just read: kept <= i <= rows[i]

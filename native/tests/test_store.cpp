@@ -648,6 +648,31 @@ TEST(draws_are_uniform_beside_void_rows) {
   expect_uniform_over(filled.store, 20, {1, 2, 3, 4, 7, 8, 9, 10, 11, 12});
 }
 
+TEST(a_rank_that_is_being_written_is_waited_for_beside_void_rows) {
+  Filled filled(geometry(2, 10), {8}, {10, 4});
+  filled.make_void({0, 5, 6, 13});
+  const Control& control = filled.store.control();
+  Word& word = control.word(4);
+  const std::uint64_t before = word.load();
+  word.store(ticket(control.counters().next_ticket.fetch_add(1), State::writing));
+  std::thread writer([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    word.store(before);
+  });
+  Rows batch(filled.heap.fields, 10);
+  Indices ranks(10);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  EXPECT_EQ(control.size(), ranks.size());
+  try {
+    filled.store.read_ranked(ranks.data(), ranks.size(), batch.out, nullptr);
+  } catch (...) {
+    writer.join();
+    throw;
+  }
+  writer.join();
+  EXPECT((ranks == Indices{1, 2, 3, 4, 7, 8, 9, 10, 11, 12}));
+}
+
 TEST(draws_are_uniform_where_nearly_everything_is_void) {
   Filled filled(geometry(2, 1500), {8}, {1500, 1500});
   const Sizes live = {0, 700, 2999};

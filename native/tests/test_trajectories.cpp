@@ -190,10 +190,10 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
   EXPECT_EQ(w.table.windows_at(all.data(), capacity, {length}, 2).windows.size(), std::min<std::size_t>(2, begins.size()));
   Shape loose{length};
   loose.strict = false;
-  const Drawn at_rows = w.table.windows_at(all.data(), capacity, loose);
+  const auto at_rows = w.table.window_lengths(all.data(), capacity, loose);
   Shape over{length};
   over.right = length / 2;
-  const Drawn over_the_end = w.table.windows_at(all.data(), capacity, over);
+  const auto over_the_end = w.table.window_lengths(all.data(), capacity, over);
   std::map<std::int64_t, std::uint64_t> rest, overhanging;
   for (const Indices& run : runs) {
     for (std::size_t i = 0; i < run.size(); ++i) {
@@ -204,8 +204,8 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
     }
   }
   for (std::size_t row = 0; row < capacity; ++row) {
-    EXPECT_EQ(at_rows.windows[row].length, rest[static_cast<std::int64_t>(row)]);
-    EXPECT_EQ(over_the_end.windows[row].length, overhanging[static_cast<std::int64_t>(row)]);
+    EXPECT_EQ(at_rows[row], rest[static_cast<std::int64_t>(row)]);
+    EXPECT_EQ(over_the_end[row], overhanging[static_cast<std::int64_t>(row)]);
   }
 }
 
@@ -349,7 +349,7 @@ TEST(mistakes_of_the_caller) {
   EXPECT_THROWS(std::invalid_argument, w.table.draw(1, 1, {2, true, false, 0, 2}));
   const std::int64_t outside = 16;
   EXPECT_THROWS(std::out_of_range, w.table.windows_at(&outside, 1, {1}, 1));
-  EXPECT_THROWS(std::out_of_range, w.table.windows_at(&outside, 1, {1}));
+  EXPECT_THROWS(std::out_of_range, w.table.window_lengths(&outside, 1, {1}));
 }
 
 namespace {
@@ -470,6 +470,11 @@ TEST(passes_visit_every_trajectory_once) {
   EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, true).windows.size(), 4);
   EXPECT_EQ(pass.visited, 10);
   EXPECT(w.table.draw_pass(pass, 1, 11, shape, true, true).windows.empty());
+  pass = {};
+  for (const std::uint64_t n : {4, 2, 5, 3}) {  // with 4 left a batch of 5 begins a pass
+    EXPECT_EQ(w.table.draw_pass(pass, 1, n, shape, true, true).windows.size(), n);
+  }
+  EXPECT_EQ(pass.visited, 10);
   EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, false).windows.size(), 4);
   write_episodes(w, {3}, 1);
   EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, false).windows.size(), 4);

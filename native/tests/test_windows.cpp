@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -66,9 +67,14 @@ struct World {
 
 /// Room for windows, and what they must hold.
 struct Read {
-  Read(World& w, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded)
-      : batch(w.heap.fields, n * length), rows(n * length, -7), numbers(n * length, -7) {
-    lengths = read_windows(w.store, choose, n, length, padded, {batch.out, rows.data(), numbers.data()});
+  Read(World& w, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded) {
+    lengths = read_windows(w.store, choose, n, length, padded, [&](std::uint64_t places) {
+      made.push_back(places);
+      batch.emplace(w.heap.fields, places);
+      rows.assign(places, -7);
+      numbers.assign(places, -7);
+      return WindowRoom{batch->out, rows.data(), numbers.data()};
+    });
     std::uint64_t at = 0;
     for (const std::uint64_t steps : lengths) {
       EXPECT(steps > 0 && steps <= length);
@@ -76,7 +82,7 @@ struct Read {
         const std::uint64_t real = std::min(i, steps - 1);
         EXPECT_EQ(word(kEpisode, at), word(kEpisode, at - i));
         EXPECT_EQ(word(kStep, at), word(kStep, at - i) + real);
-        const auto wide = id_of(batch.row(kWide, at), 40);
+        const auto wide = id_of(batch->row(kWide, at), 40);
         EXPECT(wide.has_value() && *wide == (word(kEpisode, at) << 32 | word(kStep, at)));
       }
     }
@@ -85,13 +91,13 @@ struct Read {
 
   std::uint64_t word(Fields field, std::uint64_t at) {
     std::uint64_t value = 0;
-    std::memcpy(&value, batch.row(field, at), 8);
+    std::memcpy(&value, batch->row(field, at), 8);
     return value;
   }
 
-  Rows batch;
+  std::optional<Rows> batch;
   Indices rows, numbers;
-  std::vector<std::uint64_t> lengths;
+  std::vector<std::uint64_t> lengths, made;
   std::uint64_t total = 0;
 };
 
@@ -167,6 +173,36 @@ TEST(shorter_ones_and_none_may_come_instead) {
   const Read padded(w, choose, 4, 4, true);
   EXPECT_EQ(padded.total, 12u);
   EXPECT((Indices(padded.rows.begin(), padded.rows.begin() + 12) == Indices{0, 1, 2, 3, 9, 10, 11, 11, 20, 21, 22, 23}));
+}
+
+TEST(there_is_room_for_the_longest_not_for_the_length_that_was_asked_for) {
+  World w(geometry(1, 64));
+  w.append(0, 1, 3);
+  w.append(0, 2, 2);
+  w.append(0, 3, 20);
+  const Shape shape{std::uint64_t{1} << 60, false};
+  const Read read(w, [&](std::uint64_t, std::uint64_t) { return w.at({0, 3}, shape); }, 2, shape.length, false);
+  EXPECT((read.lengths == std::vector<std::uint64_t>{3, 2}));
+  EXPECT((read.made == std::vector<std::uint64_t>{6}));
+}
+
+TEST(a_longer_one_may_come_instead) {
+  World w(geometry(1, 64));
+  w.append(0, 1, 3);
+  w.append(0, 2, 2);
+  w.append(0, 3, 20);
+  std::vector<std::uint64_t> asked;
+  const auto choose = [&](std::uint64_t n, std::uint64_t attempt) {
+    asked.push_back(n);
+    if (attempt == 0) return stale(w.at({0, 3, 0, 3}, {9, false}), 3, 8);  // the second and the third
+    if (attempt == 1) return stale(w.at({5}, {9, false}), 0, 9);           // for the second, and none for the third
+    return w.at({6}, {9, false});
+  };
+  const Read read(w, choose, 4, 9, false);
+  EXPECT((asked == std::vector<std::uint64_t>{4, 2, 1}));
+  EXPECT((read.made == std::vector<std::uint64_t>{12, 27}));
+  EXPECT((read.lengths == std::vector<std::uint64_t>{3, 9, 2}));
+  EXPECT((Indices(read.rows.begin(), read.rows.begin() + 14) == Indices{0, 1, 2, 6, 7, 8, 9, 10, 11, 12, 13, 14, 3, 4}));
 }
 
 TEST(fewer_than_asked_for) {

@@ -14,14 +14,14 @@ _others: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> threading.Lock:
-    """A ``threading.Lock`` that a forked child finds free."""
+    """A ``threading.Lock`` that a forked child finds free. Do not fork while holding it."""
     made = threading.Lock()
     _locks.add(made)
     return made
 
 
 def rlock() -> threading.RLock:
-    """A ``threading.RLock`` that a forked child finds free."""
+    """A ``threading.RLock`` that a forked child finds free, unless the thread that forked holds it."""
     made = threading.RLock()
     _locks.add(made)
     return made
@@ -35,7 +35,9 @@ def mended(thing: Any) -> Any:
 
 def _mend() -> None:
     for made in list(_locks):
-        made._at_fork_reinit()  # noqa: SLF001 - as the locks of the standard library's own modules
+        owned = hasattr(made, "_is_owned") and made._is_owned()  # noqa: SLF001
+        if not owned:  # else the thread that forked gives it back itself
+            made._at_fork_reinit()  # noqa: SLF001 - as the locks of the standard library's own modules
     for thing in list(_others):
         thing.after_fork()
 

@@ -785,12 +785,18 @@ class ReplayBuffer:
             PriorityError: a priority is NaN, infinite, negative or too large. Nothing is changed.
             RowError: a row outside the storage. RuntimeError: another number of priorities than rows. Nothing is changed.
         """
-        self._sampler.update_priority(self._rows_named(index), priority, generation=generation)
+        self._bound_sampler().update_priority(self._rows_named(index), priority, generation=generation)
 
     def mark_update(self, index: Any) -> None:
         """Rows were rewritten: give them the default priority again. No effect on samplers without priorities."""
         if hasattr(self._sampler, "mark_update"):
-            self._sampler.mark_update(self._rows_named(index))
+            self._bound_sampler().mark_update(self._rows_named(index))
+
+    def _bound_sampler(self) -> Any:
+        """The sampler, which may have served another storage meanwhile."""
+        if hasattr(self._sampler, "bind"):
+            self._sampler.bind(self._storage)
+        return self._sampler
 
     def _rows_named(self, index: Any) -> Any:
         """Rows of an index in the users' form; with ``ndim > 1`` coordinates ``[B, ndim]`` or an ``ndim``-tuple of ``[B]``."""

@@ -69,7 +69,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         priority = priority.flatten(0, columns - 1) if columns else priority.reshape(1, -1)
         index = self._add(row, lane, self._check_of(priority))
         if index is not None and (isinstance(index, int) or len(index)):  # None: the writer rejected the row
-            self._sampler.update_priority(self._rows_named(index), priority)
+            self._bound_sampler().update_priority(self._rows_named(index), priority)
         return index
 
     def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
@@ -93,7 +93,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             priority = priority.movedim(columns, 0).flatten(0, columns)
         index = self._extend(data, lane, self._check_of(priority))
         if len(index):
-            self._sampler.update_priority(self._rows_named(index), priority)
+            self._bound_sampler().update_priority(self._rows_named(index), priority)
         return index
 
     def _priority_in(self, data: Any) -> Any:
@@ -106,7 +106,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         def check(n: int | None) -> None:
             # Else the storage refuses the data, or the sampler is a custom one.
             if n and hasattr(self._sampler, "check_priority"):
-                self._sampler.check_priority(priority, n)
+                self._bound_sampler().check_priority(priority, n)
 
         return check
 
@@ -176,7 +176,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         index, generation = data.get("index"), data.get("index_generation", None)
         if not data.batch_size:  # one row
             priority = priority.reshape(1, -1)
-        self._sampler.update_priority(self._rows_named(index), priority, generation=generation)
+        self._bound_sampler().update_priority(self._rows_named(index), priority, generation=generation)
 
     def _record_more(self) -> dict[str, Any]:
         return {"priority_key": self._priority_key}

@@ -930,3 +930,27 @@ TestAgainstAModel.settings = settings(
 
 def test_the_list_is_public():
     assert engram.PrioritizedSampler is PrioritizedSampler
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_sampler_that_serves_two_storages_keeps_their_priorities_apart(windows):
+    if windows:
+        sampler = engram.PrioritizedSliceSampler(10, 1.0, 1.0, eps=0.0, slice_len=1)
+    else:
+        sampler = PrioritizedSampler(10, 1.0, 1.0, eps=0.0)
+    one, other = (
+        TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=8) for _ in range(2)
+    )
+    for rb in (one, other):
+        rb.extend(TensorDict({"episode": torch.zeros(10), "td_error": torch.zeros(10), "x": torch.arange(10)}, [10]))
+    one.update_priority(3, 1.0)
+    other.update_priority(7, 1.0)
+    for _ in range(2):
+        assert set(one.sample()["x"].tolist()) == {3}
+        assert set(other.sample()["x"].tolist()) == {7}
+    one.update_tensordict_priority(TensorDict({"index": torch.tensor([3, 5]), "td_error": torch.tensor([0.0, 1])}, [2]))
+    assert set(one.sample()["x"].tolist()) == {5}
+    other.mark_update(torch.tensor([7]))
+    other.add(TensorDict({"episode": torch.tensor(0.0), "td_error": torch.tensor(0.0), "x": torch.tensor(11)}))
+    assert set(other.sample()["x"].tolist()) == {7}
+    assert set(one.sample()["x"].tolist()) == {5}

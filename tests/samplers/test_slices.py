@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import threading
+import time
 import weakref
 from collections import Counter
 
@@ -28,8 +29,11 @@ from engram import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
+    WriterStalled,
+    _native,
     _progress,
 )
+from engram.samplers import slices
 from engram.store import Store
 from tests.statistics_of import assert_uniform
 
@@ -628,6 +632,30 @@ def test_too_short_ones_shorten_their_batch():
         rb.sample(6)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_window_that_moves_in_the_last_batch_begins_no_pass(drop_last):
+    sampler = SliceSamplerWithoutReplacement(slice_len=1, drop_last=drop_last)
+    rb = buffer(sampler, steps([1] * 6), batch_size=3)
+    first = set(rb.sample()["index"].flatten().tolist())
+    words, row = rb.storage.memory.words[1].view(torch.int64), min({*range(6)} - first)
+    words[row] -= 1  # being written, by somebody who began before the pass did
+    second = rb.sample()["index"].flatten().tolist()
+    words[row] += 1
+    assert len(second) == 3
+    assert row not in second
+    assert sampler.ran_out
+    assert sampler.state_dict()["visited"] == 6
+
+
+def test_drop_last_begins_a_pass_where_the_rest_is_less_than_a_batch():
+    """Batches of several sizes in one pass."""
+    sampler = SliceSamplerWithoutReplacement(slice_len=2, drop_last=True)
+    rb = buffer(sampler, steps([4] * 5), batch_size=4)
+    draws = [sampler.sample(rb.storage, size)[0][0] for size in (4, 2, 6)]
+    assert [len(rows) for rows in draws] == [4, 2, 6]
+    assert sampler.ran_out
+
+
 def test_drop_last():
     sampler = SliceSamplerWithoutReplacement(slice_len=1, drop_last=True)
     rb = buffer(sampler, steps([1] * 7), batch_size=3)
@@ -744,7 +772,7 @@ def test_a_store_knows_its_sampler(sampler, tmp_path):
     rb.close()
     again = ReplayBuffer.open(tmp_path)
     assert repr(again.sampler) == repr(sampler)
-    again.sampler._table_of(again.storage.extent(), 2)
+    again.sampler._bound_to(again.storage, 2)
     assert again.sampler._table.census() == (2, 6)
 
 
@@ -855,6 +883,82 @@ def test_mistakes_when_drawing(cls):
         rb.sample(2)
     with pytest.raises(RuntimeError, match="expected a storage"):
         cls(slice_len=2).draw(rb.storage.extent(), 2, 0)
+
+
+def test_a_length_that_no_trajectory_has_costs_nothing():
+    """Whole trajectories are asked for so: room for what there is, not for what there might be."""
+    rb = buffer(SliceSampler(num_slices=4, strict_length=False), steps([5, 3]), batch_size=4 << 40)
+    assert 12 <= len(rb.sample()) <= 20
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_windows_that_always_move_are_given_up(cls):
+    """Of the core's tests: that it gives up after 5 s."""
+
+    class Stalled(cls):
+        def _sample(self, *_):
+            raise _native.Stalled("windows moved at every try for 5 s")
+
+    rb = buffer(Stalled(slice_len=4), steps([5]))
+    with pytest.raises(WriterStalled, match="sample: windows moved at every try"):
+        rb.sample(4)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_another_thread_may_draw_from_another_buffer_meanwhile(cls):
+    class Interrupted(cls):
+        other = None
+
+        def _sample(self, *arguments):
+            other, self.other = self.other, None
+            if other is not None:
+                other.sample()
+            return super()._sample(*arguments)
+
+    sampler = Interrupted(slice_len=4)
+    one = buffer(sampler, steps([5] * 12), batch_size=40)
+    other = buffer(sampler, steps([7] * 8 + [4]), batch_size=40)
+    for _ in range(5):
+        sampler.other = other
+        windows(one.sample(), 4)
+
+
+def test_threads_that_draw_first_place_static_boundaries_once(monkeypatch):
+    """Else one draws from the other's table, which knows no boundaries yet."""
+    made, make = [], slices.static_table
+
+    def slowly(*arguments, **more):
+        made.append(make(*arguments, **more))
+        time.sleep(0.05)
+        return made[-1]
+
+    monkeypatch.setattr(slices, "static_table", slowly)
+    rb = buffer(SliceSampler(slice_len=4, ends=torch.arange(200) % 5 == 4, cache_values=True), steps([5] * 40))
+    batches = []
+    threads = [threading.Thread(target=lambda: batches.append(rb.sample(40))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert len(batches) == 3
+    for batch in batches:
+        windows(batch, 4)
+
+
+def test_settings_may_change_between_draws():
+    rb = buffer(SliceSampler(slice_len=4), steps([6, 6, 2]))
+    ends = ("next", "truncated")
+    assert rb.sample(12)[ends].sum() == 3
+    rb.sampler.slice_len = 2
+    assert rb.sample(12)[ends].sum() == 6
+    rb.sampler.slice_len = 4
+    rb.sampler.strict_length = False
+    assert len(rb.sample(400)) < 400
+    rb.sampler.pad_output = True
+    assert len(rb.sample(400)) == 400
+    rb.sampler.truncated_key = None
+    assert ends not in rb.sample(400).keys(include_nested=True)
 
 
 def test_rows_on_an_accelerator_are_refused():

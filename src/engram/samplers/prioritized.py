@@ -104,15 +104,20 @@ class PrioritizedSampler(NativeSampler):
     # ---- where the priorities are --------------------------------------------------------------------------------------
 
     def bind(self, storage: Any) -> None:
-        """Meet the storage whose rows are drawn. Raises ``ValueError``: it is larger than ``max_capacity``."""
+        """Meet the storage whose rows are drawn. Raises ``ValueError``: it is larger than ``max_capacity``.
+
+        A sampler may serve several storages, from one thread: buffers do this before they draw or update.
+        """
+        if storage is self._storage:
+            self._attached()
+            return
         bounded = storage.max_size < torch.iinfo(torch.int64).max
         if bounded and storage.max_size > self._capacity:
             raise ValueError(
                 f"PrioritizedSampler: max_capacity: expected at least the storage's {storage.max_size} rows, got "
                 f"{self._capacity}."
             )
-        if storage is not self._storage:
-            self._storage, self._index = storage, None
+        self._storage, self._index = storage, None
         self._attached()
 
     def _attached(self) -> PriorityIndex | None:
@@ -121,7 +126,8 @@ class PrioritizedSampler(NativeSampler):
             found = self._storage.priorities(self.index_name, self._config, self._capacity)
             if found is not None:
                 index, made = found
-                if not made and not self.adopts_index:
+                known = (index.core.alpha, index.core.beta)
+                if not (made or self.adopts_index or known == (self._config.alpha, self._config.beta)):
                     index.core.alpha, index.core.beta = self._config.alpha, self._config.beta
                 self._index = index
         return self._index
@@ -207,6 +213,8 @@ class PrioritizedSampler(NativeSampler):
         numbered: bool = True,
     ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
+        if storage is not self._storage:
+            self.bind(storage)
         index = self._index or self._attached()
         assert index is not None  # the store has memory
         columns = index.sample(storage.memory, key, n, single_precision=self.dtype is torch.float32)
@@ -217,6 +225,7 @@ class PrioritizedSampler(NativeSampler):
         return columns, columns.pop(), {"priority_weight": weights, "index_generation": numbers}
 
     def can_sample(self, storage: Any, batch_size: int) -> bool:
+        self.bind(storage)
         index = self._attached()
         return index is not None and index.core.total > 0 and batch_size > 0
 

@@ -163,18 +163,16 @@ class PrioritizedSliceSampler(SliceSampler):
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+    def _sample(self, table: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
         index = self.anchors.priorities()
         try:
-            drawn: list[Tensor] = self._table.sample_anchored(
-                *arguments, index.core, self.anchors.dtype is torch.float32
-            )
+            drawn: list[Tensor] = table.sample_anchored(*arguments, index.core, self.anchors.dtype is torch.float32)
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. {NOTHING}") from error
         return drawn
 
-    def _marks_in(self, store: Store) -> Marks:
-        marks = super()._marks_in(store)
+    def _marks_in(self, store: Store, fields: dict[tuple[str, ...], int]) -> Marks:
+        marks = super()._marks_in(store, fields)
         marks.places["priority_weight"] = marks.end
         return marks
 

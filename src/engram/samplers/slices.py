@@ -49,11 +49,32 @@ class Marks(NamedTuple):
     """The place behind the last mark."""
 
 
+class Bound(NamedTuple):
+    """A store, and what a sampler knows of it.
+
+    Replaced as a whole: while one thread draws, others may draw from other stores.
+    """
+
+    memory: Store
+    table: Any
+    static: Tensor | None
+    """Memory of static boundaries."""
+    marks: Marks
+
+
+#: What a sampler may be told at any time.
+_SETTINGS = frozenset(
+    ("num_slices", "slice_len", "strict_length", "span", "uniform_over", "pad_output", "truncated_key", "init_key")
+)
+
+
 class _SliceSampler(NativeSampler):
     """What slice samplers share: arguments, the table, and the marks of a window's ends."""
 
     #: Batches are windows: ``info["index"]`` is a tuple.
     draws_windows = True
+    #: Whether short windows are filled up.
+    pad_output = False
 
     def __init__(
         self,
@@ -107,7 +128,6 @@ class _SliceSampler(NativeSampler):
         self.index = index
         self._ends = _as_static(ends, f"{name}: ends")
         self._trajectories = _as_static(trajectories, f"{name}: trajectories")
-        self._pad = False
         self._unbind()
 
     # ---- the store and its table -------------------------------------------------------------------------------------
@@ -115,13 +135,18 @@ class _SliceSampler(NativeSampler):
     def _unbind(self) -> None:
         self._lock = _fork.rlock()
         self._storage: Any = None
-        self._memory: Store | None = None
-        self._table: Any = None
-        self._static_field: Tensor | None = None
+        self._bound: Bound | None = None
         self._static_version = -1
-        self._fields: dict[Key, int] = {}
-        self._marks = Marks(None, {}, [], 0)
         self._splits: dict[int, tuple[int, int, Any]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _SETTINGS:
+            self._splits, self._bound = {}, None
+
+    @property
+    def _table(self) -> Any:
+        return None if self._bound is None else self._bound.table
 
     def bind(self, storage: Any) -> None:
         """Take a storage to draw from. Its table is made by the first draw.
@@ -130,69 +155,71 @@ class _SliceSampler(NativeSampler):
         """
         if storage is not self._storage:
             with self._lock:
-                self._storage = storage
-                self._memory = self._table = None
+                self._storage, self._bound = storage, None
 
     @property
     def recordable(self) -> bool:
         """Whether :meth:`config` says all: static boundaries are not noted in a store."""
         return self._ends is None and self._trajectories is None
 
-    def _table_of(self, extent: Extent, length: int) -> Any:
-        """The table, caught up with the store as far as static boundaries go."""
-        memory: Store | None = getattr(self._storage, "memory", None)
-        if memory is None or memory is not self._memory:
+    def _bound_to(self, storage: Any, length: int) -> Bound:
+        """A storage's table and what else is needed, looked for where another one was drawn from last."""
+        memory: Store | None = getattr(storage, "memory", None)
+        bound = self._bound
+        if bound is None or bound.memory is not memory:
             with self._lock:
-                self._find_table(memory, length)
-        if self._static_field is not None:
-            self._place_static(extent)
-        return self._table
+                bound = self._bound
+                if bound is None or bound.memory is not memory:
+                    bound = self._bound = self._find_table(storage, memory, length)
+        return bound
 
-    def _find_table(self, memory: Store | None, length: int) -> None:
+    def _find_table(self, storage: Any, memory: Store | None, length: int) -> Bound:
         name = type(self).__name__
-        if self._storage is None:
+        if storage is None:
             raise RuntimeError(f"{name}: expected a storage: give the sampler to a ReplayBuffer, or bind(storage).")
         if memory is None:
-            if not self._storage.initialized:
+            if not storage.initialized:
                 raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
             raise RuntimeError(
-                f"{name}: expected a tensor storage of TensorDicts, got a {type(self._storage).__name__}. "
+                f"{name}: expected a tensor storage of TensorDicts, got a {type(storage).__name__}. "
                 "Use LazyTensorStorage or LazyMemmapStorage."
             )
-        self._static_field, self._static_version = None, -1
+        self._static_version = -1
+        field, fields = None, field_numbers(memory)
         static = self._ends if self._ends is not None else self._trajectories
         if static is not None:
-            if not field_numbers(memory):
+            if not fields:
                 raise RuntimeError(f"{name}: expected a storage of TensorDicts, got other rows.")
             by_id = self._trajectories is not None
-            self._table, self._static_field = static_table(memory, static, by_id=by_id, window=length)
+            table, field = static_table(memory, static, by_id=by_id, window=length)
         else:
             boundaries = boundaries_of(memory, self.traj_key, self.end_key, self.end_keys)
-            self._table = shared_table(memory, self.index, boundaries, length)
-        self._fields = field_numbers(memory)
-        self._marks = self._marks_in(memory)
-        self._memory = memory
+            table = shared_table(memory, self.index, boundaries, length)
+        return Bound(memory, table, field, self._marks_in(memory, fields))
 
-    def _place_static(self, extent: Extent) -> None:
-        """Static boundaries belong to the live rows in row order; a write can only make them too few or too many."""
+    def _place_static(self, bound: Bound, extent: Extent) -> None:
+        """Static boundaries belong to the live rows in row order; a write can only make them too few or too many.
+
+        The lock is held until a draw is over: others see neither table nor boundaries half made.
+        """
         values = self._ends if self._ends is not None else self._trajectories
-        assert values is not None and self._memory is not None and self._static_field is not None  # noqa: PT018
+        assert values is not None and bound.static is not None  # noqa: PT018
         name = "ends" if self._ends is not None else "trajectories"
         if len(values) != extent.size:
             raise ValueError(
                 f"sample: {name}: expected one value per live row, {extent.size}, got {len(values)}. Give a sampler with "
                 "those of the rows that are there now."
             )
-        with self._lock:
-            version = int(self._memory.core.next_ticket)
-            if version == self._static_version:
-                return
-            rows = extent.rows(torch.arange(extent.size, device="cpu"))
-            self._static_field.zero_()
-            self._static_field[rows] = values
-            self._table.forget()
-            scan(self._table, self._memory)
-            self._static_version = version
+        version = int(bound.memory.core.next_ticket)
+        if version == self._static_version:
+            return
+        self._static_version = -1  # in case of an interrupt
+        rows = extent.rows(torch.arange(extent.size, device="cpu"))
+        bound.static.zero_()
+        bound.static[rows] = values
+        bound.table.forget()
+        scan(bound.table, bound.memory)
+        self._static_version = version
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
@@ -220,7 +247,7 @@ class _SliceSampler(NativeSampler):
         self._splits[batch_size] = split = (count, length, self._shape(length))
         return split
 
-    def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+    def _sample(self, table: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
         """The native core's draw: fields, rows, marks, tickets if asked for. ``arguments``: what all kinds of it take."""
         raise NotImplementedError
 
@@ -235,19 +262,25 @@ class _SliceSampler(NativeSampler):
             self.bind(storage)
         count, length, shape = self._splits.get(n) or self._remember(n)
         store: Store = storage.memory
-        if store is not self._memory or self._static_field is not None:
-            self._table_of(storage.extent(), length)
-        marks = self._marks
+        bound = self._bound
+        if bound is None or bound.memory is not store:
+            bound = self._bound_to(storage, length)
+        marks = bound.marks
+        arguments = (store.core, store.layout, key.address, count, shape, self.pad_output, numbered, marks.wanted)
         try:
-            tensors = self._sample(
-                (store.core, store.layout, key.address, count, shape, self._pad, numbered, marks.wanted)
-            )
+            if bound.static is None:
+                tensors = self._sample(bound.table, arguments)
+            else:
+                with self._lock:
+                    bound = self._bound_to(storage, length)
+                    self._place_static(bound, storage.extent())
+                    tensors = self._sample(bound.table, arguments)
         except _native.Stalled as error:
             raise WriterStalled(f"sample: {error}.") from error
         fields = len(store.tensors)
         rows = tensors[fields]
         if not rows.numel():
-            self._refuse(self._table, length)
+            self._refuse(bound.table, length)
         info = {entry: tensors[place] for entry, place in marks.places.items()}
         for entry, how, field, mark in marks.merged:
             info[entry] = how(tensors[field], tensors[mark])
@@ -257,7 +290,7 @@ class _SliceSampler(NativeSampler):
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         """Rows and tickets of the windows that :meth:`sample_natively` draws by the same key."""
-        self._table_of(extent, self._split(batch_size)[1])  # where the storage is none for windows, this says so
+        self._bound_to(self._storage, self._split(batch_size)[1])  # where the storage is none for windows, this says so
         bits = DrawKey.of(key)
         _, rows, info = self.sample_natively(self._storage, bits, batch_size, numbered=True)
         return Draw(rows, info["index_generation"])
@@ -279,7 +312,7 @@ class _SliceSampler(NativeSampler):
 
     # ---- marks -------------------------------------------------------------------------------------------------------
 
-    def _marks_in(self, store: Store) -> Marks:
+    def _marks_in(self, store: Store, fields: dict[Key, int]) -> Marks:
         """What ``info`` holds beside the index, for the flags that a store has.
 
         Under :attr:`truncated_key` and its siblings ``done`` and ``terminated``, bool ``[B, 1]``; under :attr:`init_key`, if it
@@ -293,21 +326,21 @@ class _SliceSampler(NativeSampler):
             *above, _ = self.truncated_key
             ends, done = True, _ALONE
             places[_public(self.truncated_key)] = at
-            number, entry = self._fields.get((*above, "done")), _public((*above, "done"))
+            number, entry = fields.get((*above, "done")), _public((*above, "done"))
             if number is None or _is_flag(store, number, (), (1,)):
                 done, places[entry] = _ALONE if number is None else number, at + 1
             else:
                 merged.append((entry, _ended, number, at + 1))
             at += 2
-            number, entry = self._fields.get((*above, "terminated")), _public((*above, "terminated"))
+            number, entry = fields.get((*above, "terminated")), _public((*above, "terminated"))
             if number is None:
                 never, places[entry], at = True, at, at + 1
             elif _is_flag(store, number, (1,)):
                 places[entry] = number
             else:
                 merged.append((entry, lambda stored, _: _as_flag(stored), number, number))
-        if self.init_key is not None and self.init_key in self._fields:
-            number, entry = self._fields[self.init_key], _public(self.init_key)
+        if self.init_key is not None and self.init_key in fields:
+            number, entry = fields[self.init_key], _public(self.init_key)
             if _is_flag(store, number, (), (1,)):
                 begun, begun_is_column = number, store.schema.fields[number].shape != ()
                 places[entry] = at
@@ -315,9 +348,9 @@ class _SliceSampler(NativeSampler):
                 begun = _ALONE
                 merged.append((entry, _begun, number, at))
             at += 1
-        if self._pad:
+        if self.pad_output:
             places[_MASK], at = at, at + 1
-        return Marks(_native.Marks(ends, never, done, begun, begun_is_column, self._pad), places, merged, at)
+        return Marks(_native.Marks(ends, never, done, begun, begun_is_column, self.pad_output), places, merged, at)
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 
@@ -326,17 +359,18 @@ class _SliceSampler(NativeSampler):
         self.bind(storage)
         try:
             _, length = self._split(batch_size)
-            table = self._table_of(storage.extent(), length)
+            with self._lock:
+                bound = self._bound_to(storage, length)
+                if bound.static is not None:
+                    self._place_static(bound, storage.extent())
         except (RuntimeError, ValueError):
             return False
-        return bool(table.anchors(length if self.strict_length else 1) > 0)
+        return bool(bound.table.anchors(length if self.strict_length else 1) > 0)
 
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
-        self._table_of(
-            storage.extent(), self._split(batch_size)[1]
-        )  # where the storage is none for windows, this says so
+        self._bound_to(storage, self._split(batch_size)[1])  # where the storage is none for windows, this says so
         key = DrawKey()
         key.draw()
         _, rows, info = self.sample_natively(storage, key, batch_size)
@@ -359,12 +393,8 @@ class _SliceSampler(NativeSampler):
         local = (
             "_lock",
             "_storage",
-            "_memory",
-            "_table",
-            "_static_field",
+            "_bound",
             "_static_version",
-            "_fields",
-            "_marks",
             "_splits",
         )
         return {k: v for k, v in self.__dict__.items() if k not in local}
@@ -477,7 +507,7 @@ class SliceSampler(_SliceSampler):
             )
         if uniform_over not in ("trajectories", "anchors"):
             raise ValueError(f"SliceSampler: uniform_over: expected 'trajectories' or 'anchors', got {uniform_over!r}.")
-        self.pad_output = self._pad = bool(pad_output)
+        self.pad_output = bool(pad_output)
         self.span = _as_span(span)
         self.uniform_over = uniform_over
         self.cache_values = bool(cache_values)
@@ -490,8 +520,8 @@ class SliceSampler(_SliceSampler):
             raise ValueError(f"SliceSampler: span: expected less than the {length} steps of a window, got {self.span}.")
         return _native.Shape(length, self.strict_length, self.uniform_over == "anchors", left, right)
 
-    def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
-        drawn: list[Tensor] = self._table.sample(*arguments)
+    def _sample(self, table: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
+        drawn: list[Tensor] = table.sample(*arguments)
         return drawn
 
     def config(self) -> dict[str, Any]:
@@ -566,10 +596,10 @@ class SliceSamplerWithoutReplacement(_SliceSampler):
             with self._lock:
                 self._pass = (0, 0, 0, 0)
 
-    def _sample(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+    def _sample(self, table: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
         drawn: list[Tensor]
         with self._lock:
-            state, drawn = self._table.sample_pass(*arguments, self._pass, self.shuffle, self.drop_last)
+            state, drawn = table.sample_pass(*arguments, self._pass, self.shuffle, self.drop_last)
             _, _, visited, found = state
             count = arguments[3]
             if self.drop_last and 0 < found < count:

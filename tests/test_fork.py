@@ -1,0 +1,46 @@
+"""Locks in a forked child."""
+
+from tests import fresh
+
+
+def test_a_child_forked_by_a_writer_goes_on_writing():
+    """Whoever forks while a storage is his gives it back in both processes; what another thread held is free."""
+    program = fresh.start(
+        """
+        import os, threading, torch
+        from tensordict import TensorDict
+        from engram import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer, _fork
+
+        class Forking(TensorDictMaxValueWriter):
+            child = None
+
+            def place(self, *arguments):
+                plan = super().place(*arguments)
+                if self.child is None:
+                    self.child = os.fork()
+                return plan
+
+        others, held, done = [_fork.lock(), _fork.rlock()], threading.Event(), threading.Event()
+
+        def hold():
+            with others[0], others[1]:
+                held.set()
+                done.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        writer = Forking("x")
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=writer)
+        rb.extend(TensorDict({"x": torch.arange(6.0)}, [6]))
+        rb.add(TensorDict({"x": torch.tensor(9.0)}))
+        assert rb["x"].sum() == 3 + 4 + 5 + 9
+        if writer.child == 0:
+            assert all(lock.acquire(timeout=5) for lock in others)
+            os._exit(0)
+        done.set()
+        thread.join()
+        assert os.waitpid(writer.child, 0)[1] == 0
+        """
+    )
+    assert program.wait() == 0, program.err
