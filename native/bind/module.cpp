@@ -257,6 +257,19 @@ void bind_store(nb::module_& m) {
       .def(
           "join", [](Store& self, std::shared_ptr<Participants> participants) { self.join(std::move(participants)); },
           "participants"_a, "From now on other processes share the store.")
+      .def("take_words", [](Store& self, const Store& from) { self.control().take_words(from.control()); }, "from"_a,
+           "Tickets, cursors and counters of another store.")
+      .def("reset_locks", [](Store& self) { self.control().lock_page().placing.format(); },
+           "For the only process that has the store open.")
+      .def(
+          "lock_placing",
+          [](Store& self) {
+            nb::gil_scoped_release release;
+            auto& mutex = self.control().lock_page().placing;
+            if (mutex.lock()) mutex.mended();  // a plan that was not written is forgotten
+          },
+          "Waits for other processes, bounded (Stalled).")
+      .def("unlock_placing", [](Store& self) { self.control().lock_page().placing.unlock(); })
       .def(
           "mend",
           [](const Store& self) {

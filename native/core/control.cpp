@@ -86,6 +86,7 @@ void Control::format(std::span<std::byte> control, Geometry g, std::uint64_t sch
   std::memcpy(control.data(), &header, sizeof header);
   auto* counters = reinterpret_cast<Counters*>(control.data() + kCountersAt);
   counters->next_ticket.store(1, std::memory_order_relaxed);
+  reinterpret_cast<LockPage*>(control.data() + kLockPageAt)->placing.format();
 }
 
 Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
@@ -174,6 +175,22 @@ void Control::empty(bool keep_write_count) const {
   }
   counters_->void_rows.store(0, std::memory_order_relaxed);
   if (!keep_write_count) counters_->write_count.store(0, std::memory_order_relaxed);
+}
+
+void Control::take_words(const Control& from) const {
+  check(from.capacity() == capacity() && from.lanes() == lanes(), "words of a store of the same geometry");
+  const auto take = [](Word& to, const Word& word) { to.store(word.load(std::memory_order_acquire), std::memory_order_release); };
+  for (std::uint64_t row = 0; row < capacity(); ++row) take(tickets_[row], from.tickets_[row]);
+  for (std::uint64_t i = 0; i < lanes(); ++i) {
+    take(lanes_[i].cursor, from.lanes_[i].cursor);
+    take(lanes_[i].base, from.lanes_[i].base);
+    take(lanes_[i].high, from.lanes_[i].high);
+  }
+  take(counters_->next_ticket, from.counters_->next_ticket);
+  take(counters_->write_count, from.counters_->write_count);
+  take(counters_->void_rows, from.counters_->void_rows);
+  take(counters_->lapped_rows, from.counters_->lapped_rows);
+  take(counters_->redraws, from.counters_->redraws);
 }
 
 void Control::one_void_less() const {

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <span>
 
+#include "shared_mutex.h"
+
 namespace engram {
 
 using Word = std::atomic<std::uint64_t>;
@@ -59,13 +61,14 @@ struct Header {
   std::uint64_t schema_sum;      // xxh3-64 of store.json: the two files belong together
 };
 
-/// Reset by the first opener. Robust mutexes will live here.
+/// Reset by the first opener.
 struct LockPage {
   char boot_id[40];
   std::uint64_t pid_namespace;
   Word generation;  // one more with every reset
   Word clean;       // 1: closed by its last owner with nothing in flight
   Word pause;       // reserved: writers wait while it is set
+  SharedMutex placing;  // held by writers that look for rows before they write, from placing to writing
 };
 
 struct Counters {
@@ -161,6 +164,10 @@ class Control {
 
   /// Commits every row as it stands (a store around data that exists already).
   void fill() const;
+
+  /// Takes over what another store's words say of its rows: tickets, cursors and counters. Of the same geometry, and nobody
+  /// is writing to either.
+  void take_words(const Control& from) const;
 
   struct Repair {
     std::uint64_t claims = 0;  // of dead writers

@@ -35,7 +35,6 @@ __all__ = ["ReplayBuffer"]
 _LATER = {
     "prefetch": "background prefetching",
     "pin_memory": "background prefetching",
-    "shared": "buffers shared between processes (a LazyMemmapStorage outlives its process already)",
     "sample_unit": "expanders",
     "transform_factory": "the transform argument",
     "dim_extend": "the storage (until then: storage.ndim - 1)",
@@ -98,6 +97,7 @@ class ReplayBuffer:
         transform: Any = None,
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
+        shared: bool = False,
         **later: Any,
     ) -> None:
         refuse(type(self).__name__, later, _LATER)
@@ -134,6 +134,7 @@ class ReplayBuffer:
         self._take_sampler(_instance(sampler, Sampler, "sampler", samplers.RandomSampler))
         self._take_writer(_instance(writer, Writer, "writer", self._default_writer))
         made.attach(self)
+        self.share(shared)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -701,7 +702,37 @@ class ReplayBuffer:
     @property
     def shared(self) -> bool:
         """Whether several processes may use the buffer."""
-        return False
+        return bool(getattr(self._storage, "shared", False))
+
+    def share(self, shared: bool = True) -> Self:
+        """Let processes that receive the buffer from now on see the same rows: all of them may write, sample and update.
+
+        A ``LazyMemmapStorage`` is shared already. The rows of a ``LazyTensorStorage`` move to a folder in the system's
+        shared memory, whose RAM is taken at once; the last process that closes it removes it. No other thread may use the
+        buffer meanwhile; views handed out before show the old memory.
+
+        Args:
+            shared: False does nothing.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            RuntimeError: a storage that cannot be shared: a list, or on an accelerator.
+            OSError: it does not fit into shared memory. Nothing has changed.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100)).share()
+        >>> rb.extend(torch.arange(3)).tolist(), rb.shared
+        ([0, 1, 2], True)
+        """
+        if shared and not self.shared:
+            self._storage.share()
+            if hasattr(self._sampler, "moved"):
+                self._sampler.moved()
+            self._record()
+        return self
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Swap the storage (and the collate function, if one is given); the previous storage is returned."""

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import tempfile
 import threading
 import time
 import weakref
@@ -44,7 +45,19 @@ if TYPE_CHECKING:
     from engram.format.schema import Field, Schema
     from engram.types import Plan
 
-__all__ = ["DeviceStore", "Key", "Process", "Repair", "Saved", "Store", "forget_temporary", "maker_of", "torch_dtype"]
+__all__ = [
+    "DeviceStore",
+    "Key",
+    "Process",
+    "Repair",
+    "Saved",
+    "Store",
+    "forget_temporary",
+    "maker_of",
+    "shared_memory",
+    "sweep_shared_memory",
+    "torch_dtype",
+]
 
 #: For somebody who makes, opens or closes a store: that takes milliseconds, and as long as a scan.
 _WAIT_S = 60.0
@@ -259,6 +272,8 @@ class Store:
         self._copied_indexes: dict[tuple[str, str], Block] = {}
         native = self._native_fields()
         self._alive: _Alive | None = None
+        self._placing = _fork.rlock()
+        self._placing_depth = 0
         _fork.mended(self)
         self.core: Any = _native.Store(
             control.address,
@@ -439,6 +454,7 @@ class Store:
                 f"open: the store in {str(self.directory)!r} was open when its machine went down, and nothing is promised "
                 'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
             )
+        core.reset_locks()
         self._attach_all_indexes(alone=True)
         if not clean:
             self.repair = Repair(*core.recover())
@@ -544,6 +560,54 @@ class Store:
             block.tensor.copy_(memory)
             store._copied_indexes[key] = block
         return store
+
+    def moved(self, directory: Path, maker: str, guest_of: Process | None) -> Store:
+        """A store in a folder with the rows, cursors and indexes of this private one, which nobody must be writing to.
+
+        Raises:
+            OSError: no space. Nothing is left behind.
+        """
+        made = Store.create(self.schema, directory, maker=maker, guest_of=guest_of)
+        try:
+            for to, tensor in zip(made.tensors, self.tensors, strict=True):
+                to.copy_(tensor)
+            made.core.take_words(self.core)
+            for (name, kind), index in self.indexes.items():
+                copied = index.block.tensor
+
+                def fill(block: Block, copied: Tensor = copied, kind: str = kind) -> None:
+                    block.tensor.copy_(copied)
+                    INDEX_KINDS[kind].free_lock(block)
+
+                made.lasting_index(name, kind, index.block.nbytes, fill)
+        except BaseException:
+            made.remove()
+            raise
+        return made
+
+    # ---- writers that look first -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def placing(self) -> Iterator[None]:
+        """Held from placing to writing by writers that look for rows, so that no two choose the same one. Re-entrant.
+
+        Raises:
+            WriterStalled: another process has held it for 5 s.
+        """
+        with self._placing:
+            shared = self.directory is not None and self._placing_depth == 0
+            if shared:
+                try:
+                    self.core.lock_placing()
+                except _native.Stalled as error:
+                    raise WriterStalled("write: another process has been placing rows for 5 s.") from error
+            self._placing_depth += 1
+            try:
+                yield
+            finally:
+                self._placing_depth -= 1
+                if shared:
+                    self.core.unlock_placing()
 
     # ---- indexes ---------------------------------------------------------------------------------------------------
 
@@ -1219,6 +1283,20 @@ def _erase_temporary(directory: Path, schema: Schema) -> None:
         erase(directory, schema)
         with contextlib.suppress(OSError):
             directory.rmdir()
+
+
+def shared_memory() -> Path:
+    """Where files lie in RAM, for all processes of this machine; else the folder for temporary files."""
+    place = Path("/dev/shm")  # noqa: S108 - Linux has it there
+    return place if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()).absolute()
+
+
+def sweep_shared_memory() -> None:
+    """Remove shared stores of this user all of whose processes died."""
+    for directory in shared_memory().glob("engram-*"):
+        with contextlib.suppress(OSError):
+            if directory.stat().st_uid == os.getuid():
+                forget_temporary(directory, maker_of(directory))
 
 
 def forget_temporary(directory: Path, maker: str) -> None:

@@ -38,6 +38,9 @@ class NativeSampler:
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         raise NotImplementedError
 
+    def moved(self) -> None:
+        """The storage's rows lie elsewhere now, with their indexes."""
+
     def observe(self, write: Write | None, data: Any) -> None:
         """Nothing to note."""
 

@@ -132,6 +132,9 @@ class PrioritizedSampler(NativeSampler):
                 self._index = index
         return self._index
 
+    def moved(self) -> None:
+        self._index = None
+
     def priorities(self) -> PriorityIndex:
         """The index. Raises ``NoSampleable``: nothing was ever written."""
         index = self._attached()

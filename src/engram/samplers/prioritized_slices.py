@@ -124,6 +124,9 @@ class PrioritizedSliceSampler(SliceSampler):
             super().bind(storage)
         self.anchors.bind(storage)
 
+    def moved(self) -> None:
+        self.anchors.moved()
+
     # ---- what the anchors' sampler knows -------------------------------------------------------------------------------
 
     @property

@@ -117,6 +117,17 @@ class Storage:
         raise NotImplementedError
 
     @property
+    def shared(self) -> bool:
+        """Whether processes that have a copy of it see the same rows."""
+        return False
+
+    def share(self) -> None:
+        """Move the rows to where other processes see them, too."""
+        raise RuntimeError(
+            f"share: {type(self).__name__} cannot be shared. Use LazyTensorStorage or LazyMemmapStorage."
+        )
+
+    @property
     def placing(self) -> AbstractContextManager[Any]:
         """Held from placing to writing, so that two writers do not choose the same row."""
         return self._lock

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,8 @@ import torch
 from engram._later import refuse
 from engram.format import layout
 from engram.storages._structure import Structure
-from engram.storages.tensor import LazyTensorStorage, announce, creation_lines
-from engram.store import Process, Store, forget_temporary, maker_of
+from engram.storages.tensor import LazyTensorStorage
+from engram.store import Store
 
 if TYPE_CHECKING:
     from engram.format.schema import Schema
@@ -56,10 +55,6 @@ class LazyMemmapStorage(LazyTensorStorage):
     [0, 1, 2]
     """
 
-    _memory: Store | None = None
-    #: Whether a thread is just taking a store that another process has made.
-    _looking = False
-
     def __init__(
         self,
         max_size: int,
@@ -81,46 +76,11 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self._existsok = existsok
         self._auto_cleanup = auto_cleanup
-        #: What copies of this storage in other processes know the store by that one of them makes.
-        self._maker = secrets.token_hex(16)
-        temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
-        #: The process that the store is made for, if it is temporary.
-        self._host = Process.this() if temporary else None
-        if temporary:
-            weakref.finalize(self, _forget, self._place, self._maker, os.getpid())
+        maker = secrets.token_hex(16)
+        home = self._scratch_dir or Path(tempfile.gettempdir()).absolute() / f"engram-{maker}"
+        self._settle(home, maker, temporary=auto_cleanup is True or (auto_cleanup is None and scratch_dir is None))
         if self._scratch_dir is not None:
             self._check_folder(self._scratch_dir)
-
-    @property
-    def memory(self) -> Store | None:
-        """The store; None before the first write, whoever of those that have a copy of this storage makes it."""
-        if self._memory is None and not self._looking:
-            self._look()
-        return self._memory
-
-    @memory.setter
-    def memory(self, store: Store | None) -> None:
-        self._memory = store
-
-    def _look(self) -> None:
-        """Take the store that another process has made meanwhile."""
-        directory = self._place
-        if not self._maker or maker_of(directory) != self._maker:
-            return
-        with self._lock:
-            if self._memory is None:
-                self._looking = True
-                try:
-                    store = Store.open(directory)
-                    self._adopt(store, Structure.from_schema(store.schema))
-                except FileNotFoundError:  # closed by all
-                    return
-                finally:
-                    self._looking = False
-
-    @property
-    def _place(self) -> Path:
-        return self._scratch_dir or Path(tempfile.gettempdir()).absolute() / f"engram-{self._maker}"
 
     def _check_folder(self, folder: Path) -> None:
         """Say at once what would fail at the first write."""
@@ -145,8 +105,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         storage._scratch_dir = store.directory
         storage._existsok = False
         storage._auto_cleanup = None
-        storage._maker = ""
-        storage._host = None
+        storage._home = store.directory
         try:
             structure = Structure.from_schema(schema)
         except TypeError:
@@ -156,17 +115,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         return storage
 
     def _allocate(self, schema: Schema) -> Store:
-        store = Store.create(
-            schema,
-            self._place,
-            maker=self._maker,
-            guest_of=self._host,
-            replace=self._existsok or self._scratch_dir is None,
-        )
-        directory = store.directory
-        assert directory is not None  # it was just made there
-        announce(creation_lines(schema.fields, schema.capacity, lambda field: layout.field_path(directory, field.key)))
-        return store
+        return self._made_at_home(schema, replace=self._existsok or self._scratch_dir is None)
 
     @property
     def scratch_dir(self) -> Path | None:
@@ -191,8 +140,3 @@ class LazyMemmapStorage(LazyTensorStorage):
         Views handed out before stay valid until they are dropped.
         """
         return self.memory is not None and self.memory.remove()
-
-
-def _forget(directory: Path, maker: str, pid: int) -> None:
-    if pid == os.getpid():
-        forget_temporary(directory, maker)

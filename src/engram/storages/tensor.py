@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import secrets
 import sys
+import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +17,7 @@ from torch import Tensor
 
 from engram._later import refuse
 from engram.errors import RowError
+from engram.format import layout
 from engram.format.schema import Schema
 from engram.priorities import PriorityIndex
 from engram.storages._base import Rows, Storage, check_count
@@ -25,11 +30,12 @@ from engram.storages._columns import (
     selected_rows,
 )
 from engram.storages._structure import Structure, is_batched_collection, leading_size
-from engram.store import DeviceStore, Store
+from engram.store import DeviceStore, Process, Store, forget_temporary, maker_of, shared_memory, sweep_shared_memory
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from engram.format.schema import Field
     from engram.priorities import PriorityConfig
@@ -66,6 +72,13 @@ def announce(lines: Sequence[str]) -> None:
         logger.info("%s", line)
 
 
+class _Unwritten:
+    """``memory`` of a storage until it has a store, which then lies before this in the instance."""
+
+    def __get__(self, storage: TensorStorage | None, _: type) -> Store | None:
+        return None if storage is None else storage._look()
+
+
 class TensorStorage(Storage):
     """Around data that exists already: full from the start, without a copy where its memory allows.
 
@@ -87,6 +100,12 @@ class TensorStorage(Storage):
     >>> len(rb), rb[3]["a"]
     (4, tensor(3))
     """
+
+    if TYPE_CHECKING:
+        memory: Store | None
+        """The store; None before the first write."""
+    else:
+        memory = _Unwritten()
 
     def __init__(
         self,
@@ -146,9 +165,11 @@ class TensorStorage(Storage):
         self._lanes = lanes
         self._requested = max_size
         self._capacity = max_size // lanes * lanes
-        #: The store and how its rows are put together; None before the first write.
-        self.memory: Store | None = None
-        self.structure: Structure | None = None
+        self.structure: Structure | None = None  # how rows are put together; None before the first write
+
+    def _look(self) -> Store | None:
+        """The store that another process has made meanwhile, for storages that share one."""
+        return None
 
     def _schema(self, structure: Structure, columns: tuple[int, ...]) -> Schema:
         width = math.prod(columns)
@@ -259,6 +280,11 @@ class TensorStorage(Storage):
         return None if self.memory is None else self._view(0, self.memory.capacity)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
+
+    @property
+    def placing(self) -> AbstractContextManager[Any]:
+        store = self.memory
+        return self._lock if store is None or store.directory is None else store.placing()
 
     def prepare(
         self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: int | None = None
@@ -465,7 +491,7 @@ class TensorStorage(Storage):
     # ---- copies and text -----------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners", "memory", "_memory")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners", "memory")}
         if self.memory is not None:
             state["memory"] = self.memory.detached()
         return state
@@ -474,8 +500,8 @@ class TensorStorage(Storage):
         super().__init__()
         saved = state.pop("memory", None)
         self.__dict__.update(state)
-        self.memory = None if saved is None else Store.reattach(saved)
-        if self.memory is not None:
+        if saved is not None:
+            self.memory = Store.reattach(saved)
             self.memory.owners.add(self)
 
     def close(self) -> None:
@@ -524,6 +550,60 @@ class LazyTensorStorage(TensorStorage):
         refuse(type(self).__name__, later, _LATER)
         self._configure(max_size, device=device, ndim=ndim, lanes=lanes)
 
+    #: Where processes that have copies of this storage share its store; None: it is private.
+    _home: Path | None = None
+    #: What the copies know the store by that one of them makes.
+    _maker = ""
+    #: The process that a temporary store is made for.
+    _host: Process | None = None
+    #: Whether a thread is just taking a store that another process has made.
+    _looking = False
+
+    @property
+    def shared(self) -> bool:
+        return self._home is not None
+
+    def _settle(self, home: Path, maker: str, *, temporary: bool) -> None:
+        """From now on the store is the one in that folder, whoever of those that have a copy of this storage makes it."""
+        self._home, self._maker = home, maker
+        if temporary:
+            self._host = Process.this()
+            weakref.finalize(self, _forget, home, maker, os.getpid())
+
+    def _look(self) -> Store | None:
+        if self._looking or self._home is None or not self._maker or maker_of(self._home) != self._maker:
+            return None
+        with self._lock:
+            made: Store | None = self.__dict__.get("memory")
+            if made is None and not self._looking:
+                self._looking = True
+                try:
+                    made = Store.open(self._home)
+                    self._adopt(made, Structure.from_schema(made.schema))
+                except FileNotFoundError:  # closed by all
+                    return None
+                finally:
+                    self._looking = False
+            return made
+
+    def share(self) -> None:
+        if self._home is not None:
+            return
+        if self._device.type != "cpu" or self._device_argument == "auto":
+            raise RuntimeError(f"share: expected a storage on the CPU, got one on {self._device_argument}.")
+        sweep_shared_memory()
+        maker = secrets.token_hex(16)
+        home = shared_memory() / f"engram-{maker}"
+        with self._lock:
+            private: Store | None = self.memory
+            self._settle(home, maker, temporary=True)
+            if private is not None:
+                try:
+                    self._adopt(private.moved(home, maker, self._host), self._written())
+                except BaseException:
+                    self._home = self._host = None
+                    raise
+
     def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
         if call == "add" and is_batched_collection(data) and not batched:
             import warnings
@@ -540,10 +620,25 @@ class LazyTensorStorage(TensorStorage):
         self._adopt(self._allocate(schema), structure)
 
     def _allocate(self, schema: Schema) -> Store:
+        if self._home is not None:
+            return self._made_at_home(schema, replace=True)
         place = "RAM" if self._device.type == "cpu" else str(self._device)
         store = Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
         announce(creation_lines(schema.fields, schema.capacity, lambda _: place))
         return store
+
+    def _made_at_home(self, schema: Schema, *, replace: bool) -> Store:
+        assert self._home is not None  # the callers looked
+        store = Store.create(schema, self._home, maker=self._maker, guest_of=self._host, replace=replace)
+        directory = store.directory
+        assert directory is not None  # it was just made there
+        announce(creation_lines(schema.fields, schema.capacity, lambda field: layout.field_path(directory, field.key)))
+        return store
+
+
+def _forget(directory: Path, maker: str, pid: int) -> None:
+    if pid == os.getpid():
+        forget_temporary(directory, maker)
 
 
 def _device_of(data: Any) -> torch.device:
