@@ -555,7 +555,8 @@ Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, co
   std::vector<std::uint64_t> ends;  // trajectories up to and with each track
   std::uint64_t count = 0;
   for (const View& v : tracks) ends.push_back(count += v.count - v.holes);
-  if (pass.version != version || pass.visited >= pass.count || pass.count != count) pass = {key, version, 0, count};
+  const bool over = pass.visited + (drop_last ? n : 1) > pass.count;
+  if (pass.version != version || pass.count != count || over) pass = {key, version, 0, count};
   Drawn drawn;
   if (count == 0 || (drop_last && count < n)) return drawn;
   const Permutation permutation(pass.key, count);

@@ -469,6 +469,9 @@ TEST(passes_visit_every_trajectory_once) {
   EXPECT_EQ(pass.visited, 4);
   EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, true).windows.size(), 4);
   EXPECT_EQ(pass.visited, 10);
+  EXPECT_EQ(w.table.draw_pass(pass, 1, 3, shape, true, true).windows.size(), 3);
+  EXPECT_EQ(w.table.draw_pass(pass, 1, 8, shape, true, true).windows.size(), 8);  // of a new pass: 7 were left
+  EXPECT_EQ(pass.visited, 10);
   EXPECT(w.table.draw_pass(pass, 1, 11, shape, true, true).windows.empty());
   EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, false).windows.size(), 4);
   write_episodes(w, {3}, 1);

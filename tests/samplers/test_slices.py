@@ -646,6 +646,23 @@ def test_drop_last():
     ]
 
 
+@pytest.mark.filterwarnings("ignore:sample. batch_size")
+def test_drop_last_skips_a_rest_that_a_larger_batch_finds():
+    rb = buffer(SliceSamplerWithoutReplacement(slice_len=1, drop_last=True), steps([1] * 7), batch_size=3)
+    assert [len(rb.sample(n)) for n in (3, 5)] == [3, 5]
+    assert rb.sampler.ran_out
+
+
+def test_a_draw_from_nothing_ends_no_pass():
+    rb = buffer(SliceSamplerWithoutReplacement(slice_len=1), steps([2]))
+    rb.empty()
+    state = rb.sampler.state_dict()
+    with pytest.raises(NoSampleable):
+        rb.sample(1)
+    assert rb.sampler.state_dict() == state
+    assert not rb.sampler.ran_out
+
+
 def test_the_state_of_a_pass():
     rb = buffer(SliceSamplerWithoutReplacement(slice_len=1), steps([1] * 9))
     first = numbers(rb, 4, 1)
