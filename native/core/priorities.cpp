@@ -21,6 +21,10 @@ constexpr auto kWait = std::chrono::seconds(5);
 
 bool usable(double x) { return std::isfinite(x) && x >= 0; }
 
+// A leaf that somebody made zero is -0.0, and so apart from that of a row whose priority nobody has told yet.
+double given(double leaf) { return leaf > 0 ? leaf : -0.0; }
+bool is_given(double leaf) { return leaf > 0 || std::signbit(leaf); }
+
 PriorityHeader* header_in(std::span<std::byte> memory) {
   check(memory.size() >= kPage, "priorities in memory without room for their header");
   auto* header = reinterpret_cast<PriorityHeader*>(memory.data());
@@ -105,7 +109,7 @@ double Priorities::total() const {
 double Priorities::leaf(std::uint64_t row) const {
   check_row(static_cast<std::int64_t>(row), tree_.leaves());
   const Lock guard(*this);
-  return tree_.leaf(row);
+  return std::abs(tree_.leaf(row));
 }
 
 bool Priorities::is_live(std::uint64_t row) const {
@@ -198,7 +202,7 @@ double Priorities::highest() const {
 void Priorities::copy_leaves(double* out, std::uint64_t n) const {
   check(n <= tree_.leaves(), "more leaves than there are rows");
   const Lock guard(*this);
-  for (std::uint64_t row = 0; row < n; ++row) out[row] = tree_.leaf(row);
+  for (std::uint64_t row = 0; row < n; ++row) out[row] = std::abs(tree_.leaf(row));
 }
 
 void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
@@ -213,7 +217,7 @@ void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
   const Lock guard(*this);
   Change change(*this);
   header_->alpha = alpha;
-  tree_.transform(0, rows(), [&](std::uint64_t row, double) { return row < n && is_live(row) ? leaves[row] : 0.0; });
+  tree_.transform(0, rows(), [&](std::uint64_t row, double) { return row < n && is_live(row) ? given(leaves[row]) : 0.0; });
   change.done();
 }
 
@@ -226,7 +230,7 @@ void Priorities::set_highest(double highest) {
 void Priorities::scan_locked(std::uint64_t begin, std::uint64_t end) {
   const double leaf = default_leaf();
   Change change(*this);
-  tree_.transform(begin, end, [&](std::uint64_t row, double old) { return !is_live(row) ? 0.0 : old > 0 ? old : leaf; });
+  tree_.transform(begin, end, [&](std::uint64_t row, double old) { return !is_live(row) ? 0.0 : is_given(old) ? old : leaf; });
   change.done();
 }
 
@@ -329,7 +333,7 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
       }
     }
     rows_.push_back(rows[i]);
-    leaves_.push_back(leaf);
+    leaves_.push_back(given(leaf));
     highest = std::max(highest, static_cast<double>(priorities[i]));
   }
   header_->highest = highest;

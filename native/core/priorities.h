@@ -6,7 +6,7 @@
 //
 //   memory   PriorityHeader, padded to a page · the tree
 //
-// The leaves of rows that hold nothing are zero. One mutex, held for microseconds.
+// The leaves of rows that hold nothing are zero, those of rows that were given priority zero are -0.0. One mutex, held for microseconds.
 #pragma once
 
 #include <cstddef>

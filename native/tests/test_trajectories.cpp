@@ -469,6 +469,9 @@ TEST(passes_visit_every_trajectory_once) {
   EXPECT_EQ(pass.visited, 4);
   EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, true).windows.size(), 4);
   EXPECT_EQ(pass.visited, 10);
+  EXPECT_EQ(w.table.draw_pass(pass, 1, 3, shape, true, true).windows.size(), 3);
+  EXPECT_EQ(w.table.draw_pass(pass, 1, 8, shape, true, true).windows.size(), 8);  // of a new pass: 7 were left
+  EXPECT_EQ(pass.visited, 10);
   EXPECT(w.table.draw_pass(pass, 1, 11, shape, true, true).windows.empty());
   pass = {};
   for (const std::uint64_t n : {4, 2, 5, 3}) {  // with 4 left a batch of 5 begins a pass

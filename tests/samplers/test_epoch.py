@@ -6,8 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
 
 from engram import LazyTensorStorage, ListStorage, NoSampleable, ReplayBuffer, SamplerWithoutReplacement
+from tests.samplers.machine import SETTINGS, StoreMachine
 from tests.statistics_of import assert_uniform
 
 
@@ -301,3 +304,66 @@ def test_can_sample_is_about_the_rows():
     assert rb.can_sample()  # a short batch
     assert not buffer(3, 4, drop_last=True).can_sample()
     assert buffer(4, 4, drop_last=True).can_sample()
+
+
+# ---- against a model ---------------------------------------------------------------------------------------------------
+
+
+class Passes(StoreMachine):
+    """Beside the sampler, the ranks that a pass has left."""
+
+    lists = True
+
+    def make_sampler(self, draw):
+        self.drop_last, self.shuffle = draw(st.booleans()), draw(st.booleans())
+        self.size, self.left, self.ran_out, self.saved = 0, set(), False, None
+        return SamplerWithoutReplacement(self.drop_last, self.shuffle)
+
+    def emptied(self):
+        self.size, self.left = 0, set()
+
+    sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+    @rule(ns=sizes)
+    def draw(self, ns):
+        for n in ns:
+            self.draw_one(n)
+
+    def draw_one(self, n):
+        live = list(self.rings.live())
+        if len(live) < (n if self.drop_last else 1):
+            assert not self.rb.can_sample(n)
+            with pytest.raises(ValueError if live else NoSampleable):
+                self.rb.sample(n)
+        else:
+            assert self.rb.can_sample(n)
+            if self.size != len(live) or len(self.left) < (n if self.drop_last else 1):
+                self.size, self.left = len(live), set(range(len(live)))
+            rows, _ = self.drawn(n)
+            ranks = [live.index(row) for row in rows]
+            assert len(ranks) == len(set(ranks)) == min(n, len(self.left))
+            assert self.left.issuperset(ranks)
+            if not self.shuffle:
+                assert ranks == sorted(self.left)[: len(ranks)]
+            self.left.difference_update(ranks)
+            if self.drop_last and len(self.left) < n:
+                self.left = set()
+            self.ran_out = not self.left
+        assert self.rb.sampler.ran_out == self.ran_out
+
+    @precondition(lambda self: self.left)
+    @rule()
+    def save(self):
+        self.saved = self.rb.sampler.state_dict(), (self.size, self.left.copy(), self.ran_out)
+
+    @precondition(lambda self: self.saved)
+    @rule(ns=sizes)
+    def load(self, ns):
+        state, (self.size, left, self.ran_out) = self.saved
+        self.left = left.copy()
+        self.rb.sampler.load_state_dict(state)
+        self.draw(ns)
+
+
+TestPasses = pytest.mark.filterwarnings("ignore:sample. batch_size")(Passes.TestCase)
+TestPasses.settings = SETTINGS

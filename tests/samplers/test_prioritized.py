@@ -731,6 +731,24 @@ def test_copies(storage, how):
     assert torch.equal(other.sample(), drawn)
 
 
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_a_priority_of_zero_is_copied(storage, how):
+    rb = made(storage, rows=4, alpha=1.0, eps=0.0)
+    rb.update_priority(torch.tensor([1, 2]), torch.tensor([0.0, 3.0]))
+    rb.sampler.alpha = 0.5
+    other = how(how(rb))
+    assert leaves(other).tolist() == leaves(rb).tolist()
+    assert leaves(other)[:4].tolist() == [1, 0, 3**0.5, 1]
+    assert not leaves(other).signbit().any()
+    other.extend(list(torch.arange(7)) if storage is ListStorage else torch.arange(7))
+    assert leaves(other)[1] == 0  # row 0 was the last one
+    state = other.sampler.state_dict()
+    other.update_priority(1, 2.0)
+    other.sampler.load_state_dict(state)
+    assert leaves(how(other))[1] == 0
+
+
 def test_a_directory_keeps_priorities(tmp_path):
     rb = TensorDictPrioritizedReplayBuffer(
         alpha=ALPHA, beta=BETA, storage=LazyMemmapStorage(20, scratch_dir=tmp_path / "s"), batch_size=16

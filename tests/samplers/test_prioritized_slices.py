@@ -6,6 +6,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
 from tensordict import TensorDict
 
 from engram import (
@@ -17,6 +19,7 @@ from engram import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
+from tests.samplers.machine import SETTINGS, TrajectoryMachine
 from tests.statistics_of import assert_proportional
 
 
@@ -215,3 +218,119 @@ def test_a_directory_keeps_it(tmp_path):
     assert (rb.sampler.beta, rb.sampler.slice_len) == (0.9, 3)
     windows(rb.sample())
     rb.close()
+
+
+# ---- against a model ---------------------------------------------------------------------------------------------------
+
+
+class Windows(TrajectoryMachine):
+    """Beside the sampler, a leaf per live row."""
+
+    priority = st.sampled_from([0.0, 0.25, 1.0, 8.0])
+
+    def make_sampler(self, draw):
+        self.alpha, self.beta, self.eps = (
+            draw(st.sampled_from(x)) for x in ([0.5, 1.0, 2.0], [0.0, 0.5, 1.0], [0.0, 0.1])
+        )
+        self.within = draw(st.booleans())
+        self.leaves, self.highest, self.late, self.saved, self.dropped = {}, 0.0, None, None, 0
+        return PrioritizedSliceSampler(
+            27, self.alpha, self.beta, self.eps, max_priority_within_buffer=self.within, **self.boundaries(draw)
+        )
+
+    def leaf(self, priority):
+        return (priority + self.eps) ** self.alpha
+
+    def new_leaf(self):
+        most = max(self.leaves.values(), default=0.0) if self.within else 0.0
+        return most or self.leaf(self.highest or 1.0)
+
+    def wrote(self, rows):
+        self.leaves.update(dict.fromkeys(rows, self.new_leaf()))
+
+    def emptied(self):
+        self.leaves, self.highest = {}, 0.0
+
+    def update(self, rows, held, priorities, dtype, **generation):
+        """``held``: what the rows must hold still; None: anything."""
+        self.rb.update_priority(torch.tensor(rows), torch.tensor(priorities, dtype=dtype), **generation)
+        live = self.rings.live()
+        for row, step, priority in zip(rows, held, priorities, strict=True):
+            if row == -1:
+                continue
+            if row not in live or step not in (None, live[row]):
+                self.dropped += 1
+                continue
+            self.leaves[row] = self.leaf(priority)
+            self.highest = max(self.highest, priority)
+
+    dtypes = st.sampled_from([torch.float32, torch.float64])
+
+    @precondition(lambda self: self.rb.storage.initialized)
+    @rule(data=st.data(), dtype=dtypes)
+    def update_some(self, data, dtype):
+        last = len(self.rings.lanes) * self.rings.length - 1
+        updates = data.draw(st.lists(st.tuples(st.integers(-1, last), self.priority), min_size=1, max_size=9))
+        rows, priorities = zip(*updates, strict=True)
+        self.update(rows, [None] * len(rows), priorities, dtype)
+
+    @precondition(lambda self: self.late)
+    @rule(priority=priority, dtype=dtypes)
+    def update_what_was_drawn(self, priority, dtype):
+        rows, held, generation = self.late
+        self.update(rows, held, [priority] * len(rows), dtype, generation=generation)
+
+    @precondition(lambda self: self.rings.live())
+    @rule(data=st.data())
+    def mark_update(self, data):
+        rows = data.draw(st.lists(st.sampled_from(list(self.rings.live())), min_size=1, max_size=4))
+        self.rb.mark_update(rows)
+        self.wrote(rows)
+
+    @rule(alpha=st.sampled_from([0.5, 1.0, 2.0]), beta=st.sampled_from([0.0, 0.5, 1.0]))
+    def anneal(self, alpha, beta):
+        self.rb.sampler.alpha, self.rb.sampler.beta = alpha, beta
+        self.leaves = {row: leaf ** (alpha / self.alpha) for row, leaf in self.leaves.items()}
+        self.alpha, self.beta = alpha, beta
+
+    @precondition(lambda self: self.rb.storage.initialized)
+    @rule()
+    def save(self):
+        self.saved = self.rb.sampler.state_dict(), (self.alpha, self.beta, self.highest, self.leaves.copy())
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def load(self):
+        state, (self.alpha, self.beta, self.highest, leaves) = self.saved
+        self.leaves = {row: leaves.get(row, 0.0) for row in self.rings.live()}
+        self.rb.sampler.load_state_dict(state)
+
+    @rule(n=st.integers(1, 6))
+    def draw(self, n):
+        starts = self.starts()
+        assert self.rb.can_sample(n * self.length) == bool(starts)
+        drawable = [first for first in starts if self.leaves[first] > 0]
+        if not drawable:
+            with pytest.raises(NoSampleable):
+                self.rb.sample(n * self.length)
+            return
+        firsts, info = self.windows(n)
+        assert len(firsts) == n
+        assert set(firsts) <= set(drawable)
+        least = min(leaf for leaf in self.leaves.values() if leaf > 0)
+        weights = [(self.leaves[first] / least) ** -self.beta for first in firsts for _ in starts[first][0]]
+        assert info["priority_weight"].tolist() == pytest.approx(weights, rel=1e-5)
+        live, rows = self.rings.live(), info["index"][0].tolist()
+        self.late = rows, [live[row] for row in rows], info["index_generation"]
+
+    @precondition(lambda self: self.rings.live())
+    @invariant()
+    def agrees(self):
+        leaves = self.rb.sampler.state_dict()["leaves"].tolist()
+        assert leaves == pytest.approx([self.leaves.get(row, 0.0) for row in range(len(leaves))], rel=1e-5)
+        assert self.leaf(self.rb.sampler.default_priority) == pytest.approx(self.new_leaf(), rel=1e-5)
+        assert self.rb.stats()["priority_updates_dropped"] == self.dropped
+
+
+TestWindows = pytest.mark.filterwarnings("ignore:sample. batch_size")(Windows.TestCase)
+TestWindows.settings = SETTINGS

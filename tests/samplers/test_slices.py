@@ -13,8 +13,7 @@ from collections import Counter
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tensordict import TensorDict
 
 from engram import (
@@ -35,6 +34,7 @@ from engram import (
 )
 from engram.samplers import slices
 from engram.store import Store
+from tests.samplers.machine import SETTINGS, Rings, TrajectoryMachine
 from tests.statistics_of import assert_uniform
 
 BOTH = [SliceSampler, SliceSamplerWithoutReplacement]
@@ -674,6 +674,23 @@ def test_drop_last():
     ]
 
 
+@pytest.mark.filterwarnings("ignore:sample. batch_size")
+def test_drop_last_skips_a_rest_that_a_larger_batch_finds():
+    rb = buffer(SliceSamplerWithoutReplacement(slice_len=1, drop_last=True), steps([1] * 7), batch_size=3)
+    assert [len(rb.sample(n)) for n in (3, 5)] == [3, 5]
+    assert rb.sampler.ran_out
+
+
+def test_a_draw_from_nothing_ends_no_pass():
+    rb = buffer(SliceSamplerWithoutReplacement(slice_len=1), steps([2]))
+    rb.empty()
+    state = rb.sampler.state_dict()
+    with pytest.raises(NoSampleable):
+        rb.sample(1)
+    assert rb.sampler.state_dict() == state
+    assert not rb.sampler.ran_out
+
+
 def test_the_state_of_a_pass():
     rb = buffer(SliceSamplerWithoutReplacement(slice_len=1), steps([1] * 9))
     first = numbers(rb, 4, 1)
@@ -1108,13 +1125,11 @@ class Runs(RuleBasedStateMachine):
         late=st.booleans(),
     )
     def start(self, lanes, length, by_id, late):
-        self.lanes, self.length, self.by_id = lanes, length, by_id
+        self.rings, self.by_id = Rings(lanes, length), by_id
         key = {"traj_key": "id"} if by_id else {"end_keys": ["done", "cut"]}
         self.rb = ReplayBuffer(
             storage=LazyTensorStorage(lanes * length, lanes=lanes), sampler=SliceSampler(slice_len=1, **key)
         )
-        self.rows = [[] for _ in range(lanes)]  # of each lane, oldest first: (row, values)
-        self.next = [0] * lanes
         if not late:
             self.write(0, [(0, False, False)])
             self.rb.sample(1)
@@ -1129,44 +1144,27 @@ class Runs(RuleBasedStateMachine):
 
     @rule(lane=st.integers(0, 2), values=st.lists(values, min_size=1, max_size=12))
     def write(self, lane, values):
-        lane %= self.lanes
+        lane %= len(self.rings.lanes)
         rows = self.rb.extend(self.data(values), lane=lane).tolist()
-        for row, value in zip(rows, values, strict=True):
-            assert row == lane * self.length + self.next[lane]
-            self.next[lane] = (self.next[lane] + 1) % self.length
-            self.rows[lane] = [*self.rows[lane], (row, value)][-self.length :]
+        assert rows == [self.rings.append(lane, value) for value in values]
 
+    @precondition(lambda self: self.rings.live())
     @rule(data=st.data(), value=values)
     def edit(self, data, value):
-        live = [(lane, i) for lane, rows in enumerate(self.rows) for i in range(len(rows))]
-        if live:
-            lane, i = data.draw(st.sampled_from(live))
-            row, _ = self.rows[lane][i]
-            self.rows[lane][i] = (row, value)
-            if data.draw(st.booleans()):
-                self.rb[[row]] = self.data([value])
-            else:
-                self.rb.storage.set([row], self.data([value]))
+        row = data.draw(st.sampled_from(list(self.rings.live())))
+        self.rings.edit(row, value)
+        if data.draw(st.booleans()):
+            self.rb[[row]] = self.data([value])
+        else:
+            self.rb.storage.set([row], self.data([value]))
 
     @rule()
     def empty(self):
         self.rb.empty()
-        self.rows = [[] for _ in range(self.lanes)]
-        self.next = [0] * self.lanes
+        self.rings.clear()
 
     def runs(self):
-        runs = []
-        for rows in self.rows:
-            open_run = last = None
-            for row, (number, done, cut) in rows:
-                if open_run is None or (self.by_id and number != last):
-                    open_run = []
-                    runs.append(open_run)
-                open_run.append(row)
-                last = number
-                if not self.by_id and (done or cut):
-                    open_run = None
-        return runs
+        return self.rings.runs(lambda a, b: a[0] != b[0] if self.by_id else a[1] or a[2])
 
     @invariant()
     def agrees(self):
@@ -1182,7 +1180,77 @@ class Runs(RuleBasedStateMachine):
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRuns.settings = SETTINGS
+
+
+class TrajectoryPasses(TrajectoryMachine):
+    """Beside the sampler, the trajectories that a pass has left."""
+
+    def make_sampler(self, draw):
+        self.drop_last, self.shuffle = draw(st.booleans()), draw(st.booleans())
+        self.writes, self.ran_out, self.saved = 0, False, None
+        self.of_writes, self.left = -1, []  # those of the pass, by number
+        return SliceSamplerWithoutReplacement(**self.boundaries(draw), drop_last=self.drop_last, shuffle=self.shuffle)
+
+    def wrote(self, rows):
+        self.writes += 1
+
+    edited = wrote
+
+    def emptied(self):
+        self.wrote([])
+
+    sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+    @rule(ns=sizes)
+    def draw(self, ns):
+        there = self.trajectories()
+        for n in ns:
+            if len(there) < (n if self.drop_last else 1):
+                with pytest.raises(ValueError if there else NoSampleable):
+                    self.rb.sample(n * self.length)
+            else:
+                self.draw_from(there, n)
+            assert self.rb.sampler.ran_out == self.ran_out
+            assert self.rb.can_sample(n * self.length) == bool(self.starts())
+
+    def draw_from(self, there, n):
+        if self.of_writes != self.writes or len(self.left) < (n if self.drop_last else 1):
+            self.of_writes, self.left = self.writes, list(range(len(there)))
+        number_at = {first: number for first, (_, number) in self.starts().items()}
+        try:
+            drawn = [number_at[first] for first in self.windows(n)[0]]
+        except NoSampleable:  # all that the batch is made of are too short, which does not keep the pass from going on
+            drawn = []
+        taken = min(n, len(self.left))
+        if self.shuffle:  # which short ones were passed over is not known, but how many
+            short = [number for number in self.left if number not in number_at.values()]
+            gone = drawn + short[: taken - len(drawn)]
+        else:
+            gone = self.left[:taken]
+            assert drawn == [number for number in gone if number in number_at.values()]
+        assert len(gone) == len(set(gone)) == taken
+        assert set(gone) <= set(self.left)
+        self.left = [number for number in self.left if number not in gone]
+        if self.drop_last and len(self.left) < n:
+            self.left = []
+        self.ran_out = not self.left
+
+    @precondition(lambda self: self.left)
+    @rule()
+    def save(self):
+        self.saved = self.rb.sampler.state_dict(), (self.of_writes, self.left, self.ran_out)
+
+    @precondition(lambda self: self.saved)
+    @rule(ns=sizes)
+    def load(self, ns):
+        state, (self.of_writes, self.left, self.ran_out) = self.saved
+        self.rb.sampler.load_state_dict(state)
+        self.draw(ns)
+
+
+TestTrajectoryPasses = pytest.mark.filterwarnings("ignore:sample. batch_size")(TrajectoryPasses.TestCase)
+TestTrajectoryPasses.settings = SETTINGS
 
 
 def test_index_of_a_store():

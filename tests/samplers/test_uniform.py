@@ -5,6 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
 
 import engram
 from engram import (
@@ -15,7 +17,9 @@ from engram import (
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    TensorDictRoundRobinWriter,
 )
+from tests.samplers.machine import SETTINGS, StoreMachine
 from tests.statistics_of import assert_uniform
 
 
@@ -242,3 +246,41 @@ def test_priorities_have_no_effect_and_that_is_said():
         rb.update_priority(torch.tensor([0]), torch.tensor([1.0]))
     with pytest.raises(NoSampleable):
         RandomSampler().draw(buffer(0, 3).storage.extent(), 1, 0)
+
+
+# ---- against a model ---------------------------------------------------------------------------------------------------
+
+
+class Draws(StoreMachine):
+    """Live rows and no others, whatever was written."""
+
+    lists = True
+
+    def make_sampler(self, draw):
+        return RandomSampler()
+
+    @rule(n=st.integers(1, 30))
+    def draw(self, n):
+        assert self.rb.can_sample(n) == bool(self.rings.live())
+        if self.rings.live():
+            rows, _ = self.drawn(n)
+            assert len(rows) == n
+        else:
+            with pytest.raises(NoSampleable):
+                self.rb.sample(n)
+
+    @precondition(lambda self: self.rings.live())
+    @rule()
+    def every_row_comes(self):
+        live = self.rings.live().keys()
+        rows, _ = self.drawn(25 * len(live))  # that one does not: one in 10 ** 9
+        assert set(rows) == live
+
+    @rule(generations=st.booleans())
+    def track(self, generations):
+        """Where they are tracked, draws are made by the sampler."""
+        self.rb.set_writer(TensorDictRoundRobinWriter(track_generations=generations))
+
+
+TestDraws = pytest.mark.filterwarnings("ignore:sample. batch_size")(Draws.TestCase)
+TestDraws.settings = SETTINGS

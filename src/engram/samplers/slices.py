@@ -607,8 +607,9 @@ class SliceSamplerWithoutReplacement(_SliceSampler):
                     f"sample: drop_last: expected at least {count} trajectories, got {found}. Add data first, or use "
                     "drop_last=False."
                 )
-            self._pass = state
-            self.ran_out = visited == found
+            if found > 0:
+                self._pass = state
+                self.ran_out = visited == found
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
