@@ -207,7 +207,6 @@ class TestGenerator:
 LATER = {
     "prefetch": (3, "prefetch"),
     "pin_memory": (True, "prefetch"),
-    "shared": (True, "processes"),
     "sample_unit": (object(), "expander"),
     "transform_factory": (lambda: None, "transform"),
     "dim_extend": (1, "storage"),
@@ -597,7 +596,7 @@ def test_it_runs_in_this_process(storage):
     assert rb.service_backend == "direct"
     assert rb.synchronize() is None
     assert rb.initialized is True
-    assert rb.shared is False
+    assert rb.shared is (storage is LazyMemmapStorage)
     assert rb.dim_extend == 0
     rb.close()
     rb.close()
@@ -837,7 +836,7 @@ class TestRepr:
 def test_what_collectors_and_trainers_look_at(storage):
     rb = TensorDictReplayBuffer(storage=storage(6), transform=torch.nn.Identity(), batch_size=2)
     assert rb._storage.initialized is (storage is ListStorage)
-    assert not rb.shared
+    assert rb.shared is (storage is LazyMemmapStorage)
     rb.extend(TensorDict({"a": torch.arange(4)}, batch_size=[4]))
     assert rb._storage.initialized is True
     assert rb._storage.device == rb.storage.device == (None if storage is ListStorage else torch.device("cpu"))

@@ -11,6 +11,7 @@
 // Nothing here locks.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -53,7 +54,7 @@ class SumTree {
   void transform(std::uint64_t begin, std::uint64_t end, Map&& map) {
     for (std::uint64_t i = begin; i < end; ++i) {
       const double leaf = map(i, sums_[0][i]);
-      if (leaf != sums_[0][i]) sums_[0][i] = leaf;
+      if (std::bit_cast<std::uint64_t>(leaf) != std::bit_cast<std::uint64_t>(sums_[0][i])) sums_[0][i] = leaf;  // zeros have signs
     }
     rebuild(begin, end);
   }

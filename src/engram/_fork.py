@@ -28,9 +28,32 @@ def rlock() -> threading.RLock:
 
 
 def mended(thing: Any) -> Any:
-    """The same thing, whose ``after_fork()`` is called in every forked child, without any lock held. Kept weakly."""
+    """The same thing, whose ``after_fork()`` is called in every forked child, without any lock held. Kept weakly.
+
+    If it has ``before_fork()``, that is called first, and what it returns is given to ``forked(…)``: in the parent when the
+    child is there, in the child after ``after_fork()``.
+    """
     _others.add(thing)
     return thing
+
+
+class _Forks(threading.local):
+    """What was prepared for the forks that this thread has begun."""
+
+    def __init__(self) -> None:
+        self.prepared: list[list[tuple[Any, Any]]] = []
+
+
+_forks = _Forks()
+
+
+def _prepare() -> None:
+    _forks.prepared.append([(thing, thing.before_fork()) for thing in list(_others) if hasattr(thing, "before_fork")])
+
+
+def _settle() -> None:
+    for thing, token in _forks.prepared.pop():
+        thing.forked(token)
 
 
 def _mend() -> None:
@@ -40,6 +63,7 @@ def _mend() -> None:
             made._at_fork_reinit()  # noqa: SLF001 - as the locks of the standard library's own modules
     for thing in list(_others):
         thing.after_fork()
+    _settle()
 
 
-os.register_at_fork(after_in_child=_mend)
+os.register_at_fork(before=_prepare, after_in_parent=_settle, after_in_child=_mend)

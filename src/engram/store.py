@@ -62,6 +62,9 @@ __all__ = [
 #: For somebody who makes, opens or closes a store: that takes milliseconds, and as long as a scan.
 _WAIT_S = 60.0
 
+#: In place of the process that a temporary store is made for, when that is done with it; as long as any.
+_NOBODY = b"0 0".ljust(48)
+
 #: DLPack's type codes.
 _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
 
@@ -367,7 +370,9 @@ class Store:
             made.text(hidden / layout.ALIVE, b"")
             made.text(hidden / layout.MAKER, maker.encode())
             if guest_of is not None:
-                made.text(hidden / layout.TEMPORARY, f"{guest_of.pid} {guest_of.start_time}".encode())
+                made.text(
+                    hidden / layout.TEMPORARY, f"{guest_of.pid} {guest_of.start_time}".encode().ljust(len(_NOBODY))
+                )
             made.text(hidden / layout.BUFFER, layout.NO_RECORD)
             made.text(hidden / layout.STORE, raw)
             control = _file_block(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
@@ -426,7 +431,7 @@ class Store:
                 raise CorruptStore(
                     f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
                 )
-            if participants.others:
+            if _others_are_there(participants, directory):
                 store._join(participants)
                 store._attach_new_indexes()
             else:
@@ -757,6 +762,24 @@ class Store:
             )
         return index
 
+    def before_fork(self) -> int | None:
+        """A lock that parent and child have together, until the child is a participant of its own."""
+        if self.directory is None or self.closed:
+            return None
+        try:
+            fd = os.open(self.directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # it was removed
+            return None
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
+
+    @staticmethod
+    def forked(fd: int | None) -> None:
+        """Let go of it in one of the two."""
+        if fd is not None:
+            os.close(fd)
+
     def after_fork(self) -> None:
         """In a child: threads of the parent that were writing to private memory do not exist here; a directory is shared."""
         if self.directory is None:
@@ -771,12 +794,11 @@ class Store:
         if finalizer is not None:
             finalizer.detach()
         try:
-            with _Alone(directory):
-                _check_store(directory)
-                participants = _native.Participants(
-                    self._control.address, self._control.nbytes, self._tickets.address, self._tickets.nbytes, alive.fd
-                )
-                self._join(participants)
+            _check_store(directory)
+            participants = _native.Participants(
+                self._control.address, self._control.nbytes, self._tickets.address, self._tickets.nbytes, alive.fd
+            )
+            self._join(participants)
         except (OSError, StoreInUse) as error:
             _forget(self)
             self.core = _Closed(
@@ -1258,13 +1280,12 @@ def _close(core: Any, participants: Any, alive: _Alive, control: Block, place: t
     directory, schema = place
     try:
         with _Alone(directory):
-            last = not participants.others
+            last = not _others_are_there(participants, directory)
             if last:
                 core.mend()
                 core.clean = core.in_flight == 0  # a thread may be writing still: then the next open looks at the rows
             participants.leave()
-            if last:
-                _erase_temporary(directory, schema)
+            _leave_temporary(directory, schema if last else None)
     except (FileNotFoundError, StoreInUse):  # removed by somebody; or who comes next finds out that we are gone
         participants.leave()
     finally:
@@ -1272,17 +1293,48 @@ def _close(core: Any, participants: Any, alive: _Alive, control: Block, place: t
         alive.release()
 
 
-def _erase_temporary(directory: Path, schema: Schema) -> None:
-    """Remove a temporary store that no process has open, unless the one that it was made for may still come."""
+def _others_are_there(participants: Any, directory: Path) -> bool:
+    """Whether another process has the store open. Waits for those that are just being forked."""
+    fd = os.open(directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _WAIT_S
+        while not participants.others:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return True
+                time.sleep(0.001)
+            else:
+                return bool(participants.others)  # who was being forked when we first looked has joined
+    finally:
+        os.close(fd)
+    return True
+
+
+def _host_of(directory: Path) -> Process | None:
+    """The process that a temporary store was made for; None: it is not temporary."""
     try:
         pid, start_time = (directory / layout.FOLDER / layout.TEMPORARY).read_text().split()
+        return Process(int(pid), int(start_time))
     except (OSError, ValueError):
+        return None
+
+
+def _leave_temporary(directory: Path, schema: Schema | None) -> None:
+    """This process needs a store no more: a temporary one is removed, unless others have it open (no ``schema``), or the
+    process that it was made for may still come.
+    """
+    host = _host_of(directory)
+    if host is None:
         return
-    host = Process(int(pid), int(start_time))
-    if host == Process.this() or not host.runs():
+    ours = host == Process.this()
+    if schema is not None and (ours or not host.runs()):
         erase(directory, schema)
         with contextlib.suppress(OSError):
             directory.rmdir()
+    elif ours:
+        files.overwrite(directory / layout.FOLDER / layout.TEMPORARY, _NOBODY)
 
 
 def shared_memory() -> Path:
@@ -1305,9 +1357,9 @@ def forget_temporary(directory: Path, maker: str) -> None:
         if maker_of(directory) != maker or _opened(directory) is not None:
             return  # who has it open removes it
         with _Alone(directory):
-            if not _others_have(directory):
-                path = directory / layout.FOLDER / layout.STORE
-                _erase_temporary(directory, schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path)))
+            path = directory / layout.FOLDER / layout.STORE
+            schema = schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path))
+            _leave_temporary(directory, None if _others_have(directory) else schema)
 
 
 def erase(directory: Path, schema: Schema) -> None:

@@ -64,6 +64,11 @@ class Structure:
         #: Whether it is TensorDicts and dicts in each other, their leaves in the order of the fields.
         self._plain = root.kind in _PLAIN and _leaves_of_plain(root) == list(range(len(self.fields)))
 
+    @property
+    def is_described(self) -> bool:
+        """Whether a schema says all of it: it has no types of the user's own."""
+        return not self._types
+
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_layout"}
 

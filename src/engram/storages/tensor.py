@@ -494,6 +494,8 @@ class TensorStorage(Storage):
         state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners", "memory")}
         if self.memory is not None:
             state["memory"] = self.memory.detached()
+            if self.memory.directory is not None and self._written().is_described:
+                del state["structure"]  # the folder says it
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -501,8 +503,11 @@ class TensorStorage(Storage):
         saved = state.pop("memory", None)
         self.__dict__.update(state)
         if saved is not None:
-            self.memory = Store.reattach(saved)
-            self.memory.owners.add(self)
+            store = Store.reattach(saved)
+            if "structure" not in state:
+                self.structure = Structure.from_schema(store.schema)
+            store.owners.add(self)
+            self.memory = store
 
     def close(self) -> None:
         if self.memory is not None:

@@ -1,0 +1,469 @@
+"""One buffer in many processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from tensordict import TensorDict
+
+from engram import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+from tests import fresh
+
+METHODS = ["fork", "spawn", "forkserver"]
+
+
+def steps(start: int, n: int, episode: int = 0) -> TensorDict:
+    """Rows that know where they belong."""
+    step = torch.arange(start, start + n)
+    return TensorDict({"step": step, "twice": 2 * step, "episode": torch.full((n,), episode)}, [n])
+
+
+def whole(batch: TensorDict) -> bool:
+    return bool((batch["twice"] == 2 * batch["step"]).all())
+
+
+def leaves(rb: ReplayBuffer) -> torch.Tensor:
+    index = rb.sampler._index
+    return index.leaves(index.core.rows)
+
+
+class Child:
+    """A process that runs a function of this module."""
+
+    def __init__(self, target, *arguments, method="fork"):
+        self.process = mp.get_context(method).Process(target=target, args=arguments, daemon=True)
+        self.process.start()
+
+    def join(self):
+        self.process.join(60)
+        assert self.process.exitcode == 0, self.process.exitcode
+
+    def kill(self):
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(60)
+
+
+# ---- handing a buffer over -----------------------------------------------------------------------------------------------
+
+
+def add_ones(rb):
+    rb.extend(TensorDict({"a": torch.ones(10)}, [10]))
+    assert rb.sample(4)["a"].shape == (4,)
+
+
+@pytest.mark.parametrize("child_first", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_documented_example(method, child_first):
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(21))
+    zeros = TensorDict({"a": torch.zeros(10)}, [10])
+    if not child_first:
+        rb.extend(zeros)
+    Child(add_ones, rb, method=method).join()
+    if child_first:
+        assert len(rb) == 10
+        rb.extend(zeros)
+    assert len(rb) == 20
+    expected = [1.0] * 10 + [0.0] * 10 if child_first else [0.0] * 10 + [1.0] * 10
+    assert rb["a"].tolist() == expected
+    folder = rb.storage.scratch_dir
+    rb.close()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_ram_that_is_shared(method, written):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(21), shared=not written)
+    zeros = TensorDict({"a": torch.zeros(10)}, [10])
+    if written:
+        rb.extend(zeros)
+        assert not rb.shared
+        assert rb.share() is rb
+    assert rb.shared
+    Child(add_ones, rb, method=method).join()
+    if not written:
+        rb.extend(zeros)
+    assert len(rb) == 20
+    assert rb["a"].sum() == 10
+    folder = rb.storage.store.directory
+    assert folder.name.startswith("engram-")
+    rb.close()
+    assert not folder.exists()
+
+
+def test_share_takes_rows_cursors_and_priorities_along():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(8, lanes=2), sampler=PrioritizedSampler(8, 1.0, 1.0, 0.0), batch_size=8
+    )
+    for lane in range(2):
+        rb.extend(steps(10 * lane, 6, lane), lane=lane)
+    rb.update_priority(torch.arange(8), torch.arange(8.0))
+    before, count, extent = rb[:].clone(), rb.write_count, rb.storage.extent()
+    rb.share()
+    assert (rb[:] == before).all()
+    assert (rb.write_count, rb.storage.extent().seam) == (count, extent.seam)
+    assert leaves(rb).tolist() == [float(i) for i in range(8)]
+    rb.extend(steps(90, 1), lane=0)
+    assert rb[int(extent.seam[0])]["step"] == 90
+    assert whole(rb.sample())
+    rb.close()
+
+
+def test_what_cannot_be_shared():
+    with pytest.raises(RuntimeError, match="ListStorage cannot be shared"):
+        ReplayBuffer(storage=ListStorage(4)).share()
+    with pytest.raises(RuntimeError, match="expected a storage on the CPU, got one on meta"):
+        ReplayBuffer(storage=LazyTensorStorage(4, device="meta"), shared=True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    assert not rb.share(False).shared
+
+
+def test_a_share_that_does_not_fit_changes_nothing(monkeypatch):
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    rb.extend(torch.arange(3))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engram.format.files.reserve", full)
+        with pytest.raises(OSError, match="No space left"):
+            rb.share()
+    assert not rb.shared
+    assert rb[:].tolist() == [0, 1, 2]
+    assert rb.share().shared
+    rb.close()
+
+
+def test_handles_are_small():
+    rows = TensorDict({f"key{i}": torch.zeros(3, 4) for i in range(40)}, [3])
+    for storage in (LazyMemmapStorage(1000), LazyTensorStorage(1000)):
+        rb = TensorDictReplayBuffer(storage=storage, sampler=PrioritizedSampler(1000, 0.6, 0.4)).share()
+        rb.extend(rows)
+        assert len(pickle.dumps(rb)) < 4096
+        other = pickle.loads(pickle.dumps(rb))
+        other.extend(rows)
+        assert len(rb) == 6
+        rb.close()
+
+
+def test_copies_of_a_shared_buffer_share():
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), shared=True)
+    early = copy.deepcopy(rb)
+    rb.extend(torch.arange(3))
+    late = copy.deepcopy(rb)
+    early.extend(torch.arange(2))
+    assert len(rb) == len(late) == len(early) == 5
+    rb.close()
+
+
+def first_row_of_another_kind(rb):
+    rb.extend({"b": torch.zeros(2)})
+
+
+def test_the_first_write_says_what_rows_are():
+    rb = ReplayBuffer(storage=LazyMemmapStorage(8))
+    twin = copy.deepcopy(rb)
+    Child(first_row_of_another_kind, rb).join()
+    with pytest.raises(KeyError, match=r"expected the fields of the first row, .'b'"):
+        twin.extend({"a": torch.zeros(2)})
+    assert len(twin) == 2
+    rb.close()
+
+
+# ---- at work together ----------------------------------------------------------------------------------------------------
+
+ROWS = 64
+
+
+def write(rb, lane, count, size):
+    for i in range(count):
+        rb.extend(steps(1000 * i, size, episode=1000 * lane + i), lane=lane)
+
+
+def draw(rb, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert whole(rb.sample())
+
+
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(),
+        SamplerWithoutReplacement(),
+        PrioritizedSampler(4 * ROWS, 0.6, 0.4),
+        SliceSampler(slice_len=4),
+        PrioritizedSliceSampler(4 * ROWS, 0.6, 0.4, slice_len=4),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_writers_and_samplers_in_processes_of_their_own(storage, sampler):
+    rb = TensorDictReplayBuffer(
+        storage=storage(4 * ROWS, lanes=4), sampler=copy.deepcopy(sampler), batch_size=32
+    ).share()
+    rb.extend(steps(0, 8))
+    children = [Child(write, rb, lane, 150, 8) for lane in range(3)] + [Child(draw, rb, 0.7)]
+    while any(child.process.is_alive() for child in children):
+        batch = rb.sample()
+        assert whole(batch)
+        if "Slice" in type(sampler).__name__:
+            step = batch["step"].reshape(-1, 4)
+            assert bool((step[:, 1:] == step[:, :-1] + 1).all())
+            episode = batch["episode"].reshape(-1, 4)
+            assert bool((episode == episode[:, :1]).all())
+        if "Prioritized" in type(sampler).__name__:
+            batch["td_error"] = torch.rand(len(batch))
+            rb.update_tensordict_priority(batch)
+    for child in children:
+        child.join()
+    assert len(rb) == 3 * ROWS
+    assert rb.write_count == 8 + 3 * 150 * 8
+    if isinstance(sampler, PrioritizedSampler):
+        assert bool((leaves(rb)[: 3 * ROWS] > 0).all())
+        assert rb.sampler._index.core.total == pytest.approx(leaves(rb).sum().item(), rel=1e-12)
+    rb.close()
+
+
+def write_best(rb, start, count):
+    for i in range(count):
+        rb.extend(steps(start + 8 * i, 8))
+
+
+def test_the_best_rows_of_all_processes():
+    rb = TensorDictReplayBuffer(
+        storage=LazyMemmapStorage(64), writer=TensorDictMaxValueWriter(rank_key="step"), batch_size=8
+    )
+    rb.extend(steps(0, 64))
+    children = [Child(write_best, rb, 1000 * (k + 1), 40) for k in range(2)]
+    write_best(rb, 5000, 10)
+    for child in children:
+        child.join()
+    offered = [*range(64), *range(1000, 1320), *range(2000, 2320), *range(5000, 5080)]
+    assert sorted(rb[:]["step"].tolist()) == sorted(offered)[-64:]
+    rb.close()
+
+
+def set_priority(rb, rows, value):
+    rb.update_priority(torch.tensor(rows), value)
+
+
+def write_with_plain_buffer(folder):
+    rb = ReplayBuffer.open(folder, sampler=RandomSampler())
+    rb.extend(steps(500, 4))
+    rb.close()
+
+
+def test_an_index_that_another_process_makes_is_kept_by_all(tmp_path):
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(32, scratch_dir=tmp_path / "x"), batch_size=8)
+    rb.extend(steps(0, 4))
+    child = Child(make_priorities, str(tmp_path / "x"))
+    child.join()
+    assert not rb.storage.store.indexes
+    rb.extend(steps(100, 3))
+    assert list(rb.storage.store.indexes) == [("main", "priorities")]
+    rb.set_sampler(PrioritizedSampler(32, 1.0, 1.0, 0.0))
+    assert leaves(rb).tolist() == [3.0] * 7 + [0.0] * 25
+    Child(set_priority, rb, [1, 2], 8.0).join()
+    assert leaves(rb)[:4].tolist() == [3.0, 8.0, 8.0, 3.0]
+    Child(write_with_plain_buffer, str(tmp_path / "x"), method="spawn").join()
+    assert leaves(rb)[7:11].tolist() == [8.0] * 4
+    rb.close()
+
+
+def make_priorities(folder):
+    rb = ReplayBuffer.open(folder, sampler=PrioritizedSampler(32, 1.0, 1.0, 0.0))
+    rb.update_priority(torch.arange(4), 3.0)
+    rb.close()
+
+
+def forget(rb):
+    rb.empty()
+
+
+def test_another_process_empties():
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(32), sampler=PrioritizedSampler(32, 1.0, 1.0), batch_size=4)
+    rb.extend(steps(0, 20))
+    Child(forget, rb).join()
+    assert len(rb) == 0
+    with pytest.raises(RuntimeError):
+        rb.sample()
+    rb.extend(steps(50, 3))
+    assert rb.sample()["step"].min() >= 50
+    rb.close()
+
+
+# ---- death ---------------------------------------------------------------------------------------------------------------
+
+
+def write_for_ever(rb, lane):
+    i = 0
+    while True:
+        rb.extend(steps(i, 8, episode=lane), lane=lane)
+        i += 8
+
+
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
+def test_killed_writers_stop_nobody(storage):
+    """Again and again: whoever is left goes on within a second, and in the end every row and every priority is right."""
+    rb = TensorDictReplayBuffer(
+        storage=storage(4 * 40, lanes=4), sampler=PrioritizedSampler(160, 0.6, 0.4), batch_size=16
+    ).share()
+    rb.extend(steps(0, 40), lane=3)
+    children = [Child(write_for_ever, rb, lane) for lane in range(2)]
+    for i in range(12):
+        time.sleep(0.01 + 0.005 * (i % 5))
+        children[i % 2].kill()
+        began = time.monotonic()
+        batch = rb.sample()
+        assert whole(batch)
+        batch["td_error"] = torch.rand(len(batch))
+        rb.update_tensordict_priority(batch)
+        rb.extend(steps(i, 3), lane=i % 2)  # over what the dead one was writing
+        assert time.monotonic() - began < 1
+        children[i % 2] = Child(write_for_ever, rb, i % 2)
+    for child in children:
+        child.kill()
+    rb.storage.store.core.mend()
+    assert rb.storage.store.core.in_flight == 0
+    holes = rb.storage.extent().holes
+    void = set() if holes is None else set(holes.tolist())
+    live = [
+        row for row in range(160) if row < rb.storage.extent().filled[row // 40] + row // 40 * 40 and row not in void
+    ]
+    assert len(rb) == len(live)
+    assert ((leaves(rb) > 0).nonzero().flatten()).tolist() == live
+    assert whole(rb[live])
+    rb.close()
+
+
+def test_all_dead_then_somebody_opens(tmp_path):
+    program = fresh.start(
+        """
+        import os, torch
+        from tensordict import TensorDict
+        from engram import LazyMemmapStorage, PrioritizedSampler, TensorDictReplayBuffer
+        rb = TensorDictReplayBuffer(
+            storage=LazyMemmapStorage(1000, scratch_dir=folder), sampler=PrioritizedSampler(1000, 1.0, 1.0), batch_size=8
+        )
+        rb.extend(TensorDict({"step": torch.arange(8), "twice": 2 * torch.arange(8)}, [8]))
+        if os.fork() == 0:
+            pass
+        i = 0
+        print("writing", flush=True)
+        while True:
+            rb.extend(TensorDict({"step": torch.arange(i, i + 8), "twice": 2 * torch.arange(i, i + 8)}, [8]))
+            i += 8
+        """,
+        folder=str(tmp_path / "x"),
+    ).until("writing")
+    time.sleep(0.3)
+    program.kill()
+    os.system(f"pkill -9 -f {re.escape(str(tmp_path))} 2>/dev/null")  # the other one
+    deadline = time.monotonic() + 10
+    rb = ReplayBuffer.open(tmp_path / "x")
+    while time.monotonic() < deadline and rb.storage.store.core.in_flight:
+        time.sleep(0.05)
+    assert whole(rb.sample())
+    rb.close()
+
+
+def test_the_creator_may_go_first(tmp_path):
+    """A temporary folder stays for whoever has it open, and goes with the last one."""
+    program = fresh.start(
+        """
+        import os, sys, time, torch
+        from engram import LazyMemmapStorage, ReplayBuffer
+        rb = ReplayBuffer(storage=LazyMemmapStorage(10))
+        rb.extend(torch.arange(4))
+        folder = rb.storage.scratch_dir
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            os.close(writing)
+            os.read(reading, 1)  # until the creator is gone
+            assert folder.exists()
+            rb.extend(torch.arange(3))
+            with open(report, "w") as file:
+                print(len(rb), folder, file=file, flush=True)
+            rb.close()
+            with open(report, "a") as file:
+                print(folder.exists(), file=file, flush=True)
+            os._exit(0)
+        os.close(reading)
+        rb.close()
+        """,
+        report=str(tmp_path / "report"),
+    )
+    assert program.wait() == 0, program.err
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if (tmp_path / "report").exists() and len((tmp_path / "report").read_text().splitlines()) == 2:
+            break
+        time.sleep(0.02)
+    first, second = (tmp_path / "report").read_text().splitlines()
+    assert first.split()[0] == "7"
+    assert second == "False"
+    assert not Path(first.split()[1]).exists()
+
+
+def test_what_all_owners_left_in_shared_memory_is_swept():
+    program = fresh.start(
+        """
+        import os, torch
+        from engram import LazyTensorStorage, ReplayBuffer
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+        rb.extend(torch.arange(4))
+        print(rb.storage.store.directory, flush=True)
+        import time
+        time.sleep(60)
+        """
+    ).until("/engram-")
+    folder = Path(program.out.strip().splitlines()[-1])
+    assert folder.exists()
+    other = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    assert folder.exists()  # its owner lives
+    program.kill()
+    ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
+    assert not folder.exists()
+    other.close()
+
+
+def test_a_stopped_writer_is_reported_not_robbed(tmp_path):
+    """SIGSTOP: rows that it holds cost a typed error, others nothing; it goes on unharmed."""
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(80, lanes=2, scratch_dir=tmp_path / "x"), batch_size=8)
+    rb.extend(steps(0, 40), lane=1)
+    child = Child(write_for_ever, rb, 0)
+    time.sleep(0.2)
+    os.kill(child.process.pid, signal.SIGSTOP)
+    for _ in range(20):
+        assert whole(rb.sample())
+        rb.extend(steps(7, 3), lane=1)
+    os.kill(child.process.pid, signal.SIGCONT)
+    count = rb.write_count
+    time.sleep(0.2)
+    assert rb.write_count > count
+    child.kill()
+    assert whole(rb.sample())
+    rb.close()
