@@ -78,6 +78,7 @@ struct Counters {
   Word void_rows;                // rows inside the extent that hold nothing
   Word lapped_rows;              // written, but overwritten by a faster writer first
   Word redraws;                  // rows drawn again because they moved or were not whole
+  Word scatters;                 // writes by number, edits among them: of another process's an index hears nothing else
 };
 
 /// What a writer is about to write, noted before its first row is marked. t0 = 0: free.

@@ -360,9 +360,10 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
     fence(std::memory_order_release);
     commit(row, t0 + i);
   }
+  control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel);
   tell_indexes([&](Index& index) {
     if (grow) {
-      index.written(rows, n, t0);
+      index.rewritten(rows, n, t0);
     } else {
       index.edited(rows, n, t0, which);
     }

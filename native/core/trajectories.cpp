@@ -63,6 +63,7 @@ Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t
   lanes_ = reinterpret_cast<LaneState*>(memory.data() + sizeof(Header));
   track_states_ = reinterpret_cast<TrackState*>(lanes_ + control_.lanes());
   rings_ = reinterpret_cast<Run*>(track_states_ + tracks_);
+  scatters_ = control_.counters().scatters.load(std::memory_order_acquire);
 }
 
 // ---- places --------------------------------------------------------------------------------------------------------
@@ -292,7 +293,13 @@ std::uint64_t Trajectories::advance(std::uint64_t lane, std::uint64_t steps, boo
   return now.end - s.next;
 }
 
+// Rows that are appended are found behind the last one that is known, whoever appends them. Of another process's writes by
+// number only the count is seen: then everything is looked at again.
 void Trajectories::settle() {
+  if (const std::uint64_t now = control_.counters().scatters.load(std::memory_order_acquire); now != scatters_) {
+    scatters_ = now;
+    for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) lanes_[lane].dirty = 1;
+  }
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) advance(lane, kMost, true);
 }
 
@@ -315,8 +322,9 @@ bool Trajectories::agrees(std::uint64_t track, std::uint64_t place) const {
   return v.dead(following) || right(place + 1, following);
 }
 
-void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compare) {
+void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatters) {
   const std::lock_guard<std::mutex> guard(mutex_);
+  scatters_ += scatters;
   const std::uint64_t length = control_.lane_length();
   for (std::uint64_t i = 0; i < n;) {
     const std::uint64_t lane = static_cast<std::uint64_t>(rows[i]) / length, from = i;
@@ -332,17 +340,19 @@ void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compa
   }
 }
 
-void Trajectories::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) { changed(rows, n, true); }
+void Trajectories::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) { changed(rows, n, true, 0); }
+
+void Trajectories::rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t) { changed(rows, n, true, 1); }
 
 void Trajectories::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t,
                           std::span<const std::uint64_t> which) {
   const auto& ours = boundaries_.which;
   changed(rows, n, std::any_of(which.begin(), which.end(), [&](std::uint64_t field) {
             return std::find(ours.begin(), ours.end(), field) != ours.end();
-          }));
+          }), 1);
 }
 
-void Trajectories::lost(const std::int64_t* rows, std::uint64_t n) { changed(rows, n, true); }
+void Trajectories::lost(const std::int64_t* rows, std::uint64_t n) { changed(rows, n, true, 0); }
 
 void Trajectories::emptied() {
   const std::lock_guard<std::mutex> guard(mutex_);

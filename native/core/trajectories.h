@@ -77,6 +77,7 @@ class Trajectories final : public Index {
                std::span<std::byte> memory);
 
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
+  void rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
   void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0,
               std::span<const std::uint64_t> which) override;
   void lost(const std::int64_t* rows, std::uint64_t n) override;
@@ -199,7 +200,7 @@ class Trajectories final : public Index {
   bool agrees(std::uint64_t track, std::uint64_t place) const;
   std::uint64_t advance(std::uint64_t lane, std::uint64_t steps, bool settle);
   void settle();
-  void changed(const std::int64_t* rows, std::uint64_t n, bool compare);
+  void changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatters);
 
   Window window_at(std::int64_t row, const Shape& shape) const;
   bool append(Drawn& drawn, const Window& window, bool whole) const;
@@ -211,6 +212,7 @@ class Trajectories final : public Index {
   TrackState* track_states_;
   Run* rings_;
   std::vector<Stuck> stuck_;
+  std::uint64_t scatters_;  // that the table knows of
   std::mutex mutex_;  // in this process; a shared table will have a robust one in the lock page
 };
 

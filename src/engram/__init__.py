@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engram.errors import (
         CorruptStore,
         EngramError,
+        ForkedHandle,
         IncompatibleStore,
         NoSampleable,
         PriorityError,
@@ -53,6 +54,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "DEFAULT_DONE_KEYS",
     "Draw",
     "EngramError",
+    "ForkedHandle",
     "Extent",
     "ImmutableDatasetWriter",
     "IncompatibleStore",
@@ -97,6 +99,7 @@ _HOME = {
     "engram.errors": (
         "CorruptStore",
         "EngramError",
+        "ForkedHandle",
         "IncompatibleStore",
         "NoSampleable",
         "PriorityError",

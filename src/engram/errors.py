@@ -7,7 +7,8 @@
     ├── NoSampleable       RuntimeError   nothing can be drawn
     ├── PriorityError      ValueError     a priority that is negative, not finite or too large
     ├── WriterStalled      TimeoutError   a bounded wait for another writer, or for a row that keeps moving, ended
-    ├── StoreInUse         RuntimeError   another live process has the directory open
+    ├── StoreInUse         RuntimeError   other live processes have the directory open, and this needs it alone
+    ├── ForkedHandle       RuntimeError   a store that a forked child could not share with its parent
     ├── IncompatibleStore  ValueError     another schema, geometry, format version or platform
     ├── CorruptStore       RuntimeError   a missing, truncated or changed file
     └── UncleanStore       RuntimeError   left open when the machine went down
@@ -21,6 +22,7 @@ from __future__ import annotations
 __all__ = [
     "CorruptStore",
     "EngramError",
+    "ForkedHandle",
     "IncompatibleStore",
     "NoSampleable",
     "PriorityError",
@@ -52,7 +54,11 @@ class WriterStalled(EngramError, TimeoutError):
 
 
 class StoreInUse(EngramError, RuntimeError):
-    """Another live process has this directory open."""
+    """Other live processes have this directory open, and the call needs it alone; or as many as can have it open."""
+
+
+class ForkedHandle(EngramError, RuntimeError):
+    """A handle in a forked child that could not become a participant of the store of its parent. Open the store anew."""
 
 
 class IncompatibleStore(EngramError, ValueError):

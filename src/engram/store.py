@@ -25,6 +25,7 @@ from tensordict import MemoryMappedTensor
 from engram import _fork, _native, _progress
 from engram.errors import (
     CorruptStore,
+    ForkedHandle,
     IncompatibleStore,
     NoSampleable,
     RowError,
@@ -801,9 +802,7 @@ class Store:
             self._join(participants)
         except (OSError, StoreInUse) as error:
             _forget(self)
-            self.core = _Closed(
-                self.core, f"the store in {str(directory)!r} could not be shared with this forked process: {error}"
-            )
+            self.core = _Lost(f"the store in {str(directory)!r} could not be shared with this forked process: {error}")
             return
         alive.pid = os.getpid()
         self._finalize_with(participants, alive)
@@ -1126,6 +1125,16 @@ class _Closed:
         if name in self._writing:
             raise RuntimeError(self._why)
         return getattr(self._core, name)
+
+
+class _Lost:
+    """The core of a store that a forked child could not join."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise ForkedHandle(self._why)
 
 
 class _Held(threading.local):
