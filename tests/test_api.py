@@ -29,6 +29,7 @@ NAMES = [
     "Draw",
     "EngramError",
     "Extent",
+    "ForkedHandle",
     "ImmutableDatasetWriter",
     "IncompatibleStore",
     "LazyMemmapStorage",

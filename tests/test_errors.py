@@ -11,6 +11,7 @@ BUILTINS = {
     "PriorityError": ValueError,
     "WriterStalled": TimeoutError,
     "StoreInUse": RuntimeError,
+    "ForkedHandle": RuntimeError,
     "IncompatibleStore": ValueError,
     "CorruptStore": RuntimeError,
     "UncleanStore": RuntimeError,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import re
 import signal
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from engram import (
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
+    _native,
 )
 from tests import fresh
 
@@ -385,23 +385,32 @@ def test_all_dead_then_somebody_opens(tmp_path):
             storage=LazyMemmapStorage(1000, scratch_dir=folder), sampler=PrioritizedSampler(1000, 1.0, 1.0), batch_size=8
         )
         rb.extend(TensorDict({"step": torch.arange(8), "twice": 2 * torch.arange(8)}, [8]))
-        if os.fork() == 0:
-            pass
+        other = os.fork()
+        if other:
+            print("writing", other, flush=True)
         i = 0
-        print("writing", flush=True)
         while True:
             rb.extend(TensorDict({"step": torch.arange(i, i + 8), "twice": 2 * torch.arange(i, i + 8)}, [8]))
             i += 8
         """,
         folder=str(tmp_path / "x"),
     ).until("writing")
+    other = int(program.out.split()[-1])
     time.sleep(0.3)
     program.kill()
-    os.system(f"pkill -9 -f {re.escape(str(tmp_path))} 2>/dev/null")  # the other one
+    os.kill(other, signal.SIGKILL)
     deadline = time.monotonic() + 10
+    while _native.start_time_of(other) and time.monotonic() < deadline:
+        time.sleep(0.01)
     rb = ReplayBuffer.open(tmp_path / "x")
-    while time.monotonic() < deadline and rb.storage.store.core.in_flight:
-        time.sleep(0.05)
+    store = rb.storage.store
+    assert store.repair is not None
+    assert store.core.in_flight == 0
+    void = set(store.core.holes().tolist())
+    assert len(rb) == store.extent().filled[0] - len(void) >= 8
+    assert ((leaves(rb) > 0).nonzero().flatten()).tolist() == [
+        r for r in range(store.extent().filled[0]) if r not in void
+    ]
     assert whole(rb.sample())
     rb.close()
 
