@@ -157,17 +157,18 @@ void Control::fill() const {
 void Control::empty(bool keep_write_count) const {
   const std::uint64_t t = counters_->next_ticket.fetch_add(1, std::memory_order_acq_rel);
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
-    const std::uint64_t length = geometry_.lane_length, start = i * length, rows = filled(i);
+    const std::uint64_t length = geometry_.lane_length, start = i * length;
     Lane& l = lanes_[i];
     l.high.store(0, std::memory_order_relaxed);
     std::uint64_t seen = l.cursor.load(std::memory_order_relaxed), next;
     do next = (seen + length - 1) / length * length;
     while (!l.cursor.compare_exchange_weak(seen, next, std::memory_order_acq_rel));
     l.base.store(next, std::memory_order_release);
-    for (std::uint64_t row = start; row < start + rows; ++row) {
+    // All of the lane, not only what was in its extent: somebody may have died when he had emptied that alone.
+    for (std::uint64_t row = start; row < start + length; ++row) {
       std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
       // A row that is being written keeps its writer; a newer write stays.
-      while (state_of(word) != State::writing && number_of(word) < t &&
+      while (state_of(word) != State::unused && state_of(word) != State::writing && number_of(word) < t &&
              !tickets_[row].compare_exchange_weak(word, ticket(t, State::unused), std::memory_order_acq_rel)) {
       }
     }

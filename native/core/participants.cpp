@@ -131,7 +131,8 @@ std::uint64_t Participants::bury_dead(const std::function<void(Participant&)>& b
       std::uint64_t entry;
       ~Unlock() { self.unlock(entry); }
     } unlocked{*this, i};
-    if (entry.state.load(std::memory_order_acquire) == 0) continue;
+    // Again: another one may have come meanwhile, and let go of the byte in the middle of a write.
+    if (entry.state.load(std::memory_order_acquire) == 0 || runs(entry)) continue;
     bury(entry);
     entry.state.store(0, std::memory_order_release);
     ++buried;

@@ -81,6 +81,9 @@ class Store {
   /// What a dead writer left, for whoever holds his entry.
   void repair(Participant& dead) const;
 
+  /// What all writers left, for the only process attached: as Control::recover, and the indexes are told.
+  Control::Repair recover() const;
+
   /// Copies rows into a batch. Returns the positions whose row was not whole, or changed during the copy, or no longer
   /// holds `expected` (ticket numbers, may be null); their content in the batch is unspecified.
   std::vector<std::int64_t> gather(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
@@ -110,7 +113,8 @@ class Store {
   enum class Need { none, waiting };
 
   void look_after_others(Need need = Need::none) const;
-  void repair(const Claim& claim) const;
+  std::uint64_t repair(const Claim& claim) const;
+  void void_gaps() const;
 
   template <class Tell>
   void tell_indexes(Tell&& tell) const;
