@@ -154,7 +154,7 @@ NATIVE_TESTS := $(wildcard native/tests/test_*.cpp)
 TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp native/tests/test_priorities*.cpp \
   native/tests/test_store_threads*.cpp native/tests/test_trajectories*.cpp native/tests/test_windows*.cpp)
 # What sanitizers get in the way of: single steps, and fork beside threads.
-PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp)
+PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp native/tests/test_participants*.cpp)
 NATIVE_FLAGS := -std=c++20 -Wall -Wextra -pthread -Inative -Inative/core -MMD -MP
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS
 SANITIZE_tsan := -fsanitize=thread -DENGRAM_TSAN
