@@ -48,7 +48,11 @@ class Priorities::Change {
   static constexpr std::uint64_t kSome = 1, kAll = 2;
 
   explicit Change(const Priorities& self, std::uint64_t kind = kSome) : redo_(self.header_->redo) {
+#ifndef ENGRAM_WITHOUT_REDO  // the tests of death must fail then: make negative-controls
     redo_.store(kind, std::memory_order_relaxed);
+#else
+    (void)kind;
+#endif
     std::atomic_signal_fence(std::memory_order_seq_cst);  // a killed process leaves what it executed, in program order
   }
   /// The tree is as it must be. Without this call whoever locks next puts it in order.
@@ -284,6 +288,18 @@ void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_
     rows_.push_back(rows[i]);
   }
   leaves_.assign(rows_.size(), leaf);
+  set_leaves();
+}
+
+void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t>) {
+  if (header_->eps == 0) return;
+  const Lock guard(*this);
+  rows_.clear();
+  std::copy_if(rows, rows + n, std::back_inserter(rows_), [this](std::int64_t row) {
+    return tree_.leaf(static_cast<std::uint64_t>(row)) == 0 && is_live(static_cast<std::uint64_t>(row));
+  });
+  if (rows_.empty()) return;
+  leaves_.assign(rows_.size(), default_leaf());
   set_leaves();
 }
 

@@ -98,7 +98,9 @@ class Priorities : public Index {
   void scan(std::uint64_t begin, std::uint64_t end);
 
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
-  void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>) override {}
+  /// An edit keeps the priority. But whoever wrote a row that was edited at once passes it over, as it is not his any more: it
+  /// gets the default one here, if its leaf can only be zero for that (eps > 0).
+  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which) override;
   void emptied() override;
 
   void lost(const std::int64_t* rows, std::uint64_t n) override;

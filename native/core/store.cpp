@@ -196,15 +196,16 @@ Control::Repair Store::recover() const {
 }
 
 // Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: somebody else
-// is writing it.
-Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place) {
+// is writing it. `live`: a row that holds nothing any more counts as lapped, too: what is not replaced of it would be anything.
+Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   Word& word = control_.word(row);
   std::uint64_t seen = word.load(std::memory_order_acquire);
   do {
     const bool overtaken =
         place != nullptr && control_.lane(place->lane).cursor.load(std::memory_order_acquire) >
                                 place->position + control_.lane_length();
-    if (overtaken || number_of(seen) > number) {
+    const bool gone = over == Over::live && !is_committed(seen) && state_of(seen) != State::writing;
+    if (overtaken || gone || number_of(seen) > number) {
       control_.counters().lapped_rows.fetch_add(1, std::memory_order_relaxed);
       return Mark::lapped;
     }
@@ -216,10 +217,10 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
 }
 
 // Marks a row, waiting for another writer of it; the caller must have nothing marked. False: lapped.
-bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place) {
+bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   const auto deadline = std::chrono::steady_clock::now() + kWait;
   for (;;) {
-    const Mark mark = try_mark(row, number, place);
+    const Mark mark = try_mark(row, number, place, over);
     if (mark != Mark::busy) return mark == Mark::marked;
     if (std::chrono::steady_clock::now() > deadline) {
       throw Stalled("row " + std::to_string(row) + " has been in the hands of another writer for 5 s");
@@ -389,7 +390,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
     }
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t source = pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]);
-    if (!mark(row, t0 + i, nullptr)) continue;
+    if (!mark(row, t0 + i, nullptr, grow ? Over::anything : Over::live)) continue;
     fence(std::memory_order_release);
     for (std::uint64_t f = 0; f < which.size(); ++f) {
       const std::uint64_t bytes = fields_[which[f]].row_bytes;
