@@ -196,7 +196,7 @@ Control::Repair Store::recover() const {
 }
 
 // Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: somebody else
-// is writing it. `live`: a row that holds nothing any more counts as lapped, too: what is not replaced of it would be anything.
+// is writing it. Over::live: a row that holds nothing any more counts as lapped too, as what is not replaced of it may be torn.
 Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   Word& word = control_.word(row);
   std::uint64_t seen = word.load(std::memory_order_acquire);

@@ -324,7 +324,7 @@ TEST(others_go_on_when_one_is_killed) {
   std::printf("      %llu deaths, %llu of samplers, %llu inside a claim, with %llu rows half written, %llu holding the mutex; "
               "%llu left to the others\n",
               llu(rounds), llu(samplers), llu(claiming), llu(writing), llu(holding), llu(left_to_others));
-  std::printf("      the others went on within %.1f ms; %llu rows drawn; void rows counted too often: %llu\n",
+  std::printf("      the others went on within %.1f ms; %llu rows drawn; %llu void rows too many\n",
               std::chrono::duration<double, std::milli>(longest).count(), llu(board.drawn),
               llu(here.control.counters().void_rows - voided));
   EXPECT(rounds >= 50);

@@ -1,5 +1,5 @@
-// Death at any instruction of an operation on a store with priorities, and what is made of it by the two who may come: the
-// first opener, who is alone, and a survivor, who is told by the mutex or finds the dead one's entry.
+// Death at any instruction of an operation on a store with priorities, and what is made of it by the two who may come:
+// the first opener, who is alone, and a survivor, who is told by the mutex or finds the dead one's entry.
 //
 // Each operation runs instruction by instruction in a child. Each distinct state of the memory is copied and recovered in both
 // ways; in some the child is really killed, so that the kernel and not this test says that the mutex's holder died.
@@ -232,7 +232,8 @@ bool is_held(const Memory& memory) {
 }
 
 /// Steps through the operation. False: nobody may step here.
-bool step_through(Stage& stage, const std::function<void()>& check, std::uint64_t* steps, std::vector<std::uint64_t>* states) {
+bool step_through(Stage& stage, const std::function<void()>& check, std::uint64_t* steps,
+                  std::vector<std::uint64_t>* states) {
   Handle handle(stage.memory, 0);
   Stepped child([&] { stage.operation.run(handle); });
   std::set<std::uint64_t> seen;
@@ -284,6 +285,13 @@ void died_before(Handle& handle, const Memory& memory) {
   control.lane(1).cursor.fetch_add(1);
 }
 
+void with_a_void_row(Handle& handle, const Memory&) {
+  const std::int64_t row = 3;
+  handle.control.word(3) = ticket(handle.control.counters().next_ticket.fetch_add(1), State::voided);
+  handle.control.counters().void_rows = 1;
+  handle.priorities.lost(&row, 1);
+}
+
 std::vector<Operation> operations() {
   const std::int64_t some[] = {3, 0, 6, 3, 5, 3};
   const Indices rows(std::begin(some), std::end(some));
@@ -291,6 +299,12 @@ std::vector<Operation> operations() {
       append("append 1", 1, 1),
       append("append 3 over older ones", 0, 3),
       append("append 7 to a lane of 5", 0, 7),
+      [] {
+        Operation over = append("append 3, one over a void row", 0, 3);
+        over.prepare = with_a_void_row;
+        over.too_many = 1;
+        return over;
+      }(),
       {"append 5 by lane", Operation::writes,
        [columns = rows_with_ids(0x200, 5)](Handle& h) {
          const std::int64_t lanes[] = {1, 0, 1, 0, 0};
@@ -356,7 +370,7 @@ TEST(every_instruction_of_every_operation_with_priorities) {
     }
     total += states.size();
     held += holding;
-    std::printf("      %-28s %5llu instructions, %3llu distinct states, %3llu holding the mutex\n", operation.name, llu(steps),
+    std::printf("      %-30s %5llu instructions, %3llu distinct states, %3llu holding the mutex\n", operation.name, llu(steps),
                 llu(states.size()), llu(holding));
     if (expect::failures != failures) std::fprintf(stderr, "  in: %s\n", operation.name);
   }
