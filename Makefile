@@ -32,12 +32,13 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-tensordict check format bench clean distclean FORCE native-binaries
+.PHONY: help demo test test-native test-tensordict check format bench clean distclean FORCE native-binaries negative-controls
 
 help:
 	@echo "make demo             train a small agent and show what engram does    STEPS=2000 ARGS='...'"
 	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
 	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers"
+	@echo "make negative-controls  that those of death fail where a mechanism is left out"
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
@@ -154,7 +155,7 @@ NATIVE_TESTS := $(wildcard native/tests/test_*.cpp)
 TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp native/tests/test_priorities*.cpp \
   native/tests/test_store_threads*.cpp native/tests/test_trajectories*.cpp native/tests/test_windows*.cpp)
 # What sanitizers get in the way of: single steps, and fork beside threads.
-PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp)
+PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp native/tests/test_participants*.cpp)
 NATIVE_FLAGS := -std=c++20 -Wall -Wextra -pthread -Inative -Inative/core -MMD -MP
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS
 SANITIZE_tsan := -fsanitize=thread -DENGRAM_TSAN
@@ -188,6 +189,21 @@ endef
 $(eval $(call flavour,asan))
 $(eval $(call flavour,tsan))
 $(eval $(call flavour,plain))
+
+# Each of these builds lacks one mechanism. What tests it must fail then: a test that cannot fail proves nothing.
+CONTROLS := without-redo/test_crash_tree without-claim/test_crash_tree without-proof_of_death/test_participants
+without = $(subst /,,$(dir $(1)))
+$(foreach c,$(CONTROLS),$(eval SANITIZE_$(call without,$(c)) := -O2 -DENGRAM_$(shell echo $(call without,$(c)) | tr a-z- A-Z_)))
+$(foreach f,$(sort $(foreach c,$(CONTROLS),$(call without,$(c)))),$(eval $(call flavour,$(f))))
+
+negative-controls:
+	@echo "==> Compiling the C++ tests without what they test"
+	@$(MAKE) --no-print-directory -j$(JOBS) native-binaries BINARIES="$(CONTROLS:%=build/native/%)"
+	@for control in $(CONTROLS); do \
+	  echo "==> $$control"; \
+	  if timeout 120 build/native/$$control >build/native/$$control.log 2>&1; then echo "passes all the same"; exit 1; fi; \
+	  grep -m 1 'FAILED' build/native/$$control.log || echo "    died, as it should"; \
+	done
 
 # Every native source on its own, with warnings as errors and without waiting for an optimizer.
 STRICT := $(patsubst native/%.cpp,build/strict/%.ok,$(CORE) $(wildcard native/bind/*.cpp) $(NATIVE_TESTS))

@@ -314,7 +314,7 @@ void bind_store(nb::module_& m) {
           "recover",
           [](Store& self) {
             nb::gil_scoped_release release;
-            const Control::Repair repair = self.control().recover();
+            const Control::Repair repair = self.recover();
             nb::gil_scoped_acquire acquire;
             return nb::make_tuple(repair.claims, repair.voided, repair.gaps);
           },

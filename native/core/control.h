@@ -85,9 +85,12 @@ struct Counters {
 struct Claim {
   Word t0;
   std::uint64_t n;
-  std::int64_t lane;  // -1: scattered rows
+  std::int64_t lane;  // -1: scattered rows; kEmptying
   std::uint64_t p0;
 };
+
+/// A claim's lane while all rows are being forgotten; p0 says whether the write count is kept.
+constexpr std::int64_t kEmptying = -2;
 
 /// What stands in a claim's t0 while the rest of it is noted.
 constexpr std::uint64_t kNoted = ~std::uint64_t{0};

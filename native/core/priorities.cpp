@@ -49,8 +49,14 @@ class Priorities::Lock {
 
 class Priorities::Change {
  public:
-  explicit Change(const Priorities& self) : redo_(self.header_->redo) {
-    redo_.store(1, std::memory_order_relaxed);
+  static constexpr std::uint64_t kSome = 1, kAll = 2;
+
+  explicit Change(const Priorities& self, std::uint64_t kind = kSome) : redo_(self.header_->redo) {
+#ifndef ENGRAM_WITHOUT_REDO  // the tests of death must fail then: make negative-controls
+    redo_.store(kind, std::memory_order_relaxed);
+#else
+    (void)kind;
+#endif
     std::atomic_signal_fence(std::memory_order_seq_cst);  // a killed process leaves what it executed, in program order
   }
   /// The tree is as it must be. Without this call whoever locks next puts it in order.
@@ -157,7 +163,7 @@ void Priorities::set_alpha(double alpha) {
 void Priorities::raise_leaves(std::uint64_t from) const {
   for (std::uint64_t row = from; row < rows(); ++row) {
     const double leaf = tree_.leaf(row);
-    header_->raised_leaf = leaf;
+    header_->raised_leaf[row % 2] = leaf;  // not where that of the row before stands, which `raising` still names
     std::atomic_signal_fence(std::memory_order_seq_cst);
     header_->raising.store(row + 1, std::memory_order_relaxed);
     std::atomic_signal_fence(std::memory_order_seq_cst);
@@ -172,8 +178,10 @@ void Priorities::raise_leaves(std::uint64_t from) const {
 
 // What a holder left half done who died, or was interrupted by an exception.
 void Priorities::mend() const {
+  if (header_->redo.load(std::memory_order_relaxed) == Change::kAll) forget_leaves();
   if (const std::uint64_t next = header_->raising.load(std::memory_order_relaxed); next != 0) {
-    if (header_->raised_leaf > 0) tree_.put(next - 1, std::pow(header_->raised_leaf, header_->raised_power));
+    const double leaf = header_->raised_leaf[(next - 1) % 2];
+    if (leaf > 0) tree_.put(next - 1, std::pow(leaf, header_->raised_power));
     raise_leaves(next);
   }
   tree_.transform(0, rows(), [this](std::uint64_t row, double leaf) { return is_live(row) ? leaf : 0.0; });
@@ -227,17 +235,13 @@ void Priorities::set_highest(double highest) {
   header_->highest = highest;
 }
 
-void Priorities::scan_locked(std::uint64_t begin, std::uint64_t end) {
+void Priorities::scan(std::uint64_t begin, std::uint64_t end) {
+  if (begin > end || end > rows()) throw std::out_of_range("a scan of rows that there are not");
+  const Lock guard(*this);
   const double leaf = default_leaf();
   Change change(*this);
   tree_.transform(begin, end, [&](std::uint64_t row, double old) { return !is_live(row) ? 0.0 : is_given(old) ? old : leaf; });
   change.done();
-}
-
-void Priorities::scan(std::uint64_t begin, std::uint64_t end) {
-  if (begin > end || end > rows()) throw std::out_of_range("a scan of rows that there are not");
-  const Lock guard(*this);
-  scan_locked(begin, end);
 }
 
 void Priorities::after_fork() {
@@ -246,12 +250,18 @@ void Priorities::after_fork() {
 
 void Priorities::emptied() {
   const Lock guard(*this);
-  Change change(*this);
+  Change change(*this, Change::kAll);
+  forget_leaves();
+  change.done();
+}
+
+// But for rows that others have written since the store was emptied: their call may have come before.
+void Priorities::forget_leaves() const {
   tree_.clear();
   header_->highest = 0;
-  change.done();
-  // Rows that others have written since: their call may have come before the clearing.
-  if (tickets_ != nullptr && tickets_->size() > 0) scan_locked(0, rows());
+  if (tickets_ == nullptr || tickets_->size() == 0) return;
+  const double leaf = leaf_of(1.0);
+  tree_.transform(0, rows(), [&](std::uint64_t row, double) { return is_live(row) ? leaf : 0.0; });
 }
 
 void Priorities::set_leaves() {
@@ -282,6 +292,18 @@ void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_
     rows_.push_back(rows[i]);
   }
   leaves_.assign(rows_.size(), leaf);
+  set_leaves();
+}
+
+void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t>) {
+  if (header_->eps == 0) return;
+  const Lock guard(*this);
+  rows_.clear();
+  std::copy_if(rows, rows + n, std::back_inserter(rows_), [this](std::int64_t row) {
+    return tree_.leaf(static_cast<std::uint64_t>(row)) == 0 && is_live(static_cast<std::uint64_t>(row));
+  });
+  if (rows_.empty()) return;
+  leaves_.assign(rows_.size(), default_leaf());
   set_leaves();
 }
 

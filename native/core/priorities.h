@@ -37,11 +37,11 @@ struct PriorityHeader {
   double alpha, beta;
   double highest;          // largest priority of all updates, 0 before the first
   Word dropped;            // updates that came for rows rewritten since they were drawn
-  Word redo;               // 1: leaves or parents are being changed
-  // Of a change of alpha that is under way, so that it can be finished: 0, or one more than the row whose leaf is next, what
-  // that leaf was, and the power that leaves are raised to.
+  Word redo;               // 1: leaves or parents are being changed; 2: all are being forgotten
+  // Of a change of alpha that is under way, so that it can be finished: 0, or one more than the row whose leaf is next; what
+  // the leaves of the last even and odd row were; the power that leaves are raised to, and alpha then.
   Word raising;
-  double raised_leaf, raised_power, raised_alpha;
+  double raised_leaf[2], raised_power, raised_alpha;
   SharedMutex mutex;       // formatted anew by whoever opens the memory first: it outlives no process
 };
 static_assert(sizeof(PriorityHeader) <= kPage);
@@ -98,7 +98,9 @@ class Priorities : public Index {
   void scan(std::uint64_t begin, std::uint64_t end);
 
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
-  void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>) override {}
+  /// An edit keeps the priority. But whoever wrote a row that was edited at once passes it over, as it is not his any more: it
+  /// gets the default one here, if its leaf can only be zero for that (eps > 0).
+  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which) override;
   void emptied() override;
 
   void lost(const std::int64_t* rows, std::uint64_t n) override;
@@ -140,6 +142,7 @@ class Priorities : public Index {
   class Change;
 
   void mend() const;
+  void forget_leaves() const;
   void raise_leaves(std::uint64_t from) const;
   bool is_live(std::uint64_t row) const;
   double largest_leaf() const;  // no sum of such leaves overflows
@@ -149,7 +152,6 @@ class Priorities : public Index {
   void update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n, const std::int64_t* expected);
   double default_leaf() const;
   void set_leaves();
-  void scan_locked(std::uint64_t begin, std::uint64_t end);
   void weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const;
 
   PriorityHeader* header_;

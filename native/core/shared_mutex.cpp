@@ -13,6 +13,7 @@ namespace engram {
 namespace {
 
 constexpr auto kWait = std::chrono::seconds(5);
+constexpr auto kSlice = std::chrono::milliseconds(50);
 constexpr int kSpins = 64;
 
 #if defined(__linux__)
@@ -21,22 +22,30 @@ constexpr bool kRobust = true;
 constexpr bool kRobust = false;
 #endif
 
-// Waits for the kernel to wake it where that goes by a clock that nobody sets; else looks again and again.
-int lock_within(pthread_mutex_t* mutex) {
+// Waits for the kernel to wake it where that goes by a clock that nobody sets; else looks again and again. In slices: who is
+// killed just when he was woken to take it, and another one was faster, leaves those behind him asleep.
+int lock_slice(pthread_mutex_t* mutex) {
 #if defined(__GLIBC__) && !defined(ENGRAM_TSAN)
 #if __GLIBC_PREREQ(2, 30)
+  constexpr long kSecond = 1'000'000'000;
   timespec until{};
   clock_gettime(CLOCK_MONOTONIC, &until);
-  until.tv_sec += std::chrono::duration_cast<std::chrono::seconds>(kWait).count();
+  until.tv_nsec += std::chrono::nanoseconds(kSlice).count();
+  until.tv_sec += until.tv_nsec / kSecond;
+  until.tv_nsec %= kSecond;
   return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
 #endif
 #endif
+  std::this_thread::sleep_for(std::chrono::microseconds(20));
+  return pthread_mutex_trylock(mutex);
+}
+
+int lock_within(pthread_mutex_t* mutex) {
   const auto deadline = std::chrono::steady_clock::now() + kWait;
   for (;;) {
-    const int result = pthread_mutex_trylock(mutex);
-    if (result != EBUSY) return result;
+    const int result = lock_slice(mutex);
+    if (result != EBUSY && result != ETIMEDOUT) return result;
     if (std::chrono::steady_clock::now() > deadline) return ETIMEDOUT;
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 }
 

@@ -111,11 +111,31 @@ void Store::repair(Participant& dead) const {
     if (t0 != 0 && t0 != kNoted) repair(claim);
     claim.t0.store(0, std::memory_order_release);
   }
+  void_gaps();
+}
+
+// Rows that were reserved and never begun: whoever died between the two left no claim. They become void under the number that
+// they have: a living writer, who is just about to begin one, writes over it all the same. The extent is looked at after the
+// row, so that a row which somebody just forgot is outside.
+void Store::void_gaps() const {
+  for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
+    std::uint64_t seen = control_.word(row).load(std::memory_order_acquire);
+    if (state_of(seen) != State::unused) continue;
+    if (row % control_.lane_length() >= control_.filled(row / control_.lane_length())) continue;
+    control_.counters().void_rows.fetch_add(1, std::memory_order_acq_rel);
+    const std::uint64_t gone = ticket(number_of(seen), State::voided);
+    if (!control_.word(row).compare_exchange_strong(seen, gone, std::memory_order_acq_rel)) control_.one_void_less();
+  }
 }
 
 // In this order: a row is counted as void before it is, so that void_rows is never too small; and the claim goes last, so
-// that a death in here is repaired again.
-void Store::repair(const Claim& claim) const {
+// that a death in here is repaired again. Returns how many rows became void.
+std::uint64_t Store::repair(const Claim& claim) const {
+  if (claim.lane == kEmptying) {
+    control_.empty(claim.p0 != 0);
+    tell_indexes([](Index& index) { index.emptied(); });
+    return 0;
+  }
   const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire), length = control_.lane_length();
   std::vector<std::int64_t> rows;     // that the claim names, and the numbers they would have
   std::vector<std::uint64_t> numbers;
@@ -133,12 +153,15 @@ void Store::repair(const Claim& claim) const {
     }
   }
   std::vector<std::int64_t> lost;
+  std::uint64_t voided = 0;
   for (std::uint64_t i = 0; i < rows.size(); ++i) {
     Word& word = control_.word(static_cast<std::uint64_t>(rows[i]));
     std::uint64_t seen = ticket(numbers[i], State::writing);
     if (word.load(std::memory_order_acquire) == seen) {
       control_.counters().void_rows.fetch_add(1, std::memory_order_acq_rel);
-      if (!word.compare_exchange_strong(seen, ticket(numbers[i], State::voided), std::memory_order_acq_rel)) {
+      if (word.compare_exchange_strong(seen, ticket(numbers[i], State::voided), std::memory_order_acq_rel)) {
+        ++voided;
+      } else {
         control_.one_void_less();
       }
     }
@@ -155,18 +178,34 @@ void Store::repair(const Claim& claim) const {
       for (std::uint64_t i = 0; i < rows.size(); ++i) index.written(&rows[i], 1, numbers[i]);
     }
   });
+  return voided;
+}
+
+// Claims are cleared only after what they stand for was done, so that a death in here is recovered from too.
+Control::Repair Store::recover() const {
+  std::uint64_t voided = 0;
+  for (std::uint64_t i = 0; i < control_.participants(); ++i) {
+    for (const Claim& claim : control_.participant(i).claims) {
+      const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
+      if (t0 != 0 && t0 != kNoted) voided += repair(claim);
+    }
+  }
+  Control::Repair all = control_.recover();
+  all.voided += voided;
+  return all;
 }
 
 // Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: somebody else
-// is writing it.
-Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place) {
+// is writing it. Over::live: a row that holds nothing any more counts as lapped too, as what is not replaced of it may be torn.
+Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   Word& word = control_.word(row);
   std::uint64_t seen = word.load(std::memory_order_acquire);
   do {
     const bool overtaken =
         place != nullptr && control_.lane(place->lane).cursor.load(std::memory_order_acquire) >
                                 place->position + control_.lane_length();
-    if (overtaken || number_of(seen) > number) {
+    const bool gone = over == Over::live && !is_committed(seen) && state_of(seen) != State::writing;
+    if (overtaken || gone || number_of(seen) > number) {
       control_.counters().lapped_rows.fetch_add(1, std::memory_order_relaxed);
       return Mark::lapped;
     }
@@ -178,10 +217,10 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
 }
 
 // Marks a row, waiting for another writer of it; the caller must have nothing marked. False: lapped.
-bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place) {
+bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   const auto deadline = std::chrono::steady_clock::now() + kWait;
   for (;;) {
-    const Mark mark = try_mark(row, number, place);
+    const Mark mark = try_mark(row, number, place, over);
     if (mark != Mark::busy) return mark == Mark::marked;
     if (std::chrono::steady_clock::now() > deadline) {
       throw Stalled("row " + std::to_string(row) + " has been in the hands of another writer for 5 s");
@@ -351,7 +390,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
     }
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t source = pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]);
-    if (!mark(row, t0 + i, nullptr)) continue;
+    if (!mark(row, t0 + i, nullptr, grow ? Over::anything : Over::live)) continue;
     fence(std::memory_order_release);
     for (std::uint64_t f = 0; f < which.size(); ++f) {
       const std::uint64_t bytes = fields_[which[f]].row_bytes;
@@ -372,7 +411,10 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   return t0;
 }
 
+// If this ends by a death whoever finds the claim empties the store once more: else some lanes would be empty, and indexes
+// would know rows that nobody can draw.
 void Store::empty(bool keep_write_count) {
+  const ClaimGuard claim(*participant_, 1, 0, kEmptying, keep_write_count ? 1 : 0);
   control_.empty(keep_write_count);
   tell_indexes([](Index& index) { index.emptied(); });
 }

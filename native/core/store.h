@@ -61,7 +61,8 @@ class Store {
 
   /// Writes rows by number; of rows named twice the last entry wins. `which` names the fields that `columns` holds: all
   /// others keep their content. `grow`: the lanes' extents come to cover the rows, and unwritten rows below them become
-  /// live as zeros; else every row must be live (std::out_of_range otherwise, nothing written). `pick`, if not null, names
+  /// live as zeros; else every row must be live (std::out_of_range otherwise, nothing written), and one that ceases to be
+  /// meanwhile is passed over. `pick`, if not null, names
   /// for each row its row of the columns, which have `of` rows (std::out_of_range for others, nothing written).
   /// Returns t0, as append.
   std::uint64_t scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
@@ -80,6 +81,9 @@ class Store {
 
   /// What a dead writer left, for whoever holds his entry.
   void repair(Participant& dead) const;
+
+  /// What all writers left, for the only process attached: as Control::recover, and the indexes are told.
+  Control::Repair recover() const;
 
   /// Copies rows into a batch. Returns the positions whose row was not whole, or changed during the copy, or no longer
   /// holds `expected` (ticket numbers, may be null); their content in the batch is unspecified.
@@ -108,17 +112,19 @@ class Store {
   };
   enum class Mark { marked, lapped, busy };
   enum class Need { none, waiting };
+  enum class Over { anything, live };
 
   void look_after_others(Need need = Need::none) const;
-  void repair(const Claim& claim) const;
+  std::uint64_t repair(const Claim& claim) const;
+  void void_gaps() const;
 
   template <class Tell>
   void tell_indexes(Tell&& tell) const;
   void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
                   const std::int64_t* pick, std::int64_t* rows_out);
   void grow_over(const std::int64_t* rows, std::uint64_t n);
-  Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place);
-  bool mark(std::uint64_t row, std::uint64_t number, const Place* place);
+  Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
+  bool mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   void commit(std::uint64_t row, std::uint64_t number);
   std::vector<std::int64_t> live_rows() const;
   void sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,

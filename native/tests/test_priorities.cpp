@@ -76,6 +76,25 @@ TEST(writes_give_the_default_priority_and_nothing_else_does) {
   EXPECT(index.tree().consistent());
 }
 
+TEST(an_edit_gives_a_priority_to_a_row_that_its_writer_does_not_know_any_more) {
+  const Heap heap(geometry(1, 4), {16});
+  Store writer = heap.open(), editor = heap.open(1);
+  Index index(4, &writer.control(), {1.0, 1.0, 0.5, false});
+  editor.attach(*index.priorities);
+  Rows rows(heap.fields, 1);
+  rows.describe(0, 1);
+  const std::int64_t row = 0;
+  const std::uint64_t which[] = {0};
+  const std::uint64_t t0 = writer.append(0, 1, rows.in, nullptr);  // committed, and about to be told
+  editor.scatter(&row, 1, which, rows.in, false);
+  index.priorities->written(&row, 1, t0);
+  EXPECT(index.leaves() == (Leaves{1.5, 0, 0, 0}));
+  const double three = 3;
+  index.priorities->update(&row, &three, 1, nullptr);
+  editor.scatter(&row, 1, which, rows.in, false);
+  EXPECT(index.leaves() == (Leaves{3.5, 0, 0, 0}));
+}
+
 TEST(updates_of_other_tickets_are_dropped) {
   const Heap heap(geometry(1, 4), {16});
   Store store = heap.open();
