@@ -296,11 +296,10 @@ void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_
 }
 
 void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t>) {
-  if (header_->eps == 0) return;
   const Lock guard(*this);
   rows_.clear();
   std::copy_if(rows, rows + n, std::back_inserter(rows_), [this](std::int64_t row) {
-    return tree_.leaf(static_cast<std::uint64_t>(row)) == 0 && is_live(static_cast<std::uint64_t>(row));
+    return !is_given(tree_.leaf(static_cast<std::uint64_t>(row))) && is_live(static_cast<std::uint64_t>(row));
   });
   if (rows_.empty()) return;
   leaves_.assign(rows_.size(), default_leaf());

@@ -399,7 +399,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
     fence(std::memory_order_release);
     commit(row, t0 + i);
   }
-  control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel);
+  control_.counters().scatters.fetch_add(n > 0, std::memory_order_acq_rel);
   tell_indexes([&](Index& index) {
     if (grow) {
       index.rewritten(rows, n, t0);

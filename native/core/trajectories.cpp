@@ -342,14 +342,14 @@ void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compa
 
 void Trajectories::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) { changed(rows, n, true, 0); }
 
-void Trajectories::rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t) { changed(rows, n, true, 1); }
+void Trajectories::rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t) { changed(rows, n, true, n > 0); }
 
 void Trajectories::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t,
                           std::span<const std::uint64_t> which) {
   const auto& ours = boundaries_.which;
   changed(rows, n, std::any_of(which.begin(), which.end(), [&](std::uint64_t field) {
             return std::find(ours.begin(), ours.end(), field) != ours.end();
-          }), 1);
+          }), n > 0);
 }
 
 void Trajectories::lost(const std::int64_t* rows, std::uint64_t n) { changed(rows, n, true, 0); }
