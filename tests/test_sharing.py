@@ -322,12 +322,11 @@ def cut_in_two(rb, row):
 def test_an_edit_of_another_process_cuts_a_trajectory():
     rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(32), sampler=SliceSampler(slice_len=3), batch_size=30)
     rb.extend(steps(0, 10))
-    assert rb.sample()["step"].max() == 9
+    assert whole(rb.sample())
     Child(cut_in_two, rb, 5).join()
     for _ in range(20):
         step = rb.sample()["step"].reshape(-1, 3)
         assert not bool((step == 5).any())
-    assert rb.sampler._bound.table.census() == (3, 5) if hasattr(rb.sampler, "_bound") else True
     rb.close()
 
 
