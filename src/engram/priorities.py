@@ -106,6 +106,7 @@ class PriorityIndex:
     def __setstate__(self, memory: Tensor) -> None:
         block = private_block(memory.numel())
         block.tensor.copy_(memory)
+        self.free_lock(block)  # whoever held it does not hold the copy's
         self.__init__(block, None)  # type: ignore[misc]
 
     def draw(self, key: int, n: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -269,7 +269,6 @@ class Store:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._indexes: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._indexes_lock = _fork.rlock()
-        self.pid = os.getpid()
         #: What samplers need besides the rows, by name and kind: kept up to date by every write.
         self.indexes: dict[tuple[str, str], Any] = {}
         self._indexing = _fork.lock()
@@ -564,6 +563,7 @@ class Store:
         for key, memory in saved.indexes.items():
             block = private_block(memory.numel())
             block.tensor.copy_(memory)
+            INDEX_KINDS[key[1]].free_lock(block)  # whoever held it does not hold the copy's
             store._copied_indexes[key] = block
         return store
 
