@@ -11,6 +11,8 @@ __all__ = ["lock", "mended", "rlock"]
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _others: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Those that use others of them when they are mended.
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> threading.Lock:
@@ -27,13 +29,13 @@ def rlock() -> threading.RLock:
     return made
 
 
-def mended(thing: Any) -> Any:
+def mended(thing: Any, *, uses_others: bool = False) -> Any:
     """The same thing, whose ``after_fork()`` is called in every forked child, without any lock held. Kept weakly.
 
-    If it has ``before_fork()``, that is called first, and what it returns is given to ``forked(…)``: in the parent when the
-    child is there, in the child after ``after_fork()``.
+    Things that use others come behind those. If such a one has ``before_fork()``, that is called first, and what it returns is
+    given to ``forked(…)``: in the parent when the child is there, in the child after ``after_fork()``.
     """
-    _others.add(thing)
+    (_users if uses_others else _others).add(thing)
     return thing
 
 
@@ -48,7 +50,7 @@ _forks = _Forks()
 
 
 def _prepare() -> None:
-    _forks.prepared.append([(thing, thing.before_fork()) for thing in list(_others) if hasattr(thing, "before_fork")])
+    _forks.prepared.append([(thing, thing.before_fork()) for thing in list(_users) if hasattr(thing, "before_fork")])
 
 
 def _settle() -> None:
@@ -61,7 +63,7 @@ def _mend() -> None:
         owned = hasattr(made, "_is_owned") and made._is_owned()  # noqa: SLF001
         if not owned:  # else the thread that forked gives it back itself
             made._at_fork_reinit()  # noqa: SLF001 - as the locks of the standard library's own modules
-    for thing in list(_others):
+    for thing in (*_others, *_users):
         thing.after_fork()
     _settle()
 

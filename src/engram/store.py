@@ -277,7 +277,7 @@ class Store:
         self._alive: _Alive | None = None
         self._placing = _fork.rlock()
         self._placing_depth = 0
-        _fork.mended(self)
+        _fork.mended(self, uses_others=True)  # indexes hear of what is repaired
         self.core: Any = _native.Store(
             control.address,
             control.nbytes,
