@@ -1141,7 +1141,7 @@ class _Held(threading.local):
     """Folders that this thread is alone in."""
 
     def __init__(self) -> None:
-        self.directories: set[Path] = set()
+        self.directories: weakref.WeakValueDictionary[Path, _Alone] = weakref.WeakValueDictionary()
 
 
 _held = _Held()
@@ -1152,15 +1152,15 @@ class _Alone:
 
     def __init__(self, directory: Path, made: files.Creation | None = None) -> None:
         self._directory = directory
+        self._fd = -1
         if made is not None:
             made.folder(directory)
 
     def __enter__(self) -> None:
-        self._nested = self._directory in _held.directories
-        if self._nested:  # a collected store is closed in the middle of something
+        if self._directory in _held.directories:  # a collected store is closed in the middle of something
             return
         self._lock()
-        _held.directories.add(self._directory)
+        _held.directories[self._directory] = self
 
     def _lock(self) -> None:
         self._fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -1171,22 +1171,25 @@ class _Alone:
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    os.close(self._fd)
                     raise StoreInUse(
                         f"{str(self._directory)!r}: somebody has been making, opening or closing the store for {_WAIT_S:g} s."
                     ) from None
                 time.sleep(0.001)
-            except BaseException:
-                os.close(self._fd)
-                raise
 
     def __exit__(self, *_: object) -> None:
-        if self._nested:
+        self._release()
+
+    def __del__(self) -> None:
+        self._release()  # an interrupt came between the lock and the block that it was for
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd < 0:
             return
-        _held.directories.discard(self._directory)
+        _held.directories.pop(self._directory, None)
         with contextlib.suppress(OSError):
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
-        os.close(self._fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+        os.close(fd)
 
 
 class _Alive:
