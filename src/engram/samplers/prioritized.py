@@ -109,7 +109,8 @@ class PrioritizedSampler(NativeSampler):
         A sampler may serve several storages, from one thread: buffers do this before they draw or update.
         """
         if storage is self._storage:
-            self._attached()
+            if self._index is None:
+                self._attached()
             return
         bounded = storage.max_size < torch.iinfo(torch.int64).max
         if bounded and storage.max_size > self._capacity:
