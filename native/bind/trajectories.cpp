@@ -277,8 +277,7 @@ void bind_trajectories(nb::module_& m) {
             return triples_of(runs);
           },
           "(track, first place, length) of all, track by track, oldest first: an int64 array.")
-      .def("row", &Trajectories::row, "track"_a, "place"_a)
-      .def_prop_ro("window", &Trajectories::window);
+      .def("row", &Trajectories::row, "track"_a, "place"_a);
 }
 
 }  // namespace engram

@@ -116,8 +116,6 @@ class Trajectories final : public Index {
   /// (track, first place, length) of all, track by track, oldest first.
   std::vector<Window> runs();
 
-  std::uint64_t window() const { return window_; }
-  std::uint64_t tracks() const { return tracks_; }
   /// Row of a step.
   std::int64_t row(std::uint64_t track, std::uint64_t place) const {
     return static_cast<std::int64_t>(track / width_ * control_.lane_length() + place % steps_ * width_ + track % width_);

@@ -399,7 +399,7 @@ class ReplayBuffer:
         """Ask the sampler, read, and draw again what moved meanwhile."""
         extent = self._storage.extent()
         if extent.size == 0:
-            samplers.check_drawable(extent)
+            samplers.check_drawable(extent.size)
         if self._draws_windows:  # perhaps it has drawn for another buffer since
             self._sampler.bind(self._storage)
         draw = self._sampler.draw(extent, batch_size, key)

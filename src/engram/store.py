@@ -1237,6 +1237,11 @@ def _check_store(directory: Path) -> None:
         )
 
 
+def _schema_in(directory: Path) -> Schema:
+    path = directory / layout.FOLDER / layout.STORE
+    return schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path))
+
+
 def maker_of(directory: Path) -> str:
     """The ``maker`` of the store in a folder; empty where there is none."""
     try:
@@ -1369,8 +1374,7 @@ def forget_temporary(directory: Path, maker: str) -> None:
         if maker_of(directory) != maker or _opened(directory) is not None:
             return  # who has it open removes it
         with _Alone(directory):
-            path = directory / layout.FOLDER / layout.STORE
-            schema = schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path))
+            schema = _schema_in(directory)
             _leave_temporary(directory, None if _others_have(directory) else schema)
 
 
@@ -1399,9 +1403,8 @@ def _remove_store(directory: Path) -> None:
         raise StoreInUse(
             f"expected a store that nobody has open, but another process has {str(directory)!r}. Close it there first."
         )
-    path = directory / layout.FOLDER / layout.STORE
     try:
-        schema = schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path))
+        schema = _schema_in(directory)
     except (CorruptStore, IncompatibleStore):
         shutil.rmtree(directory / layout.FOLDER)  # its fields are not known: those of other names stay
     else:

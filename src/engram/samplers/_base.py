@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["NativeSampler", "check_drawable"]
 
 
-def check_drawable(extent: Extent) -> None:
+def check_drawable(size: int) -> None:
     """Raise ``NoSampleable`` if no row is live."""
-    if extent.size < 1:
+    if size < 1:
         raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
 
 

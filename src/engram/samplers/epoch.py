@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram import _fork, _native
-from engram.errors import NoSampleable
-from engram.samplers._base import NativeSampler
+from engram.samplers._base import NativeSampler, check_drawable
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def _advance(self, size: int, batch_size: int, key: Callable[[], int]) -> tuple[int, int, int]:
         """The next batch of the pass: ``(key of the order, first rank, ranks)``."""
-        if size < 1:
-            raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
+        check_drawable(size)
         if self.drop_last and size < batch_size:
             raise ValueError(
                 f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "

@@ -41,7 +41,7 @@ class RandomSampler(NativeSampler):
         pass
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        check_drawable(extent)
+        check_drawable(extent.size)
         ranks = _native.empty_rows(batch_size)
         _native.uniform(key, extent.size, batch_size, ranks.data_ptr())
         return Draw(extent.rows(ranks))
