@@ -1,5 +1,13 @@
+import pytest
+import torch
 from hypothesis import settings
 
 # Examples are not timed: machines that run tests are busy. pytest-timeout bounds each test as a whole.
 settings.register_profile("engram", deadline=None)
 settings.load_profile("engram")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same draws in every run. Samplers without a generator take their numbers from torch's default one."""
+    torch.manual_seed(0)
