@@ -247,6 +247,98 @@ def test_writers_and_samplers_in_processes_of_their_own(storage, sampler):
     rb.close()
 
 
+# ---- one pass ------------------------------------------------------------------------------------------------------------
+
+
+def passing(storage, rows=1000, batch_size=7, **arguments):
+    rb = ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement(**arguments), batch_size=batch_size).share()
+    rb.extend(torch.arange(rows))
+    return rb
+
+
+def walk(rb, seen):
+    for _ in range(40):
+        for row in rb.sample().tolist():
+            seen[row] += 1
+
+
+@pytest.mark.parametrize(("storage", "method"), [(LazyMemmapStorage, "spawn"), (LazyTensorStorage, "fork")])
+def test_processes_walk_one_pass(storage, method):
+    rb = passing(storage(1000))
+    seen = [torch.zeros(1000, dtype=torch.int64).share_memory_() for _ in range(3)]
+    for row in rb.sample().tolist():
+        seen[0][row] += 1
+    children = [Child(walk, rb, mine, method=method) for mine in seen]
+    for child in children:
+        child.join()
+    while not rb.sampler.ran_out:
+        for row in rb.sample().tolist():
+            seen[0][row] += 1
+    assert sum(seen).tolist() == [1] * 1000
+    assert all(int(mine.sum()) >= 40 * 7 for mine in seen)
+    assert all(rb.sample().tolist())
+    rb.close()
+
+
+def iterate(rb, seen):
+    for batch in rb:
+        seen[batch] += 1
+        time.sleep(0.001)
+
+
+def test_iterations_of_all_processes_end_with_the_pass():
+    rb = passing(LazyMemmapStorage(1000))
+    seen = [torch.zeros(1000, dtype=torch.int64).share_memory_() for _ in range(3)]
+    children = [Child(iterate, rb, mine) for mine in seen]
+    for child in children:
+        child.join()
+    total = sum(seen)
+    assert int(total.min()) >= 1
+    assert int(total.sum()) < 4000  # who draws just when another one took the last batch begins the next pass
+    rb.close()
+
+
+def test_a_pass_goes_on_when_the_store_is_shared_or_opened_again(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4)
+    rb.extend(torch.arange(10))
+    seen = rb.sample().tolist()
+    rb.share()
+    seen += rb.sample().tolist()
+    assert len(rb.sample()) == 2
+    assert len(set(seen)) == 8
+    rb.close()
+    rb = passing(LazyMemmapStorage(10, scratch_dir=tmp_path), 10, 4, index="train")
+    seen = rb.sample().tolist()
+    rb.close()
+    rb = ReplayBuffer.open(tmp_path)
+    assert rb.sampler.index_name == "train"
+    other = ReplayBuffer(storage=rb.storage, sampler=SamplerWithoutReplacement(index="eval"), batch_size=4)
+    assert sorted(sum((batch.tolist() for batch in other), [])) == list(range(10))
+    assert sorted(seen + sum((batch.tolist() for batch in rb), [])) == list(range(10))
+    rb.close()
+
+
+def walk_for_ever(rb):
+    while True:
+        rb.sample()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_pass_survives_those_who_walk_it(drop_last):
+    rb = passing(LazyMemmapStorage(100), 100, drop_last=drop_last)
+    for _ in range(15):
+        child = Child(walk_for_ever, rb)
+        for _ in range(20):
+            rb.sample()
+        child.kill()
+        rb.sampler.ran_out = False
+        while not rb.sampler.ran_out:
+            rb.sample()
+        rows = torch.cat(list(rb))
+        assert len(rows) == (98 if drop_last else 100) == len(rows.unique())
+    rb.close()
+
+
 def write_best(rb, start, count):
     for i in range(count):
         rb.extend(steps(start + 8 * i, 8))

@@ -22,6 +22,7 @@
 #include "../core/random.h"
 #include "../core/store.h"
 #include "memory.h"
+#include "pass.h"
 #include "priorities.h"
 #include "ranking.h"
 #include "tensors.h"
@@ -375,6 +376,7 @@ NB_MODULE(_core, m) {
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   bind_participants(m);
   bind_store(m);
+  engram::bind_pass(m);
   engram::bind_priorities(m);
   engram::bind_ranking(m);
   engram::bind_trajectories(m);

@@ -16,6 +16,7 @@ __all__ = [
     "Marks",
     "NothingLive",
     "Participants",
+    "Pass",
     "Priorities",
     "Ranking",
     "Shape",
@@ -25,12 +26,15 @@ __all__ = [
     "control_bytes",
     "empty_rows",
     "format_control",
+    "format_pass",
     "format_priorities",
     "num_threads",
+    "pass_bytes",
     "permute",
     "pid_namespace",
     "prefetch",
     "priority_bytes",
+    "reset_pass_mutex",
     "reset_priorities_mutex",
     "set_num_threads",
     "stack",
@@ -43,6 +47,7 @@ Layout = _core.Layout
 Marks = _core.Marks
 Participants = _core.Participants
 NothingLive = _core.NothingLive
+Pass = _core.Pass
 Priorities = _core.Priorities
 Ranking = _core.Ranking
 Shape = _core.Shape
@@ -52,11 +57,14 @@ Trajectories = _core.Trajectories
 control_bytes = _core.control_bytes
 empty_rows = _core.empty_rows
 format_control = _core.format_control
+format_pass = _core.format_pass
 format_priorities = _core.format_priorities
+pass_bytes: int = _core.pass_bytes
 permute = _core.permute
 pid_namespace = _core.pid_namespace
 prefetch = _core.prefetch
 priority_bytes = _core.priority_bytes
+reset_pass_mutex = _core.reset_pass_mutex
 reset_priorities_mutex = _core.reset_priorities_mutex
 stack = _core.stack
 start_time_of = _core.start_time_of

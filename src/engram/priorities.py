@@ -6,14 +6,13 @@ different indexes have priorities of their own over one copy of the data.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from engram import _fork, _native
 from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowError, WriterStalled
-from engram.store import INDEX_KINDS, Store, private_block
+from engram.store import INDEX_KINDS, Store, check_index_name, private_block
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +23,6 @@ __all__ = ["NOTHING", "PriorityConfig", "PriorityIndex"]
 
 KIND = "priorities"
 NOTHING = "Add data, or give rows a priority above zero."
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class PriorityConfig(NamedTuple):
@@ -77,7 +75,7 @@ class PriorityIndex:
             IncompatibleStore: there is one with another ``eps`` or ``max_priority_within_buffer``.
             OSError: no space for its file.
         """
-        check_name(name)
+        check_index_name(name)
 
         def make(block: Block) -> None:
             _native.format_priorities(block.address, block.nbytes, store.capacity, *config)
@@ -191,12 +189,6 @@ class PriorityIndex:
     def emptied(self) -> None:
         """A list was emptied."""
         self.core.emptied()
-
-
-def check_name(name: Any) -> None:
-    """Raise ``ValueError`` unless this can be the name of an index."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"index: expected a name of 1 to 64 letters, digits, '-' or '_', got {name!r}.")
 
 
 INDEX_KINDS[KIND] = PriorityIndex

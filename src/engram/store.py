@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -53,6 +54,7 @@ __all__ = [
     "Repair",
     "Saved",
     "Store",
+    "check_index_name",
     "forget_temporary",
     "maker_of",
     "shared_memory",
@@ -108,6 +110,16 @@ def _scan(core: Any, rows: int) -> Iterator[int]:
 #: Makes an index of a kind around its memory, for a store. Whoever writes to a directory keeps all of its indexes, so all
 #: kinds must be known.
 INDEX_KINDS: dict[str, Any] = {}
+
+_INDEX_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def check_index_name(name: Any, where: str = "index") -> None:
+    """Raise unless this can be the name of an index: ``TypeError``, ``ValueError``."""
+    if not isinstance(name, str):
+        raise TypeError(f"{where}: expected a name, got {type(name).__name__}.")
+    if not _INDEX_NAME.fullmatch(name):
+        raise ValueError(f"{where}: expected a name of 1 to 64 letters, digits, '-' or '_', got {name!r}.")
 
 
 class Key(threading.local):

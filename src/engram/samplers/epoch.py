@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engram import _fork, _native
+from engram import _native
+from engram.passes import PassIndex
 from engram.samplers._base import NativeSampler, check_drawable
+from engram.store import check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from engram.store import Key, Store
@@ -28,9 +28,14 @@ class SamplerWithoutReplacement(NativeSampler):
     any draw after the number of live rows changed. Overwriting a full ring does not: rows not yet visited show their new
     content. The order is a keyed permutation that takes no memory, whatever the size.
 
+    A store in a directory, or shared in RAM, has the pass itself, under the name ``index``: all its processes walk it together, so
+    that each row comes to one of them, and the next process that opens it goes on there. The rest of a batch that its process
+    did not live to use is not drawn again.
+
     Args:
         drop_last: skip the rows of a pass that do not fill a batch.
         shuffle: random order; else row order.
+        index: samplers of other names walk by themselves.
 
     Raises (when drawing):
         ValueError: ``drop_last`` and fewer live rows than the batch size.
@@ -43,24 +48,61 @@ class SamplerWithoutReplacement(NativeSampler):
     [4, 4, 1]
     """
 
-    def __init__(self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False) -> None:
+    def __init__(
+        self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False, index: str = "main"
+    ) -> None:
         if replacement:
             raise TypeError("SamplerWithoutReplacement: expected replacement=False. Use RandomSampler().")
+        check_index_name(index, "SamplerWithoutReplacement: index")
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self.ran_out = False
-        self._lock = _fork.lock()
-        self._key = 0
-        self._rows = 0
-        self._visited = 0
+        self.index_name = index
+        self._own = PassIndex.own()
+        self._store: Store | None = None
+        self._pass = self._own
+        """The own one, or that of the directory store that was drawn from last."""
+        self._ran_out = False
+        self._drawn_from: int | None = None
+
+    # ---- which pass ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, store: Store | None) -> PassIndex:
+        """The pass that samplers of this storage walk."""
+        if store is not self._store:
+            if store is None or store.directory is None:
+                self._pass = self._own
+            else:
+                self._pass = PassIndex.of_store(store, self.index_name, self._own.walk)
+            self._store = store
+        return self._pass
+
+    def bind(self, storage: Any) -> None:
+        """Meet the storage whose rows are drawn: one in a directory has a pass for all processes."""
+        self._meet(getattr(storage, "memory", None))
+
+    def moved(self) -> None:
+        self._store, self._pass = None, self._own
 
     def observe(self, write: Write | None, data: Any) -> None:
         """An emptied buffer: the pass is over."""
         if write is None:
-            with self._lock:
-                self._rows = self._visited = 0
+            self._own.walk = (0, 0, 0)
 
-    def _advance(self, size: int, batch_size: int, key: Callable[[], int]) -> tuple[int, int, int]:
+    @property
+    def ran_out(self) -> bool:
+        """Whether the pass is over that the last batch came from: another process may have taken the rest of it."""
+        if self._ran_out or self._drawn_from is None or self._pass is self._own:
+            return self._ran_out
+        key, rows, visited = self._pass.walk
+        return key != self._drawn_from or visited == rows
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._ran_out, self._drawn_from = value, None
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def _advance(self, size: int, batch_size: int, key: int) -> tuple[int, int, int]:
         """The next batch of the pass: ``(key of the order, first rank, ranks)``."""
         check_drawable(size)
         if self.drop_last and size < batch_size:
@@ -68,20 +110,12 @@ class SamplerWithoutReplacement(NativeSampler):
                 f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "
                 "drop_last=False."
             )
-        with self._lock:
-            left = self._rows - self._visited
-            if size != self._rows or left < (batch_size if self.drop_last else 1):
-                self._key, self._rows, self._visited = key(), size, 0
-            start = self._visited
-            count = min(batch_size, size - start)
-            self._visited += count
-            if self.drop_last and size - self._visited < batch_size:
-                self._visited = size  # the rest is skipped, whatever is asked for next
-            self.ran_out = self._visited == size
-            return self._key, start, count
+        order, start, count, self._ran_out = self._pass.next(key, size, batch_size, whole=self.drop_last)
+        self._drawn_from = order
+        return order, start, count
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        order, start, count = self._advance(extent.size, batch_size, lambda: key)
+        order, start, count = self._advance(extent.size, batch_size, key)
         ranks = _native.empty_rows(count)
         if self.shuffle:
             _native.permute(order, extent.size, start, count, ranks.data_ptr())
@@ -92,10 +126,12 @@ class SamplerWithoutReplacement(NativeSampler):
     def sample_natively(
         self, storage: Any, key: Key, n: int, *, numbered: bool = False
     ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
-        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
+        """:meth:`draw` and the rows' data in two native calls: ``(columns, rows, info)``."""
         store: Store = storage.memory
+        if store is not self._store:
+            self._meet(store)
         size = store.core.size()
-        order, start, count = self._advance(size, n, lambda: key.value)
+        order, start, count = self._advance(size, n, key.value)
         columns = store.read_ranked(order, size, start, count, shuffle=self.shuffle, with_numbers=numbered)
         info = {"index_generation": columns.pop()} if numbered else {}
         return columns, columns.pop(), info
@@ -105,10 +141,11 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """``key``, ``rows`` and ``visited`` of the pass under way, and ``ran_out``: plain values."""
-        return {"key": self._key, "rows": self._rows, "visited": self._visited, "ran_out": self.ran_out}
+        key, rows, visited = self._pass.walk
+        return {"key": key, "rows": rows, "visited": visited, "ran_out": self.ran_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the pass of a saved state.
+        """Go on with the pass of a saved state; in a store in a directory, all processes do.
 
         Raises:
             KeyError: a missing or unknown entry. Nothing is changed.
@@ -119,18 +156,21 @@ class SamplerWithoutReplacement(NativeSampler):
                 f"SamplerWithoutReplacement: expected a state with key, rows, visited, ran_out; got {sorted(state_dict)}."
             )
         key, rows, visited = (int(state_dict[name]) for name in ("key", "rows", "visited"))
-        if not (0 <= visited <= rows and 0 <= key < 1 << 64):
+        if not (0 <= visited <= rows < 1 << 63 and 0 <= key < 1 << 64):
             raise ValueError(f"SamplerWithoutReplacement: expected 0 <= visited <= rows, got {state_dict}.")
-        with self._lock:
-            self._key, self._rows, self._visited = key, rows, visited
-            self.ran_out = bool(state_dict["ran_out"])
+        self._pass.walk = (key, rows, visited)
+        self.ran_out = bool(state_dict["ran_out"])
 
     def config(self) -> dict[str, Any]:
-        return {"drop_last": self.drop_last, "shuffle": self.shuffle}
+        return {"drop_last": self.drop_last, "shuffle": self.shuffle, "index": self.index_name}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_lock"}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_pass", "_store")}
+        return state | {"walk": self._own.walk}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        walk = state.pop("walk")
         self.__dict__.update(state)
-        self._lock = _fork.lock()
+        self._own = PassIndex.own()
+        self._own.walk = walk
+        self._store, self._pass = None, self._own

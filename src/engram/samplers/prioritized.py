@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engram.errors import NoSampleable
-from engram.priorities import PriorityConfig, PriorityIndex, check_name
+from engram.priorities import PriorityConfig, PriorityIndex
 from engram.samplers._base import NativeSampler
+from engram.store import check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class PrioritizedSampler(NativeSampler):
             )
         if not dtype.is_floating_point:
             raise TypeError(f"PrioritizedSampler: dtype: expected a floating point dtype, got {dtype}.")
-        check_name(index)
+        check_index_name(index, "PrioritizedSampler: index")
         self._capacity = max_capacity
         self._config = PriorityConfig(
             _number("alpha", alpha), _number("beta", beta), _number("eps", eps), bool(max_priority_within_buffer)

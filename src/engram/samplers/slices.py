@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -13,6 +12,7 @@ from engram.errors import NoSampleable, WriterStalled
 from engram.samplers._base import NativeSampler
 from engram.samplers._boundaries import boundaries_of, field_numbers, scan, shared_table, static_table
 from engram.store import Key as DrawKey
+from engram.store import check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ _LATER = {
     "fragmented": "slices of interleaved trajectories",
     "step_key": "slices of interleaved trajectories",
 }
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MASK = ("collector", "mask")
 #: Of a mark: not wanted, or not added to a stored flag.
 _UNWANTED, _ALONE = -2, -1
@@ -113,10 +112,7 @@ class _SliceSampler(NativeSampler):
         given = {argument for argument, value in kinds.items() if value is not None}
         if given & {"ends", "trajectories"} and len(given) > 1:
             raise RuntimeError(f"{name}: expected one kind of boundaries, got {sorted(given)}. Give one of them.")
-        if not isinstance(index, str):
-            raise TypeError(f"{name}: index: expected a name, got {type(index).__name__}.")
-        if not _NAME.fullmatch(index):
-            raise ValueError(f"{name}: index: expected 1 to 64 letters, digits, '_' or '-', got {index!r}.")
+        check_index_name(index, f"{name}: index")
         self.num_slices = num_slices
         self.slice_len = slice_len
         self.end_key = _as_key(end_key, f"{name}: end_key")

@@ -12,9 +12,10 @@ from torch import Tensor
 from engram._later import refuse
 from engram._tensordict import find
 from engram.errors import RowError
-from engram.priorities import PriorityConfig, PriorityIndex, check_name
+from engram.priorities import PriorityConfig, PriorityIndex
 from engram.storages._base import Rows, Storage, check_count, one_or_many
 from engram.storages._structure import describe
+from engram.store import check_index_name
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ class ListStorage(Storage):
                 index.emptied()
 
     def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
-        check_name(name)
+        check_index_name(name)
         self.bound(rows)
         with self._lock:
             known = self._priorities.get(name)

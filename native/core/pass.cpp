@@ -1,0 +1,71 @@
+#include "pass.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "check.h"
+
+namespace engram {
+namespace {
+
+constexpr char kMagic[8] = {'e', 'n', 'g', 'p', 'a', 's', 's', '\1'};
+
+PassPage* page_in(std::span<std::byte> memory) {
+  check(memory.size() == Pass::kBytes, "a pass in memory of another size");
+  check(std::memcmp(memory.data(), kMagic, sizeof kMagic) == 0, "memory that holds no pass");
+  return reinterpret_cast<PassPage*>(memory.data());
+}
+
+constexpr auto nothing_to_mend = [] {};
+
+}  // namespace
+
+void Pass::format(std::span<std::byte> memory) {
+  check(memory.size() == kBytes, "a pass in memory of another size");
+  auto* page = new (memory.data()) PassPage{};
+  page->mutex.format();
+  std::memcpy(page->magic, kMagic, sizeof kMagic);
+}
+
+void Pass::reset_mutex(std::span<std::byte> memory) { page_in(memory)->mutex.format(); }
+
+Pass::Pass(std::span<std::byte> memory) : page_(page_in(memory)) {
+  const Walk walk = current();
+  check(walk.visited <= walk.rows, "a pass that has visited more rows than there are");
+}
+
+void Pass::put(const Walk& walk) {
+  const std::uint64_t other = ~page_->current.load(std::memory_order_relaxed) & 1;
+  page_->walks[other] = walk;
+  page_->current.store(other, std::memory_order_release);
+}
+
+Pass::Stretch Pass::next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole) {
+  check(rows > 0 && n > 0 && (!whole || n <= rows), "a walk over at least one row, and a batch that it can fill");
+  const SharedLock lock(page_->mutex, nothing_to_mend);
+  Walk walk = current();
+  if (walk.rows != rows || walk.visited > rows || rows - walk.visited < (whole ? n : 1)) walk = {key, rows, 0};
+  const std::uint64_t start = walk.visited, count = std::min(n, rows - start);
+  walk.visited += count;
+  if (whole && rows - walk.visited < n) walk.visited = rows;  // the rest is skipped, whatever is asked for next
+  put(walk);
+  return {walk.key, rows, start, count, walk.visited == rows};
+}
+
+Walk Pass::walk() const {
+  const SharedLock lock(page_->mutex, nothing_to_mend);
+  return current();
+}
+
+void Pass::set(const Walk& walk) {
+  check(walk.visited <= walk.rows, "no more rows visited than there are");
+  const SharedLock lock(page_->mutex, nothing_to_mend);
+  put(walk);
+}
+
+void Pass::after_fork() {
+  if (page_->mutex.held()) page_->mutex.format();  // its owner does not exist here
+}
+
+}  // namespace engram

@@ -1,0 +1,44 @@
+// A pass across deaths at every instruction of a draw.
+#include <cstdint>
+#include <cstdio>
+
+#include "crash.h"
+#include "expect.h"
+#include "passes.h"
+
+#ifdef ENGRAM_CAN_STEP
+
+// Killed before each instruction: whoever comes next, beside the dead or as the first one to open the memory, finds the walk
+// as it was or as it should be, and goes on.
+TEST(a_death_leaves_the_walk_before_or_after) {
+  std::uint64_t deaths = 0, before = 0, after = 0;
+  for (const bool fresh : {false, true}) {
+    for (std::uint64_t instructions = 0;; ++instructions) {
+      PassRoom room;
+      Pass pass(room.bytes());
+      pass.next(1, 10, fresh ? 10 : 4, false);
+      const Walk was = pass.walk(), will_be = fresh ? Walk{2, 10, 3} : Walk{1, 10, 7};
+      Stepped::End end;
+      {
+        Stepped child([&] { pass.next(2, 10, 3, false); });
+        if (child.end() == Stepped::End::refused) return;
+        end = Stepped::End::running;
+        for (std::uint64_t i = 0; i < instructions && end == Stepped::End::running; ++i) end = child.step();
+      }  // dies here
+      if (end == Stepped::End::refused) return;
+      if (deaths % 2 == 0) Pass::reset_mutex(room.bytes());  // nobody was left
+      Pass next(room.bytes());
+      const Walk now = next.walk();
+      EXPECT(same(now, was) || same(now, will_be));
+      EXPECT_EQ(next.next(3, 10, 1, false).start, now.visited == 10 ? 0 : now.visited);
+      before += same(now, was);
+      after += same(now, will_be);
+      ++deaths;
+      if (end == Stepped::End::done) break;
+    }
+  }
+  std::printf("    %llu deaths, %llu before the change\n", llu(deaths), llu(before));
+  EXPECT(before > 10 && after > 2);
+}
+
+#endif

@@ -1,0 +1,86 @@
+// A pass: its stretches against a model, and in threads.
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "blocks.h"
+#include "expect.h"
+#include "passes.h"
+
+using engram::Pass;
+using engram::Walk;
+
+TEST(every_row_comes_once_in_a_walk) {
+  Dice dice(3);
+  for (int round = 0; round < 300; ++round) {
+    PassRoom room;
+    Pass pass(room.bytes());
+    std::uint64_t rows = 1 + dice.below(40), left = 0, key = 0;
+    for (std::uint64_t draw = 1; draw < 60; ++draw) {
+      if (dice.below(20) == 0) {
+        const std::uint64_t before = std::exchange(rows, 1 + dice.below(40));
+        if (rows != before) left = 0;
+      }
+      if (dice.below(30) == 0) pass.emptied(), left = 0;
+      const bool whole = dice.below(3) == 0;
+      const std::uint64_t n = 1 + dice.below(whole ? rows : 12);
+      if (left == 0 || (whole && left < n)) left = rows, key = draw;
+      const Pass::Stretch got = pass.next(draw, rows, n, whole);
+      EXPECT_EQ(got.key, key);
+      EXPECT_EQ(got.start, rows - left);
+      EXPECT_EQ(got.count, std::min(n, left));
+      left -= got.count;
+      if (whole && left < n) left = 0;
+      EXPECT_EQ(got.last, left == 0);
+      EXPECT(same(pass.walk(), {key, rows, rows - left}));
+    }
+  }
+}
+
+TEST(threads_walk_together) {
+  PassRoom room;
+  constexpr std::uint64_t kRows = 1000, kDraws = 2000;
+  std::vector<std::vector<Pass::Stretch>> got(3);
+  std::vector<std::thread> threads;
+  for (std::uint64_t t = 0; t < got.size(); ++t) {
+    threads.emplace_back([&, t] {
+      Pass pass(room.bytes());
+      for (std::uint64_t i = 0; i < kDraws; ++i) got[t].push_back(pass.next(t << 32 | i, kRows, 7 + t, false));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::map<std::uint64_t, std::vector<std::uint64_t>> visited;
+  for (const auto& stretches : got) {
+    for (const Pass::Stretch& s : stretches) {
+      auto& of = visited[s.key];
+      of.resize(kRows);
+      for (std::uint64_t i = s.start; i < s.start + s.count; ++i) ++of[i];
+    }
+  }
+  std::uint64_t unfinished = 0;
+  for (const auto& [key, times] : visited) {
+    for (const std::uint64_t n : times) EXPECT(n <= 1);
+    unfinished += std::count(times.begin(), times.end(), 0u) > 0;
+  }
+  EXPECT(visited.size() > 5);
+  EXPECT(unfinished <= 1);
+}
+
+TEST(what_is_no_pass_is_refused) {
+  std::vector<std::uint64_t> words(Pass::kBytes / 8);
+  const auto memory = std::as_writable_bytes(std::span(words));
+  EXPECT_THROWS(std::invalid_argument, (void)Pass(memory));
+  EXPECT_THROWS(std::invalid_argument, Pass::format(memory.first(64)));
+  Pass::format(memory);
+  EXPECT_THROWS(std::invalid_argument, (void)Pass(memory.first(64)));
+  Pass pass(memory);
+  EXPECT_THROWS(std::invalid_argument, pass.set({0, 3, 4}));
+  EXPECT_THROWS(std::invalid_argument, pass.next(0, 0, 1, false));
+  EXPECT_THROWS(std::invalid_argument, pass.next(0, 3, 4, true));
+  EXPECT(same(pass.walk(), {0, 0, 0}));
+  reinterpret_cast<engram::PassPage*>(memory.data())->walks[0] = {0, 3, 4};
+  EXPECT_THROWS(std::invalid_argument, (void)Pass(memory));
+}
