@@ -358,6 +358,21 @@ def test_the_best_rows_of_all_processes():
     rb.close()
 
 
+def write_first(rb, barrier, start):
+    barrier.wait()
+    rb.extend(steps(start, 48))
+
+
+def test_the_best_rows_of_processes_that_write_first_at_once():
+    for _ in range(10):
+        rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(64), writer=TensorDictMaxValueWriter(rank_key="step"))
+        barrier = mp.get_context("fork").Barrier(2)
+        for child in [Child(write_first, rb, barrier, start) for start in (0, 48)]:
+            child.join()
+        assert sorted(rb["step"].tolist()) == list(range(32, 96))
+        rb.close()
+
+
 def set_priority(rb, rows, value):
     rb.update_priority(torch.tensor(rows), value)
 

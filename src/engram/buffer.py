@@ -250,8 +250,7 @@ class ReplayBuffer:
             prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
             write: Write = storage.write(Plan(lane=lane), prepared, n)
         else:
-            with storage.placing:
-                write = self._place_and_write(data, lane, call, count, batched=batched)
+            write = self._place_and_write(data, lane, call, count, batched=batched)
         if not self._recorded:
             self._record()
         if self._listening():
@@ -265,11 +264,12 @@ class ReplayBuffer:
             rows = _rows_of(data, storage.ndim) if batched else 1
             plan = None if rows is None else self._writer.place(storage.extent(), rows, lane, data)
         prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
-        if plan is None:
-            plan = self._writer.place(storage.extent(), n, lane, data)
-        write: Write = storage.write(plan, prepared, n)
-        if self._tells:
-            self._writer.written(plan, write)
+        with storage.placing:
+            if plan is None or len(storage):  # another process may have written first
+                plan = self._writer.place(storage.extent(), n, lane, data)
+            write: Write = storage.write(plan, prepared, n)
+            if self._tells:
+                self._writer.written(plan, write)
         return write
 
     def _listening(self) -> bool:
