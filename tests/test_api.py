@@ -24,6 +24,7 @@ MODULES = sorted(
 )
 
 NAMES = [
+    "Changes",
     "CorruptStore",
     "DEFAULT_DONE_KEYS",
     "Draw",

@@ -339,6 +339,50 @@ def test_a_pass_survives_those_who_walk_it(drop_last):
     rb.close()
 
 
+# ---- what others wrote ---------------------------------------------------------------------------------------------------
+
+
+class Following:
+    """A sampler that notes something of every row, whoever wrote it."""
+
+    def __init__(self, storage):
+        self.store = storage.store
+        self.seen, self.next = {}, 0
+
+    def catch_up(self):
+        changes = self.store.changes(self.next)
+        assert changes.tickets.tolist() == sorted(changes.tickets.tolist())
+        self.seen.update(zip(changes.rows.tolist(), changes.tickets.tolist(), strict=True))
+        self.next = changes.next
+        return changes.rows.tolist()
+
+
+def overwrite(rb, lane, count):
+    for i in range(count):
+        rb.extend(steps(i, 3), lane=lane)
+        if i % 7 == 0:
+            rb[20 * lane] = steps(i, 1)[0]
+
+
+def test_what_other_processes_wrote_can_be_learnt():
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(60, lanes=3))
+    rb.extend(steps(0, 3))
+    following = Following(rb.storage)
+    assert following.catch_up() == [0, 1, 2]
+    children = [Child(overwrite, rb, lane, 400) for lane in range(3)]
+    while any(child.process.is_alive() for child in children):
+        following.catch_up()
+    for child in children:
+        child.join()
+    following.catch_up()
+    assert following.catch_up() == []
+    rows = torch.arange(60)
+    assert following.seen == dict(zip(rows.tolist(), rb.storage.numbers_of(rows).tolist(), strict=True))
+    rb[5] = steps(1, 1)[0]
+    assert following.catch_up() == [5]
+    rb.close()
+
+
 def write_best(rb, start, count):
     for i in range(count):
         rb.extend(steps(start + 8 * i, 8))

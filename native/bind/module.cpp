@@ -245,6 +245,18 @@ void bind_store(nb::module_& m) {
           },
           "rows"_a, "n"_a, "numbers"_a)
       .def(
+          "changes",
+          [](const Store& self, std::uint64_t since) {
+            std::vector<std::int64_t> rows, numbers;
+            std::uint64_t next = 0;
+            {
+              nb::gil_scoped_release release;
+              next = self.changes(since, rows, numbers);
+            }
+            return nb::make_tuple(array_of(std::move(rows)), array_of(std::move(numbers)), next);
+          },
+          "since"_a, "Rows whose number is at least `since`: (rows, numbers, what to ask for the next time).")
+      .def(
           "holes",
           [](const Store& self) {
             std::vector<std::int64_t> holes;

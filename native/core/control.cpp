@@ -243,26 +243,28 @@ Control::Repair Control::recover() const {
   return repair;
 }
 
-ClaimGuard::ClaimGuard(Participant& participant, [[maybe_unused]] std::uint64_t t0, std::uint64_t n, std::int64_t lane,
-                       std::uint64_t p0) {
+ClaimGuard::ClaimGuard(Participant& participant) {
   for (;;) {
     for (Claim& claim : participant.claims) {
       std::uint64_t free = 0;
       if (!claim.t0.compare_exchange_strong(free, kNoted, std::memory_order_acq_rel)) continue;
-      claim.n = n;
-      claim.lane = lane;
-      claim.p0 = p0;
-#ifndef ENGRAM_WITHOUT_CLAIM  // the tests of death must fail then: make negative-controls
-      claim.t0.store(t0, std::memory_order_release);
-#endif
-#ifndef ENGRAM_TSAN  // whose build has no fences
-      std::atomic_thread_fence(std::memory_order_release);
-#endif
       claim_ = &claim;
       return;
     }
     std::this_thread::yield();  // every other holder is a thread of this process, inside a bounded call
   }
+}
+
+void ClaimGuard::note([[maybe_unused]] std::uint64_t t0, std::uint64_t n, std::int64_t lane, std::uint64_t p0) {
+  claim_->n = n;
+  claim_->lane = lane;
+  claim_->p0 = p0;
+#ifndef ENGRAM_WITHOUT_CLAIM  // the tests of death must fail then: make negative-controls
+  claim_->t0.store(t0, std::memory_order_release);
+#endif
+#ifndef ENGRAM_TSAN  // whose build has no fences
+  std::atomic_thread_fence(std::memory_order_release);
+#endif
 }
 
 }  // namespace engram

@@ -193,13 +193,21 @@ class Control {
   Word* tickets_ = nullptr;
 };
 
-/// A claim in a participant's entry for as long as it lives.
+/// A claim in a participant's entry for as long as it lives. Taken before ticket numbers are: so whoever reads the counter
+/// finds every number below it noted, or about to be, or done with.
 class ClaimGuard {
  public:
-  ClaimGuard(Participant& participant, std::uint64_t t0, std::uint64_t n, std::int64_t lane, std::uint64_t p0);
+  explicit ClaimGuard(Participant& participant);
+  ClaimGuard(Participant& participant, std::uint64_t t0, std::uint64_t n, std::int64_t lane, std::uint64_t p0)
+      : ClaimGuard(participant) {
+    note(t0, n, lane, p0);
+  }
   ~ClaimGuard() { claim_->t0.store(0, std::memory_order_release); }
   ClaimGuard(const ClaimGuard&) = delete;
   ClaimGuard& operator=(const ClaimGuard&) = delete;
+
+  /// To be called before the first row is marked.
+  void note(std::uint64_t t0, std::uint64_t n, std::int64_t lane, std::uint64_t p0);
 
  private:
   Claim* claim_;

@@ -280,16 +280,15 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   check(lane < control_.lanes(), "a lane outside the store");
   check(columns.size() == fields_.size(), "another number of columns than the store has fields");
   look_after_others();
+  ClaimGuard claim(*participant_);
   // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
   const std::uint64_t p0 = control_.lane(lane).cursor.fetch_add(n, std::memory_order_relaxed);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
-  {
-    const ClaimGuard claim(*participant_, t0, n, static_cast<std::int64_t>(lane), p0);
-    std::vector<std::int64_t> rows;
-    if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
-    write_ring(lane, p0, n, t0, columns, nullptr, rows_out);
-    tell_indexes([&](Index& index) { index.written(rows_out, n, t0); });
-  }
+  claim.note(t0, n, static_cast<std::int64_t>(lane), p0);
+  std::vector<std::int64_t> rows;
+  if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
+  write_ring(lane, p0, n, t0, columns, nullptr, rows_out);
+  tell_indexes([&](Index& index) { index.written(rows_out, n, t0); });
   control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
   return t0;
 }
@@ -314,19 +313,18 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
     while (end < n && lane_of[order[end]] == lane) ++end;
     runs.push_back({static_cast<std::uint64_t>(lane), begin, end, 0});
   }
+  ClaimGuard claim(*participant_);
   for (Run& run : runs) {
     run.p0 = control_.lane(run.lane).cursor.fetch_add(run.end - run.begin, std::memory_order_relaxed);
   }
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
-  {
-    const ClaimGuard claim(*participant_, t0, n, -1, 0);
-    std::vector<std::int64_t> rows;
-    if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
-    for (const Run& run : runs) {
-      write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin, rows_out);
-    }
-    tell_indexes([&](Index& index) { index.written(rows_out, n, t0); });
+  claim.note(t0, n, -1, 0);
+  std::vector<std::int64_t> rows;
+  if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
+  for (const Run& run : runs) {
+    write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin, rows_out);
   }
+  tell_indexes([&](Index& index) { index.written(rows_out, n, t0); });
   control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
   return t0;
 }
@@ -344,8 +342,9 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
     const std::uint64_t lane = row / length, covered = row % length + 1;
     if (covered > control_.filled(lane) + 1 && !claim) {
       zeros.resize(row_bytes_);
+      claim.emplace(*participant_);
       number = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
-      claim.emplace(*participant_, number, 1, -1, 0);
+      claim->note(number, 1, -1, 0);
     }
     const std::uint64_t before = control_.filled(lane);
     if (covered <= before) continue;
@@ -381,8 +380,9 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       }
     }
   }
+  ClaimGuard claim(*participant_);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
-  const ClaimGuard claim(*participant_, t0, n, -1, 0);
+  claim.note(t0, n, -1, 0);
   for (std::uint64_t i = 0; i < n; ++i) {
     if (i + kAhead < n) {  // rows lie anywhere: their memory is asked for while others are copied
       __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
@@ -636,6 +636,40 @@ void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* 
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
     if (is_committed(word)) numbers_out[i] = static_cast<std::int64_t>(number_of(word));
   }
+}
+
+// Of every number below the counter its claim is there to be seen, if the write is not done.
+std::uint64_t Store::first_unfinished() const {
+  std::uint64_t first = control_.counters().next_ticket.load(std::memory_order_acquire);
+  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  for (std::uint64_t i = 0; i < control_.participants(); ++i) {
+    for (const Claim& claim : control_.participant(i).claims) {
+      std::uint64_t t0;
+      while ((t0 = claim.t0.load(std::memory_order_acquire)) == kNoted) {  // for some instructions, or its owner is stopped
+        if (std::chrono::steady_clock::now() > deadline) throw Stalled("another writer has been about to write for 5 s");
+        look_after_others(Need::waiting);
+        std::this_thread::yield();
+      }
+      if (t0 != 0 && claim.lane != kEmptying) first = std::min(first, t0);
+    }
+  }
+  return first;
+}
+
+std::uint64_t Store::changes(std::uint64_t since, std::vector<std::int64_t>& rows, std::vector<std::int64_t>& numbers) const {
+  const std::uint64_t next = first_unfinished();
+  std::vector<std::pair<std::int64_t, std::int64_t>> found;  // numbers and rows
+  for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
+    const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
+    if (!is_committed(word) || number_of(word) < since) continue;
+    found.emplace_back(static_cast<std::int64_t>(number_of(word)), static_cast<std::int64_t>(row));
+  }
+  std::sort(found.begin(), found.end());
+  for (const auto& [number, row] : found) {
+    numbers.push_back(number);
+    rows.push_back(row);
+  }
+  return next;
 }
 
 // The live rows, in row order. If there are none because all are just being overwritten, waits for them, bounded.

@@ -102,6 +102,11 @@ class Store {
   /// The numbers of rows as they are now, -1 for a row that is not whole or outside [0, capacity).
   void numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const;
 
+  /// Rows whose number is at least `since`, with their numbers, the oldest write first. Returns what to ask for the next
+  /// time: writes that are under way may have smaller numbers than rows that are there already, which then come again.
+  /// Throws Stalled. Cost: O(capacity), a word each.
+  std::uint64_t changes(std::uint64_t since, std::vector<std::int64_t>& rows, std::vector<std::int64_t>& numbers) const;
+
   /// The rows inside the extent that are not whole, in row order.
   std::vector<std::int64_t> holes() const;
 
@@ -117,6 +122,8 @@ class Store {
   void look_after_others(Need need = Need::none) const;
   std::uint64_t repair(const Claim& claim) const;
   void void_gaps() const;
+
+  std::uint64_t first_unfinished() const;
 
   template <class Tell>
   void tell_indexes(Tell&& tell) const;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -190,6 +191,7 @@ class Pair {
     for (std::uint64_t i = 0; i < kClaims; ++i) EXPECT_EQ(control.participant(0).claims[i].t0.load(), 0u);
     check_gather(rows, wanted_moved);
     check_sample(live);
+    check_changes();
   }
 
  private:
@@ -234,6 +236,18 @@ class Pair {
   }
 
   // Reads every row, in a random order: those that hold nothing are reported, all others are right.
+  void check_changes() {
+    const std::uint64_t since = dice_.below(next_ + 2);
+    Indices rows, numbers, wanted(rows_.size());
+    EXPECT_EQ(store_.changes(since, rows, numbers), next_);
+    std::iota(wanted.begin(), wanted.end(), 0);
+    const auto row = [this](std::int64_t r) { return rows_[static_cast<std::uint64_t>(r)]; };
+    std::erase_if(wanted, [&](std::int64_t r) { return row(r).state != State::committed || row(r).number < since; });
+    std::stable_sort(wanted.begin(), wanted.end(), [&](std::int64_t a, std::int64_t b) { return row(a).number < row(b).number; });
+    EXPECT_EQ(rows, wanted);
+    for (std::uint64_t i = 0; i < std::min(rows.size(), wanted.size()); ++i) EXPECT_EQ(numbers[i], row(wanted[i]).number);
+  }
+
   void check_gather(Indices rows, const Indices& wanted_moved) {
     Rows batch(heap_.fields, rows.size());
     EXPECT_EQ(store_.gather(rows.data(), rows.size(), all(), batch.out, nullptr, nullptr), wanted_moved);
@@ -770,6 +784,34 @@ TEST(gathers_do_not_depend_on_threads) {
 }
 
 // ---- damage --------------------------------------------------------------------------------------------------------
+
+TEST(changes_beside_unfinished_writes_come_again) {
+  Heap heap({8, 1, 8}, {8});
+  Store store(heap.open());
+  Rows columns(heap.fields, 3);
+  Indices rows, numbers;
+  Participant& other = store.control().participant(3);
+  std::optional<ClaimGuard> claim;
+  claim.emplace(other);
+  claim->note(store.control().counters().next_ticket.fetch_add(1), 1, -1, 0);  // of row 7, say
+  store.append(0, 3, columns.in, nullptr);
+  EXPECT_EQ(store.changes(1, rows, numbers), 1u);
+  EXPECT_EQ(numbers, (Indices{2, 3, 4}));
+  store.control().word(7).store(ticket(1, State::committed));
+  claim.reset();
+  rows.clear(), numbers.clear();
+  EXPECT_EQ(store.changes(1, rows, numbers), 5u);
+  EXPECT_EQ(rows, (Indices{7, 0, 1, 2}));
+  // One that is about to note its numbers is waited for.
+  claim.emplace(other);
+  const std::uint64_t t0 = store.control().counters().next_ticket.fetch_add(1);
+  std::thread writer([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    claim->note(t0, 1, -1, 0);
+  });
+  EXPECT_EQ(store.changes(5, rows, numbers), t0);
+  writer.join();
+}
 
 TEST(random_bytes_in_the_shared_words_are_contained) {
   // Whatever another process scribbles over words and tickets: reads stay inside the memory (the sanitizer looks) and

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engram.sizing import StoragePlan, plan
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
     from engram.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj
-    from engram.types import Draw, Extent, Plan, Sampler, Write, Writer
+    from engram.types import Changes, Draw, Extent, Plan, Sampler, Write, Writer
     from engram.writers import (
         ImmutableDatasetWriter,
         RoundRobinWriter,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
+    "Changes",
     "CorruptStore",
     "DEFAULT_DONE_KEYS",
     "Draw",
@@ -126,7 +127,7 @@ _HOME = {
         "TensorDictReplayBuffer",
     ),
     "engram.trajectories": ("DEFAULT_DONE_KEYS", "find_start_stop_traj"),
-    "engram.types": ("Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
+    "engram.types": ("Changes", "Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
     "engram.writers": (
         "ImmutableDatasetWriter",
         "RoundRobinWriter",

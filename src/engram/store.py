@@ -37,7 +37,7 @@ from engram.errors import (
 from engram.format import files, layout
 from engram.format import schema as schemas
 from engram.format.schema import DTYPES
-from engram.types import Extent, Write
+from engram.types import Changes, Extent, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -999,6 +999,35 @@ class Store:
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
         return walked
+
+    def changes(self, since: int = 0) -> Changes:
+        """Rows that were written or edited since a ticket, by any process.
+
+        For samplers of your own that keep something per row: ``observe`` tells them of the writes of their process alone. Rows
+        that were emptied, or left half written by a process that died, do not come: :meth:`numbers_of` says -1 of them.
+
+        Args:
+            since: a ticket number, such as :attr:`Changes.next` of the call before; 0: all live rows.
+
+        Raises:
+            WriterStalled: another writer has been about to write for 5 s.
+
+        Cost: O(capacity), one word per row: about a millisecond per million rows. Releases the GIL.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> _ = rb.extend(torch.arange(2))
+        >>> seen = rb.storage.store.changes()
+        >>> _ = rb.extend(torch.arange(2))
+        >>> rb.storage.store.changes(seen.next).rows.tolist()
+        [2, 0]
+        """
+        try:
+            rows, numbers, following = self.core.changes(max(since, 0))
+        except _native.Stalled as error:
+            raise WriterStalled(f"changes: {error}.") from error
+        return Changes(torch.from_numpy(rows), torch.from_numpy(numbers), following)
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""

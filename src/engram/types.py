@@ -134,6 +134,17 @@ class Draw(NamedTuple):
     """Named arrays with one entry per drawn row, handed to the user beside the batch."""
 
 
+class Changes(NamedTuple):
+    """Rows written or edited since some ticket. Made by the store, for whoever did not hear of the writes of other processes."""
+
+    rows: Tensor
+    """int64 ``[n]``, each once, the one that was written longest ago first."""
+    tickets: Tensor
+    """int64 ``[n]`` ticket numbers of the rows, ascending."""
+    next: int
+    """Ask for this ticket the next time. Rows that were written beside a write still under way come again."""
+
+
 @runtime_checkable
 class Sampler(Protocol):
     """What a custom sampler implements, and all it implements."""
