@@ -137,6 +137,12 @@ def test_what_cannot_be_shared():
         ReplayBuffer(storage=LazyTensorStorage(4, device="meta"), shared=True)
     rb = ReplayBuffer(storage=LazyTensorStorage(4))
     assert not rb.share(False).shared
+    undecided = ReplayBuffer(storage=LazyTensorStorage(3, device="auto"))
+    with pytest.raises(RuntimeError, match='before the first write, which decides. Use device="cpu"'):
+        undecided.share()
+    undecided.extend(torch.arange(2))
+    assert undecided.share().sample(1).shape == (1,)
+    undecided.close()
 
 
 def test_a_share_that_does_not_fit_changes_nothing(monkeypatch):

@@ -594,8 +594,12 @@ class LazyTensorStorage(TensorStorage):
     def share(self) -> None:
         if self._home is not None:
             return
-        if self._device.type != "cpu" or self._device_argument == "auto":
-            raise RuntimeError(f"share: expected a storage on the CPU, got one on {self._device_argument}.")
+        if self._device.type != "cpu":
+            raise RuntimeError(f"share: expected a storage on the CPU, got one on {self._device}.")
+        if self._device_argument == "auto" and self.memory is None:
+            raise RuntimeError(
+                'share: expected a storage on the CPU, got device="auto" before the first write, which decides. Use device="cpu".'
+            )
         sweep_shared_memory()
         maker = secrets.token_hex(16)
         home = shared_memory() / f"engram-{maker}"
