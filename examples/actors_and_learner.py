@@ -63,7 +63,7 @@ def main() -> None:
         alpha=0.7, beta=0.5, storage=LazyTensorStorage(ROWS, lanes=ACTORS), batch_size=32, shared=True
     )
     values = torch.zeros(CELLS, 2).share_memory_()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # there at once; "spawn" does, too
 
     def start(number: int, lane: int) -> multiprocessing.Process:
         actor = context.Process(target=act, args=(replay, values, number, lane, os.getpid()), daemon=True)

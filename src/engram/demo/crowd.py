@@ -215,7 +215,7 @@ def verify(replay: Any, dead: Actor) -> int:
 
 def _last_row(replay: Any, dead: Actor) -> int:
     """Of a dead actor: it may have written one more row than it could tell."""
-    length = replay.storage.max_size // replay.lanes
+    length: int = replay.storage.max_size // replay.lanes
     last = dead.acknowledged[-1].row
     following = dead.lane * length + (last + 1) % length
     if int(replay.writer.generations_of([following])) >= 0:
