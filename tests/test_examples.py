@@ -18,6 +18,13 @@ def output_of(name, folder):
     return done.stdout
 
 
+def check_actors_and_learner(said):
+    (left,) = re.findall(r"^actor 0 was killed; its (\d+) rows stay, and the learner goes on$", said, re.MULTILINE)
+    assert int(left) > 0
+    assert "actor 2 writes in its lane: True" in said
+    assert re.search(r"^\d+ updates, \d+ rows written; the learner knows the way: True$", said, re.MULTILINE)
+
+
 def check_two_indexes(said):
     assert "1000 rows for the critic, 1000 for the model, in one storage: True" in said
     before, after = re.findall(r"critic draws ([\d.]+) on average, the model ([\d.]+)", said)
@@ -32,7 +39,11 @@ def check_recurrent_slices(said):
     assert re.search(r"^in the end: right in [\d.]+% of the mazes; without memory at most 50%$", said, re.MULTILINE)
 
 
-CHECKS = {"recurrent_slices.py": check_recurrent_slices, "two_indexes.py": check_two_indexes}
+CHECKS = {
+    "actors_and_learner.py": check_actors_and_learner,
+    "recurrent_slices.py": check_recurrent_slices,
+    "two_indexes.py": check_two_indexes,
+}
 #: Arguments of those that take longer to show all they can.
 QUICKLY = {"recurrent_slices.py": ["--steps", "300", "--seed", "1"]}
 

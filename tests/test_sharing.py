@@ -91,6 +91,29 @@ def test_the_documented_example(method, child_first):
     assert not folder.exists()
 
 
+def draw_as_they_would(*drawn):
+    for rb, expected in drawn:
+        assert torch.equal(rb.sample(8), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_handle_copies_arrives(method):
+    """The generator's state, private rows, a list's priorities: memory that is made for the pipe and gone before it is read."""
+    buffers = [
+        ReplayBuffer(storage=LazyTensorStorage(21), shared=True),
+        ReplayBuffer(storage=LazyTensorStorage(21), sampler=PrioritizedSampler(21, 1.0, 1.0)),
+        ReplayBuffer(storage=ListStorage(21), sampler=PrioritizedSampler(21, 1.0, 1.0)),
+    ]
+    drawn = []
+    for rb in buffers:
+        rb.set_rng(torch.Generator().manual_seed(3))
+        rb.extend(torch.arange(10.0).bfloat16())
+        same = copy.deepcopy(rb)
+        drawn.append((rb, same.sample(8)))
+    Child(draw_as_they_would, *drawn, method=method).join()
+    buffers[0].close()
+
+
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_ram_that_is_shared(method, written):

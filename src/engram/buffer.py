@@ -975,7 +975,8 @@ class ReplayBuffer:
     def __getstate__(self) -> dict[str, Any]:
         left = ("_key", "_iterator", "_generator", "_sample_natively")
         state = {k: v for k, v in self.__dict__.items() if k not in left}
-        state["_generator_state"] = None if self._generator is None else self._generator.get_state()
+        # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
+        state["_generator_state"] = None if self._generator is None else self._generator.get_state().numpy()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -986,7 +987,7 @@ class ReplayBuffer:
         self._generator = None
         if generator_state is not None:
             self._generator = torch.Generator()
-            self._generator.set_state(generator_state)
+            self._generator.set_state(torch.from_numpy(generator_state))
         self._storage.attach(self)
         self._take_sampler(self._sampler)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from engram import _fork, _native
@@ -15,6 +16,7 @@ from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowErr
 from engram.store import INDEX_KINDS, Store, check_index_name, private_block
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.store import Block, Key
@@ -97,13 +99,13 @@ class PriorityIndex:
         _native.format_priorities(block.address, block.nbytes, rows, *config)
         return cls(block, None)
 
-    def __getstate__(self) -> Tensor:
+    def __getstate__(self) -> NDArray[np.uint8]:
         """The memory of a list's priorities, copied. (Those of a store are copied with the store.)"""
-        return self.block.tensor.clone()
+        return self.block.tensor.numpy().copy()  # by value: a tensor would be gone before a spawned process looks
 
-    def __setstate__(self, memory: Tensor) -> None:
-        block = private_block(memory.numel())
-        block.tensor.copy_(memory)
+    def __setstate__(self, memory: NDArray[np.uint8]) -> None:
+        block = private_block(memory.size)
+        block.tensor.copy_(torch.from_numpy(memory))
         self.free_lock(block)  # whoever held it does not hold the copy's
         self.__init__(block, None)  # type: ignore[misc]
 

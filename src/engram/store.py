@@ -148,15 +148,38 @@ class Key(threading.local):
         return int(self._bits)
 
 
+class Copied:
+    """A tensor that exists for a copy only.
+
+    On the CPU it goes by value: multiprocessing sends a tensor's file descriptor, which is closed, or another file's, when the
+    tensor is gone before the receiver looks.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        tensor = self.tensor
+        if not tensor.is_cpu:
+            return (tensor,)
+        return tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.tensor, *how = state
+        if how:
+            dtype, shape = how
+            self.tensor = torch.from_numpy(state[0]).view(dtype).view(shape)
+
+
 class Saved(NamedTuple):
     """A store on its way through a copy or a pipe."""
 
     schema: Schema | None
     """None for a directory."""
     directory: Path | None
-    parts: list[Tensor] | None
+    parts: list[Copied] | None
     """Control block, tickets and fields, copied; None for a directory."""
-    indexes: dict[tuple[str, str], Tensor]
+    indexes: dict[tuple[str, str], Copied]
     """Memory of the indexes of a private store, copied."""
 
 
@@ -550,8 +573,9 @@ class Store:
         after = self._tickets.tensor.clone().view(torch.int64)
         # A row that was written meanwhile may be torn: its copy is void (state 3).
         tickets = torch.where(before == after, after, after | 3).view(torch.uint8)
-        indexes = {key: index.block.tensor.clone() for key, index in self.indexes.items()}
-        return Saved(self.schema, None, [self._control.tensor.clone(), tickets, *fields], indexes)
+        indexes = {key: Copied(index.block.tensor.clone()) for key, index in self.indexes.items()}
+        parts = [Copied(part) for part in (self._control.tensor.clone(), tickets, *fields)]
+        return Saved(self.schema, None, parts, indexes)
 
     @staticmethod
     def reattach(saved: Saved) -> Store:
@@ -562,19 +586,20 @@ class Store:
         schema = saved.schema
         assert schema is not None  # as detached() makes them
         control, tickets = _new_words(schema, 0)
-        control.tensor.copy_(saved.parts[0])
-        tickets.tensor.copy_(saved.parts[1])
-        if any(not part.is_cpu for part in saved.parts):
-            store: Store = DeviceStore(schema, saved.parts[2:], control, tickets)
+        parts = [part.tensor for part in saved.parts]
+        control.tensor.copy_(parts[0])
+        tickets.tensor.copy_(parts[1])
+        if any(not part.is_cpu for part in parts):
+            store: Store = DeviceStore(schema, parts[2:], control, tickets)
         else:
             tensors = [_private_field(field, schema.capacity) for field in schema.fields]
-            for tensor, part in zip(tensors, saved.parts[2:], strict=True):
+            for tensor, part in zip(tensors, parts[2:], strict=True):
                 tensor.copy_(part)
             store = Store(schema, tensors, control, tickets)
         store.core.recover()  # whoever was writing is not a writer of the copy
         for key, memory in saved.indexes.items():
-            block = private_block(memory.numel())
-            block.tensor.copy_(memory)
+            block = private_block(memory.tensor.numel())
+            block.tensor.copy_(memory.tensor)
             INDEX_KINDS[key[1]].free_lock(block)  # whoever held it does not hold the copy's
             store._copied_indexes[key] = block
         return store

@@ -37,11 +37,22 @@ def test_the_demo_says_which_package_it_lacks(missing, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--seed", "-1"], ["--steps", "many"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--steps", "0"],
+        ["--seed", "-1"],
+        ["--steps", "many"],
+        ["--actors", "-1"],
+        ["--actors", "65"],
+        ["--sampler", "best"],
+    ],
+)
 def test_options_out_of_range(arguments):
     result = click.testing.CliRunner().invoke(main, ["demo", *arguments])
     assert result.exit_code == 2
     assert arguments[0] in result.output
+    assert arguments[1] in result.output
 
 
 def test_doctor_names_what_it_finds():

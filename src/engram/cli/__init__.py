@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from engram._version import __version__
-from engram.demo.task import SAMPLERS
+from engram.demo.task import MOST_ACTORS, SAMPLERS
 
 __all__ = ["main"]
 
@@ -30,15 +30,25 @@ def main() -> None:
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the environment and the agent."
 )
 @click.option("--sampler", type=click.Choice(SAMPLERS), default=SAMPLERS[0], show_default=True, help="Of the replay.")
-def demo(steps: int, directory: Path | None, seed: int, sampler: str) -> None:
-    """Train DQN on CartPole-v1 from a replay buffer on disk, and replace the training process half-way.
+@click.option(
+    "--actors",
+    type=click.IntRange(0, MOST_ACTORS),
+    default=0,
+    show_default=True,
+    help="Processes that play while this one learns. 0: one process plays and learns.",
+)
+def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: int) -> None:
+    """Train DQN on CartPole-v1 from a replay buffer on disk, and replace a process half-way.
+
+    That is the training process, which ends in order; with --actors it is one of them, which is killed with SIGKILL while the
+    others go on.
 
     Ends when the mean return of the last 20 episodes passes 195. Ctrl-C leaves a store that reopens.
     """
     from engram.demo import run
 
     try:
-        code = run.run(steps=steps, directory=directory, seed=seed, sampler=sampler)
+        code = run.run(steps=steps, directory=directory, seed=seed, sampler=sampler, actors=actors)
     except ModuleNotFoundError as error:
         raise click.ClickException(f'the demo needs {error.name}: pip install "engram[demo]"') from error
     except FileExistsError as error:

@@ -71,6 +71,14 @@ class Agent:
         batch["td_error"] = (target - value.detach()).abs().squeeze(1)
         return float(loss.detach())
 
+    def policy(self) -> Tensor:
+        """What :meth:`act` needs, as one float32 tensor. A copy."""
+        return nn.utils.parameters_to_vector(self._online.parameters()).detach()
+
+    def take_policy(self, policy: Tensor) -> None:
+        """Act from now on as the agent that gave :meth:`policy` did then."""
+        nn.utils.vector_to_parameters(policy, self._online.parameters())
+
     def arrays(self) -> dict[str, Tensor]:
         """Everything that learning changed, as plain tensors by name. Copies."""
         tensors = {f"online.{name}": value for name, value in self._online.state_dict().items()}

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram.demo.task import WINDOW
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -37,6 +39,11 @@ class Progress:
     """Time of sampling, learning and updating priorities together."""
     ages: list[int] = field(default_factory=list)
     """Rows written between a sampled row and its sampling, for some of the samples."""
+
+    @property
+    def recent_return(self) -> float:
+        """Mean return of the last 20 episodes; 0 before there are 20."""
+        return sum(self.returns[-WINDOW:]) / WINDOW if len(self.returns) >= WINDOW else 0.0
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Write ``progress.json`` and ``weights.npz``: each is the old file or the new one, never a part."""

@@ -16,9 +16,10 @@ from engram.demo.task import BATCH, SOLVED, WINDOW
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engram.demo.actors import Actor
     from engram.demo.progress import Progress
 
-__all__ = ["plot", "summary"]
+__all__ = ["plot", "summary", "work"]
 
 
 def summary(progress: Progress, folder: Path) -> str:
@@ -58,6 +59,27 @@ def summary(progress: Progress, folder: Path) -> str:
     return "\n".join(lines)
 
 
+def work(actors: list[Actor], progress: Progress, stats: dict[str, float], seconds: float) -> str:
+    """What each actor wrote, what the learner drew meanwhile, and what that cost."""
+    lines = []
+    for actor in actors:
+        written = [1e6 * row.seconds for row in actor.acknowledged]
+        took = f", {statistics.median(written):.0f} µs each (median)" if written else ""
+        lines.append(
+            f"Actor {actor.number} (lane {actor.lane}, process {actor.pid}): {len(written)} rows, "
+            f"{actor.rows_per_s:.0f} rows/s{took}."
+        )
+    lines.append(
+        f"Learner: {progress.updates} updates of {BATCH} rows in {seconds:.0f} s, "
+        f"{progress.updates * BATCH / seconds:,.0f} samples/s."
+    )
+    lines.append(
+        f"Rows drawn again because somebody was writing them: {stats['redraws']:.0f}. "
+        f"Rows left void by the kill: {stats['void_rows']:.0f}."
+    )
+    return "\n".join(lines)
+
+
 def plot(progress: Progress, path: Path) -> Path:
     """Write a PNG: the return of every episode with its mean, and the ages of sampled rows."""
     figure, (curve, ages) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -67,7 +89,7 @@ def plot(progress: Progress, path: Path) -> Path:
     curve.plot(range(WINDOW, len(returns) + 1), means, label=f"mean of {WINDOW}")
     curve.axhline(SOLVED, color="0.4", linestyle=":", label=f"{SOLVED:.0f}")
     if progress.replaced_at is not None:
-        curve.axvline(progress.replaced_at, color="tab:red", linestyle="--", label="new process")
+        curve.axvline(progress.replaced_at, color="tab:red", linestyle="--", label="process replaced")
     curve.set(xlabel="episode", ylabel="return", title=f"DQN on CartPole-v1, {progress.sampler} sampling")
     curve.legend()
     ages.hist(progress.ages, bins=50)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 __all__ = [
     "ALPHA",
+    "AT_ONCE",
     "BATCH",
     "BETA",
     "CAPACITY",
     "DONE",
     "EPSILON",
+    "FAILED",
     "INTERRUPTED",
     "LEARN_EVERY",
     "LEARN_FROM",
+    "MOST_ACTORS",
+    "PUBLISH_EVERY",
     "REPLACE",
     "SAMPLERS",
     "SOLVED",
@@ -36,5 +40,11 @@ ALPHA = 0.6
 BETA = (0.4, 1.0)
 """Of prioritized replay: how far weights correct for it, at the first step and at the last."""
 
-DONE, REPLACE, INTERRUPTED = 0, 10, 130
+MOST_ACTORS = 64
+AT_ONCE = 8
+"""Steps that an actor may make before it hears from the learner again."""
+PUBLISH_EVERY = 10
+"""Updates between two policies for the actors."""
+
+DONE, FAILED, REPLACE, INTERRUPTED = 0, 1, 10, 130
 """Exit codes of a training process."""

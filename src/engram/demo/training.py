@@ -5,48 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import gymnasium
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-from tensordict import TensorDict
 
-from engram import (
-    LazyMemmapStorage,
-    ReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-    TensorDictRoundRobinWriter,
-)
+from engram import ReplayBuffer
 from engram.demo.agent import Agent
+from engram.demo.display import Display
+from engram.demo.learning import Learning, new_replay
+from engram.demo.play import Player, truncate
 from engram.demo.progress import Progress
-from engram.demo.task import (
-    ALPHA,
-    BATCH,
-    BETA,
-    CAPACITY,
-    DONE,
-    EPSILON,
-    INTERRUPTED,
-    LEARN_EVERY,
-    LEARN_FROM,
-    REPLACE,
-    SOLVED,
-    WINDOW,
-)
-
-if TYPE_CHECKING:
-    import numpy as np
+from engram.demo.task import DONE, INTERRUPTED, LEARN_EVERY, LEARN_FROM, REPLACE, SOLVED
 
 __all__ = ["Training", "main", "run"]
-
-KEEP = 20_000
-"""Measurements kept for the report."""
 
 
 class Training:
@@ -62,114 +35,39 @@ class Training:
     def __init__(self, folder: Path, *, seed: int, steps: int, sampler: str) -> None:
         torch.set_num_threads(1)  # batches this small only lose by more
         self.folder = folder
-        self.total = steps
-        self.generator = torch.Generator().manual_seed(seed)
-        self.environment = gymnasium.make("CartPole-v1")
-        replay = folder / "replay"
+        generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         self.agent = Agent()
         if (folder / "progress.json").exists():
             self.progress, tensors = Progress.load(folder)
             self.agent.restore(tensors)
-            self.generator.manual_seed(seed + self.progress.steps)
-            self.replay: Any = ReplayBuffer.open(replay, generator=self.generator)  # priorities and beta come with it
+            generator.manual_seed(seed + self.progress.steps)
+            # Priorities and beta come with it.
+            self.replay: Any = ReplayBuffer.open(folder / "replay", generator=generator)
         else:
             self.progress = Progress(seed, sampler)
-            settings: dict[str, Any] = {
-                "storage": LazyMemmapStorage(CAPACITY, scratch_dir=replay),
-                "writer": TensorDictRoundRobinWriter(track_generations=True),
-                "batch_size": BATCH,
-                "generator": self.generator,
-            }
-            if sampler == "prioritized":
-                self.replay = TensorDictPrioritizedReplayBuffer(alpha=ALPHA, beta=BETA[0], **settings)
-            else:
-                self.replay = TensorDictReplayBuffer(**settings)
+            self.replay = new_replay(folder / "replay", sampler, generator)
+        self._player = Player(self.agent, generator)
+        self._learning = Learning(self.agent, self.replay, self.progress, steps)
         self._newest = -1
-        self._observation: np.ndarray[Any, Any] | None = None
-        self._return = 0.0
-
-    @property
-    def recent_return(self) -> float:
-        """Mean return of the last 20 episodes; 0 before there are 20."""
-        returns = self.progress.returns
-        return sum(returns[-WINDOW:]) / WINDOW if len(returns) >= WINDOW else 0.0
 
     def step(self) -> None:
         """One step of the environment, and one update once there is enough to learn from."""
         progress = self.progress
-        if self._observation is None:
-            self._observation, _ = self.environment.reset(seed=progress.seed + progress.steps)
-            self._return = 0.0
-        observation = torch.from_numpy(self._observation)
-        action = self._choose(observation)
-        following, reward, terminated, truncated, _ = self.environment.step(action)
-        row = self.replay.add(
-            TensorDict(
-                {
-                    "observation": observation,
-                    "action": torch.tensor(action),
-                    "next": {
-                        "observation": torch.from_numpy(following),
-                        "reward": torch.tensor([float(reward)]),
-                        "terminated": torch.tensor([terminated]),
-                        "truncated": torch.tensor([truncated]),
-                        "done": torch.tensor([terminated or truncated]),
-                    },
-                }
-            )
-        )
+        row, finished = self._player.step(progress.steps, progress.seed + progress.steps)
+        self._newest = self.replay.add(row)
         progress.steps += 1
-        self._return += float(reward)
-        self._observation = following
-        if terminated or truncated:
-            progress.returns.append(self._return)
-            self._observation = None
-        self._newest = row
+        if finished is not None:
+            progress.returns.append(finished)
         if len(self.replay) >= LEARN_FROM and progress.steps % LEARN_EVERY == 0:
-            self._learn()
-
-    def _choose(self, observation: torch.Tensor) -> int:
-        first, last, steps = EPSILON
-        epsilon = max(last, first + (last - first) * self.progress.steps / steps)
-        if float(torch.rand((), generator=self.generator)) < epsilon:
-            return int(torch.randint(2, (), generator=self.generator))
-        return self.agent.act(observation)
-
-    def _learn(self) -> None:
-        progress = self.progress
-        if progress.sampler == "prioritized":
-            first, last = BETA
-            self.replay.sampler.beta = first + (last - first) * progress.steps / self.total
-        start = time.perf_counter()
-        batch = self.replay.sample()
-        sampled = time.perf_counter()
-        self.agent.learn(batch)
-        learned = time.perf_counter()
-        self.replay.update_tensordict_priority(batch)  # of a uniform sampler: does nothing
-        end = time.perf_counter()
-        progress.updates += 1
-        _keep(progress.sample_us, (sampled - start) * 1e6)
-        _keep(progress.priority_us, (end - learned) * 1e6)
-        _keep(progress.update_us, (end - start) * 1e6)
-        if progress.updates % 50 == 0:
-            newest = int(self.replay.writer.generations_of(self._newest))
-            for generation in batch["index_generation"][:16].tolist():
-                _keep(progress.ages, newest - generation)
+            self._learning.update()
 
     def save(self) -> None:
         """Write what the next process needs, and close the replay. An episode under way ends here: nobody goes on with it."""
-        if self._observation is not None:
-            for key in ("truncated", "done"):
-                self.replay.set_at_(("next", key), torch.tensor([[True]]), [self._newest])
+        if self._player.inside:
+            truncate(self.replay, self._newest)
         self.progress.save(self.folder, self.agent.arrays())
         self.replay.close()
-
-
-def _keep(values: list[Any], value: Any) -> None:
-    values.append(value)
-    if len(values) > KEEP:
-        del values[: KEEP // 2]
 
 
 def run(folder: Path, steps: int, seed: int, sampler: str, *, first: bool, parent: int) -> int:
@@ -193,21 +91,12 @@ def run(folder: Path, steps: int, seed: int, sampler: str, *, first: bool, paren
             f"New process: reopened {len(training.replay)} rows of {folder / 'replay'}, going on at step {progress.steps}.",
             soft_wrap=True,
         )
-    with _bar(console) as bar:
-        task = bar.add_task("training", total=steps, completed=progress.steps, extra="")
-        shown = started = time.perf_counter()
-        updates = progress.updates
+    with Display(console, progress, steps) as display:
         while progress.steps < steps and not interrupted:
             training.step()
             interrupted |= os.getppid() != parent  # nobody is left to go on
-            now = time.perf_counter()
-            if now - shown > (0.2 if console.is_terminal else 5.0):
-                shown = now
-                status = _status(training, (progress.updates - updates) / (now - started))
-                bar.update(task, completed=progress.steps, extra=status)
-                if not console.is_terminal:
-                    console.print(f"step {progress.steps}: {status}")
-            recent = training.recent_return
+            display.refresh()
+            recent = progress.recent_return
             progress.solved = recent > SOLVED
             if progress.solved or (first and (recent > SOLVED / 2 or progress.steps >= steps // 2)):
                 break
@@ -217,24 +106,6 @@ def run(folder: Path, steps: int, seed: int, sampler: str, *, first: bool, paren
         code = REPLACE
     training.save()
     return code
-
-
-def _bar(console: Console) -> Bar:
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[extra]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-
-def _status(training: Training, updates_per_s: float) -> str:
-    progress = training.progress
-    ratio = progress.updates * BATCH / max(progress.steps, 1)
-    return f"return {training.recent_return:.0f}, replay ratio {ratio:.0f}, {updates_per_s * BATCH:,.0f} samples/s"
 
 
 def main() -> None:
