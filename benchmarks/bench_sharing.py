@@ -10,9 +10,9 @@ Rows as in ``writing``: a TensorDict of 97 bytes, 100,000 of them, the ring full
   share the cores, whatever they do, and two busy cores of one chip are slower than one. So there are two ratios.
   "Alone" is the raw one: without the others. "Another program" is net of all that: beside processes that do exactly
   the same work in a buffer of their own. Each is judged, but for the raw one where there are fewer cores than
-  processes: that one measures the scheduler.
+  processes, which measures the scheduler, or where that other program alone costs more than the floor allows.
 - Priorities: sample and update 256 of 1,000,000 rows in a store that a second, idle process has open, against one that is
-  private to its process.
+  private to its process. Its fields, and the tree, lie in huge pages where the system has them; a file's hardly ever do.
 - Recovery: 10,000,000 rows of one float32 with priorities, two processes that write, sample and update; both are
   killed at once. The time is that of ``ReplayBuffer.open`` in a new process whose imports are done, beside that of opening
   the same store after it was closed in order. Its files are in the page cache, as they are after such a death.
@@ -51,6 +51,7 @@ FIRST_MARK = 2.0
 """What writer 0 leaves in a place where filling left less than 1: so it can be seen that its rows came."""
 FILE = "TorchRL: LazyTensorStorage with shared_init, which keeps the rows in a memory-mapped file."
 FEW_CORES = "More processes than cores: the ratio to being alone measures the scheduler, and is not judged."
+TAKEN = "A program that shares nothing costs more than the floor allows: the raw ratio is not judged."
 NO_REVERB = (
     "Not measured: REVERB_PYTHON does not name the Python of an environment that has dm-reverb and its tensorflow."
 )
@@ -185,9 +186,15 @@ def _beside(engram: rivals.Library, folder: Path, share: float) -> Iterator[Row]
 
 
 def _judged(row: Row, processes: int) -> Row:
-    if machine.cores() >= processes:
+    """Without the verdict on the raw ratio, where a program that shares nothing costs as much as is allowed."""
+    alone, apart = row.spreads["alone"].median, row.spreads["another program"].median
+    bound = FLOORS[row.key, "alone"].bound
+    if machine.cores() < processes:
+        row.notes["engram"] = FEW_CORES
+    elif apart > bound * alone:
+        row.notes["engram"] = TAKEN
+    else:
         return row
-    row.notes["engram"] = FEW_CORES
     return row.unjudged("alone")
 
 
