@@ -42,7 +42,7 @@ help:
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
-	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...'"
+	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...' REVERB_PYTHON=..."
 	@echo "make clean            remove what was built; make distclean removes .venv too"
 	@echo
 	@echo "Everything is installed into .venv. PYTHON=python3.12 picks the interpreter."
@@ -104,6 +104,7 @@ demo: $(VENV)/.engram-demo
 test: $(VENV)/.engram-dev
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
+# REVERB_PYTHON, from the command line or the environment: Python of an environment with dm-reverb[tensorflow].
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks $(ARGS)
 

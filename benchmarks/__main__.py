@@ -12,7 +12,17 @@ import click
 import torch
 from tensordict import __version__ as tensordict_version
 
-from benchmarks import bench_frames, bench_indexes, bench_memory, bench_sampling, bench_writing, machine, report, rivals
+from benchmarks import (
+    bench_frames,
+    bench_indexes,
+    bench_memory,
+    bench_sampling,
+    bench_sharing,
+    bench_writing,
+    machine,
+    report,
+    rivals,
+)
 from benchmarks.claims import Row
 
 BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
@@ -21,6 +31,7 @@ BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "indexes": bench_indexes.run,
     "frames": bench_frames.run,
     "memory": bench_memory.run,
+    "sharing": bench_sharing.run,
 }
 RESULTS = Path(__file__).parent / "results"
 QUICK_SHARE = 0.2

@@ -13,9 +13,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import torch
-from tensordict import TensorDict
-
 from benchmarks import data, rivals
 from benchmarks.claims import Row, timed
 from benchmarks.timing import Effort, Side, alternate
@@ -31,23 +28,13 @@ BY_KEYWORD = "cpprb: NumPy arrays by keyword, it takes no TensorDict."
 def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
     """Steady writing for both buffer classes, then filling in RAM and memory-mapped."""
     fields = data.fields()
-    single = _pieces({key: value[: 10 * CHUNK] for key, value in fields.items()}, 1)
-    chunks = _pieces(fields, CHUNK)
+    single = data.pieces({key: value[: 10 * CHUNK] for key, value in fields.items()}, 1)
+    chunks = data.pieces(fields, CHUNK)
     for buffer in ("ReplayBuffer", "TensorDictReplayBuffer"):
         yield _steady(libraries, "add", buffer, fields, single, share)
         yield _steady(libraries, "extend", buffer, fields, chunks, share)
     for storage in ("tensor", "memmap"):
         yield _fill(libraries, storage, chunks, share)
-
-
-def _pieces(fields: data.Fields, size: int) -> list[data.Fields]:
-    """The rows cut into pieces of ``size`` outside the clock; a piece of one row has no leading dimension."""
-    columns = (column.unbind(0) if size == 1 else torch.split(column, size) for column in fields.values())
-    return [dict(zip(fields, piece, strict=True)) for piece in zip(*columns, strict=True)]
-
-
-def _tensordicts(pieces: Sequence[data.Fields]) -> list[Any]:
-    return [TensorDict(piece, batch_size=piece["c"].shape) for piece in pieces]
 
 
 def _steady(
@@ -63,7 +50,7 @@ def _steady(
     for name in rivals.TORCH_LIKE:
         if libraries[name].module is not None:
             replay = _full(libraries[name], buffer, fields)
-            sides.append(Side(name, _each(getattr(replay, verb), _tensordicts(pieces))))
+            sides.append(Side(name, data.each(getattr(replay, verb), data.tensordicts(pieces))))
             data.check(replay.sample())
     if libraries["cpprb"].module is not None:
         replay = rivals.cpprb_buffer(libraries["cpprb"], data.arrays(fields), data.ROWS)
@@ -88,7 +75,7 @@ def _fill(libraries: rivals.Libraries, storage: str, pieces: Sequence[data.Field
     with tempfile.TemporaryDirectory() as name:
         sides = []
         for library in (libraries[n] for n in rivals.TORCH_LIKE if libraries[n].module is not None):
-            tensordicts = _tensordicts(pieces)
+            tensordicts = data.tensordicts(pieces)
             sides.append(Side(library.name, _filler(library, storage, tensordicts, Path(name))))
         if libraries["cpprb"].module is not None:
             arrays = [data.arrays(piece) for piece in pieces]
@@ -125,18 +112,8 @@ def _cpprb_filler(
     return data.checked(fill)
 
 
-def _each(write: Callable[[Any], object], pieces: Sequence[Any]) -> Callable[[], object]:
-    """``write`` of the next piece, round and round."""
-    upcoming = cycle(pieces).__next__
-
-    def call() -> object:
-        return write(upcoming())
-
-    return call
-
-
 def _each_by_keyword(write: Callable[..., object], pieces: Sequence[dict[str, Any]]) -> Callable[[], object]:
-    """As ``_each``, with the fields as keyword arguments."""
+    """As ``data.each``, with the fields as keyword arguments."""
     upcoming = cycle(pieces).__next__
 
     def call() -> object:

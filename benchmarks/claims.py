@@ -47,6 +47,7 @@ def _every(keys: Iterable[str], against: str, floor: Floor) -> dict[tuple[str, s
 
 
 _WARM = ("tensor", "memmap")
+_CROWDS = ("1-writer", "2-writers")
 _CLASSES = ("ReplayBuffer", "TensorDictReplayBuffer")
 
 FLOORS: dict[tuple[str, str], Floor] = {
@@ -76,6 +77,14 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("slices/written", "TorchRL"): Floor("times", 100),
     ("scaling/tree", "1e+06 rows"): Floor("share", 3),
     ("scaling/slices", "1e+05 rows"): Floor("share", 1.5),
+    **_every((f"sharing/write/{k}" for k in ("memmap", "tensor", "td-memmap")), "TorchRL", Floor("times", 10)),
+    **_every((f"sharing/{n}-beside-sampler" for n in _CROWDS), "another program", Floor("share", 1.3)),
+    **_every((f"sharing/{n}-beside-sampler" for n in _CROWDS), "alone", Floor("share", 1.3)),
+    **_every((f"sharing/p99-beside-{n}" for n in _CROWDS), "another program", Floor("share", 2)),
+    **_every((f"sharing/p99-beside-{n}" for n in _CROWDS), "alone", Floor("share", 2)),
+    **_every(("sharing/prioritized/tensor", "sharing/prioritized/memmap"), "private", Floor("share", 1.2)),
+    **_every((f"sharing/reverb/{k}" for k in ("write", "sample", "prioritized")), "Reverb", Floor("times", 50)),
+    ("sharing/recovery", "100 ms"): Floor("value", 100),
     ("frames/2-threads", "copy_"): Floor("share", 1.3),
     ("frames/2-threads", "TorchRL"): Floor("times", 8),
     ("frames/two-against-one", "one thread"): Floor("times", 1.6),
@@ -114,9 +123,10 @@ class Row:
     calls: int = 1
     notes: dict[str, str] = field(default_factory=dict)
 
-    def unjudged(self) -> "Row":
-        """The same numbers without floors: neither a pass nor a failure would mean anything."""
-        return replace(self, comparisons=[replace(one, floor=None) for one in self.comparisons])
+    def unjudged(self, against: str | None = None) -> "Row":
+        """The same numbers without floors, or without that one: neither a pass nor a failure would mean anything."""
+        left = [replace(one, floor=None) if against in (None, one.against) else one for one in self.comparisons]
+        return replace(self, comparisons=left)
 
     def as_rate(self, rows: int) -> "Row":
         """The same row in rows per second, a call writing that many; ratios stay those of the times."""

@@ -4,8 +4,9 @@ Field ``a``, ``b`` and ``c`` of row ``i`` carry ``i``, so a sampled batch can be
 is timed for less work than the others.
 """
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +39,27 @@ def tensordict(data: Fields) -> TensorDict:
 def arrays(data: Fields) -> dict[str, np.ndarray]:
     """The same rows as NumPy arrays, without a copy."""
     return {key: value.numpy() for key, value in data.items()}
+
+
+def pieces(fields: Fields, size: int) -> list[Fields]:
+    """The rows cut into pieces of ``size`` outside the clock; a piece of one row has no leading dimension."""
+    columns = (column.unbind(0) if size == 1 else torch.split(column, size) for column in fields.values())
+    return [dict(zip(fields, piece, strict=True)) for piece in zip(*columns, strict=True)]
+
+
+def tensordicts(pieces: Sequence[Fields]) -> list[TensorDict]:
+    """The same pieces as TensorDicts."""
+    return [TensorDict(piece, batch_size=piece["c"].shape) for piece in pieces]
+
+
+def each(write: Callable[[Any], object], pieces: Iterable[Any]) -> Callable[[], object]:
+    """``write`` of the next piece, round and round."""
+    upcoming = cycle(pieces).__next__
+
+    def call() -> object:
+        return write(upcoming())
+
+    return call
 
 
 def identity(batch: T) -> T:

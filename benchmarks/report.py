@@ -88,7 +88,13 @@ def _number(value: float, unit: str) -> str:
         return f"{value / 1e6:.2f} M/s"
     if unit == "B/row":
         return f"{value:.2f} B"
+    if unit == "ms":
+        return f"{value:.1f} ms"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _with_unit(value: float, unit: str) -> str:
+    return f"{_number(value, unit)} µs" if unit == "µs" else _number(value, unit)
 
 
 def _comparison(row: Row, one: Comparison) -> tuple[str, str, str, str]:
@@ -101,8 +107,8 @@ def _comparison(row: Row, one: Comparison) -> tuple[str, str, str, str]:
 def _ratio(row: Row, one: Comparison) -> str:
     middle, low, high = one.measured.median, one.measured.low, one.measured.high
     if one.kind == "value":
-        return f"{middle:.2f} bytes per row"
-    theirs = "" if one.against in LIBRARIES else f" ({_number(row.spreads[one.against].median, row.unit)} µs)"
+        return f"{middle:.1f} \\[{low:.1f}–{high:.1f}] ms" if row.unit == "ms" else f"{middle:.2f} bytes per row"
+    theirs = "" if one.against in LIBRARIES else f" ({_with_unit(row.spreads[one.against].median, row.unit)})"
     if one.kind == "times":
         return f"{_times(middle)}× \\[{_times(low)}–{_times(high)}] {one.against}{theirs}"
     return f"{middle:.2f} \\[{low:.2f}–{high:.2f}] of {one.against}{theirs}"

@@ -112,19 +112,27 @@ def torch_like(
     batch_size: int,
     collate_fn: Any = None,
     buffer: str = "ReplayBuffer",
+    shared: bool = False,
+    **more: Any,
 ) -> Any:
     """An empty buffer of engram or TorchRL, which take the same arguments; ``storage`` is a key of
-    ``STORAGES``.
+    ``STORAGES``, ``more`` is for it.
 
-    Both get a folder for memory-mapped files, so both are on the same file system.
+    Both get a folder for memory-mapped files, so both are on the same file system. ``shared`` is for other
+    processes; TorchRL's storage in RAM is one for all of them only with ``shared_init``, which keeps it in a file.
     """
-    options = {}
+    options: dict[str, Any] = dict(more)
     if storage == "memmap":
         folder.mkdir(parents=True, exist_ok=True)
         options["scratch_dir"] = str(folder / library.name)
+    elif shared and library.name == "TorchRL":
+        options["shared_init"] = True
     kind = getattr(library.module, STORAGES[storage])
     return getattr(library.module, buffer)(
-        storage=kind(capacity, **options), batch_size=batch_size, collate_fn=collate_fn
+        storage=kind(capacity, **options),
+        batch_size=batch_size,
+        collate_fn=collate_fn,
+        **({"shared": True} if shared else {}),
     )
 
 

@@ -4,6 +4,9 @@ A shared machine changes its speed within seconds, so two numbers taken one afte
 each other. Here the sides take turns in short blocks (A B C A B C ...), a ratio is taken between blocks of
 the same round, and the median of those ratios is reported with its quartiles. Drift slower than a round
 cancels; a burst spoils one pair, which a median ignores.
+
+Processes that work at the same time are counted instead: how many calls each begins in a window that all of
+them know beforehand.
 """
 
 import gc
@@ -11,6 +14,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,3 +132,78 @@ def _block(side: Side, effort: Effort, clock: Callable[[], int]) -> int:
     for _ in range(effort.calls):
         call()
     return clock() - start
+
+
+def once(call: Callable[[], T]) -> tuple[float, T]:
+    """Milliseconds of one call, and what it returned."""
+    start = time.perf_counter_ns()
+    found = call()
+    return (time.perf_counter_ns() - start) / 1e6, found
+
+
+# ---- processes that work at the same time ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Window:
+    """When processes are counted, in nanoseconds of the clock that all of them read."""
+
+    start_ns: int
+    end_ns: int
+
+    @classmethod
+    def soon(cls, lead_s: float, length_s: float) -> "Window":
+        """One that begins after ``lead_s``, so that everybody hears of it in time and is at work when it opens."""
+        start = time.monotonic_ns() + round(lead_s * 1e9)
+        return cls(start, start + round(length_s * 1e9))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one process did: ``calls`` in ``elapsed_us``, of which at most one in a hundred took longer than ``p99_us``.
+
+    ``uncounted`` are those it made before the window opened; with none of them it came late.
+    """
+
+    calls: int
+    elapsed_us: float
+    p99_us: float
+    uncounted: int = 0
+
+
+def during(
+    call: Callable[[], object],
+    window: Window,
+    finish: Callable[[], object] | None = None,
+    clock: Callable[[], int] = time.monotonic_ns,
+) -> Turn:
+    """Call again and again; those count that begin inside the window. The garbage collector comes after it.
+
+    ``finish`` waits for what ``call`` only handed over. It is called before the window, for what came before it,
+    and after, inside the clock.
+    """
+    uncounted = 0
+    gc.disable()
+    try:
+        while clock() < window.start_ns:
+            call()
+            uncounted += 1
+        if finish is not None:
+            finish()
+        marks = [clock()]
+        while not marks[1:] or marks[-1] < window.end_ns:
+            call()
+            marks.append(clock())
+        if finish is not None:
+            finish()
+        elapsed_ns = clock() - marks[0]
+    finally:
+        gc.enable()
+    gc.collect()
+    lengths = sorted(after - before for before, after in pairwise(marks))
+    return Turn(len(lengths), elapsed_ns / 1e3, lengths[(len(lengths) * 99 + 99) // 100 - 1] / 1e3, uncounted)
+
+
+def together(turns: Sequence[Turn]) -> float:
+    """Microseconds per call of all of them at once: half of one's, if two are as fast as one alone."""
+    return 1 / sum(turn.calls / turn.elapsed_us for turn in turns)

@@ -1,6 +1,19 @@
+import io
+
+from rich.console import Console
+
 from benchmarks import report
-from benchmarks.claims import timed
-from benchmarks.timing import Timing
+from benchmarks.claims import FLOORS, Comparison, Row, timed
+from benchmarks.rivals import Library
+from benchmarks.timing import Spread, Timing
+
+LIBRARIES = {name: Library(name, object(), "1", ()) for name in report.LIBRARIES}
+
+
+def printed(row):
+    out = Console(width=report.WIDTH, file=io.StringIO())
+    report.print_table(out, [row], LIBRARIES, 1.0)
+    return out.file.getvalue()
 
 
 def test_the_chart_of_scaling(tmp_path):
@@ -12,3 +25,23 @@ def test_the_chart_of_scaling(tmp_path):
     path = report.draw_scaling(tmp_path, rows, "0.1.0", "a machine")
     assert path == tmp_path / "scaling.png"
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_milliseconds_against_a_bound():
+    floor = FLOORS["sharing/recovery", "100 ms"]
+    spread = Spread(60.25, 50.0, 70.0)
+    row = Row("sharing/recovery", "open", {"engram": spread}, [Comparison("100 ms", "value", spread, floor)], unit="ms")
+    text = printed(row)
+    assert "60.2 ms" in text
+    assert "60.2 [50.0–70.0] ms" in text
+    assert "≤ 100" in text
+    assert "yes" in text
+
+
+def test_rates_beside_another_side_and_one_floor_taken_away():
+    timing = Timing(1, {"engram": [64.0], "alone": [32.0], "another program": [64.0]})
+    row = timed("sharing/2-writers-beside-sampler", "", timing, share=("another program", "alone")).as_rate(64)
+    assert [one.verdict for one in row.comparisons] == ["yes", "no"]
+    assert [one.verdict for one in row.unjudged("alone").comparisons] == ["yes", ""]
+    assert [one.verdict for one in row.unjudged().comparisons] == ["", ""]
+    assert "2.00 [2.00–2.00] of alone (2.00" in printed(row)
