@@ -1,7 +1,7 @@
 // A mutex in memory that processes may share, whose holder may die: the next one is told, and mends what it left.
 //
-// Held for microseconds, one at a time. The memory must stay mapped until the process ends: the kernel may still write to it
-// (glibc's list of robust mutexes). Where robust mutexes are missing (macOS) it is a plain one: a holder that is killed
+// Held for microseconds, one at a time. The memory must stay mapped until every call on it has returned: within unlock() it is
+// still on glibc's list of robust mutexes, and the kernel writes there if the process is killed. Where robust mutexes are missing (macOS) it is a plain one: a holder that is killed
 // stops the others, until the wait ends.
 #pragma once
 
