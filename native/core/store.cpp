@@ -13,6 +13,7 @@
 #include "check.h"
 #include "pool.h"
 #include "random.h"
+#include "wait.h"
 
 namespace engram {
 namespace {
@@ -23,7 +24,6 @@ constexpr std::uint64_t kAhead = 8;                // rows between asking for on
 constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
-constexpr auto kWait = std::chrono::seconds(5);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(500);  // at who died
 constexpr auto kWhileWaiting = std::chrono::milliseconds(10);
 
@@ -201,6 +201,9 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
   Word& word = control_.word(row);
   std::uint64_t seen = word.load(std::memory_order_acquire);
   do {
+#ifdef ENGRAM_WITHOUT_LAP_CHECK  // the tests must fail then: make negative-controls
+    place = nullptr;
+#endif
     const bool overtaken =
         place != nullptr && control_.lane(place->lane).cursor.load(std::memory_order_acquire) >
                                 place->position + control_.lane_length();
@@ -210,21 +213,23 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
       return Mark::lapped;
     }
     if (state_of(seen) == State::writing) return Mark::busy;
+#ifndef ENGRAM_WITHOUT_CAS  // the tests must fail then: make negative-controls
   } while (!word.compare_exchange_weak(seen, ticket(number, State::writing), std::memory_order_acq_rel,
                                        std::memory_order_acquire));
+#else
+  } while (word.store(ticket(number, State::writing), std::memory_order_release), false);
+#endif
   if (state_of(seen) == State::voided) control_.one_void_less();
   return Mark::marked;
 }
 
 // Marks a row, waiting for another writer of it; the caller must have nothing marked. False: lapped.
 bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  const Deadline deadline;
   for (;;) {
     const Mark mark = try_mark(row, number, place, over);
     if (mark != Mark::busy) return mark == Mark::marked;
-    if (std::chrono::steady_clock::now() > deadline) {
-      throw Stalled("row " + std::to_string(row) + " has been in the hands of another writer for 5 s");
-    }
+    if (deadline.passed()) throw in_vain("row " + std::to_string(row) + " has been in the hands of another writer");
     look_after_others(Need::waiting);
     std::this_thread::yield();
   }
@@ -468,11 +473,13 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
       gather_rows(field, rows, n, out, f + 1 < which.size() ? &fields_[which[f + 1]] : nullptr);
     }
   }
+#ifndef ENGRAM_WITHOUT_TICKET_CHECK  // the tests must fail then: make negative-controls
   fence(std::memory_order_acquire);
   for (std::uint64_t i = 0; i < n; ++i) {
     const std::uint64_t now = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_relaxed);
     bad |= static_cast<std::uint64_t>(now != words[i]) << i;
   }
+#endif
   *moved = bad;
   return bad == 0;
 }
@@ -612,7 +619,7 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
     ranks[i] = gaps ? live[rank] : spans.row(rank);
   }
   std::vector<std::int64_t> moved = gather(ranks, n, all_, batch, nullptr, numbers_out);
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  const Deadline deadline;
   std::vector<std::byte*> fields(batch.size());
   while (!moved.empty()) {
     const auto i = static_cast<std::uint64_t>(moved.back());
@@ -622,9 +629,7 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
       continue;
     }
     if (control_.size() == 0) throw NothingLive("rows were forgotten meanwhile");
-    if (std::chrono::steady_clock::now() > deadline) {
-      throw Stalled("row " + std::to_string(ranks[i]) + " moved at every try for 5 s");
-    }
+    if (deadline.passed()) throw in_vain("row " + std::to_string(ranks[i]) + " moved at every try");
     std::this_thread::yield();
   }
 }
@@ -640,7 +645,7 @@ void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* 
 
 // The live rows, in row order. If there are none because all are just being overwritten, waits for them, bounded.
 std::vector<std::int64_t> Store::live_rows() const {
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  const Deadline deadline;
   for (;;) {
     std::vector<std::int64_t> live;
     bool writing = false;
@@ -652,7 +657,7 @@ std::vector<std::int64_t> Store::live_rows() const {
         writing |= state_of(word) == State::writing;
       }
     }
-    if (!live.empty() || !writing || std::chrono::steady_clock::now() > deadline) return live;
+    if (!live.empty() || !writing || deadline.passed()) return live;
     look_after_others(Need::waiting);
     std::this_thread::yield();
   }

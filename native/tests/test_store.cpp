@@ -496,6 +496,8 @@ TEST(a_store_without_fields_keeps_the_words_alone) {
 TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
   // Row 1 is in the hands of a writer that never comes back: everything else of the batches is written, and the wait
   // ends. Beside it a writer that does come back.
+  EXPECT(wait_limit.load() == std::chrono::seconds(5));
+  const Impatient impatient(std::chrono::milliseconds(300));
   Filled stuck(geometry(1, 4), {8}, {4}), brief(geometry(1, 4), {8}, {4});
   for (Filled* filled : {&stuck, &brief}) filled->store.control().word(1).store(ticket(5, State::writing));
   for (Filled* filled : {&stuck, &brief}) filled->store.control().counters().next_ticket = 6;
@@ -520,8 +522,8 @@ TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
   EXPECT_THROWS(Stalled, stuck.append(0, 3, 60));
   scatterer.join();
   const auto waited = std::chrono::steady_clock::now() - start;
-  EXPECT(waited > std::chrono::seconds(4));
-  EXPECT(waited < std::chrono::seconds(20));
+  EXPECT(waited > std::chrono::milliseconds(300));
+  EXPECT(waited < std::chrono::seconds(15));
   Rows batch(stuck.heap.fields, 4);
   EXPECT_EQ(stuck.store.gather(rows_from(0, 4).data(), 4, which, batch.out, nullptr, nullptr), (Indices{1}));
   EXPECT_EQ(*batch.id(0), 60u);  // written before the wait
