@@ -210,7 +210,7 @@ $(eval $(call flavour,plain))
 # Each of these builds lacks one mechanism: the sources that name it are compiled without it. What tests it must fail then: a
 # test that cannot fail proves nothing.
 CONTROLS := without-claim/test_crash_tree without-redo/test_crash_tree without-proof_of_death/test_participants \
-  without-ticket_check/test_torn without-cas/test_torn without-lap_check/test_crash without-robust_mutex/test_crash_beside \
+  without-ticket_check/test_torn without-cas/test_crash without-lap_check/test_crash without-robust_mutex/test_crash_beside \
   without-late_check/test_priorities
 define control
 build/native/$(1)/%.o: native/%.cpp

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -28,6 +29,7 @@
 #include "core/store.h"
 #include "crash.h"
 #include "expect.h"
+#include "stress.h"
 
 using namespace engram;
 using namespace std::chrono_literals;
@@ -301,10 +303,11 @@ void check_state(const Stage& stage, std::span<const std::byte> state, std::uint
   expect_usable(crashed.blocks);
 }
 
-/// Runs the operation an instruction at a time and calls check() at every distinct state. Returns these, by their
-/// hashes; none where nobody may step through a child.
+/// Runs the operation an instruction at a time and calls check() at every distinct state. Returns the steps at which they
+/// begin; none where nobody may step through a child.
 template <class Check>
-std::vector<std::uint64_t> step_through(const Stage& stage, std::uint64_t* steps, Check&& check) {
+std::vector<std::uint64_t> step_through(const Stage& stage, std::uint64_t* steps, Check&& check,
+                                        std::vector<std::uint64_t>* instructions = nullptr) {
   Store store = stage.blocks.open();
   Outcome outcome{};
   Stepped child([&] { stage.operation.run(store, outcome); });
@@ -312,9 +315,9 @@ std::vector<std::uint64_t> step_through(const Stage& stage, std::uint64_t* steps
   std::vector<std::uint64_t> states;
   // The bound is for processors whose exclusive loads and stores never succeed in single steps.
   for (*steps = 0; child.end() == Stepped::End::running && *steps < 100000; ++*steps, child.step()) {
-    const std::uint64_t state = hash(stage.blocks);
-    if (!seen.insert(state).second) continue;
-    states.push_back(state);
+    if (instructions != nullptr) instructions->push_back(child.at());
+    if (!seen.insert(hash(stage.blocks)).second) continue;
+    states.push_back(*steps);
     check();
   }
   if (child.end() != Stepped::End::done) {
@@ -403,16 +406,15 @@ TEST(an_interrupted_recovery_is_recovered_to_the_same_bytes) {
 // ---- zombie --------------------------------------------------------------------------------------------------------
 
 /// One operation is stopped in a state of its own; another begins, and ends if it can; then the first goes on.
-void check_pair(const Stage& stage, const Operation& other, std::uint64_t state, std::uint64_t* waited) {
+void check_pair(const Stage& stage, const Operation& other, const std::vector<std::uint64_t>& instructions, std::uint64_t step,
+                std::uint64_t* waited) {
   const Control control = stage.blocks.view();
   SharedPages pages(sizeof(Outcome) * 2);
   auto* outcomes = reinterpret_cast<Outcome*>(pages.data());
   Store a = stage.blocks.open(0), b = stage.blocks.open(1);
   const std::uint64_t cursor = control.lane(0).cursor;
   Stepped zombie([&] { stage.operation.run(a, outcomes[0]); });
-  while (hash(stage.blocks) != state && zombie.step() == Stepped::End::running) {
-  }
-  EXPECT(zombie.end() == Stepped::End::running);
+  EXPECT(zombie.go_to(instructions, step) == Stepped::End::running);
   const bool reserved = control.lane(0).cursor != cursor;
   const std::uint64_t position_b = control.lane(0).cursor;
   const pid_t child = fork();
@@ -486,15 +488,21 @@ TEST(a_writer_that_was_stopped_tears_and_hides_nothing) {
   struct Pair {
     Stage* stage;
     const Operation* other;
-    std::uint64_t state;
+    const std::vector<std::uint64_t>* instructions;
+    std::uint64_t step;
   };
   std::vector<Pair> pairs;
+  std::deque<std::vector<std::uint64_t>> instructions;
   for (const auto& stage : stages) {
     std::uint64_t steps = 0;
-    const auto states = step_through(*stage, &steps, [] {});
+    instructions.emplace_back();
+    const auto states = step_through(*stage, &steps, [] {}, &instructions.back());
     if (states.empty()) return;
     for (const Operation& other : others) {
-      for (const std::uint64_t state : states) pairs.push_back({stage.get(), &other, state});
+      // At the begin of each state, and at its end: what was read meanwhile is as old as can be when it is written by.
+      for (const std::uint64_t step : begins_and_ends(states)) {
+        pairs.push_back({stage.get(), &other, &instructions.back(), step});
+      }
     }
   }
   // Where there is no time for all of them, other ones each run; but always those of two rings, of which few tell.
@@ -503,16 +511,18 @@ TEST(a_writer_that_was_stopped_tears_and_hides_nothing) {
   const auto two_rings = [](const Pair& pair) { return pair.stage->operation.ring && pair.other->ring; };
   std::stable_partition(pairs.begin(), pairs.end(), two_rings);
   std::uint64_t checked = 0, waited = 0;
-  for (const auto start = Clock::now(); checked < pairs.size() && Clock::now() < start + 8s; ++checked) {
+  const auto time = stress::pick<Clock::duration>(5s, 2h, 2h);
+  for (const auto start = Clock::now(); checked < pairs.size() && Clock::now() < start + time && expect::failures < 20; ++checked) {
     const Pair& pair = pairs[checked];
     pair.stage->restore();
     const int failures = expect::failures;
-    check_pair(*pair.stage, *pair.other, pair.state, &waited);
+    check_pair(*pair.stage, *pair.other, *pair.instructions, pair.step, &waited);
     if (expect::failures == failures) continue;
-    std::fprintf(stderr, "  %s, stopped; then: %s\n", pair.stage->operation.name, pair.other->name);
+    std::fprintf(stderr, "  %s, stopped before step %llu; then: %s\n", pair.stage->operation.name, llu(pair.step),
+                 pair.other->name);
   }
-  std::printf("      %llu of %llu pairs; in %llu the second waited for the first\n", llu(checked), llu(pairs.size()),
-              llu(waited));
+  std::printf("one preemption: %s of %s pairs; in %s the second waited for the first\n", stress::count(checked).c_str(),
+              stress::count(pairs.size()).c_str(), stress::count(waited).c_str());
   EXPECT(waited > 0);
 }
 #endif
