@@ -44,8 +44,16 @@ double fraction(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0
 
 class Priorities::Lock {
  public:
-  explicit Lock(const Priorities& self) : lock_(self.header_->mutex, [] {}) {
-    if (self.header_->redo.load(std::memory_order_relaxed) != 0) [[unlikely]] self.mend();
+  static constexpr std::uint64_t kRows = 1, kEmptying = 2;
+
+  /// `news`: what whoever gets it next makes good, if this waits in vain: the rows are written, and their writer will not come
+  /// again.
+  explicit Lock(const Priorities& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
+    PriorityHeader& header = *self.header_;
+    const std::uint64_t left = header.redo.load(std::memory_order_relaxed) | header.missed.load(std::memory_order_relaxed);
+    if (left != 0) [[unlikely]] self.mend();
+  } catch (const Stalled&) {
+    self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
   }
 
  private:
@@ -181,17 +189,23 @@ void Priorities::raise_leaves(std::uint64_t from) const {
   tree_.transform(0, rows(), [](std::uint64_t, double leaf) { return leaf; });
 }
 
-// What a holder left half done who died, or was interrupted by an exception.
+// What a holder left half done who died, or was interrupted by an exception; and what others could not tell while he held on.
 void Priorities::mend() const {
-  if (header_->redo.load(std::memory_order_relaxed) == Change::kAll) forget_leaves();
+  const std::uint64_t missed = header_->missed.load(std::memory_order_acquire);
+  const bool forget = header_->redo.load(std::memory_order_relaxed) == Change::kAll || (missed & Lock::kEmptying) != 0;
+  if (forget) forget_leaves();
   if (const std::uint64_t next = header_->raising.load(std::memory_order_relaxed); next != 0) {
     const double leaf = header_->raised_leaf[(next - 1) % 2];
     if (leaf > 0) tree_.put(next - 1, std::pow(leaf, header_->raised_power));
     raise_leaves(next);
   }
-  tree_.transform(0, rows(), [this](std::uint64_t row, double leaf) { return is_live(row) ? leaf : 0.0; });
+  const double usual = default_leaf();
+  tree_.transform(0, rows(), [&](std::uint64_t row, double leaf) {
+    return !is_live(row) ? 0.0 : missed != 0 && !is_given(leaf) ? usual : leaf;
+  });
   std::atomic_signal_fence(std::memory_order_seq_cst);
   header_->redo.store(0, std::memory_order_relaxed);
+  if (missed != 0) header_->missed.fetch_and(~missed, std::memory_order_acq_rel);
 }
 
 void Priorities::put_in_order() {
@@ -254,7 +268,7 @@ void Priorities::after_fork() {
 }
 
 void Priorities::emptied() {
-  const Lock guard(*this);
+  const Lock guard(*this, Lock::kEmptying);
   Change change(*this, Change::kAll);
   forget_leaves();
   change.done();
@@ -277,7 +291,7 @@ void Priorities::set_leaves() {
 
 void Priorities::lost(const std::int64_t* rows, std::uint64_t n) {
   check_rows(rows, n, tree_.leaves());
-  const Lock guard(*this);
+  const Lock guard(*this, Lock::kRows);
   rows_.clear();
   std::copy_if(rows, rows + n, std::back_inserter(rows_),
                [this](std::int64_t row) { return !is_live(static_cast<std::uint64_t>(row)); });
@@ -286,7 +300,7 @@ void Priorities::lost(const std::int64_t* rows, std::uint64_t n) {
 }
 
 void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
-  const Lock guard(*this);
+  const Lock guard(*this, Lock::kRows);
   const double leaf = default_leaf();
   rows_.clear();
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -301,7 +315,7 @@ void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_
 }
 
 void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t>) {
-  const Lock guard(*this);
+  const Lock guard(*this, Lock::kRows);
   rows_.clear();
   std::copy_if(rows, rows + n, std::back_inserter(rows_), [this](std::int64_t row) {
     return !is_given(tree_.leaf(static_cast<std::uint64_t>(row))) && is_live(static_cast<std::uint64_t>(row));

@@ -161,14 +161,18 @@ class Stepped {
     end_ = wait() && WIFSTOPPED(status_) && WSTOPSIG(status_) == SIGSTOP ? End::running : End::refused;
   }
   ~Stepped() {
-    if (WIFEXITED(status_) || WIFSIGNALED(status_)) return;
-    kill(pid_, SIGKILL);
-    wait();
+    kill();
   }
   Stepped(const Stepped&) = delete;
   Stepped& operator=(const Stepped&) = delete;
 
   End end() const { return end_; }
+
+  void kill() {
+    if (WIFEXITED(status_) || WIFSIGNALED(status_)) return;
+    ::kill(pid_, SIGKILL);
+    wait();
+  }
 
   /// One instruction.
   End step() {

@@ -32,6 +32,47 @@ using namespace engram;
 #ifdef ENGRAM_CAN_STEP
 namespace {
 
+/// What must hold once somebody has put in order what a dead one left.
+void check_mended(const Stage& stage, const Memory& now) {
+  const Copy before(stage.before), after(stage.after);
+  const Control control = now.blocks.view(), was = before.memory.blocks.view();
+  expect_sound(now.blocks, stage.operation.too_many);
+  EXPECT(now.consistent());
+  EXPECT_EQ(now.header().redo.load(), 0u);
+  EXPECT_EQ(now.header().raising.load(), 0u);
+  const double usual = std::sqrt(before.memory.header().highest);  // of a row without a priority of its own
+  for (std::uint64_t row = 0; row < control.capacity(); ++row) {
+    const std::uint64_t word = control.word(row).load();
+    const double leaf = now.leaf(row), old_leaf = before.memory.leaf(row), new_leaf = after.memory.leaf(row);
+    EXPECT_EQ(leaf > 0, is_committed(word));
+    if (!is_committed(word)) continue;
+    if (word == was.word(row).load()) {
+      const bool of_a_row_named_twice = stage.operation.kind == Operation::updates && row == 3 &&
+                                        (leaf == std::pow(1.5, 0.5) || leaf == std::pow(4.5, 0.5));
+      EXPECT(leaf == old_leaf || leaf == new_leaf || of_a_row_named_twice ||
+             (stage.operation.kind == Operation::forgets && leaf == 1));
+    } else {  // an edit that ended by a death may count as a write
+      EXPECT(leaf == new_leaf || leaf == usual);
+    }
+  }
+  if (stage.operation.kind == Operation::all_or_nothing) {
+    const Leaves leaves = now.leaves();
+    const double alpha = now.header().alpha;
+    EXPECT(leaves == (alpha == before.memory.header().alpha ? before : after).memory.leaves());
+    EXPECT(alpha == before.memory.header().alpha || alpha == after.memory.header().alpha);
+  }
+}
+
+// What the kernel does to a robust mutex whose holder dies, on a copy.
+void let_holder_die(const Memory& memory) {
+  std::uint32_t word;
+  std::byte* at = reinterpret_cast<std::byte*>(&memory.header().mutex);
+  std::memcpy(&word, at, sizeof word);
+  if (word == 0) return;
+  word = 0x40000000;  // FUTEX_OWNER_DIED
+  std::memcpy(at, &word, sizeof word);
+}
+
 void check_first_opener(const Stage& stage, std::span<const std::byte> state) {
   const Copy copy(state);
   Priorities::reset_mutex(copy.memory.tree);

@@ -531,6 +531,18 @@ TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
   for (const Claim& claim : stuck.store.control().participant(0).claims) EXPECT_EQ(claim.t0.load(), 0u);
 }
 
+TEST(what_a_write_that_waits_in_vain_has_reserved_and_not_begun_is_void) {
+  Filled stuck(geometry(1, 6), {8}, {1});
+  stuck.store.control().word(2).store(ticket(9, State::writing));
+  stuck.store.control().counters().next_ticket = 10;
+  const Impatient impatient(std::chrono::milliseconds(5));
+  EXPECT_THROWS(Stalled, stuck.append(0, 4, 50));  // rows 1, 2, 3, 4
+  EXPECT_EQ(stuck.store.control().size(), 3u);      // and row 2, which somebody has
+  EXPECT_EQ(state_of(stuck.store.control().word(3).load()), State::voided);
+  EXPECT_EQ(state_of(stuck.store.control().word(4).load()), State::voided);
+  EXPECT_EQ(stuck.store.control().counters().void_rows.load(), 2u);
+}
+
 TEST(a_write_that_was_lapped_is_skipped_and_counted) {
   // Another writer is a lap ahead already (its number is larger), or will be (its cursor is further).
   Filled filled(geometry(1, 4), {8}, {4});

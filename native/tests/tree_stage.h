@@ -109,7 +109,7 @@ struct Operation {
   std::function<void(Handle&, Outcome&)> run;
   std::function<void(Handle&, const Memory&)> prepare = [](Handle&, const Memory&) {};
   std::uint64_t too_many = 0;  // void rows may be counted that are not there
-  bool alone = false;          // done by the first opener: nobody else is there when it dies
+  bool alone = false;         // done by the first opener: nobody else is there when it dies
 };
 
 // The dead process has entry 0: nobody locks its byte, and no process has its number.
@@ -143,37 +143,6 @@ struct Stage {
   std::vector<std::byte> before, after;
 };
 
-/// What must hold once somebody has put in order what a dead one left.
-void check_mended(const Stage& stage, const Memory& now) {
-  const Copy before(stage.before), after(stage.after);
-  const Control control = now.blocks.view(), was = before.memory.blocks.view();
-  expect_sound(now.blocks, stage.operation.too_many);
-  EXPECT(now.consistent());
-  EXPECT_EQ(now.header().redo.load(), 0u);
-  EXPECT_EQ(now.header().raising.load(), 0u);
-  const double usual = std::sqrt(before.memory.header().highest);  // of a row without a priority of its own
-  for (std::uint64_t row = 0; row < control.capacity(); ++row) {
-    const std::uint64_t word = control.word(row).load();
-    const double leaf = now.leaf(row), old_leaf = before.memory.leaf(row), new_leaf = after.memory.leaf(row);
-    EXPECT_EQ(leaf > 0, is_committed(word));
-    if (!is_committed(word)) continue;
-    if (word == was.word(row).load()) {
-      const bool of_a_row_named_twice = stage.operation.kind == Operation::updates && row == 3 &&
-                                        (leaf == std::pow(1.5, 0.5) || leaf == std::pow(4.5, 0.5));
-      EXPECT(leaf == old_leaf || leaf == new_leaf || of_a_row_named_twice ||
-             (stage.operation.kind == Operation::forgets && leaf == 1));
-    } else {  // an edit that ended by a death may count as a write
-      EXPECT(leaf == new_leaf || leaf == usual);
-    }
-  }
-  if (stage.operation.kind == Operation::all_or_nothing) {
-    const Leaves leaves = now.leaves();
-    const double alpha = now.header().alpha;
-    EXPECT(leaves == (alpha == before.memory.header().alpha ? before : after).memory.leaves());
-    EXPECT(alpha == before.memory.header().alpha || alpha == after.memory.header().alpha);
-  }
-}
-
 /// Goes on as if nothing had happened.
 void check_usable(const Memory& now, Handle& handle) {
   const auto draw = [&] {
@@ -193,16 +162,6 @@ void check_usable(const Memory& now, Handle& handle) {
   draw();
   EXPECT(now.consistent());
   for (std::uint64_t row = 0; row < sizes.capacity(); ++row) EXPECT(now.leaf(row) > 0);
-}
-
-// What the kernel does to a robust mutex whose holder dies, on a copy.
-void let_holder_die(const Memory& memory) {
-  std::uint32_t word;
-  std::byte* at = reinterpret_cast<std::byte*>(&memory.header().mutex);
-  std::memcpy(&word, at, sizeof word);
-  if (word == 0) return;
-  word = 0x40000000;  // FUTEX_OWNER_DIED
-  std::memcpy(at, &word, sizeof word);
 }
 
 bool is_held(const Memory& memory) {
