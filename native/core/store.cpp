@@ -410,6 +410,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
   std::vector<std::byte> zeros;
   std::optional<ClaimGuard> claim;
   std::uint64_t number = 0;
+  bool lapped = false;
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t lane = row / length, covered = row % length + 1;
@@ -425,7 +426,10 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
       continue;
     }
     for (std::uint64_t gap = lane * length + before; claim && gap < row; ++gap) {
-      if (!mark(gap, number, nullptr)) continue;
+      if (!mark(gap, number, nullptr)) {
+        lapped = true;
+        continue;
+      }
       fence(std::memory_order_release);
       for (const Field& field : fields_) {
         copy_to_shared(field.data + gap * field.row_bytes, zeros.data(), field.row_bytes);
@@ -438,6 +442,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
       tell_indexes([&](Index& index) { index.written(&zeroed, 1, number); });
     }
   }
+  if (lapped) void_gaps();  // by a writer, or by somebody who emptied the store: then nobody else comes
 }
 
 std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,

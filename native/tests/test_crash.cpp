@@ -182,7 +182,7 @@ std::uint64_t hash(const Layout& blocks) {
 /// What an operation wrote, in memory that its process shares.
 struct Outcome {
   std::uint64_t t0, n, first_id;
-  std::int64_t rows[16];
+  std::int64_t rows[32];
 };
 
 /// An operation on a store, its rows made before it begins.
@@ -195,12 +195,13 @@ struct Operation {
   bool picky = false;    // refuses rows that are not live
 };
 
-const std::vector<std::uint64_t> kRowBytes{56, 520};
-const std::vector<Field> kFields{{nullptr, 56}, {nullptr, 520}};
-const std::uint64_t kWhich[] = {0, 1};
+/// Of the rows of a stage, for as long as it is looked at.
+std::vector<std::uint64_t> row_bytes{56, 520};
 
 std::shared_ptr<Rows> rows_with_ids(std::uint64_t first_id, std::uint64_t n) {
-  auto rows = std::make_shared<Rows>(kFields, n);
+  std::vector<Field> fields;
+  for (const std::uint64_t bytes : row_bytes) fields.push_back({nullptr, bytes});
+  auto rows = std::make_shared<Rows>(fields, n);
   for (std::uint64_t i = 0; i < n; ++i) rows->describe(i, first_id + i);
   return rows;
 }
@@ -223,7 +224,9 @@ Operation scatter(const char* name, const Indices& rows, bool grow, std::uint64_
   return {name, [=, columns = rows_with_ids(first_id, rows.size())](Store& store, Outcome& outcome) {
             outcome.n = rows.size(), outcome.first_id = first_id;
             for (std::uint64_t i = 0; i < rows.size(); ++i) outcome.rows[i] = rows[i];
-            outcome.t0 = store.scatter(rows.data(), rows.size(), kWhich, columns->in, grow);
+            std::vector<std::uint64_t> which(row_bytes.size());
+            std::iota(which.begin(), which.end(), std::uint64_t{0});
+            outcome.t0 = store.scatter(rows.data(), rows.size(), which, columns->in, grow);
           }, false, grow, false, !grow};
 }
 
@@ -232,7 +235,7 @@ struct Stage {
   using Prepare = std::function<void(Store&, const Blocks&)>;
 
   Stage(Geometry g, const Prepare& prepare, Operation what)
-      : operation(std::move(what)), pages(1 << 18), blocks(pages.data(), g, kRowBytes) {
+      : operation(std::move(what)), pages(1 << 18), blocks(pages.data(), g, row_bytes) {
     Control::format(blocks.control, g, 0);
     Store store = blocks.open();
     prepare(store, blocks);
@@ -253,7 +256,7 @@ struct Stage {
 /// A private copy of a state of a stage.
 struct Copy {
   Copy(const Stage& stage, std::span<const std::byte> state)
-      : memory(state.size() + 64), blocks(aligned(memory.data()), stage.blocks.geometry, kRowBytes) {
+      : memory(state.size() + 64), blocks(aligned(memory.data()), stage.blocks.geometry, row_bytes) {
     std::memcpy(blocks.all.data(), state.data(), state.size());
   }
   static std::byte* aligned(std::byte* p) { return p + (64 - reinterpret_cast<std::uintptr_t>(p) % 64) % 64; }
@@ -389,8 +392,46 @@ TEST(every_instruction_of_every_operation) {
                 stage->operation.name, llu(steps), llu(found.size()), llu(half_written));
     if (expect::failures != failures) std::fprintf(stderr, "  in: %s\n", stage->operation.name);
   }
-  std::printf("      %llu distinct states in all\n", llu(states));
+  std::printf("every instruction: %s distinct states of %s operations\n", stress::count(states).c_str(),
+              stress::count(stages.size()).c_str());
   EXPECT(states > 150);
+}
+
+TEST(every_instruction_of_operations_on_stores_of_other_shapes) {
+  Dice dice(static_cast<std::uint64_t>(Clock::now().time_since_epoch().count()));
+  const auto shapes = stress::pick<std::uint64_t>(1, 50, 500);
+  std::uint64_t states = 0, instructions = 0, operations = 0;
+  for (std::uint64_t shape = 0; shape < shapes && expect::failures == 0; ++shape) {
+    row_bytes.clear();
+    for (std::uint64_t fields = dice.in(1, 3); fields > 0; --fields) row_bytes.push_back(8 * dice.in(1, 120));
+    const Geometry g = geometry(dice.in(1, 3), dice.in(1, 9));
+    const std::uint64_t n = dice.in(1, 9), before = dice.below(2 * g.lane_length + 1);
+    Indices lanes, live, any;
+    for (std::uint64_t i = 0; i < n; ++i) {
+      lanes.push_back(static_cast<std::int64_t>(dice.below(g.lanes)));
+      any.push_back(static_cast<std::int64_t>(dice.below(g.capacity)));
+      live.push_back(static_cast<std::int64_t>(dice.below(std::max<std::uint64_t>(1, std::min(before, g.lane_length)))));
+    }
+    std::vector<Operation> all{append("append", 2 * n, 0x200), append_by_lane("append by lane", lanes, 0x200),
+                               scatter("write, growing", any, true, 0x200),
+                               {"empty", [](Store& s, Outcome&) { s.empty(true); }, false, false, true}};
+    if (before > 0) all.push_back(scatter("write in place", live, false, 0x200));
+    for (const Operation& operation : all) {
+      const Stage stage(g, filled(before), operation);
+      std::uint64_t half_written = 0, steps = 0;
+      const auto found = step_through(stage, &steps, [&] { check_state(stage, stage.blocks.all, &half_written); });
+      if (found.empty()) return;
+      states += found.size(), instructions += steps, ++operations;
+      if (expect::failures == 0) continue;
+      std::fprintf(stderr, "  %s %llu, %llu before; %llu lanes of %llu rows of %s bytes\n", operation.name, llu(n), llu(before),
+                   llu(g.lanes), llu(g.lane_length), expect::show(row_bytes).c_str());
+      break;
+    }
+  }
+  row_bytes = {56, 520};
+  std::printf("every instruction, other shapes: %s instructions, %s distinct states of %s operations on %s shapes\n",
+              stress::count(instructions).c_str(), stress::count(states).c_str(), stress::count(operations).c_str(),
+              stress::count(shapes).c_str());
 }
 
 TEST(an_interrupted_recovery_is_recovered_to_the_same_bytes) {
