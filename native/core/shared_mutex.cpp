@@ -1,5 +1,6 @@
 #include "shared_mutex.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <ctime>
@@ -30,7 +31,7 @@ int lock_slice(pthread_mutex_t* mutex) {
   constexpr long kSecond = 1'000'000'000;
   timespec until{};
   clock_gettime(CLOCK_MONOTONIC, &until);
-  until.tv_nsec += std::chrono::nanoseconds(kSlice).count();
+  until.tv_nsec += std::chrono::nanoseconds(std::min(kSlice, wait_limit.load())).count();
   until.tv_sec += until.tv_nsec / kSecond;
   until.tv_nsec %= kSecond;
   return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
