@@ -168,11 +168,11 @@ void Control::empty(bool keep_write_count) const {
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const std::uint64_t length = geometry_.lane_length, start = i * length;
     Lane& l = lanes_[i];
-    l.high.store(0, std::memory_order_relaxed);
     std::uint64_t seen = l.cursor.load(std::memory_order_relaxed), next;
     do next = (seen + length - 1) / length * length;
     while (!l.cursor.compare_exchange_weak(seen, next, std::memory_order_acq_rel));
     l.base.store(next, std::memory_order_release);
+    l.high.store(0, std::memory_order_release);  // last: whoever raises it before has what he writes forgotten with the rest
 #ifndef ENGRAM_TSAN  // whose build has no fences
     std::atomic_thread_fence(std::memory_order_seq_cst);  // a writer that this finds no row of sees that the lane begins again
 #endif
