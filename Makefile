@@ -32,13 +32,14 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-tensordict check format bench clean distclean FORCE native-binaries negative-controls
+.PHONY: help demo test test-native test-tensordict check format bench clean distclean FORCE native-binaries negative-controls stress
 
 help:
 	@echo "make demo             train a small agent and show what engram does    STEPS=2000 ARGS='...'"
 	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
 	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers"
-	@echo "make negative-controls  that those of death fail where a mechanism is left out"
+	@echo "make negative-controls  that they fail where a mechanism that they test is left out"
+	@echo "make stress           the tests of death and of torn rows, for hours           SIZE=night (or release)"
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
@@ -104,6 +105,12 @@ demo: $(VENV)/.engram-demo
 test: $(VENV)/.engram-dev
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
+# How much the tests of stress do: small in `make test` and `make test-native`.
+SIZE := night
+stress: $(VENV)/.engram-dev
+	@ENGRAM_STRESS=$(SIZE) $(MAKE) --no-print-directory test-native
+	@ENGRAM_STRESS=$(SIZE) $(BIN)/python -m pytest -n $(WORKERS) -m stress $(ARGS)
+
 # REVERB_PYTHON, from the command line or the environment: Python of an environment with dm-reverb[tensorflow].
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks $(ARGS)
@@ -154,9 +161,11 @@ CORE := $(wildcard native/core/*.cpp)
 NATIVE_TESTS := $(wildcard native/tests/test_*.cpp)
 # What threads share. ENGRAM_TSAN builds the variant without fences, which the thread sanitizer does not model.
 TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp native/tests/test_priorities*.cpp \
-  native/tests/test_pass*.cpp native/tests/test_store_threads*.cpp native/tests/test_trajectories*.cpp native/tests/test_windows*.cpp)
+  native/tests/test_mourning_threads*.cpp native/tests/test_pass*.cpp native/tests/test_store_threads*.cpp \
+  native/tests/test_trajectories*.cpp native/tests/test_windows*.cpp)
 # What sanitizers get in the way of: single steps, and fork beside threads.
-PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp native/tests/test_participants*.cpp)
+PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp native/tests/test_participants*.cpp \
+  native/tests/test_torn*.cpp)
 NATIVE_FLAGS := -std=c++20 -Wall -Wextra -pthread -Inative -Inative/core -MMD -MP
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS
 SANITIZE_tsan := -fsanitize=thread -DENGRAM_TSAN
@@ -167,22 +176,31 @@ BINARIES := $(ASAN_TESTS:native/tests/%.cpp=build/native/asan/%) $(TSAN_TESTS:na
 # gcc's thread sanitizer gives up where the kernel randomizes addresses more than it expects.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
+# Several at a time, each with its output in one piece; alone is who must go on within a second of a death beside it.
+ALONE := $(filter %/test_crash_beside,$(BINARIES))
+RUN := $(MAKE) --no-print-directory -j$(JOBS) $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
 test-native:
 	@echo "==> Compiling the C++ tests with sanitizers"
 	@$(MAKE) --no-print-directory -j$(JOBS) native-binaries
-	@for binary in $(BINARIES); do \
-	  echo "==> $$binary"; \
-	  UBSAN_OPTIONS=print_stacktrace=1 $(NO_ASLR) $$binary || exit 1; \
-	done
+	@$(RUN) $(patsubst %,run/%,$(filter-out $(ALONE),$(BINARIES)))
+	@$(RUN) $(ALONE:%=run/%)
+
+run/%: FORCE
+	@echo "==> $*"
+	@UBSAN_OPTIONS=print_stacktrace=1 $(NO_ASLR) $*
 
 native-binaries: $(BINARIES)
 
+# Of debug information only lines, for stack traces: the rest takes a third of the time. Tests are not optimized beyond -O1,
+# the core is, where it is not under a sanitizer.
+COMPILE = $(CXX) $(NATIVE_FLAGS) -O1 -g1 -fno-omit-frame-pointer
 define flavour
 .PRECIOUS: build/native/$(1)/%.o
 build/native/$(1)/%.o: native/%.cpp
 	@mkdir -p $$(@D)
 	@echo "    $(1) $$<"
-	@$(CXX) $(NATIVE_FLAGS) -O1 -g -fno-omit-frame-pointer $(SANITIZE_$(1)) -c -o $$@ $$<
+	@$(COMPILE) $(SANITIZE_$(1)) $$(if $$(filter native/tests/%,$$<),-O1) -c -o $$@ $$<
 
 build/native/$(1)/%: build/native/$(1)/tests/%.o $(CORE:native/%.cpp=build/native/$(1)/%.o)
 	@$(CXX) -pthread $(SANITIZE_$(1)) -o $$@ $$^
@@ -191,11 +209,22 @@ $(eval $(call flavour,asan))
 $(eval $(call flavour,tsan))
 $(eval $(call flavour,plain))
 
-# Each of these builds lacks one mechanism. What tests it must fail then: a test that cannot fail proves nothing.
-CONTROLS := without-redo/test_crash_tree without-claim/test_crash_tree without-proof_of_death/test_participants
-without = $(subst /,,$(dir $(1)))
-$(foreach c,$(CONTROLS),$(eval SANITIZE_$(call without,$(c)) := -O2 -DENGRAM_$(shell echo $(call without,$(c)) | tr a-z- A-Z_)))
-$(foreach f,$(sort $(foreach c,$(CONTROLS),$(call without,$(c)))),$(eval $(call flavour,$(f))))
+# Each of these builds lacks one mechanism: the sources that name it are compiled without it. What tests it must fail then: a
+# test that cannot fail proves nothing.
+CONTROLS := without-claim/test_crash_tree without-redo/test_crash_tree without-proof_of_death/test_participants \
+  without-ticket_check/test_torn without-cas/test_crash without-lap_check/test_crash without-robust_mutex/test_crash_beside \
+  without-late_check/test_priorities without-proof_of_death/test_crash_beside
+define control
+build/native/$(1)/%.o: native/%.cpp
+	@mkdir -p $$(@D)
+	@echo "    $(1) $$<"
+	@$(COMPILE) $(SANITIZE_plain) -D$(2) -c -o $$@ $$<
+
+build/native/$(1)/%: build/native/plain/tests/%.o $(foreach c,$(CORE),$(c:native/%.cpp=build/native/$(if $(findstring $(c),$(3)),$(1),plain)/%.o))
+	@$(CXX) -pthread $(SANITIZE_plain) -o $$@ $$^
+endef
+macro = ENGRAM_$(shell echo $(1) | tr a-z- A-Z_)
+$(foreach f,$(sort $(patsubst %/,%,$(dir $(CONTROLS)))),$(eval $(call control,$(f),$(call macro,$(f)),$(shell grep -lw '$(call macro,$(f))' $(CORE)))))
 
 negative-controls:
 	@echo "==> Compiling the C++ tests without what they test"

@@ -124,10 +124,17 @@ Participant& Control::participant(std::uint64_t i) const {
   return participants_[i];
 }
 
-std::uint64_t Control::filled(std::uint64_t i) const {
+// Steps that were reserved through the cursor since the last empty().
+std::uint64_t Control::written(std::uint64_t i) const {
   const Lane& l = lanes_[i];
-  const std::uint64_t written = l.cursor.load(std::memory_order_relaxed) - l.base.load(std::memory_order_relaxed);
-  return std::min(std::max(written, l.high.load(std::memory_order_relaxed)), geometry_.lane_length);
+  for (;;) {  // the two of one moment: an empty() moves both
+    const std::uint64_t base = l.base.load(std::memory_order_acquire), cursor = l.cursor.load(std::memory_order_acquire);
+    if (l.base.load(std::memory_order_relaxed) == base) return cursor - base;
+  }
+}
+
+std::uint64_t Control::filled(std::uint64_t i) const {
+  return std::min(std::max(written(i), lanes_[i].high.load(std::memory_order_relaxed)), geometry_.lane_length);
 }
 
 std::uint64_t Control::cursor_row(std::uint64_t i) const {
@@ -140,11 +147,12 @@ std::uint64_t Control::size() const {
   return rows - std::min(rows, counters_->void_rows.load(std::memory_order_relaxed));
 }
 
-void Control::raise_high(std::uint64_t i, std::uint64_t rows) const {
+std::uint64_t Control::raise_high(std::uint64_t i, std::uint64_t rows) const {
   Word& high = lanes_[i].high;
   std::uint64_t seen = high.load(std::memory_order_relaxed);
   while (seen < rows && !high.compare_exchange_weak(seen, rows, std::memory_order_acq_rel)) {
   }
+  return std::min(std::max(written(i), seen), geometry_.lane_length);
 }
 
 void Control::fill() const {
@@ -160,17 +168,23 @@ void Control::empty(bool keep_write_count) const {
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const std::uint64_t length = geometry_.lane_length, start = i * length;
     Lane& l = lanes_[i];
-    l.high.store(0, std::memory_order_relaxed);
     std::uint64_t seen = l.cursor.load(std::memory_order_relaxed), next;
     do next = (seen + length - 1) / length * length;
     while (!l.cursor.compare_exchange_weak(seen, next, std::memory_order_acq_rel));
     l.base.store(next, std::memory_order_release);
+    l.high.store(0, std::memory_order_release);  // last: whoever raises it before has what he writes forgotten with the rest
+#ifndef ENGRAM_TSAN  // whose build has no fences
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // a writer that this finds no row of sees that the lane begins again
+#endif
     // All of the lane, not only what was in its extent: somebody may have died when he had emptied that alone.
     for (std::uint64_t row = start; row < start + length; ++row) {
       std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
-      // A row that is being written keeps its writer; a newer write stays.
-      while (state_of(word) != State::unused && state_of(word) != State::writing && number_of(word) < t &&
-             !tickets_[row].compare_exchange_weak(word, ticket(t, State::unused), std::memory_order_acq_rel)) {
+      // A row that is being written keeps its writer, who looks afterwards whether it still counts. A newer write stays; but
+      // not one that was reserved before the lane began again.
+      while (state_of(word) != State::unused && state_of(word) != State::writing &&
+             (number_of(word) < t || row - start >= filled(i)) &&
+             !tickets_[row].compare_exchange_weak(word, ticket(std::max(t, number_of(word)), State::unused),
+                                                  std::memory_order_acq_rel)) {
       }
     }
   }

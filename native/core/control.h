@@ -163,8 +163,8 @@ class Control {
   /// One row that held nothing will be written. Never below zero: an empty() may just have forgotten them all.
   void one_void_less() const;
 
-  /// Makes the first n rows of every lane's extent count, written by number and not through the cursor.
-  void raise_high(std::uint64_t lane, std::uint64_t rows) const;
+  /// Makes the first n rows of the lane count, written by number and not through the cursor. How many did just before.
+  std::uint64_t raise_high(std::uint64_t lane, std::uint64_t rows) const;
 
   /// Commits every row as it stands (a store around data that exists already).
   void fill() const;
@@ -183,6 +183,8 @@ class Control {
   Repair recover() const;
 
  private:
+  std::uint64_t written(std::uint64_t lane) const;
+
   Geometry geometry_{};
   std::uint64_t schema_sum_ = 0;
   LockPage* lock_page_ = nullptr;

@@ -43,6 +43,7 @@ struct PriorityHeader {
   Word raising;
   double raised_leaf[2], raised_power, raised_alpha;
   SharedMutex mutex;       // formatted anew by whoever opens the memory first: it outlives no process
+  Word missed;             // 1: of some rows that were written nobody could tell here, the mutex was held too long; 2: nor of an emptying
 };
 static_assert(sizeof(PriorityHeader) <= kPage);
 

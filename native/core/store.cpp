@@ -5,6 +5,7 @@
 #include <bit>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -13,6 +14,7 @@
 #include "check.h"
 #include "pool.h"
 #include "random.h"
+#include "wait.h"
 
 namespace engram {
 namespace {
@@ -23,7 +25,6 @@ constexpr std::uint64_t kAhead = 8;                // rows between asking for on
 constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
-constexpr auto kWait = std::chrono::seconds(5);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(500);  // at who died
 constexpr auto kWhileWaiting = std::chrono::milliseconds(10);
 
@@ -71,16 +72,56 @@ Store::Store(Control control, std::vector<Field> fields, std::uint64_t participa
   for (const Field& field : fields_) row_bytes_ += field.row_bytes;
 }
 
-// Either this sees an index that was just attached, or that index, when it looks around, sees what was just committed.
+// After a fence: either this sees an index that was just attached, or that index, when it looks around, sees what was just
+// committed.
 template <class Tell>
 void Store::tell_indexes(Tell&& tell) const {
-  fence(std::memory_order_seq_cst);
   if (on_new_index_ && control_.counters().index_epoch.load(std::memory_order_relaxed) != indexes_->epoch) {
     on_new_index_();
   }
   const auto* list = indexes_->current.load(std::memory_order_acquire);
   if (list == nullptr) return;
-  for (Index* index : *list) tell(*index);
+  std::exception_ptr stalled;  // one index that is held must not keep the news from the others
+  for (Index* index : *list) {
+    try {
+      tell(*index);
+    } catch (const Stalled&) {
+      stalled = std::current_exception();
+    }
+  }
+  if (stalled) std::rethrow_exception(stalled);
+}
+
+// Of a write that waits in vain for a row what is written stays, and what was reserved and is not begun becomes void.
+template <class Write, class Settle, class Tell>
+void Store::write_and_tell(Write&& write, Settle&& settle, Tell&& tell) const {
+  try {
+    write();
+  } catch (const Stalled&) {
+    void_gaps();
+    fence(std::memory_order_seq_cst);
+    tell_indexes(tell);
+    throw;
+  }
+  fence(std::memory_order_seq_cst);
+  settle();  // what a store that was emptied meanwhile must not show: who empties it sees these rows, or this sees that he does
+  tell_indexes(tell);
+}
+
+// A row that was being written when another one emptied the store was left to its writer, and may lie outside the extent now:
+// it is forgotten, like all that was written before.
+void Store::forget_if_outside(std::uint64_t row, std::uint64_t number) const {
+  if (row % control_.lane_length() < control_.filled(row / control_.lane_length())) return;
+  for (const State state : {State::committed, State::voided}) {
+    std::uint64_t seen = ticket(number, state);
+    const bool forgotten =
+        control_.word(row).compare_exchange_strong(seen, ticket(number, State::unused), std::memory_order_acq_rel);
+    if (forgotten && state == State::voided) control_.one_void_less();
+  }
+}
+
+void Store::forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) const {
+  for (std::uint64_t i = 0; i < n; ++i) forget_if_outside(static_cast<std::uint64_t>(rows[i]), t0 + i);
 }
 
 void Store::join(std::shared_ptr<Participants> participants) {
@@ -133,6 +174,7 @@ void Store::void_gaps() const {
 std::uint64_t Store::repair(const Claim& claim) const {
   if (claim.lane == kEmptying) {
     control_.empty(claim.p0 != 0);
+    fence(std::memory_order_seq_cst);
     tell_indexes([](Index& index) { index.emptied(); });
     return 0;
   }
@@ -165,8 +207,12 @@ std::uint64_t Store::repair(const Claim& claim) const {
         control_.one_void_less();
       }
     }
-    if (word.load(std::memory_order_acquire) == ticket(numbers[i], State::voided)) lost.push_back(rows[i]);
+    fence(std::memory_order_seq_cst);  // as in write_and_tell
+    forget_if_outside(static_cast<std::uint64_t>(rows[i]), numbers[i]);
+    const std::uint64_t now = word.load(std::memory_order_acquire);
+    if (number_of(now) == numbers[i] && !is_committed(now)) lost.push_back(rows[i]);
   }
+  fence(std::memory_order_seq_cst);
   // Rows of one claim are numbered one after another, and an index looks at their tickets: what was not written is passed
   // over. Those of a scattered write come one by one.
   tell_indexes([&](Index& index) {
@@ -201,6 +247,9 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
   Word& word = control_.word(row);
   std::uint64_t seen = word.load(std::memory_order_acquire);
   do {
+#ifdef ENGRAM_WITHOUT_LAP_CHECK  // the tests must fail then: make negative-controls
+    place = nullptr;
+#endif
     const bool overtaken =
         place != nullptr && control_.lane(place->lane).cursor.load(std::memory_order_acquire) >
                                 place->position + control_.lane_length();
@@ -210,21 +259,23 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
       return Mark::lapped;
     }
     if (state_of(seen) == State::writing) return Mark::busy;
+#ifndef ENGRAM_WITHOUT_CAS  // the tests must fail then: make negative-controls
   } while (!word.compare_exchange_weak(seen, ticket(number, State::writing), std::memory_order_acq_rel,
                                        std::memory_order_acquire));
+#else
+  } while (word.store(ticket(number, State::writing), std::memory_order_release), false);
+#endif
   if (state_of(seen) == State::voided) control_.one_void_less();
   return Mark::marked;
 }
 
 // Marks a row, waiting for another writer of it; the caller must have nothing marked. False: lapped.
 bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  const Deadline deadline;
   for (;;) {
     const Mark mark = try_mark(row, number, place, over);
     if (mark != Mark::busy) return mark == Mark::marked;
-    if (std::chrono::steady_clock::now() > deadline) {
-      throw Stalled("row " + std::to_string(row) + " has been in the hands of another writer for 5 s");
-    }
+    if (deadline.passed()) throw in_vain("row " + std::to_string(row) + " has been in the hands of another writer");
     look_after_others(Need::waiting);
     std::this_thread::yield();
   }
@@ -234,15 +285,21 @@ void Store::commit(std::uint64_t row, std::uint64_t number) {
   control_.word(row).store(ticket(number, State::committed), std::memory_order_release);
 }
 
+// The rows at positions p0 … of a lane. `pick`, if not null, names for each of them its place in rows_out.
+void Store::place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, const std::int64_t* pick,
+                       std::int64_t* rows_out) const {
+  const std::uint64_t length = control_.lane_length(), start = lane * length;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    rows_out[pick == nullptr ? i : static_cast<std::uint64_t>(pick[i])] = static_cast<std::int64_t>(start + (p0 + i) % length);
+  }
+}
+
 // Writes n rows at positions p0 … of a lane, claimed already. `pick`, if not null, names for each of them its row of the
-// columns, which is also its place among the ticket numbers and in rows_out.
+// columns, which is also its place among the ticket numbers.
 void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
-                       const std::int64_t* pick, std::int64_t* rows_out) {
+                       const std::int64_t* pick) {
   const std::uint64_t length = control_.lane_length(), start = lane * length;
   const auto source = [pick](std::uint64_t i) { return pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]); };
-  for (std::uint64_t i = 0; rows_out != nullptr && i < n; ++i) {
-    rows_out[source(i)] = static_cast<std::int64_t>(start + (p0 + i) % length);
-  }
   const std::uint64_t chunk = std::max<std::uint64_t>(1, kChunkBytes / std::max<std::uint64_t>(1, row_bytes_));
   std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
   while (i < n) {
@@ -287,8 +344,13 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   claim.note(t0, n, static_cast<std::int64_t>(lane), p0);
   std::vector<std::int64_t> rows;
   if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
-  write_ring(lane, p0, n, t0, columns, nullptr, rows_out);
-  tell_indexes([&](Index& index) { index.written(rows_out, n, t0); });
+  place_ring(lane, p0, n, nullptr, rows_out);
+  write_and_tell(
+      [&] { write_ring(lane, p0, n, t0, columns, nullptr); },
+      [&] {
+        if (control_.lane(lane).base.load(std::memory_order_acquire) > p0) forget_outside(rows_out, n, t0);
+      },
+      [&](Index& index) { index.written(rows_out, n, t0); });
   control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
   return t0;
 }
@@ -321,10 +383,19 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   claim.note(t0, n, -1, 0);
   std::vector<std::int64_t> rows;
   if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
-  for (const Run& run : runs) {
-    write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin, rows_out);
-  }
-  tell_indexes([&](Index& index) { index.written(rows_out, n, t0); });
+  for (const Run& run : runs) place_ring(run.lane, run.p0, run.end - run.begin, order.data() + run.begin, rows_out);
+  write_and_tell(
+      [&] {
+        for (const Run& run : runs) {
+          write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin);
+        }
+      },
+      [&] {
+        bool emptied = false;
+        for (const Run& run : runs) emptied |= control_.lane(run.lane).base.load(std::memory_order_acquire) > run.p0;
+        if (emptied) forget_outside(rows_out, n, t0);
+      },
+      [&](Index& index) { index.written(rows_out, n, t0); });
   control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
   return t0;
 }
@@ -337,6 +408,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
   std::vector<std::byte> zeros;
   std::optional<ClaimGuard> claim;
   std::uint64_t number = 0;
+  bool lapped = false;
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t lane = row / length, covered = row % length + 1;
@@ -346,21 +418,30 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
       number = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
       claim->note(number, 1, -1, 0);
     }
-    const std::uint64_t before = control_.filled(lane);
-    if (covered <= before) continue;
-    control_.raise_high(lane, covered);
+    if (covered <= control_.filled(lane)) continue;
+    const std::uint64_t before = control_.raise_high(lane, covered);
+    if (before + 1 < covered && !claim) {  // somebody has emptied the store since: no zeros, as they have no number
+      void_gaps();
+      continue;
+    }
     for (std::uint64_t gap = lane * length + before; claim && gap < row; ++gap) {
-      if (!mark(gap, number, nullptr)) continue;
+      if (!mark(gap, number, nullptr)) {
+        lapped = true;
+        continue;
+      }
       fence(std::memory_order_release);
       for (const Field& field : fields_) {
         copy_to_shared(field.data + gap * field.row_bytes, zeros.data(), field.row_bytes);
       }
       fence(std::memory_order_release);
       commit(gap, number);
+      fence(std::memory_order_seq_cst);  // as in write_and_tell
+      forget_if_outside(gap, number);
       const auto zeroed = static_cast<std::int64_t>(gap);
       tell_indexes([&](Index& index) { index.written(&zeroed, 1, number); });
     }
   }
+  if (lapped) void_gaps();  // by a writer, or by somebody who emptied the store: then nobody else comes
 }
 
 std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
@@ -371,7 +452,12 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   if (pick != nullptr) check_rows(pick, n, of);
   look_after_others();
   if (grow) {
-    grow_over(rows, n);
+    try {
+      grow_over(rows, n);
+    } catch (const Stalled&) {
+      void_gaps();
+      throw;
+    }
   } else {
     for (std::uint64_t i = 0; i < n; ++i) {
       const State state = state_of(control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire));
@@ -383,24 +469,30 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   ClaimGuard claim(*participant_);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
-  for (std::uint64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) {  // rows lie anywhere: their memory is asked for while others are copied
-      __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
-      for (const std::uint64_t f : which) prefetch_row(fields_[f], rows[i + kAhead]);
+  const auto write = [&] {
+    const struct Counted {  // once they are written, also if some wait in vain
+      Word& scatters;
+      std::uint64_t one;
+      ~Counted() { scatters.fetch_add(one, std::memory_order_acq_rel); }
+    } counted{control_.counters().scatters, n > 0};
+    for (std::uint64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) {  // rows lie anywhere: their memory is asked for while others are copied
+        __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
+        for (const std::uint64_t f : which) prefetch_row(fields_[f], rows[i + kAhead]);
+      }
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      const std::uint64_t source = pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]);
+      if (!mark(row, t0 + i, nullptr, grow ? Over::anything : Over::live)) continue;
+      fence(std::memory_order_release);
+      for (std::uint64_t f = 0; f < which.size(); ++f) {
+        const std::uint64_t bytes = fields_[which[f]].row_bytes;
+        copy_to_shared(fields_[which[f]].data + row * bytes, columns[f] + source * bytes, bytes);
+      }
+      fence(std::memory_order_release);
+      commit(row, t0 + i);
     }
-    const auto row = static_cast<std::uint64_t>(rows[i]);
-    const std::uint64_t source = pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]);
-    if (!mark(row, t0 + i, nullptr, grow ? Over::anything : Over::live)) continue;
-    fence(std::memory_order_release);
-    for (std::uint64_t f = 0; f < which.size(); ++f) {
-      const std::uint64_t bytes = fields_[which[f]].row_bytes;
-      copy_to_shared(fields_[which[f]].data + row * bytes, columns[f] + source * bytes, bytes);
-    }
-    fence(std::memory_order_release);
-    commit(row, t0 + i);
-  }
-  control_.counters().scatters.fetch_add(n > 0, std::memory_order_acq_rel);
-  tell_indexes([&](Index& index) {
+  };
+  write_and_tell(write, [&] { forget_outside(rows, n, t0); }, [&](Index& index) {
     if (grow) {
       index.rewritten(rows, n, t0);
     } else {
@@ -416,6 +508,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
 void Store::empty(bool keep_write_count) {
   const ClaimGuard claim(*participant_, 1, 0, kEmptying, keep_write_count ? 1 : 0);
   control_.empty(keep_write_count);
+  fence(std::memory_order_seq_cst);
   tell_indexes([](Index& index) { index.emptied(); });
 }
 
@@ -468,11 +561,13 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
       gather_rows(field, rows, n, out, f + 1 < which.size() ? &fields_[which[f + 1]] : nullptr);
     }
   }
+#ifndef ENGRAM_WITHOUT_TICKET_CHECK  // the tests must fail then: make negative-controls
   fence(std::memory_order_acquire);
   for (std::uint64_t i = 0; i < n; ++i) {
     const std::uint64_t now = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_relaxed);
     bad |= static_cast<std::uint64_t>(now != words[i]) << i;
   }
+#endif
   *moved = bad;
   return bad == 0;
 }
@@ -612,7 +707,7 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
     ranks[i] = gaps ? live[rank] : spans.row(rank);
   }
   std::vector<std::int64_t> moved = gather(ranks, n, all_, batch, nullptr, numbers_out);
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  const Deadline deadline;
   std::vector<std::byte*> fields(batch.size());
   while (!moved.empty()) {
     const auto i = static_cast<std::uint64_t>(moved.back());
@@ -622,9 +717,7 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
       continue;
     }
     if (control_.size() == 0) throw NothingLive("rows were forgotten meanwhile");
-    if (std::chrono::steady_clock::now() > deadline) {
-      throw Stalled("row " + std::to_string(ranks[i]) + " moved at every try for 5 s");
-    }
+    if (deadline.passed()) throw in_vain("row " + std::to_string(ranks[i]) + " moved at every try");
     std::this_thread::yield();
   }
 }
@@ -641,12 +734,12 @@ void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* 
 // Of every number below the counter its claim is there to be seen, if the write is not done.
 std::uint64_t Store::first_unfinished() const {
   std::uint64_t first = control_.counters().next_ticket.load(std::memory_order_acquire);
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  const Deadline deadline;
   for (std::uint64_t i = 0; i < control_.participants(); ++i) {
     for (const Claim& claim : control_.participant(i).claims) {
       std::uint64_t t0;
       while ((t0 = claim.t0.load(std::memory_order_acquire)) == kNoted) {  // for some instructions, or its owner is stopped
-        if (std::chrono::steady_clock::now() > deadline) throw Stalled("another writer has been about to write for 5 s");
+        if (deadline.passed()) throw in_vain("another writer has been about to write");
         look_after_others(Need::waiting);
         std::this_thread::yield();
       }
@@ -674,7 +767,7 @@ std::uint64_t Store::changes(std::uint64_t since, std::vector<std::int64_t>& row
 
 // The live rows, in row order. If there are none because all are just being overwritten, waits for them, bounded.
 std::vector<std::int64_t> Store::live_rows() const {
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  const Deadline deadline;
   for (;;) {
     std::vector<std::int64_t> live;
     bool writing = false;
@@ -686,7 +779,7 @@ std::vector<std::int64_t> Store::live_rows() const {
         writing |= state_of(word) == State::writing;
       }
     }
-    if (!live.empty() || !writing || std::chrono::steady_clock::now() > deadline) return live;
+    if (!live.empty() || !writing || deadline.passed()) return live;
     look_after_others(Need::waiting);
     std::this_thread::yield();
   }

@@ -127,8 +127,13 @@ class Store {
 
   template <class Tell>
   void tell_indexes(Tell&& tell) const;
+  template <class Write, class Settle, class Tell>
+  void write_and_tell(Write&& write, Settle&& settle, Tell&& tell) const;
+  void forget_if_outside(std::uint64_t row, std::uint64_t number) const;
+  void forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) const;
+  void place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, const std::int64_t* pick, std::int64_t* rows_out) const;
   void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
-                  const std::int64_t* pick, std::int64_t* rows_out);
+                  const std::int64_t* pick);
   void grow_over(const std::int64_t* rows, std::uint64_t n);
   Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   bool mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);

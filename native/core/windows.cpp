@@ -1,20 +1,19 @@
 #include "windows.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <numeric>
 #include <thread>
 
 #include "check.h"
 #include "random.h"
+#include "wait.h"
 
 namespace engram {
 namespace {
 
 constexpr std::uint64_t kRedraws = 8;  // before a reader begins to yield
 constexpr std::uint64_t kTries = 8;    // draws of anchors before those that will do are listed
-constexpr auto kWait = std::chrono::seconds(5);
 
 // A window of a batch: where its rows begin among all that were chosen for it, and how many they are; 0: none.
 struct Slot {
@@ -104,10 +103,10 @@ std::vector<std::uint64_t> read_windows(const Store& store, const ChooseWindows&
     return store.gather(room.rows + at, stride, store.all(), fields, room.numbers + at, nullptr).empty();
   };
   std::vector<std::uint64_t> moved = read_all();
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  const Deadline deadline;
   for (std::uint64_t attempt = 1; !moved.empty(); ++attempt) {
     if (attempt > kRedraws) {
-      if (std::chrono::steady_clock::now() > deadline) throw Stalled("windows moved at every try for 5 s");
+      if (deadline.passed()) throw in_vain("windows moved at every try");
       std::this_thread::yield();
     }
     store.control().counters().redraws.fetch_add(moved.size(), std::memory_order_relaxed);

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -18,6 +19,7 @@
 #include "core/control.h"
 #include "core/random.h"
 #include "core/store.h"
+#include "core/wait.h"
 
 /// The blocks of a store: who owns them is another matter.
 struct Blocks {
@@ -152,6 +154,15 @@ struct Rows {
   std::vector<std::vector<std::byte>> data;
   std::vector<const std::byte*> in;
   std::vector<std::byte*> out;
+};
+
+/// Waits end in vain soon, for as long as this lives.
+struct Impatient {
+  explicit Impatient(std::chrono::milliseconds limit) : before(engram::wait_limit.exchange(limit)) {}
+  ~Impatient() { engram::wait_limit = before; }
+  Impatient(const Impatient&) = delete;
+  Impatient& operator=(const Impatient&) = delete;
+  std::chrono::milliseconds before;
 };
 
 /// Random numbers for the tests themselves, in order.

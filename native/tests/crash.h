@@ -17,6 +17,7 @@
 
 #if defined(__linux__) && (defined(__x86_64__) || defined(__aarch64__))
 #include <sys/ptrace.h>
+#include <sys/user.h>
 #define ENGRAM_CAN_STEP 1
 #endif
 
@@ -160,14 +161,18 @@ class Stepped {
     end_ = wait() && WIFSTOPPED(status_) && WSTOPSIG(status_) == SIGSTOP ? End::running : End::refused;
   }
   ~Stepped() {
-    if (WIFEXITED(status_) || WIFSIGNALED(status_)) return;
-    kill(pid_, SIGKILL);
-    wait();
+    kill();
   }
   Stepped(const Stepped&) = delete;
   Stepped& operator=(const Stepped&) = delete;
 
   End end() const { return end_; }
+
+  void kill() {
+    if (WIFEXITED(status_) || WIFSIGNALED(status_)) return;
+    ::kill(pid_, SIGKILL);
+    wait();
+  }
 
   /// One instruction.
   End step() {
@@ -175,6 +180,43 @@ class Stepped {
       return end_ = End::refused;
     }
     if (WSTOPSIG(status_) == SIGSTOP) end_ = End::done;
+    return end_;
+  }
+
+  /// The instruction that comes next; 0 where nobody here knows how to ask.
+  std::uint64_t at() const {
+#ifdef __x86_64__
+    user_regs_struct registers{};
+    ptrace(PTRACE_GETREGS, pid_, nullptr, &registers);
+    return registers.rip;
+#else
+    return 0;
+#endif
+  }
+
+  /// On to step `step` of a run whose instructions were noted. A single step takes long, so one stops where it wants to be.
+  End go_to(const std::vector<std::uint64_t>& instructions, std::uint64_t step) {
+#ifdef __x86_64__
+    const std::uint64_t there = instructions[step];
+    const auto begin = instructions.begin(), end = begin + static_cast<std::ptrdiff_t>(step) + 1;
+    auto* const address = reinterpret_cast<void*>(there);
+    const long code = ptrace(PTRACE_PEEKTEXT, pid_, address, nullptr);
+    for (auto times = std::count(begin, end, there); step > 0 && times > 0; --times) {
+      ptrace(PTRACE_POKETEXT, pid_, address, reinterpret_cast<void*>((code & ~0xFFL) | 0xCC));  // int3
+      ptrace(PTRACE_CONT, pid_, nullptr, nullptr);
+      if (!wait() || !WIFSTOPPED(status_) || WSTOPSIG(status_) != SIGTRAP) return end_ = End::refused;
+      user_regs_struct registers{};
+      ptrace(PTRACE_GETREGS, pid_, nullptr, &registers);
+      registers.rip = there;
+      ptrace(PTRACE_SETREGS, pid_, nullptr, &registers);
+      ptrace(PTRACE_POKETEXT, pid_, address, reinterpret_cast<void*>(code));
+      if (times > 1 && this->step() != End::running) return end_;
+    }
+#else
+    (void)instructions;
+    for (std::uint64_t i = 0; i < step && this->step() == End::running; ++i) {
+    }
+#endif
     return end_;
   }
 
@@ -190,6 +232,16 @@ class Stepped {
 };
 
 #endif
+
+/// The first and the last step in each of the states that begin at given steps.
+inline std::vector<std::uint64_t> begins_and_ends(const std::vector<std::uint64_t>& begins) {
+  std::vector<std::uint64_t> steps;
+  for (std::size_t i = 0; i < begins.size(); ++i) {
+    steps.push_back(begins[i]);
+    if (i + 1 < begins.size() && begins[i + 1] > begins[i] + 1) steps.push_back(begins[i + 1] - 1);
+  }
+  return steps;
+}
 
 /// Of whole words, after `before`.
 inline std::uint64_t hash_of(std::span<const std::byte> bytes, std::uint64_t before = 0) {

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -28,6 +29,7 @@
 #include "core/store.h"
 #include "crash.h"
 #include "expect.h"
+#include "stress.h"
 
 using namespace engram;
 using namespace std::chrono_literals;
@@ -180,7 +182,7 @@ std::uint64_t hash(const Layout& blocks) {
 /// What an operation wrote, in memory that its process shares.
 struct Outcome {
   std::uint64_t t0, n, first_id;
-  std::int64_t rows[16];
+  std::int64_t rows[32];
 };
 
 /// An operation on a store, its rows made before it begins.
@@ -193,12 +195,13 @@ struct Operation {
   bool picky = false;    // refuses rows that are not live
 };
 
-const std::vector<std::uint64_t> kRowBytes{56, 520};
-const std::vector<Field> kFields{{nullptr, 56}, {nullptr, 520}};
-const std::uint64_t kWhich[] = {0, 1};
+/// Of the rows of a stage, for as long as it is looked at.
+std::vector<std::uint64_t> row_bytes{56, 520};
 
 std::shared_ptr<Rows> rows_with_ids(std::uint64_t first_id, std::uint64_t n) {
-  auto rows = std::make_shared<Rows>(kFields, n);
+  std::vector<Field> fields;
+  for (const std::uint64_t bytes : row_bytes) fields.push_back({nullptr, bytes});
+  auto rows = std::make_shared<Rows>(fields, n);
   for (std::uint64_t i = 0; i < n; ++i) rows->describe(i, first_id + i);
   return rows;
 }
@@ -221,7 +224,9 @@ Operation scatter(const char* name, const Indices& rows, bool grow, std::uint64_
   return {name, [=, columns = rows_with_ids(first_id, rows.size())](Store& store, Outcome& outcome) {
             outcome.n = rows.size(), outcome.first_id = first_id;
             for (std::uint64_t i = 0; i < rows.size(); ++i) outcome.rows[i] = rows[i];
-            outcome.t0 = store.scatter(rows.data(), rows.size(), kWhich, columns->in, grow);
+            std::vector<std::uint64_t> which(row_bytes.size());
+            std::iota(which.begin(), which.end(), std::uint64_t{0});
+            outcome.t0 = store.scatter(rows.data(), rows.size(), which, columns->in, grow);
           }, false, grow, false, !grow};
 }
 
@@ -230,7 +235,7 @@ struct Stage {
   using Prepare = std::function<void(Store&, const Blocks&)>;
 
   Stage(Geometry g, const Prepare& prepare, Operation what)
-      : operation(std::move(what)), pages(1 << 18), blocks(pages.data(), g, kRowBytes) {
+      : operation(std::move(what)), pages(1 << 18), blocks(pages.data(), g, row_bytes) {
     Control::format(blocks.control, g, 0);
     Store store = blocks.open();
     prepare(store, blocks);
@@ -251,7 +256,7 @@ struct Stage {
 /// A private copy of a state of a stage.
 struct Copy {
   Copy(const Stage& stage, std::span<const std::byte> state)
-      : memory(state.size() + 64), blocks(aligned(memory.data()), stage.blocks.geometry, kRowBytes) {
+      : memory(state.size() + 64), blocks(aligned(memory.data()), stage.blocks.geometry, row_bytes) {
     std::memcpy(blocks.all.data(), state.data(), state.size());
   }
   static std::byte* aligned(std::byte* p) { return p + (64 - reinterpret_cast<std::uintptr_t>(p) % 64) % 64; }
@@ -301,10 +306,11 @@ void check_state(const Stage& stage, std::span<const std::byte> state, std::uint
   expect_usable(crashed.blocks);
 }
 
-/// Runs the operation an instruction at a time and calls check() at every distinct state. Returns these, by their
-/// hashes; none where nobody may step through a child.
+/// Runs the operation an instruction at a time and calls check() at every distinct state. Returns the steps at which they
+/// begin; none where nobody may step through a child.
 template <class Check>
-std::vector<std::uint64_t> step_through(const Stage& stage, std::uint64_t* steps, Check&& check) {
+std::vector<std::uint64_t> step_through(const Stage& stage, std::uint64_t* steps, Check&& check,
+                                        std::vector<std::uint64_t>* instructions = nullptr) {
   Store store = stage.blocks.open();
   Outcome outcome{};
   Stepped child([&] { stage.operation.run(store, outcome); });
@@ -312,9 +318,9 @@ std::vector<std::uint64_t> step_through(const Stage& stage, std::uint64_t* steps
   std::vector<std::uint64_t> states;
   // The bound is for processors whose exclusive loads and stores never succeed in single steps.
   for (*steps = 0; child.end() == Stepped::End::running && *steps < 100000; ++*steps, child.step()) {
-    const std::uint64_t state = hash(stage.blocks);
-    if (!seen.insert(state).second) continue;
-    states.push_back(state);
+    if (instructions != nullptr) instructions->push_back(child.at());
+    if (!seen.insert(hash(stage.blocks)).second) continue;
+    states.push_back(*steps);
     check();
   }
   if (child.end() != Stepped::End::done) {
@@ -386,8 +392,46 @@ TEST(every_instruction_of_every_operation) {
                 stage->operation.name, llu(steps), llu(found.size()), llu(half_written));
     if (expect::failures != failures) std::fprintf(stderr, "  in: %s\n", stage->operation.name);
   }
-  std::printf("      %llu distinct states in all\n", llu(states));
+  std::printf("every instruction: %s distinct states of %s operations\n", stress::count(states).c_str(),
+              stress::count(stages.size()).c_str());
   EXPECT(states > 150);
+}
+
+TEST(every_instruction_of_operations_on_stores_of_other_shapes) {
+  Dice dice(static_cast<std::uint64_t>(Clock::now().time_since_epoch().count()));
+  const auto shapes = stress::pick<std::uint64_t>(1, 50, 500);
+  std::uint64_t states = 0, instructions = 0, operations = 0;
+  for (std::uint64_t shape = 0; shape < shapes && expect::failures == 0; ++shape) {
+    row_bytes.clear();
+    for (std::uint64_t fields = dice.in(1, 3); fields > 0; --fields) row_bytes.push_back(8 * dice.in(1, 120));
+    const Geometry g = geometry(dice.in(1, 3), dice.in(1, 9));
+    const std::uint64_t n = dice.in(1, 9), before = dice.below(2 * g.lane_length + 1);
+    Indices lanes, live, any;
+    for (std::uint64_t i = 0; i < n; ++i) {
+      lanes.push_back(static_cast<std::int64_t>(dice.below(g.lanes)));
+      any.push_back(static_cast<std::int64_t>(dice.below(g.capacity)));
+      live.push_back(static_cast<std::int64_t>(dice.below(std::max<std::uint64_t>(1, std::min(before, g.lane_length)))));
+    }
+    std::vector<Operation> all{append("append", 2 * n, 0x200), append_by_lane("append by lane", lanes, 0x200),
+                               scatter("write, growing", any, true, 0x200),
+                               {"empty", [](Store& s, Outcome&) { s.empty(true); }, false, false, true}};
+    if (before > 0) all.push_back(scatter("write in place", live, false, 0x200));
+    for (const Operation& operation : all) {
+      const Stage stage(g, filled(before), operation);
+      std::uint64_t half_written = 0, steps = 0;
+      const auto found = step_through(stage, &steps, [&] { check_state(stage, stage.blocks.all, &half_written); });
+      if (found.empty()) return;
+      states += found.size(), instructions += steps, ++operations;
+      if (expect::failures == 0) continue;
+      std::fprintf(stderr, "  %s %llu, %llu before; %llu lanes of %llu rows of %s bytes\n", operation.name, llu(n), llu(before),
+                   llu(g.lanes), llu(g.lane_length), expect::show(row_bytes).c_str());
+      break;
+    }
+  }
+  row_bytes = {56, 520};
+  std::printf("every instruction, other shapes: %s instructions, %s distinct states of %s operations on %s shapes\n",
+              stress::count(instructions).c_str(), stress::count(states).c_str(), stress::count(operations).c_str(),
+              stress::count(shapes).c_str());
 }
 
 TEST(an_interrupted_recovery_is_recovered_to_the_same_bytes) {
@@ -403,16 +447,15 @@ TEST(an_interrupted_recovery_is_recovered_to_the_same_bytes) {
 // ---- zombie --------------------------------------------------------------------------------------------------------
 
 /// One operation is stopped in a state of its own; another begins, and ends if it can; then the first goes on.
-void check_pair(const Stage& stage, const Operation& other, std::uint64_t state, std::uint64_t* waited) {
+void check_pair(const Stage& stage, const Operation& other, const std::vector<std::uint64_t>& instructions, std::uint64_t step,
+                std::uint64_t* waited) {
   const Control control = stage.blocks.view();
   SharedPages pages(sizeof(Outcome) * 2);
   auto* outcomes = reinterpret_cast<Outcome*>(pages.data());
   Store a = stage.blocks.open(0), b = stage.blocks.open(1);
   const std::uint64_t cursor = control.lane(0).cursor;
   Stepped zombie([&] { stage.operation.run(a, outcomes[0]); });
-  while (hash(stage.blocks) != state && zombie.step() == Stepped::End::running) {
-  }
-  EXPECT(zombie.end() == Stepped::End::running);
+  EXPECT(zombie.go_to(instructions, step) == Stepped::End::running);
   const bool reserved = control.lane(0).cursor != cursor;
   const std::uint64_t position_b = control.lane(0).cursor;
   const pid_t child = fork();
@@ -486,15 +529,21 @@ TEST(a_writer_that_was_stopped_tears_and_hides_nothing) {
   struct Pair {
     Stage* stage;
     const Operation* other;
-    std::uint64_t state;
+    const std::vector<std::uint64_t>* instructions;
+    std::uint64_t step;
   };
   std::vector<Pair> pairs;
+  std::deque<std::vector<std::uint64_t>> instructions;
   for (const auto& stage : stages) {
     std::uint64_t steps = 0;
-    const auto states = step_through(*stage, &steps, [] {});
+    instructions.emplace_back();
+    const auto states = step_through(*stage, &steps, [] {}, &instructions.back());
     if (states.empty()) return;
     for (const Operation& other : others) {
-      for (const std::uint64_t state : states) pairs.push_back({stage.get(), &other, state});
+      // At the begin of each state, and at its end: what was read meanwhile is as old as can be when it is written by.
+      for (const std::uint64_t step : begins_and_ends(states)) {
+        pairs.push_back({stage.get(), &other, &instructions.back(), step});
+      }
     }
   }
   // Where there is no time for all of them, other ones each run; but always those of two rings, of which few tell.
@@ -503,16 +552,18 @@ TEST(a_writer_that_was_stopped_tears_and_hides_nothing) {
   const auto two_rings = [](const Pair& pair) { return pair.stage->operation.ring && pair.other->ring; };
   std::stable_partition(pairs.begin(), pairs.end(), two_rings);
   std::uint64_t checked = 0, waited = 0;
-  for (const auto start = Clock::now(); checked < pairs.size() && Clock::now() < start + 8s; ++checked) {
+  const auto time = stress::pick<Clock::duration>(5s, 2h, 2h);
+  for (const auto start = Clock::now(); checked < pairs.size() && Clock::now() < start + time && expect::failures < 20; ++checked) {
     const Pair& pair = pairs[checked];
     pair.stage->restore();
     const int failures = expect::failures;
-    check_pair(*pair.stage, *pair.other, pair.state, &waited);
+    check_pair(*pair.stage, *pair.other, *pair.instructions, pair.step, &waited);
     if (expect::failures == failures) continue;
-    std::fprintf(stderr, "  %s, stopped; then: %s\n", pair.stage->operation.name, pair.other->name);
+    std::fprintf(stderr, "  %s, stopped before step %llu; then: %s\n", pair.stage->operation.name, llu(pair.step),
+                 pair.other->name);
   }
-  std::printf("      %llu of %llu pairs; in %llu the second waited for the first\n", llu(checked), llu(pairs.size()),
-              llu(waited));
+  std::printf("one preemption: %s of %s pairs; in %s the second waited for the first\n", stress::count(checked).c_str(),
+              stress::count(pairs.size()).c_str(), stress::count(waited).c_str());
   EXPECT(waited > 0);
 }
 #endif

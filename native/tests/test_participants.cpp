@@ -314,6 +314,85 @@ TEST(a_number_that_was_given_to_another_process_proves_nothing) {
   EXPECT_EQ(bury(*here), 1u);
 }
 
+#ifdef ENGRAM_CAN_STEP
+// Somebody died in the middle of writing row 2.
+void with_a_dead_writer(const Place& place) {
+  const Control control = place.control();
+  Participant& dead = control.participant(1);
+  dead.pid = 0x7FFFFFFF, dead.start_time = 1, dead.state = 1;
+  control.lane(0).cursor = 3, control.counters().next_ticket = 4;
+  for (const std::uint64_t row : {0, 1}) control.word(row) = ticket(row + 1, State::committed);
+  control.word(2) = ticket(3, State::writing);
+  Claim& claim = dead.claims[0];
+  claim.n = 1, claim.lane = 0, claim.p0 = 2, claim.t0 = 3;
+}
+
+TEST(death_at_every_instruction_of_joining_leaving_and_burying) {
+  struct Life {
+    const char* name;
+    std::function<void(Participants&, const Store&)> run;
+    std::function<void(const Place&)> prepare;
+  };
+  const auto bury_all = [](Participants& self, const Store& store) {
+    return self.bury_dead([&](Participant& dead) { store.repair(dead); });
+  };
+  const std::vector<Life> lives = {
+      {"join, leave", [](Participants& self, const Store&) { self.join(), self.leave(); }, [](const Place&) {}},
+      {"bury another one", [&](Participants& self, const Store& store) { bury_all(self, store); }, with_a_dead_writer},
+      {"join, bury another one, leave",
+       [&](Participants& self, const Store& store) { self.join(), bury_all(self, store), self.leave(); }, with_a_dead_writer},
+  };
+  std::uint64_t deaths = 0, instructions_in_all = 0;
+  for (const Life& life : lives) {
+    Place place;
+    const std::span<std::byte> memory(place.pages.data(), 1 << 17);
+    life.prepare(place);
+    const std::vector<std::byte> before(memory.begin(), memory.end());
+    const Store store = place.blocks.open(9);
+    const auto operation = [&, self = std::shared_ptr(place.attach())] { life.run(*self, store); };
+    std::vector<std::uint64_t> instructions, states;
+    {
+      Stepped child(operation);
+      std::set<std::uint64_t> seen;
+      for (std::uint64_t step = 0; child.end() == Stepped::End::running && step < 200000; ++step, child.step()) {
+        instructions.push_back(child.at());
+        if (seen.insert(hash_of(memory)).second) states.push_back(step);
+      }
+      if (child.end() != Stepped::End::done) {
+        std::printf("      skipped: nobody may step through a child here, or no step ends\n");
+        return;
+      }
+    }
+    instructions_in_all += instructions.size();
+    for (const std::uint64_t step : begins_and_ends(states)) {
+      const int failures = expect::failures;
+      std::copy(before.begin(), before.end(), memory.begin());
+      {
+        Stepped child(operation);
+        EXPECT(child.go_to(instructions, step) == Stepped::End::running);
+      }
+      const auto here = place.attach();
+      EXPECT(!here->others());
+      const std::uint64_t left = place.used();
+      EXPECT(here->join() != Participants::kNobody);
+      EXPECT_EQ(bury_all(*here, store), left);
+      EXPECT_EQ(bury_all(*here, store), 0u);
+      EXPECT_EQ(place.used(), 1u);
+      here->leave();
+      EXPECT_EQ(place.used(), 0u);
+      expect_sound(place.blocks, 1);
+      // Two whole rows; or one less, while a void row is counted twice.
+      const std::uint64_t size = place.control().size();
+      EXPECT(size == 0 ? place.control().filled(0) == 0 : size <= 2);
+      ++deaths;
+      if (expect::failures != failures) std::fprintf(stderr, "  %s: killed before step %llu\n", life.name, llu(step));
+    }
+  }
+  std::printf("every instruction of joining, leaving, burying: %llu instructions, %llu deaths\n", llu(instructions_in_all),
+              llu(deaths));
+}
+#endif
+
 TEST(when_a_process_began) {
   EXPECT(start_time_of(static_cast<std::uint32_t>(getpid())) > 0);
   EXPECT_EQ(start_time_of(static_cast<std::uint32_t>(getpid())), start_time_of(static_cast<std::uint32_t>(getpid())));

@@ -95,6 +95,40 @@ TEST(an_edit_gives_a_priority_to_a_row_that_its_writer_does_not_know_any_more) {
   EXPECT(index.leaves() == (Leaves{3.5, 0, 0, 0}));
 }
 
+TEST(what_could_not_be_told_is_made_good_by_whoever_comes_next) {
+  // Somebody holds the mutex longer than anybody waits: writes end with an error, but what they wrote is there.
+  const Heap heap(geometry(1, 6), {16});
+  Store store = heap.open();
+  Index held(6, &store.control()), free(6, &store.control());
+  for (Index* index : {&held, &free}) store.attach(*index->priorities);
+  Rows rows(heap.fields, 3);
+  for (std::uint64_t i = 0; i < 3; ++i) rows.describe(i, i + 1);
+  store.append(0, 3, rows.in, nullptr);
+  const std::int64_t first[] = {0};
+  const double five = 5;
+  for (Index* index : {&held, &free}) index->priorities->update(first, &five, 1, nullptr);
+  SharedMutex& mutex = reinterpret_cast<PriorityHeader*>(held.memory.get())->mutex;
+  const auto in_vain = [&](auto write) {
+    const Impatient impatient(5ms);
+    EXPECT(!mutex.lock());
+    EXPECT_THROWS(Stalled, write());
+    mutex.unlock();
+  };
+  const std::uint64_t which[] = {0};
+  const std::int64_t fifth[] = {4};
+  in_vain([&] { store.append(0, 1, rows.in, nullptr); });
+  EXPECT(free.leaves() == (Leaves{5, 1, 1, 5, 0, 0}));  // another index is told all the same
+  EXPECT(held.leaves() == (Leaves{5, 1, 1, 5, 0, 0}));
+  in_vain([&] { store.scatter(fifth, 1, which, Columns(rows.in), true); });
+  EXPECT(held.leaves() == (Leaves{5, 1, 1, 5, 5, 0}));
+  in_vain([&] { store.empty(true); });
+  EXPECT(held.leaves() == Leaves(6));
+  EXPECT_EQ(held.priorities->highest(), 0.0);
+  store.append(0, 2, rows.in, nullptr);
+  EXPECT(held.leaves() == free.leaves());
+  EXPECT(held.tree().consistent());
+}
+
 TEST(updates_of_other_tickets_are_dropped) {
   const Heap heap(geometry(1, 4), {16});
   Store store = heap.open();

@@ -510,6 +510,8 @@ TEST(a_store_without_fields_keeps_the_words_alone) {
 TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
   // Row 1 is in the hands of a writer that never comes back: everything else of the batches is written, and the wait
   // ends. Beside it a writer that does come back.
+  EXPECT(wait_limit.load() == std::chrono::seconds(5));
+  const Impatient impatient(std::chrono::milliseconds(300));
   Filled stuck(geometry(1, 4), {8}, {4}), brief(geometry(1, 4), {8}, {4});
   for (Filled* filled : {&stuck, &brief}) filled->store.control().word(1).store(ticket(5, State::writing));
   for (Filled* filled : {&stuck, &brief}) filled->store.control().counters().next_ticket = 6;
@@ -534,13 +536,25 @@ TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
   EXPECT_THROWS(Stalled, stuck.append(0, 3, 60));
   scatterer.join();
   const auto waited = std::chrono::steady_clock::now() - start;
-  EXPECT(waited > std::chrono::seconds(4));
-  EXPECT(waited < std::chrono::seconds(20));
+  EXPECT(waited > std::chrono::milliseconds(300));
+  EXPECT(waited < std::chrono::seconds(15));
   Rows batch(stuck.heap.fields, 4);
   EXPECT_EQ(stuck.store.gather(rows_from(0, 4).data(), 4, which, batch.out, nullptr, nullptr), (Indices{1}));
   EXPECT_EQ(*batch.id(0), 60u);  // written before the wait
   EXPECT_EQ(stuck.store.control().word(1).load(), ticket(5, State::writing));
   for (const Claim& claim : stuck.store.control().participant(0).claims) EXPECT_EQ(claim.t0.load(), 0u);
+}
+
+TEST(what_a_write_that_waits_in_vain_has_reserved_and_not_begun_is_void) {
+  Filled stuck(geometry(1, 6), {8}, {1});
+  stuck.store.control().word(2).store(ticket(9, State::writing));
+  stuck.store.control().counters().next_ticket = 10;
+  const Impatient impatient(std::chrono::milliseconds(5));
+  EXPECT_THROWS(Stalled, stuck.append(0, 4, 50));  // rows 1, 2, 3, 4
+  EXPECT_EQ(stuck.store.control().size(), 3u);      // and row 2, which somebody has
+  EXPECT_EQ(state_of(stuck.store.control().word(3).load()), State::voided);
+  EXPECT_EQ(state_of(stuck.store.control().word(4).load()), State::voided);
+  EXPECT_EQ(stuck.store.control().counters().void_rows.load(), 2u);
 }
 
 TEST(a_write_that_was_lapped_is_skipped_and_counted) {

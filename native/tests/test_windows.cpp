@@ -2,6 +2,7 @@
 #include "core/windows.h"
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -216,6 +217,7 @@ TEST(fewer_than_asked_for) {
 TEST(windows_that_move_at_every_try_are_given_up) {
   World w(geometry(1, 16));
   w.append(0, 1, 9);
+  const Impatient impatient(std::chrono::milliseconds(100));
   EXPECT_THROWS(Stalled, Read(w, [&](std::uint64_t, std::uint64_t) { return stale(w.at({3}, {4}), 1, 2); }, 1, 4, false));
 }
 

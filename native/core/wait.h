@@ -1,0 +1,31 @@
+// How long a call waits for what another thread or process holds. Nobody waits for the dead; but a holder may be stopped, and
+// is not robbed.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <string>
+
+#include "check.h"
+
+namespace engram {
+
+/// Tests of waits that end in vain shorten it.
+inline std::atomic<std::chrono::milliseconds> wait_limit{std::chrono::seconds(5)};
+
+/// When a wait that begins now ends in vain.
+class Deadline {
+ public:
+  bool passed() const { return std::chrono::steady_clock::now() > at_; }
+
+ private:
+  std::chrono::steady_clock::time_point at_ = std::chrono::steady_clock::now() + wait_limit.load();
+};
+
+/// "… for 5 s"
+inline Stalled in_vain(const std::string& what) {
+  const auto ms = wait_limit.load().count();
+  return Stalled(what + " for " + (ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms"));
+}
+
+}  // namespace engram
