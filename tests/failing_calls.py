@@ -223,9 +223,8 @@ class CloseTemporary(Operation):
     def afterwards(self):
         ReplayBuffer(storage=LazyTensorStorage(10), shared=True).close()
         home = Path((self.folder / "home").read_text())
-        assert not home.exists() or not listing(
-            home
-        )  # an empty one stays for a minute: somebody may be about to use it
+        # An empty one stays for a minute: somebody may be about to use it.
+        assert not home.exists() or not listing(home), listing(home)
 
 
 class Fork(Operation):

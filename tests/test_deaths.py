@@ -222,6 +222,22 @@ def test_killed_among_large_updates():
     rb.close()
 
 
+def test_the_first_opener_dies_as_soon_as_others_can_see_him(ram, monkeypatch):
+    """Whoever takes him for alive joins without looking; if all die then, the next one must know."""
+    rb = buffer(ram)
+    rb.extend(ROWS)
+    rb.close()
+    pid = os.fork()
+    if pid == 0:
+        join = engram.store.Store._join
+        monkeypatch.setattr(engram.store.Store, "_join", lambda *arguments: (join(*arguments), die()))
+        ReplayBuffer.open(ram / "store")
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    rb = ReplayBuffer.open(ram / "store")
+    assert rb.storage.store.repair is not None
+    rb.close()
+
+
 WAYS = ("close", "exit", "kill")
 
 

@@ -95,6 +95,7 @@ def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], No
         made.folder(folder)
         made.file(hidden, nbytes)
         make(_file_block(hidden, nbytes))
+        _unscanned(path).unlink(missing_ok=True)
         made.text(_unscanned(path), b"")
         hidden.rename(path)
         made.published(hidden, path)
@@ -487,10 +488,10 @@ class Store:
                 index.put_in_order()
         assert self.directory is not None  # nobody else has it open
         self._finish_scans(self.directory)
-        self._join(participants)
         core.boot_id = boot
         core.pid_namespace = _native.pid_namespace()
-        core.clean = False
+        core.clean = False  # before others can see this process: should it die now, they may take it for alive, and write
+        self._join(participants)
 
     def _join(self, participants: Any) -> None:
         try:
