@@ -84,7 +84,7 @@ def test_killed_at_every_step(ram, name, monkeypatch):
     monkeypatch.setattr(engram.store, "shared_memory", lambda: home)
     monkeypatch.setattr("engram.storages.tensor.shared_memory", lambda: home)
     report = ram / "report"
-    step = stress.size(97, 1)
+    step = stress.size(149, 1)
     for n in itertools.count(1 + stress.chance(name).randrange(step), step):
         work = ram / "work"
         work.mkdir()
@@ -252,7 +252,7 @@ def test_exit_orders(ram, monkeypatch):
         itertools.product(("ram", "disk"), itertools.permutations(range(3)), itertools.product(WAYS, repeat=3))
     )
     stress.chance("exits").shuffle(cases)
-    for kind, order, ways in cases[: stress.size(20, len(cases))]:
+    for kind, order, ways in cases[: stress.size(8, len(cases))]:
         turns = [os.pipe() for _ in range(3)]
         told, tell = os.pipe()
 

@@ -37,12 +37,17 @@ CALLS = {
 ERRORS = ("ENOSPC", "EIO", "EDQUOT", "EINTR", "EAGAIN", "ENOMEM", "EMFILE")
 OPERATIONS = ("create", "open", "recover", "share", "new index", "close", "close temporary", "fork")
 ALL = [(o, c, e) for o, c in itertools.product(OPERATIONS, CALLS) for e in sorted({CALLS[c], *ERRORS})]
-SMALL = [(o, c, CALLS[c]) for o in ("create", "share", "new index") for c in ("fallocate", "fsync", "mmap")]
-SMALL += [
-    ("create", "rename", "EIO"),
-    ("open", "mmap", "ENOMEM"),
-    ("close", "open", "EMFILE"),
-    ("fork", "fcntl", "ENOLCK"),
+SMALL = [
+    (o, c, CALLS[c])
+    for o, c in (
+        ("create", "fallocate"),
+        ("create", "fsync"),
+        ("open", "mmap"),
+        ("share", "mmap"),
+        ("new index", "rename"),
+        ("close", "open"),
+        ("fork", "fcntl"),
+    )
 ]
 
 
@@ -80,7 +85,7 @@ def test_every_call_fails_in_turn(library, ram):
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     print(counts, file=sys.stderr)
-    assert counts["failed calls"] >= 30
+    assert counts["failed calls"] >= 20
 
 
 def test_an_fsync_error_that_is_swallowed_is_noticed(library, ram):

@@ -247,8 +247,9 @@ class Store:
         self.counts["stores"] += 1
 
     def _open_for_ever(self):
-        ReplayBuffer.open(self.place)
-        signal.pause()
+        rb = ReplayBuffer.open(self.place)
+        while rb is not None:  # nor does it close it
+            signal.pause()
 
     def chance_of_recovery(self):
         return (self.births * 7 % 12) / 2000
