@@ -253,7 +253,7 @@ def test_writers_and_samplers_in_processes_of_their_own(storage, sampler):
     rb = TensorDictReplayBuffer(
         storage=storage(4 * ROWS, lanes=4), sampler=copy.deepcopy(sampler), batch_size=32
     ).share()
-    rb.extend(steps(0, 8))
+    rb.extend(steps(0, 8, episode=-1))  # of a trajectory that no writer goes on with
     children = [Child(write, rb, lane, 150, 8) for lane in range(3)] + [Child(draw, rb, 0.7)]
     while any(child.process.is_alive() for child in children):
         batch = rb.sample()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
@@ -167,11 +168,9 @@ class ReplayBuffer:
         storage = self._storage
         if accept is not None:
             accept(_rows_of(data, storage.ndim - 1))
-        if self._appends and storage.ndim == 1:
+        if self._appends and storage.ndim == 1 and self._recorded:
             row: int
             row, number = storage.add_row(self._check_lane(lane), data, self._ignored)
-            if not self._recorded:
-                self._record()
             if self._listening():
                 storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
             return row
@@ -248,11 +247,11 @@ class ReplayBuffer:
         count = len(lane) if isinstance(lane, Tensor) and lane.ndim == 1 else None
         if self._appends:
             prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
+            if not self._recorded:  # before a row is there: this may raise
+                self._record()
             write: Write = storage.write(Plan(lane=lane), prepared, n)
         else:
             write = self._place_and_write(data, lane, call, count, batched=batched)
-        if not self._recorded:
-            self._record()
         if self._listening():
             storage.notify(write, data)
         return write
@@ -264,6 +263,8 @@ class ReplayBuffer:
             rows = _rows_of(data, storage.ndim) if batched else 1
             plan = None if rows is None else self._writer.place(storage.extent(), rows, lane, data)
         prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
+        if not self._recorded:
+            self._record()
         with storage.placing:
             if plan is None or len(storage):  # another process may have written first
                 plan = self._writer.place(storage.extent(), n, lane, data)
@@ -319,7 +320,8 @@ class ReplayBuffer:
         if write is not None and not (self._recorded or self._looked_for_record):
             self._looked_for_record = True
             if not self._is_recorded():
-                self._record()
+                with contextlib.suppress(OSError):  # the rows are there; the next write through this buffer notes it
+                    self._record()
         if self._hears or (write is None and hasattr(self._sampler, "observe")):
             self._sampler.observe(write, data)
 
@@ -731,7 +733,8 @@ class ReplayBuffer:
             self._storage.share()
             if hasattr(self._sampler, "moved"):
                 self._sampler.moved()
-            self._record()
+            with contextlib.suppress(OSError):  # it is shared by now; the next write notes this again
+                self._record()
         return self
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
@@ -850,10 +853,11 @@ class ReplayBuffer:
         """Note in the directory which components the buffer has, for :meth:`open`."""
         if not self._storage.initialized:
             return
-        self._recorded = True
         store = getattr(self._storage, "memory", None)
         if store is None or store.directory is None or store.closed:
+            self._recorded = True
             return
+        self._recorded = False
         record = {
             "buffer": type(self).__name__,
             "sampler": _recorded(self._sampler, _SAMPLERS),
@@ -862,6 +866,7 @@ class ReplayBuffer:
             **self._record_more(),
         }
         files.overwrite(store.directory / layout.FOLDER / layout.BUFFER, json.dumps(record).encode())
+        self._recorded = True
 
     def _is_recorded(self) -> bool:
         """Whether the directory names some components already."""

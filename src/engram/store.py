@@ -90,13 +90,22 @@ def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], No
     """Memory of a new index in a directory. It appears at once and whole."""
     path = folder / kind
     hidden = folder / f".{kind}-{os.getpid()}-{threading.get_ident()}"
+    for left in folder.glob(f".{kind}-*"):  # of somebody who died; the store's folder is locked
+        left.unlink(missing_ok=True)
     with files.Creation() as made:
         made.folder(folder)
         made.file(hidden, nbytes)
         make(_file_block(hidden, nbytes))
+        _unscanned(path).unlink(missing_ok=True)
+        made.text(_unscanned(path), b"")
         hidden.rename(path)
         made.published(hidden, path)
         return _file_block(path, nbytes)
+
+
+def _unscanned(index: Path) -> Path:
+    """Lies beside an index until it has looked at all rows: if its maker dies before, whoever comes next lets it look."""
+    return index.with_name(f".unscanned-{index.name}")
 
 
 def _scan(core: Any, rows: int) -> Iterator[int]:
@@ -230,9 +239,20 @@ def private_block(nbytes: int) -> Block:
     return Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)
 
 
+@contextlib.contextmanager
+def _mapping(path: Path) -> Iterator[None]:
+    """A system call that fails is an ``OSError``: torch says ``RuntimeError``, with its number behind the message."""
+    try:
+        yield
+    except RuntimeError as error:
+        number = re.search(r"\((\d+)\)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, f"{os.strerror(code)} (mapping it)", str(path)) from error
+
+
 def _file_block(path: Path, nbytes: int) -> Block:
     files.check_size(path, nbytes)
-    with torch.device("cpu"):
+    with _mapping(path), torch.device("cpu"):
         return Block(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8), nbytes)
 
 
@@ -253,7 +273,7 @@ def _file_field(directory: Path, field: Field, capacity: int) -> Tensor:
         return torch.empty(shape, dtype=torch_dtype(field), device="cpu")
     path = layout.field_path(directory, field.key)
     files.check_size(path, nbytes)
-    with torch.device("cpu"):
+    with _mapping(path), torch.device("cpu"):
         tensor: Tensor = MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape)
     return tensor
 
@@ -376,6 +396,7 @@ class Store:
         metas = layout.meta_files(directory, schema)
         hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
         with _attaching, files.Creation() as made, _Alone(directory, made):
+            _remove_unfinished(directory)
             if maker and maker_of(directory) == maker:
                 store = cls._opened_or_attached(directory, "refuse")
                 if store.schema != schema:
@@ -391,7 +412,8 @@ class Store:
             existing = [path for path in (directory / layout.FOLDER, *paths, *metas) if path.exists()]
             if existing:
                 raise RuntimeError(_occupied(directory, existing[0]))
-            shutil.rmtree(hidden, ignore_errors=True)  # of a creation that was interrupted
+            made.folder(hidden)
+            made.text(hidden / layout.STORE, raw)  # first: should this process die, it says what else it has made
             for path, nbytes in paths.items():
                 if nbytes:
                     made.folder(path.parent)
@@ -399,7 +421,6 @@ class Store:
             for path, text in metas.items():
                 made.folder(path.parent)
                 made.text(path, text)
-            made.folder(hidden)
             made.file(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
             made.file(hidden / layout.TICKETS, schema.capacity * 8)
             made.text(hidden / layout.ALIVE, b"")
@@ -409,7 +430,6 @@ class Store:
                     hidden / layout.TEMPORARY, f"{guest_of.pid} {guest_of.start_time}".encode().ljust(len(_NOBODY))
                 )
             made.text(hidden / layout.BUFFER, layout.NO_RECORD)
-            made.text(hidden / layout.STORE, raw)
             control = _file_block(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
             _native.format_control(
                 control.address, control.nbytes, schema.capacity, schema.lanes, schemas.fingerprint(raw)
@@ -500,10 +520,14 @@ class Store:
             self.repair = Repair(*core.recover())
             for index in self.indexes.values():
                 index.put_in_order()
-        self._join(participants)
+        assert self.directory is not None  # nobody else has it open
+        self._finish_scans(self.directory)
         core.boot_id = boot
         core.pid_namespace = _native.pid_namespace()
-        core.clean = False
+        core.clean = (
+            False  # before others can see this process: should it die now, they may take it for alive, and write
+        )
+        self._join(participants)
 
     def _join(self, participants: Any) -> None:
         try:
@@ -697,6 +721,7 @@ class Store:
     ) -> tuple[Any, bool]:
         with _Alone(directory):
             self._attach_new_indexes()
+            self._finish_scans(directory)
             with self._indexing:
                 known = self.indexes.get((name, kind))
                 if known is not None:
@@ -708,8 +733,17 @@ class Store:
                 # before is there when it looks around.
                 index = self._attach_index(name, kind, block)
                 self.core.knows_indexes(self.core.next_index_epoch())
-                self._scan(index, kind)
+                self._finish_scans(directory)
                 return index, True
+
+    def _finish_scans(self, directory: Path) -> None:
+        """Show all rows to indexes that have not seen them. The folder is locked."""
+        for (name, kind), index in self.indexes.items():
+            mark = _unscanned(directory / layout.FOLDER / layout.INDEXES / name / kind)
+            if mark.exists():
+                self._scan(index, kind)
+                with contextlib.suppress(OSError):  # then somebody lets it look once more
+                    mark.unlink()
 
     def _attach_index(self, name: str, kind: str, block: Block) -> Any:
         index = INDEX_KINDS[kind](block, self)
@@ -1440,13 +1474,27 @@ def forget_temporary(directory: Path, maker: str) -> None:
         if maker_of(directory) != maker or _opened(directory) is not None:
             return  # who has it open removes it
         with _Alone(directory):
+            if not (directory / layout.FOLDER).exists():  # whoever was making it died
+                _remove_unfinished(directory)
+                if time.time() - directory.stat().st_mtime > _WAIT_S:  # else somebody may be about to lock it
+                    directory.rmdir()
+                return
             schema = _schema_in(directory)
             _leave_temporary(directory, None if _others_have(directory) else schema)
 
 
 def erase(directory: Path, schema: Schema) -> None:
     """Remove the files of a store, and folders in it that are empty then. What else lies there is not ours and stays."""
+    hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
+    with contextlib.suppress(OSError):
+        (directory / layout.FOLDER).rename(hidden)  # should this process die, it says what else there is
+    if _erase_fields(directory, schema):  # else whoever comes next tries again
+        shutil.rmtree(hidden, ignore_errors=True)
     shutil.rmtree(directory / layout.FOLDER, ignore_errors=True)
+
+
+def _erase_fields(directory: Path, schema: Schema) -> bool:
+    """Whether all are gone."""
     paths = [layout.field_path(directory, field.key) for field in schema.fields]
     paths += layout.meta_files(directory, schema)
     for path in paths:
@@ -1455,6 +1503,18 @@ def erase(directory: Path, schema: Schema) -> None:
     for folder in sorted({path.parent for path in paths} - {directory}, key=lambda folder: -len(folder.parts)):
         with contextlib.suppress(OSError):
             folder.rmdir()
+    return not any(path.exists() for path in paths)
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """What somebody had made of a store when he died. The folder is locked, so that nobody is still making one."""
+    for hidden in directory.glob(f"{layout.FOLDER}-*"):
+        gone = True
+        with contextlib.suppress(CorruptStore, IncompatibleStore):  # then he had come no further
+            path = hidden / layout.STORE
+            gone = _erase_fields(directory, schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path)))
+        if gone:
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _remove_store(directory: Path) -> None:

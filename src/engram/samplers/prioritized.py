@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.errors import NoSampleable
+from engram.errors import NoSampleable, RowError
 from engram.priorities import PriorityConfig, PriorityIndex
 from engram.samplers._base import NativeSampler
 from engram.store import check_index_name
@@ -247,7 +247,7 @@ class PrioritizedSampler(NativeSampler):
         Raises:
             PriorityError: a priority is negative, not finite or too large (a ``ValueError``). Nothing is changed.
             RowError: a row outside the storage. Nothing is changed.
-            RuntimeError: another number of priorities than of rows.
+            RuntimeError: another number of priorities than of rows. TypeError: complex ones, or no numbers.
         """
         rows = rows_of(index, "update_priority")
         priorities = self._priorities_of(priority, rows.numel())
@@ -290,6 +290,8 @@ class PrioritizedSampler(NativeSampler):
         ):
             return priority
         value = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, dtype=torch.float64)
+        if value.is_complex():
+            raise TypeError(f"update_priority: expected real priorities, got {value.dtype}.")
         value = value.detach().to("cpu", torch.float64)
         if value.ndim == 0:
             return value.expand(n).contiguous()
@@ -391,7 +393,7 @@ def rows_of(index: Any, call: str) -> Tensor:
     """Rows as users name them, as int64 ``[B]`` on the CPU.
 
     Raises:
-        TypeError: not ints.
+        TypeError: not ints. RowError: one that no int64 holds.
     """
     if isinstance(index, tuple):
         if len(index) != 1:
@@ -402,6 +404,8 @@ def rows_of(index: Any, call: str) -> Tensor:
         return rows
     if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool:
         raise TypeError(f"{call}: expected int rows, got {rows.dtype}.")
+    if rows.dtype is torch.uint64 and bool((rows.view(torch.int64) < 0).any()):  # the largest would become -1
+        raise RowError(f"{call}: expected rows below 2**63, got larger ones.")
     return rows.to("cpu", torch.int64).reshape(-1).contiguous()
 
 

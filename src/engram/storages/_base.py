@@ -293,6 +293,8 @@ class Storage:
                 "rb[index]: expected an int, slice, mask, or a list, range, array or tensor of ints; "
                 f"got {type(index).__name__}."
             ) from None
+        if not -(1 << 63) <= row < 1 << 63:
+            raise RowError(f"rb[index]: expected one of the {len(self)} rows that hold data, got {row}.")
         return Rows(self._live(torch.tensor([row], device="cpu")), single=True)
 
     def _live(self, rows: Tensor) -> Tensor:
@@ -327,6 +329,8 @@ def _to_rows(index: Any) -> Tensor:
     counts = not (rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool)
     if not counts and rows.numel():
         raise TypeError(f"index: expected ints, got {rows.dtype}.")
+    if rows.dtype is torch.uint64 and bool((rows.view(torch.int64) < 0).any()):  # they would become rows from the end
+        raise RowError("index: expected rows below 2**63, got larger ones.")
     return rows.to("cpu", torch.int64).reshape(-1)
 
 

@@ -1,0 +1,43 @@
+"""How long stress tests run: ``ENGRAM_STRESS=small`` (an ordinary run of the tests), ``night`` or ``release``.
+
+A test marked ``stress`` takes its counts from :func:`size`; ``pytest -m stress`` runs those alone. Draws follow from
+``ENGRAM_STRESS_SEED``, 0 if it is not set, so that nights can differ and a failure can be run again.
+"""
+
+import os
+import random
+from pathlib import Path
+
+import torch
+
+SIZES = ("small", "night", "release")
+SIZE = os.environ.get("ENGRAM_STRESS") or "small"
+if SIZE not in SIZES:
+    raise ValueError(f"ENGRAM_STRESS: expected one of {SIZES}, got {SIZE!r}.")
+SEED = int(os.environ.get("ENGRAM_STRESS_SEED") or 0)
+#: Above pytest's own limit of two minutes.
+LIMIT_S = {"small": 120, "night": 6 * 3600, "release": 24 * 3600}[SIZE]
+#: Directory stores wait for a disk when they are made; tests that make thousands of them do that in RAM.
+RAM = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+
+
+def size(small, night, release=None):
+    """What a test uses in this run; ``release`` is ``night`` where it is not given."""
+    return {"small": small, "night": night, "release": night if release is None else release}[SIZE]
+
+
+def chance(*what):
+    """Random numbers of a test, the same in every run of one seed."""
+    return random.Random(repr((SEED, *what)))
+
+
+def check_priorities(index, live):
+    """Of an index of priorities that is at rest: all that is above zero belongs to live rows, and every sum is what its
+    leaves say, bit for bit: computing them anew changes no byte.
+    """
+    leaves = index.leaves(index.core.rows)
+    assert set((leaves > 0).nonzero().flatten().tolist()) <= set(live)
+    before = index.block.tensor[4096:].clone()
+    index.put_in_order()
+    assert torch.equal(before, index.block.tensor[4096:]), "sums of priorities that are not those of the leaves"
+    return leaves
