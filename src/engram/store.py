@@ -524,9 +524,7 @@ class Store:
         self._finish_scans(self.directory)
         core.boot_id = boot
         core.pid_namespace = _native.pid_namespace()
-        core.clean = (
-            False  # before others can see this process: should it die now, they may take it for alive, and write
-        )
+        core.clean = False  # before others see this process: should it die now, they may take it for alive, and write
         self._join(participants)
 
     def _join(self, participants: Any) -> None:
