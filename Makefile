@@ -140,7 +140,11 @@ check: $(VENV)/.engram-dev
 	  ! grep -rnE --include='*.py' '(from|import) +engram\._core|from +engram +import +.*\b_core\b' src/engram | grep -v '^src/engram/_native\.py:'
 	@echo "==> only the stable ABI: from Python 3.12 on the bindings are compiled without CPython's macros"; \
 	  ! grep -nE '\bPy[A-Za-z]+_(AS|GET|SET)_[A-Z]+' native/bind/*
+ifeq ($(WERROR),ON)
+	@echo "==> strict C++ warnings: those that compile and test stop at them anyway"
+else
 	@echo "==> strict C++ warnings"; $(MAKE) --no-print-directory -j$(JOBS) $(STRICT)
+endif
 
 # No prerequisite: formatting must not wait for a compiler each time.
 format:
@@ -166,7 +170,7 @@ TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.
 # What sanitizers get in the way of: single steps, and fork beside threads.
 PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp native/tests/test_participants*.cpp \
   native/tests/test_torn*.cpp)
-NATIVE_FLAGS := -std=c++20 -Wall -Wextra -pthread -Inative -Inative/core -MMD -MP
+NATIVE_FLAGS := -std=c++20 -Wall -Wextra $(if $(filter ON,$(WERROR)),-Werror) -pthread -Inative -Inative/core -MMD -MP
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS
 SANITIZE_tsan := -fsanitize=thread -DENGRAM_TSAN
 SANITIZE_plain := -O2

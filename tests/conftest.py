@@ -7,6 +7,10 @@ settings.register_profile("engram", deadline=None)
 settings.load_profile("engram")
 
 
+# There is a worker per core: torch's threads would only wait for each other.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """The same draws in every run. Samplers without a generator take their numbers from torch's default one."""
