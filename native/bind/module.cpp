@@ -10,7 +10,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -21,6 +23,7 @@
 #include "../core/pool.h"
 #include "../core/random.h"
 #include "../core/store.h"
+#include "../core/wait.h"
 #include "memory.h"
 #include "pass.h"
 #include "priorities.h"
@@ -281,7 +284,7 @@ void bind_store(nb::module_& m) {
             auto& mutex = self.control().lock_page().placing;
             if (mutex.lock()) mutex.mended();  // a plan that was not written is forgotten
           },
-          "Waits for other processes, bounded (Stalled).")
+          "Waits for other processes, bounded.")
       .def("unlock_placing", [](Store& self) { self.control().lock_page().placing.unlock(); })
       .def(
           "mend",
@@ -383,7 +386,29 @@ void bind_store(nb::module_& m) {
 NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);  // what a program holds at its end is not a leak
   m.doc() = "The native core of engram. Private: use the classes of the package.";
-  nb::exception<engram::Stalled>(m, "Stalled", PyExc_TimeoutError);
+  m.def(
+      "raise_stalled_as",
+      [](const nb::type_object& kind) {
+        nb::register_exception_translator(
+            [](const std::exception_ptr& error, void* raised) {
+              try {
+                std::rethrow_exception(error);
+              } catch (const engram::Stalled& stalled) {
+                const std::string message = std::string(stalled.what()) + ".";
+                PyErr_SetString(static_cast<PyObject*>(raised), message.c_str());
+              }
+            },
+            kind.inc_ref().ptr());
+      },
+      "kind"_a, "The exception of waits that ended in vain, from now on.");
+  m.def("wait_limit", [] { return std::chrono::duration<double>(engram::wait_limit.load()).count(); },
+        "Seconds after which a wait for another thread or process ends in vain.");
+  m.def(
+      "set_wait_limit",
+      [](double seconds) {
+        engram::wait_limit.store(std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000)));
+      },
+      "seconds"_a, "For tests.");
   nb::exception<engram::NothingLive>(m, "NothingLive", PyExc_RuntimeError);
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   bind_participants(m);

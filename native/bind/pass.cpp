@@ -39,7 +39,7 @@ void bind_pass(nb::module_& m) {
           },
           "key"_a, "rows"_a, "n"_a, "whole"_a,
           "The next n rows of the walk, or what is left; `whole`: what does not fill n is skipped. (key of the order, first "
-          "rank, ranks, whether the walk is over). Waits for other processes, bounded (Stalled).")
+          "rank, ranks, whether the walk is over). Waits for other processes, bounded.")
       .def_prop_rw(
           "walk",
           [](const Pass& self) {

@@ -22,10 +22,11 @@ class Deadline {
   std::chrono::steady_clock::time_point at_ = std::chrono::steady_clock::now() + wait_limit.load();
 };
 
-/// "… for 5 s"
+/// "… for 5 s", and what to do
 inline Stalled in_vain(const std::string& what) {
   const auto ms = wait_limit.load().count();
-  return Stalled(what + " for " + (ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms"));
+  return Stalled(what + " for " + (ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms") +
+                 ". A process that is stopped or very slow may hold it: try again when it goes on, or end it");
 }
 
 }  // namespace engram

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from engram import _core as _extension
+from engram.errors import WriterStalled
 
 _core: Any = _extension
 
@@ -20,7 +21,6 @@ __all__ = [
     "Priorities",
     "Ranking",
     "Shape",
-    "Stalled",
     "Store",
     "Trajectories",
     "control_bytes",
@@ -40,6 +40,7 @@ __all__ = [
     "stack",
     "start_time_of",
     "uniform",
+    "wait_limit",
 ]
 
 BadPriority = _core.BadPriority
@@ -51,7 +52,6 @@ Pass = _core.Pass
 Priorities = _core.Priorities
 Ranking = _core.Ranking
 Shape = _core.Shape
-Stalled = _core.Stalled
 Store = _core.Store
 Trajectories = _core.Trajectories
 control_bytes = _core.control_bytes
@@ -69,6 +69,9 @@ reset_priorities_mutex = _core.reset_priorities_mutex
 stack = _core.stack
 start_time_of = _core.start_time_of
 uniform = _core.uniform
+wait_limit = _core.wait_limit
+
+_core.raise_stalled_as(WriterStalled)
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engram import _fork, _native
-from engram.errors import IncompatibleStore, WriterStalled
+from engram.errors import IncompatibleStore
 from engram.store import INDEX_KINDS, check_index_name, private_block
 
 if TYPE_CHECKING:
@@ -76,10 +76,7 @@ class PassIndex:
         Raises:
             WriterStalled: another process has held the pass for 5 s.
         """
-        try:
-            taken: tuple[int, int, int, bool] = self.core.next(key, rows, n, whole)
-        except _native.Stalled as error:
-            raise WriterStalled(f"sample: {error}.") from error
+        taken: tuple[int, int, int, bool] = self.core.next(key, rows, n, whole)
         return taken
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engram import _fork, _native
-from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowError, WriterStalled
+from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowError
 from engram.store import INDEX_KINDS, Store, check_index_name, private_block
 
 if TYPE_CHECKING:
@@ -127,8 +127,6 @@ class PriorityIndex:
         """As :meth:`draw`, with the rows' data: one tensor per field, then rows, ticket numbers and weights."""
         try:
             drawn: list[Tensor] = self.core.sample(store.core, store.layout, key.address, n, single_precision)
-        except _native.Stalled as error:
-            raise WriterStalled(f"sample: {error}.") from error
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. {NOTHING}") from error
         return drawn

@@ -530,8 +530,8 @@ class Store:
     def _join(self, participants: Any) -> None:
         try:
             self.core.join(participants)
-        except _native.Stalled as error:
-            raise StoreInUse(f"open: {str(self.directory)!r}: {error}. Close it in one of them.") from error
+        except WriterStalled as error:
+            raise StoreInUse(f"open: {str(self.directory)!r}: {error} Close it in one of them.") from error
         weak = weakref.ref(self)
 
         def attach() -> None:
@@ -664,8 +664,10 @@ class Store:
             if shared:
                 try:
                     self.core.lock_placing()
-                except _native.Stalled as error:
-                    raise WriterStalled("write: another process has been placing rows for 5 s.") from error
+                except WriterStalled as error:  # it says what the core calls it
+                    raise WriterStalled(
+                        f"write: another process has been placing rows for {_native.wait_limit():g} s. Is it stopped?"
+                    ) from error
             self._placing_depth += 1
             try:
                 yield
@@ -885,10 +887,7 @@ class Store:
 
     def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
         """Append one row: ``(row, ticket number)``. Columns: contiguous CPU tensors of a row's shape."""
-        try:
-            placed: tuple[int, int] = self.core.append_row(lane, tuple([column.data_ptr() for column in columns]))
-        except _native.Stalled as error:
-            raise WriterStalled(f"add: {error}.") from error
+        placed: tuple[int, int] = self.core.append_row(lane, tuple([column.data_ptr() for column in columns]))
         return placed
 
     def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
@@ -907,15 +906,12 @@ class Store:
         if plan.rows is not None:
             return self._write_by_number(plan, plan.rows, n, which, addresses)
         rows = _native.empty_rows(n)
-        try:
-            if isinstance(plan.lane, int):
-                first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
-            else:
-                assert plan.lane is not None  # a Plan has rows or a lane
-                lane = _as_rows(plan.lane, "extend")
-                first = self.core.append_by_lane(lane.data_ptr(), n, addresses, rows.data_ptr())
-        except _native.Stalled as error:
-            raise WriterStalled(f"extend: {error}.") from error
+        if isinstance(plan.lane, int):
+            first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
+        else:
+            assert plan.lane is not None  # a Plan has rows or a lane
+            lane = _as_rows(plan.lane, "extend")
+            first = self.core.append_by_lane(lane.data_ptr(), n, addresses, rows.data_ptr())
         return Write(rows, first)
 
     def _write_by_number(
@@ -932,8 +928,6 @@ class Store:
             pick = kept.data_ptr()
         try:
             first = self.core.scatter(rows.data_ptr(), len(rows), which, addresses, True, pick, n)
-        except _native.Stalled as error:
-            raise WriterStalled(f"extend: {error}.") from error
         except IndexError as error:
             raise RowError(f"write: {error}.") from error
         return Write(plan.reported(rows, n), first)
@@ -950,8 +944,6 @@ class Store:
         addresses = tuple([column.data_ptr() for column in columns])
         try:
             first = self.core.scatter(rows.data_ptr(), len(rows), tuple(which), addresses, False)
-        except _native.Stalled as error:
-            raise WriterStalled(f"edit: {error}.") from error
         except IndexError as error:
             raise RowError(f"edit: {error}. Only rows that were written can be edited.") from error
         return Write(rows, first)
@@ -1051,8 +1043,6 @@ class Store:
         """
         try:
             walked: list[Tensor] = self.core.draw_ranked(self.layout, key, size, start, n, shuffle, with_numbers)
-        except _native.Stalled as error:
-            raise WriterStalled(f"sample: {error}.") from error
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
         return walked
@@ -1080,10 +1070,7 @@ class Store:
         >>> rb.storage.store.changes(seen.next).rows.tolist()
         [2, 0]
         """
-        try:
-            rows, numbers, following = self.core.changes(max(since, 0))
-        except _native.Stalled as error:
-            raise WriterStalled(f"changes: {error}.") from error
+        rows, numbers, following = self.core.changes(max(since, 0))
         return Changes(torch.from_numpy(rows), torch.from_numpy(numbers), following)
 
     def numbers_of(self, rows: Tensor) -> Tensor:

@@ -28,8 +28,6 @@ from engram import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
-    WriterStalled,
-    _native,
     _progress,
 )
 from engram.samplers import slices
@@ -906,19 +904,6 @@ def test_a_length_that_no_trajectory_has_costs_nothing():
     """Whole trajectories are asked for so: room for what there is, not for what there might be."""
     rb = buffer(SliceSampler(num_slices=4, strict_length=False), steps([5, 3]), batch_size=4 << 40)
     assert 12 <= len(rb.sample()) <= 20
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_windows_that_always_move_are_given_up(cls):
-    """Of the core's tests: that it gives up after 5 s."""
-
-    class Stalled(cls):
-        def _sample(self, *_):
-            raise _native.Stalled("windows moved at every try for 5 s")
-
-    rb = buffer(Stalled(slice_len=4), steps([5]))
-    with pytest.raises(WriterStalled, match="sample: windows moved at every try"):
-        rb.sample(4)
 
 
 @pytest.mark.parametrize("cls", BOTH)

@@ -8,7 +8,7 @@ import torch
 
 from engram import _fork, _native
 from engram._later import refuse
-from engram.errors import NoSampleable, WriterStalled
+from engram.errors import NoSampleable
 from engram.samplers._base import NativeSampler
 from engram.samplers._boundaries import boundaries_of, field_numbers, scan, shared_table, static_table
 from engram.store import Key as DrawKey
@@ -263,16 +263,13 @@ class _SliceSampler(NativeSampler):
             bound = self._bound_to(storage, length)
         marks = bound.marks
         arguments = (store.core, store.layout, key.address, count, shape, self.pad_output, numbered, marks.wanted)
-        try:
-            if bound.static is None:
+        if bound.static is None:
+            tensors = self._sample(bound.table, arguments)
+        else:
+            with self._lock:
+                bound = self._bound_to(storage, length)
+                self._place_static(bound, storage.extent())
                 tensors = self._sample(bound.table, arguments)
-            else:
-                with self._lock:
-                    bound = self._bound_to(storage, length)
-                    self._place_static(bound, storage.extent())
-                    tensors = self._sample(bound.table, arguments)
-        except _native.Stalled as error:
-            raise WriterStalled(f"sample: {error}.") from error
         fields = len(store.tensors)
         rows = tensors[fields]
         if not rows.numel():
