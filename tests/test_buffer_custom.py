@@ -18,6 +18,7 @@ from engram import (
     RowError,
     TensorDictReplayBuffer,
     WriterStalled,
+    _native,
 )
 from tests.components import Backwards, Listener, Newest
 
@@ -300,7 +301,7 @@ def test_redraws_ask_the_generator_only_once(storage):
 
 
 def test_a_row_that_always_moves(storage, monkeypatch):
-    monkeypatch.setattr("engram.buffer._WAIT_S", 0.05)
+    monkeypatch.setattr(_native, "wait_limit", lambda: 0.05)
 
     def hopeless(extent, batch_size, key):
         return Draw(torch.full((batch_size,), 2), torch.full((batch_size,), 999_999))

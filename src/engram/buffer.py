@@ -17,7 +17,7 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
-from engram import collate, samplers, storages, writers
+from engram import _native, collate, samplers, storages, writers
 from engram._later import refuse
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
@@ -49,9 +49,8 @@ _LATER = {
     "transport_options": "remote buffers",
 }
 
-#: Reads of one row that keeps moving: tries in a row, then for how long.
+#: Reads of one row that keeps moving: tries in a row, before there are pauses.
 _TRIES = 8
-_WAIT_S = 5.0
 
 
 class ReplayBuffer:
@@ -424,7 +423,7 @@ class ReplayBuffer:
         storage = self._storage
         rows, info = draw.rows.clone(), dict(draw.info)
         tickets = None if draw.tickets is None else draw.tickets.clone()
-        deadline = time.monotonic() + _WAIT_S
+        deadline = time.monotonic() + _native.wait_limit()
         attempt = 0
         while moved:
             attempt += 1
@@ -433,7 +432,9 @@ class ReplayBuffer:
                 raise NoSampleable(f"{call}: the buffer was emptied meanwhile. Add data first.")
             if attempt > _TRIES:
                 if time.monotonic() > deadline:
-                    raise WriterStalled(f"{call}: row {int(rows[moved[0]])} moved at every try for {_WAIT_S:g} s.")
+                    raise WriterStalled(
+                        f"{call}: row {int(rows[moved[0]])} moved at every try for {_native.wait_limit():g} s."
+                    )
                 time.sleep(0.001)
             places = torch.tensor(moved, device="cpu")
             expected = None
