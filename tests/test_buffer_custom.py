@@ -1,6 +1,7 @@
 """Custom samplers and writers: the protocol, and nothing else."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -322,6 +323,37 @@ def test_a_buffer_that_was_emptied_meanwhile(storage):
     rb.extend(torch.arange(5))
     with pytest.raises((NoSampleable, RowError)):
         rb.sample(1)
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+class TestRowsOfTheDead:
+    """That become void between the look at what is live and the read."""
+
+    @pytest.fixture
+    def rb(self, storage, monkeypatch):
+        rb = ReplayBuffer(storage=storage(5), sampler=Listener(lambda *_: Draw(torch.tensor([1, 2, 2]))))
+        rb.extend(torch.arange(5))
+        tickets = rb.storage.store.words[1].view(torch.int64)
+        read = rb.storage.read
+
+        def dies(*arguments):
+            tickets[2] |= 3
+            return read(*arguments)
+
+        monkeypatch.setattr(rb.storage, "read", dies)
+        began = time.monotonic()
+        yield rb
+        assert time.monotonic() - began < 1
+
+    def test_by_number(self, rb):
+        with pytest.raises(RowError, match="row 2 is not live any more"):
+            rb[[1, 2]]
+
+    def test_drawn(self, rb):
+        batch, info = rb.sample(3, return_info=True)
+        assert batch.tolist() == info["index"].tolist()
+        assert batch[0] == 1
+        assert 2 not in batch
 
 
 # ---- writers -------------------------------------------------------------------------------------------------------------------------

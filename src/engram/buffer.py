@@ -409,16 +409,24 @@ class ReplayBuffer:
             draw = draw._replace(tickets=self._storage.numbers_of(draw.rows))
         columns, moved = self._storage.read(draw.rows, draw.tickets)
         if moved:
-            draw = self._read_again(draw, columns, moved, "sample", key=key if chosen else None)
+            draw = self._read_again(draw, columns, moved, "sample", key=key, chosen=chosen)
         info = dict(draw.info)
         if self._tracks:
             info["index_generation"] = draw.tickets
         return columns, draw.rows, info
 
-    def _read_again(self, draw: Draw, columns: Any, moved: list[int], call: str, *, key: int | None) -> Draw:
+    def _read_again(
+        self, draw: Draw, columns: Any, moved: list[int], call: str, *, key: int | None = None, chosen: bool = False
+    ) -> Draw:
         """Replace what was read of rows that moved meanwhile; what was read in the end.
 
-        The same rows once more; or, with a ``key``, others of the sampler's choice, as it named the tickets they must have.
+        The same rows once more; or, where the sampler named the tickets they must have (``chosen``), others of its choice. Of
+        the others those that hold nothing any more are replaced by live ones; without a ``key`` they are refused.
+
+        Raises:
+            RowError: a row that holds nothing any more, without a ``key``.
+            NoSampleable: the buffer was emptied.
+            WriterStalled: a row moved at every try.
         """
         storage = self._storage
         rows, info = draw.rows.clone(), dict(draw.info)
@@ -438,7 +446,16 @@ class ReplayBuffer:
                 time.sleep(0.001)
             places = torch.tensor(moved, device="cpu")
             expected = None
-            if key is not None:
+            gone = [] if chosen else [moved[i] for i in storage.hold_nothing(rows[places]).nonzero().flatten().tolist()]
+            if gone and key is None:
+                raise RowError(
+                    f"{call}: row {int(rows[gone[0]])} is not live any more: its writer died, or the buffer was emptied."
+                )
+            if gone:  # their writer died meanwhile
+                assert key is not None
+                rows[gone] = samplers.RandomSampler().draw(extent, len(gone), _mix(key, attempt)).rows
+            if chosen:
+                assert key is not None
                 other = self._sampler.draw(extent, len(moved), _mix(key, attempt))
                 rows[places], expected = other.rows, other.tickets
                 info = {name: _replaced(value, places, other.info.get(name)) for name, value in info.items()}
@@ -551,7 +568,7 @@ class ReplayBuffer:
     def _read(self, where: Rows) -> Any:
         columns, moved = self._storage.read(where.rows)
         if moved:
-            self._read_again(Draw(where.rows), columns, moved, "rb[index]", key=None)
+            self._read_again(Draw(where.rows), columns, moved, "rb[index]")
         return self._storage.pack(columns, where, self._row_entries(where))
 
     def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:

@@ -68,6 +68,9 @@ _WAIT_S = 60.0
 #: In place of the process that a temporary store is made for, when that is done with it; as long as any.
 _NOBODY = b"0 0".ljust(48)
 
+#: What a ticket says of a row that nobody is writing and that holds nothing.
+_UNUSED, _VOID = 0, 3
+
 #: DLPack's type codes.
 _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
 
@@ -593,8 +596,8 @@ class Store:
         before = self._tickets.tensor.clone().view(torch.int64)
         fields = [tensor.clone() for tensor in self.tensors]
         after = self._tickets.tensor.clone().view(torch.int64)
-        # A row that was written meanwhile may be torn: its copy is void (state 3).
-        tickets = torch.where(before == after, after, after | 3).view(torch.uint8)
+        # A row that was written meanwhile may be torn: its copy is void.
+        tickets = torch.where(before == after, after, after | _VOID).view(torch.uint8)
         indexes = {key: Copied(index.block.tensor.clone()) for key, index in self.indexes.items()}
         parts = [Copied(part) for part in (self._control.tensor.clone(), tickets, *fields)]
         return Saved(self.schema, None, parts, indexes)
@@ -1079,6 +1082,11 @@ class Store:
         numbers = torch.empty_like(rows)
         self.core.numbers_of(rows.data_ptr(), rows.numel(), numbers.data_ptr())
         return numbers
+
+    def hold_nothing(self, rows: Tensor) -> Tensor:
+        """Of rows inside the store: whether they are unused or void, and not just being written. bool ``[B]``"""
+        states = self._tickets.tensor.view(torch.int64)[rows] & 3
+        return (states == _UNUSED) | (states == _VOID)
 
 
 class DeviceStore(Store):

@@ -148,6 +148,10 @@ class Storage:
         """Ticket numbers of rows, -1 where there is none."""
         raise NotImplementedError
 
+    def hold_nothing(self, rows: Tensor) -> Tensor:
+        """Of rows inside the storage: whether they neither hold anything nor are just being written. bool ``[B]``"""
+        return self.numbers_of(rows) < 0
+
     def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
         """The priorities of that name, and whether they were made now; None while nothing was ever written.
 

@@ -464,6 +464,9 @@ class TensorStorage(Storage):
             return torch.full_like(rows, -1)
         return self.memory.numbers_of(rows)
 
+    def hold_nothing(self, rows: Tensor) -> Tensor:
+        return self.store.hold_nothing(rows)
+
     def settled(self) -> int | None:
         if self.memory is None:
             return 0
