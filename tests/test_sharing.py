@@ -28,6 +28,7 @@ from engram import (
     TensorDictReplayBuffer,
     _native,
 )
+from engram.store import Store
 from tests import fresh
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -476,6 +477,41 @@ def test_an_index_that_another_process_makes_is_kept_by_all(tmp_path):
 def make_priorities(folder):
     rb = ReplayBuffer.open(folder, sampler=PrioritizedSampler(32, 1.0, 1.0, 0.0))
     rb.update_priority(torch.arange(4), 3.0)
+    rb.close()
+
+
+def make_priorities_and_die(folder):
+    Store._scan = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    make_priorities(folder)
+
+
+@pytest.mark.parametrize("joins", ["who was there", "who comes", "who comes for something else"])
+def test_an_index_whose_maker_died_before_it_saw_the_rows(tmp_path, joins):
+    """While others have the store open: whoever comes or asks for it next lets it look."""
+    folder = tmp_path / "x"
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(32, scratch_dir=folder), batch_size=8)
+    rb.extend(steps(0, 4))
+    child = Child(make_priorities_and_die, str(folder))
+    child.process.join(60)
+    assert child.process.exitcode == -signal.SIGKILL
+    mark = folder / ".engram/indexes/main/.unscanned-priorities"
+    assert mark.exists()
+    if joins == "who was there":
+        rb.extend(steps(100, 3))  # by which it meets the index
+    elif joins == "who comes":
+        Child(set_priority_there, str(folder), [1], 8.0).join()
+    else:
+        Child(write_with_plain_buffer, str(folder), method="spawn").join()
+        assert not mark.exists()
+    rb.set_sampler(PrioritizedSampler(32, 1.0, 1.0, 0.0))
+    assert not mark.exists()
+    assert leaves(rb)[:4].tolist() == [1.0, 8.0 if joins == "who comes" else 1.0, 1.0, 1.0]
+    rb.close()
+
+
+def set_priority_there(folder, rows, value):
+    rb = ReplayBuffer.open(folder, sampler=PrioritizedSampler(32, 1.0, 1.0, 0.0))
+    set_priority(rb, rows, value)
     rb.close()
 
 

@@ -492,6 +492,7 @@ class Store:
             if _others_are_there(participants, directory):
                 store._join(participants)
                 store._attach_new_indexes()
+                store._finish_scans(directory)  # whoever made an index may have died before it looked
             else:
                 store._attach_first(participants, unclean)
         except BaseException:
@@ -701,7 +702,7 @@ class Store:
             OSError: no space.
         """
         known = self.indexes.get((name, kind))
-        if known is not None:
+        if known is not None and not self._lacks_scan(name, kind):
             return known, False
         if self.directory is not None:
             return self._lasting_index(self.directory, name, kind, nbytes, make)
@@ -742,11 +743,16 @@ class Store:
     def _finish_scans(self, directory: Path) -> None:
         """Show all rows to indexes that have not seen them. The folder is locked."""
         for (name, kind), index in self.indexes.items():
-            mark = _unscanned(directory / layout.FOLDER / layout.INDEXES / name / kind)
-            if mark.exists():
+            if self._lacks_scan(name, kind):
                 self._scan(index, kind)
                 with contextlib.suppress(OSError):  # then somebody lets it look once more
-                    mark.unlink()
+                    _unscanned(directory / layout.FOLDER / layout.INDEXES / name / kind).unlink()
+
+    def _lacks_scan(self, name: str, kind: str) -> bool:
+        """Whether an index in a directory has not looked at all rows yet: its maker is at it, or died."""
+        if self.directory is None:
+            return False
+        return _unscanned(self.directory / layout.FOLDER / layout.INDEXES / name / kind).exists()
 
     def _attach_index(self, name: str, kind: str, block: Block) -> Any:
         index = INDEX_KINDS[kind](block, self)
