@@ -6,6 +6,8 @@ import copy
 import os
 import pickle
 import signal
+import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from engram import (
     TensorDictReplayBuffer,
     _native,
 )
-from engram.store import Store
+from engram.store import Store, _Alone, shared_memory, sweep_shared_memory
 from tests import fresh
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -688,6 +690,18 @@ def test_what_all_owners_left_in_shared_memory_is_swept():
     ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
     assert not folder.exists()
     other.close()
+
+
+def test_a_sweep_waits_for_nobody():
+    """Somebody who is stopped while he makes or closes a store, say."""
+    folder = Path(tempfile.mkdtemp(dir=shared_memory(), prefix="engram-test-"))
+    with _Alone(folder):
+        began = time.monotonic()
+        thread = threading.Thread(target=sweep_shared_memory)  # who holds a folder himself may go in
+        thread.start()
+        thread.join()
+        assert time.monotonic() - began < 1
+    folder.rmdir()
 
 
 def test_a_stopped_writer_is_reported_not_robbed(tmp_path):

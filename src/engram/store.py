@@ -1247,10 +1247,14 @@ _held = _Held()
 
 
 class _Alone:
-    """While a store is made, opened or closed: no other process or thread does that in the folder. Raises ``StoreInUse``."""
+    """While a store is made, opened or closed: no other process or thread does that in the folder. Raises ``StoreInUse``.
 
-    def __init__(self, directory: Path, made: files.Creation | None = None) -> None:
+    ``wait_s=0.0``: at once, if somebody does.
+    """
+
+    def __init__(self, directory: Path, made: files.Creation | None = None, wait_s: float | None = None) -> None:
         self._directory = directory
+        self._wait_s = _WAIT_S if wait_s is None else wait_s
         self._fd = -1
         if made is not None:
             made.folder(directory)
@@ -1263,15 +1267,15 @@ class _Alone:
 
     def _lock(self) -> None:
         self._fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = time.monotonic() + _WAIT_S
+        deadline = time.monotonic() + self._wait_s
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if time.monotonic() >= deadline:
                     raise StoreInUse(
-                        f"{str(self._directory)!r}: somebody has been making, opening or closing the store for {_WAIT_S:g} s."
+                        f"{str(self._directory)!r}: somebody has been making, opening or closing the store for {self._wait_s:g} s."
                     ) from None
                 time.sleep(0.001)
 
@@ -1464,15 +1468,17 @@ def sweep_shared_memory() -> None:
     for directory in shared_memory().glob("engram-*"):
         with contextlib.suppress(OSError):
             if directory.stat().st_uid == os.getuid():
-                forget_temporary(directory, maker_of(directory))
+                forget_temporary(
+                    directory, maker_of(directory), wait_s=0.0
+                )  # who is at it lives: then it is no remnant
 
 
-def forget_temporary(directory: Path, maker: str) -> None:
+def forget_temporary(directory: Path, maker: str, *, wait_s: float | None = None) -> None:
     """For the process that a temporary store was made for, which needs it no more."""
     with contextlib.suppress(OSError, StoreInUse, CorruptStore, IncompatibleStore):
         if maker_of(directory) != maker or _opened(directory) is not None:
             return  # who has it open removes it
-        with _Alone(directory):
+        with _Alone(directory, wait_s=wait_s):
             if not (directory / layout.FOLDER).exists():  # whoever was making it died
                 _remove_unfinished(directory)
                 if time.time() - directory.stat().st_mtime > _WAIT_S:  # else somebody may be about to lock it
