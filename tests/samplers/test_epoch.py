@@ -9,7 +9,14 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from engram import LazyTensorStorage, ListStorage, NoSampleable, ReplayBuffer, SamplerWithoutReplacement
+from engram import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NoSampleable,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
 from tests.samplers.machine import SETTINGS, StoreMachine
 from tests.statistics_of import assert_uniform
 
@@ -158,6 +165,32 @@ def test_empty_buffer():
 
 
 # ---- what begins a new pass --------------------------------------------------------------------------------------------
+
+
+def test_threads_that_draw_from_two_stores_walk_the_pass_of_each(tmp_path, monkeypatch):
+    """Even if one meets its store while the other one is about to walk."""
+    sampler = SamplerWithoutReplacement(shuffle=False)
+    one, other = (
+        ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path / name), sampler=sampler, batch_size=2)
+        for name in ("one", "other")
+    )
+    for rb in (one, other):
+        rb.extend(torch.arange(8))
+        rb.sample()
+    meet = SamplerWithoutReplacement._meet
+
+    def interrupted(self, store):
+        met = meet(self, store)
+        meet(self, other.storage.store)
+        return met
+
+    monkeypatch.setattr(SamplerWithoutReplacement, "_meet", interrupted)
+    assert one.sample().tolist() == [2, 3]
+    monkeypatch.undo()
+    assert other.sample().tolist() == [2, 3]
+    assert one.sample().tolist() == [4, 5]
+    one.close()
+    other.close()
 
 
 def test_another_length_begins_a_new_pass():

@@ -58,9 +58,8 @@ class SamplerWithoutReplacement(NativeSampler):
         self.shuffle = shuffle
         self.index_name = index
         self._own = PassIndex.own()
-        self._store: Store | None = None
-        self._pass = self._own
-        """The own one, or that of the directory store that was drawn from last."""
+        self._met: tuple[Store | None, PassIndex] = (None, self._own)
+        """What was drawn from last, and its pass: the own one, or that of a directory store. One value, as threads draw."""
         self._ran_out = False
         self._drawn_from: int | None = None
 
@@ -68,20 +67,25 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def _meet(self, store: Store | None) -> PassIndex:
         """The pass that samplers of this storage walk."""
-        if store is not self._store:
+        met, walked = self._met
+        if store is not met:
             if store is None or store.directory is None:
-                self._pass = self._own
+                walked = self._own
             else:
-                self._pass = PassIndex.of_store(store, self.index_name, self._own.walk)
-            self._store = store
-        return self._pass
+                walked = PassIndex.of_store(store, self.index_name, self._own.walk)
+            self._met = (store, walked)
+        return walked
+
+    @property
+    def _pass(self) -> PassIndex:
+        return self._met[1]
 
     def bind(self, storage: Any) -> None:
         """Meet the storage whose rows are drawn: one in a directory has a pass for all processes."""
         self._meet(getattr(storage, "memory", None))
 
     def moved(self) -> None:
-        self._store, self._pass = None, self._own
+        self._met = (None, self._own)
 
     def observe(self, write: Write | None, data: Any) -> None:
         """An emptied buffer: the pass is over."""
@@ -102,7 +106,7 @@ class SamplerWithoutReplacement(NativeSampler):
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def _advance(self, size: int, batch_size: int, key: int) -> tuple[int, int, int]:
+    def _advance(self, walked: PassIndex, size: int, batch_size: int, key: int) -> tuple[int, int, int]:
         """The next batch of the pass: ``(key of the order, first rank, ranks)``."""
         check_drawable(size)
         if self.drop_last and size < batch_size:
@@ -110,12 +114,12 @@ class SamplerWithoutReplacement(NativeSampler):
                 f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "
                 "drop_last=False."
             )
-        order, start, count, self._ran_out = self._pass.next(key, size, batch_size, whole=self.drop_last)
+        order, start, count, self._ran_out = walked.next(key, size, batch_size, whole=self.drop_last)
         self._drawn_from = order
         return order, start, count
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        order, start, count = self._advance(extent.size, batch_size, key)
+        order, start, count = self._advance(self._pass, extent.size, batch_size, key)
         ranks = _native.empty_rows(count)
         if self.shuffle:
             _native.permute(order, extent.size, start, count, ranks.data_ptr())
@@ -128,10 +132,9 @@ class SamplerWithoutReplacement(NativeSampler):
     ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
         """:meth:`draw` and the rows' data in two native calls: ``(columns, rows, info)``."""
         store: Store = storage.memory
-        if store is not self._store:
-            self._meet(store)
+        walked = self._meet(store)  # another thread may meet another store before this one walks
         size = store.core.size()
-        order, start, count = self._advance(size, n, key.value)
+        order, start, count = self._advance(walked, size, n, key.value)
         columns = store.read_ranked(order, size, start, count, shuffle=self.shuffle, with_numbers=numbered)
         info = {"index_generation": columns.pop()} if numbered else {}
         return columns, columns.pop(), info
@@ -165,7 +168,7 @@ class SamplerWithoutReplacement(NativeSampler):
         return {"drop_last": self.drop_last, "shuffle": self.shuffle, "index": self.index_name}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_pass", "_store")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_met")}
         return state | {"walk": self._own.walk}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -173,4 +176,4 @@ class SamplerWithoutReplacement(NativeSampler):
         self.__dict__.update(state)
         self._own = PassIndex.own()
         self._own.walk = walk
-        self._store, self._pass = None, self._own
+        self._met = (None, self._own)
