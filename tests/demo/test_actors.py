@@ -219,6 +219,16 @@ def test_only_what_a_lane_holds_is_expected(replay):
     assert bool(replay[129]["next", "done"])
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_of_a_full_lane_the_oldest_row_is_not_expected_where_another_was_begun(replay, half):
+    one = dead(replay, steps=131, told=130)
+    if half:  # killed in the middle of it
+        replay.storage.store.words[1].view(torch.int64)[130] |= 3
+    assert verify(replay, one) == 99
+    assert bool(replay[129]["next", "done"]) == half
+    assert half or bool(replay[130]["next", "done"])
+
+
 def test_a_row_that_is_not_as_it_was_written_is_noticed(replay):
     one = dead(replay, steps=5, told=5)
     replay.set_at_("action", 1 - replay[102]["action"].unsqueeze(0), [102])

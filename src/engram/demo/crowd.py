@@ -199,9 +199,15 @@ def verify(replay: Any, dead: Actor) -> int:
     Raises:
         RowsLost: one is missing, or is not what was written.
     """
-    expected = dead.acknowledged[-(replay.storage.max_size // replay.lanes) :]
+    length: int = replay.storage.max_size // replay.lanes
+    expected = dead.acknowledged[-length:]
     if not expected:
         return 0
+    following = dead.lane * length + (expected[-1].row + 1) % length
+    whole = int(replay.writer.generations_of([following])) >= 0
+    untold = whole and _number_of(replay[following]) == (dead.number, len(dead.acknowledged))
+    if len(expected) == length and (untold or not whole):
+        del expected[0]  # where it lay is the row that could not be told, or what is left of it
     rows = [row.row for row in expected]
     missing = (replay.writer.generations_of(rows) < 0).tolist()
     if any(missing):
@@ -209,20 +215,13 @@ def verify(replay: Any, dead: Actor) -> int:
     wrong = [row.row for row, found in zip(expected, checksums(replay[rows]), strict=True) if found != row.checksum]
     if wrong:
         raise RowsLost(f"Rows {wrong[:8]} are not what actor {dead.number} had written.")
-    truncate(replay, _last_row(replay, dead))
+    truncate(replay, following if untold else dead.acknowledged[-1].row)
     return len(rows)
 
 
-def _last_row(replay: Any, dead: Actor) -> int:
-    """Of a dead actor: it may have written one more row than it could tell."""
-    length: int = replay.storage.max_size // replay.lanes
-    last = dead.acknowledged[-1].row
-    following = dead.lane * length + (last + 1) % length
-    if int(replay.writer.generations_of([following])) >= 0:
-        row = replay[following]
-        if (int(row["actor"]), int(row["number"])) == (dead.number, len(dead.acknowledged)):
-            return following
-    return last
+def _number_of(row: Any) -> tuple[int, int]:
+    """Which actor wrote a row, and how many it had written before."""
+    return int(row["actor"]), int(row["number"])
 
 
 def run(folder: Path, *, seed: int, steps: int, sampler: str, actors: int, interrupted: Callable[[], bool]) -> int:
