@@ -125,7 +125,11 @@ void Store::forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint6
 }
 
 void Store::join(std::shared_ptr<Participants> participants) {
-  const std::uint64_t entry = participants->join();
+  std::uint64_t entry = participants->join();
+  if (entry == Participants::kNobody) {  // nobody may have looked who died: whoever lives does so when he reads or writes
+    participants->bury_dead([this](Participant& dead) { repair(dead); });
+    entry = participants->join();
+  }
   if (entry == Participants::kNobody) throw Stalled("as many processes share the store as can");
   participant_ = &control_.participant(entry);
   others_ = std::move(participants);
