@@ -95,17 +95,17 @@ void Store::tell_indexes(Tell&& tell) const {
 // Of a write that waits in vain for a row what is written stays, and what was reserved and is not begun becomes void.
 template <class Write, class Settle, class Tell>
 void Store::write_and_tell(Write&& write, Settle&& settle, Tell&& tell) const {
+  std::exception_ptr stalled;
   try {
     write();
   } catch (const Stalled&) {
+    stalled = std::current_exception();
     void_gaps();
-    fence(std::memory_order_seq_cst);
-    tell_indexes(tell);
-    throw;
   }
   fence(std::memory_order_seq_cst);
   settle();  // what a store that was emptied meanwhile must not show: who empties it sees these rows, or this sees that he does
   tell_indexes(tell);
+  if (stalled) std::rethrow_exception(stalled);
 }
 
 // A row that was being written when another one emptied the store was left to its writer, and may lie outside the extent now:

@@ -557,6 +557,22 @@ TEST(what_a_write_that_waits_in_vain_has_reserved_and_not_begun_is_void) {
   EXPECT_EQ(stuck.store.control().counters().void_rows.load(), 2u);
 }
 
+TEST(a_write_that_waits_in_vain_shows_nothing_of_a_store_that_was_emptied_meanwhile) {
+  const Impatient impatient(std::chrono::milliseconds(300));
+  Filled stuck(geometry(1, 8), {8}, {5});
+  const Control& control = stuck.store.control();
+  control.word(5).store(ticket(6, State::writing));  // two rows in the hands of others: one lets go of his
+  control.word(7).store(ticket(7, State::writing));
+  control.counters().next_ticket = 8;
+  std::thread writer([&] { EXPECT_THROWS(Stalled, stuck.append(0, 3, 50)); });
+  while (control.lane(0).cursor < 8) std::this_thread::yield();
+  stuck.heap.open(1).empty(true);
+  control.word(5).store(ticket(6, State::committed));
+  writer.join();
+  EXPECT_EQ(control.size(), 0u);
+  for (const std::uint64_t row : {5, 6}) EXPECT_EQ(state_of(control.word(row).load()), State::unused);
+}
+
 TEST(a_write_that_was_lapped_is_skipped_and_counted) {
   // Another writer is a lap ahead already (its number is larger), or will be (its cursor is further).
   Filled filled(geometry(1, 4), {8}, {4});
