@@ -717,6 +717,43 @@ TEST(a_rank_that_is_being_written_is_waited_for_beside_void_rows) {
   EXPECT((ranks == Indices{1, 2, 3, 4, 7, 8, 9, 10, 11, 12}));
 }
 
+TEST(a_rank_whose_writer_died_is_not_waited_for) {
+  // Read when nothing is void; a burial makes the row void while it is waited for.
+  Filled filled(geometry(1, 10), {8}, {10});
+  const Control& control = filled.store.control();
+  const std::uint64_t number = control.counters().next_ticket.fetch_add(1);
+  control.word(4).store(ticket(number, State::writing));
+  std::thread mourner([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    control.counters().void_rows.fetch_add(1);
+    control.word(4).store(ticket(number, State::voided));
+  });
+  Rows batch(filled.heap.fields, 3);
+  Indices ranks{4, 5, 6}, all(10);
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    filled.store.read_ranked(ranks.data(), 3, batch.out, nullptr);
+  } catch (const std::exception& error) {
+    expect::fail(__FILE__, __LINE__, error.what());
+  }
+  mourner.join();
+  EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::seconds(3));
+  std::sort(ranks.begin(), ranks.end());
+  EXPECT(std::adjacent_find(ranks.begin(), ranks.end()) == ranks.end());
+  EXPECT(std::find(ranks.begin(), ranks.end(), 4) == ranks.end());
+  // Ten rows there are no more.
+  control.word(4).store(ticket(number, State::writing));
+  control.counters().void_rows = 0;
+  std::iota(all.begin(), all.end(), 0);
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    control.word(4).store(ticket(number, State::voided));
+  });
+  Rows ten(filled.heap.fields, 10);
+  EXPECT_THROWS(NothingLive, filled.store.read_ranked(all.data(), 10, ten.out, nullptr));
+  other.join();
+}
+
 TEST(draws_are_uniform_where_nearly_everything_is_void) {
   Filled filled(geometry(2, 1500), {8}, {1500, 1500});
   const Sizes live = {0, 700, 2999};
