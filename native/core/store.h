@@ -121,7 +121,7 @@ class Store {
   enum class Over { anything, live };
 
   void look_after_others(Need need = Need::none) const;
-  std::uint64_t repair(const Claim& claim) const;
+  std::uint64_t repair(Claim& claim) const;
   void void_gaps() const;
 
   std::uint64_t first_unfinished() const;

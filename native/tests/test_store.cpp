@@ -861,6 +861,7 @@ TEST(changes_beside_unfinished_writes_come_again) {
   std::optional<ClaimGuard> claim;
   claim.emplace(other);
   claim->note(store.control().counters().next_ticket.fetch_add(1), 1, -1, 0);  // of row 7, say
+  store.control().raise_high(0, 8);
   store.append(0, 3, columns.in, nullptr);
   EXPECT_EQ(store.changes(1, rows, numbers), 1u);
   EXPECT_EQ(numbers, (Indices{2, 3, 4}));
@@ -880,10 +881,23 @@ TEST(changes_beside_unfinished_writes_come_again) {
   writer.join();
 }
 
+TEST(a_row_that_is_just_being_forgotten_is_no_change_and_no_row_to_edit) {
+  Filled filled(geometry(1, 8), {8}, {2});
+  filled.store.control().word(5).store(ticket(2, State::committed));  // outside the extent: an emptying is about to come to it
+  Indices rows, numbers;
+  const Sizes which{0};
+  const std::int64_t row = 5;
+  Rows columns(filled.heap.fields, 1);
+  EXPECT_THROWS(std::out_of_range, filled.store.scatter(&row, 1, which, columns.in, false));
+  filled.store.changes(1, rows, numbers);
+  EXPECT_EQ(rows, (Indices{0, 1}));
+}
+
 TEST(random_bytes_in_the_shared_words_are_contained) {
   // Whatever another process scribbles over words and tickets: reads stay inside the memory (the sanitizer looks) and
   // end; a recovery makes the store writable again.
   Dice dice(99);
+  const Impatient impatient(std::chrono::milliseconds(20));  // for rows that seem to be just being written
   for (int round = 0; round < 400; ++round) {
     Filled filled(geometry(3, 5), {24, 8}, {5, 2, 0});
     const std::uint64_t hits = dice.in(1, 60);
