@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "check.h"
 
@@ -34,6 +35,14 @@ bool adds_up(const Geometry& g) {
 
 void require(bool ok, const std::string& what) {
   if (!ok) [[unlikely]] throw std::invalid_argument(what);
+}
+
+// To at least that. What it was before.
+std::uint64_t raise(Word& word, std::uint64_t to) {
+  std::uint64_t seen = word.load(std::memory_order_acquire);
+  while (seen < to && !word.compare_exchange_weak(seen, to, std::memory_order_acq_rel)) {
+  }
+  return seen;
 }
 
 }  // namespace
@@ -124,21 +133,20 @@ Participant& Control::participant(std::uint64_t i) const {
   return participants_[i];
 }
 
-// Steps that were reserved through the cursor since the last empty().
-std::uint64_t Control::written(std::uint64_t i) const {
+// An empty() moves the base, and that alone ends what the lane held: wherever it is stopped the lane is as it was or empty.
+std::uint64_t Control::filled(std::uint64_t i) const {
   const Lane& l = lanes_[i];
-  for (;;) {  // the two of one moment: an empty() moves both
-    const std::uint64_t base = l.base.load(std::memory_order_acquire), cursor = l.cursor.load(std::memory_order_acquire);
-    if (l.base.load(std::memory_order_relaxed) == base) return cursor - base;
+  for (;;) {  // the three of one moment
+    const std::uint64_t base = l.base.load(std::memory_order_acquire);
+    const std::uint64_t end = std::max(l.cursor.load(std::memory_order_acquire), l.high.load(std::memory_order_acquire));
+    if (l.base.load(std::memory_order_relaxed) == base) return end > base ? std::min(end - base, geometry_.lane_length) : 0;
   }
 }
 
-std::uint64_t Control::filled(std::uint64_t i) const {
-  return std::min(std::max(written(i), lanes_[i].high.load(std::memory_order_relaxed)), geometry_.lane_length);
-}
-
 std::uint64_t Control::cursor_row(std::uint64_t i) const {
-  return i * geometry_.lane_length + lanes_[i].cursor.load(std::memory_order_relaxed) % geometry_.lane_length;
+  const Lane& l = lanes_[i];  // an empty() moves the base first
+  const std::uint64_t next = std::max(l.cursor.load(std::memory_order_relaxed), l.base.load(std::memory_order_relaxed));
+  return i * geometry_.lane_length + next % geometry_.lane_length;
 }
 
 std::uint64_t Control::size() const {
@@ -147,12 +155,19 @@ std::uint64_t Control::size() const {
   return rows - std::min(rows, counters_->void_rows.load(std::memory_order_relaxed));
 }
 
+// Whoever begins once the base has moved takes no position before it: what he writes counts, also if the one who moved it was
+// stopped before he moved the cursor.
+std::uint64_t Control::reserve(std::uint64_t i, std::uint64_t n) const {
+  Lane& l = lanes_[i];
+  raise(l.cursor, l.base.load(std::memory_order_acquire));
+  return l.cursor.fetch_add(n, std::memory_order_relaxed);
+}
+
 std::uint64_t Control::raise_high(std::uint64_t i, std::uint64_t rows) const {
-  Word& high = lanes_[i].high;
-  std::uint64_t seen = high.load(std::memory_order_relaxed);
-  while (seen < rows && !high.compare_exchange_weak(seen, rows, std::memory_order_acq_rel)) {
-  }
-  return std::min(std::max(written(i), seen), geometry_.lane_length);
+  Lane& l = lanes_[i];
+  const std::uint64_t base = l.base.load(std::memory_order_acquire);
+  const std::uint64_t end = std::max(raise(l.high, base + rows), l.cursor.load(std::memory_order_acquire));
+  return end > base ? std::min(end - base, geometry_.lane_length) : 0;
 }
 
 void Control::fill() const {
@@ -163,33 +178,81 @@ void Control::fill() const {
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) raise_high(i, geometry_.lane_length);
 }
 
+// Where a lane begins again: at a multiple of its length that no position lies beyond which somebody has reserved or written.
+std::uint64_t Control::next_round(std::uint64_t i) const {
+  const Lane& l = lanes_[i];
+  const std::uint64_t length = geometry_.lane_length;
+  const std::uint64_t end = std::max({l.base.load(std::memory_order_acquire), l.cursor.load(std::memory_order_acquire),
+                                      l.high.load(std::memory_order_acquire)});
+  return (end + length - 1) / length * length;
+}
+
+bool Control::holds_older(std::uint64_t i, std::uint64_t number) const {
+  const std::uint64_t start = i * geometry_.lane_length, end = start + filled(i);
+  for (std::uint64_t row = start; row < end; ++row) {
+    const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
+    if (state_of(word) != State::unused && number_of(word) < number) return true;
+  }
+  return false;
+}
+
 void Control::empty(bool keep_write_count) const {
-  const std::uint64_t t = counters_->next_ticket.fetch_add(1, std::memory_order_acq_rel);
-  for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
-    const std::uint64_t length = geometry_.lane_length, start = i * length;
-    Lane& l = lanes_[i];
-    std::uint64_t seen = l.cursor.load(std::memory_order_relaxed), next;
-    do next = (seen + length - 1) / length * length;
-    while (!l.cursor.compare_exchange_weak(seen, next, std::memory_order_acq_rel));
-    l.base.store(next, std::memory_order_release);
-    l.high.store(0, std::memory_order_release);  // last: whoever raises it before has what he writes forgotten with the rest
+  Claim claim{};
+  claim.lane = kEmptying, claim.p0 = keep_write_count ? 1 : 0;
+  empty(counters_->next_ticket.fetch_add(1, std::memory_order_acq_rel), claim, false);
+}
+
+// Every number of a position that is reserved after the number t was taken is larger than t. Each step is noted by the store of
+// one word, so that whoever finishes it repeats nothing: a lane that began again has rows of others by then.
+void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
+  const auto step = [] { std::atomic_signal_fence(std::memory_order_seq_cst); };  // a killed process leaves them in this order
+  const auto steps = static_cast<std::uint64_t>(kEmptying) - static_cast<std::uint64_t>(claim.lane);
+  const std::uint64_t first = std::min(steps / 2, geometry_.lanes);
+  // Before a lane is empty: what is written to an empty store counts.
+  if (claim.p0 == 0) counters_->write_count.store(0, std::memory_order_relaxed);
+  step();
+  claim.p0 = 1;
+  // All lanes at one moment: what somebody writes to one that is empty now stays, however long the others take.
+  std::vector<std::uint64_t> begins(geometry_.lanes);
+  for (std::uint64_t i = first; i < geometry_.lanes; ++i) {
+    begins[i] = next_round(i);
+    if (begun && !holds_older(i, t)) begins[i] = 0;  // he who died found it empty
+  }
+  if (steps % 2 != 0 && first < geometry_.lanes) begins[first] = claim.n;
+  for (std::uint64_t i = first; i < geometry_.lanes; ++i) {
+    const std::int64_t here = kEmptying - 2 * static_cast<std::int64_t>(i);
+    claim.n = begins[i];
+    step();
+    claim.lane = here - 1;
+    step();
+    raise(lanes_[i].base, begins[i]);  // never back: another one may have emptied it meanwhile
+    raise(lanes_[i].cursor, begins[i]);
+    step();
+    claim.lane = here - 2;
+    step();
+  }
 #ifndef ENGRAM_TSAN  // whose build has no fences
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // a writer that this finds no row of sees that the lane begins again
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // a writer that this finds no row of sees that the lane begins again
 #endif
-    // All of the lane, not only what was in its extent: somebody may have died when he had emptied that alone.
-    for (std::uint64_t row = start; row < start + length; ++row) {
-      std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
-      // A row that is being written keeps its writer, who looks afterwards whether it still counts. A newer write stays; but
-      // not one that was reserved before the lane began again.
-      while (state_of(word) != State::unused && state_of(word) != State::writing &&
-             (number_of(word) < t || row - start >= filled(i)) &&
-             !tickets_[row].compare_exchange_weak(word, ticket(std::max(t, number_of(word)), State::unused),
-                                                  std::memory_order_acq_rel)) {
-      }
+  for (std::uint64_t i = 0; i < geometry_.lanes; ++i) forget_rows(i, t);
+}
+
+// All of the lane, not only what was in its extent: somebody may have died when he had emptied that alone.
+void Control::forget_rows(std::uint64_t i, std::uint64_t t) const {
+  const std::uint64_t start = i * geometry_.lane_length;
+  for (std::uint64_t row = start; row < start + geometry_.lane_length; ++row) {
+    std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
+    // A row that is being written keeps its writer, who looks afterwards whether it still counts. A newer write stays; but
+    // not one that was reserved before the lane began again. So does a row that became void since: it must not be a gap.
+    while (state_of(word) != State::unused && state_of(word) != State::writing) {
+      const bool inside = row - start < filled(i), voided = state_of(word) == State::voided;
+      if (inside && (voided || number_of(word) >= t)) break;
+      const std::uint64_t forgotten = ticket(std::max(t, number_of(word)), State::unused);
+      if (!tickets_[row].compare_exchange_weak(word, forgotten, std::memory_order_acq_rel)) continue;
+      if (voided) one_void_less();  // by whoever forgets it: others count rows meanwhile that become void
+      break;
     }
   }
-  counters_->void_rows.store(0, std::memory_order_relaxed);
-  if (!keep_write_count) counters_->write_count.store(0, std::memory_order_relaxed);
 }
 
 void Control::take_words(const Control& from) const {

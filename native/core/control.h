@@ -85,11 +85,12 @@ struct Counters {
 struct Claim {
   Word t0;
   std::uint64_t n;
-  std::int64_t lane;  // -1: scattered rows; kEmptying
+  std::int64_t lane;  // -1: scattered rows; kEmptying or less
   std::uint64_t p0;
 };
 
-/// A claim's lane while all rows are being forgotten; p0 says whether the write count is kept.
+/// A claim's lane while all rows are being forgotten that are older than number t0. kEmptying - 2 i: lanes below i begin again;
+/// one less: n says where lane i does. p0: the write count is kept, or is 0 already.
 constexpr std::int64_t kEmptying = -2;
 
 /// What stands in a claim's t0 while the rest of it is noted.
@@ -107,8 +108,8 @@ struct Participant {
 /// A ring of lane_length rows. One cache line, so that writers of different lanes do not contend.
 struct Lane {
   alignas(64) Word cursor;  // position of the next step; only grows
-  Word base;                // first position since the last empty(): a multiple of lane_length
-  Word high;                // rows that are live whatever the cursor says (written by number)
+  Word base;                // first position since the last empty(): a multiple of lane_length; only grows
+  Word high;                // positions below it are live whatever the cursor says (written by number); only grows
 };
 
 static_assert(sizeof(Header) == 96 && sizeof(LockPage) <= kPage && sizeof(Counters) <= kPage);
@@ -151,14 +152,22 @@ class Control {
 
   /// Rows of the lane that are inside its extent (void ones included).
   std::uint64_t filled(std::uint64_t lane) const;
+  bool inside(std::uint64_t row) const { return row % lane_length() < filled(row / lane_length()); }
   /// The row that the lane's next step will take.
   std::uint64_t cursor_row(std::uint64_t lane) const;
   /// Live rows of the store.
   std::uint64_t size() const;
 
+  /// Reserves the lane's next n positions. Returns the first.
+  std::uint64_t reserve(std::uint64_t lane, std::uint64_t n) const;
+
   /// Forgets all rows: their tickets become unused under a new number, so no earlier draw matches any more. Lanes begin
   /// again at their first row.
   void empty(bool keep_write_count) const;
+
+  /// The same, of rows older than number t, which is the caller's. The claim says at every moment how far this has come.
+  /// `begun`: by somebody who is dead. Then this is finished, and lanes that hold nothing older stay as they are.
+  void empty(std::uint64_t t, Claim& claim, bool begun) const;
 
   /// One row that held nothing will be written. Never below zero: an empty() may just have forgotten them all.
   void one_void_less() const;
@@ -183,7 +192,9 @@ class Control {
   Repair recover() const;
 
  private:
-  std::uint64_t written(std::uint64_t lane) const;
+  std::uint64_t next_round(std::uint64_t lane) const;
+  bool holds_older(std::uint64_t lane, std::uint64_t number) const;
+  void forget_rows(std::uint64_t lane, std::uint64_t number) const;
 
   Geometry geometry_{};
   std::uint64_t schema_sum_ = 0;
@@ -210,6 +221,8 @@ class ClaimGuard {
 
   /// To be called before the first row is marked.
   void note(std::uint64_t t0, std::uint64_t n, std::int64_t lane, std::uint64_t p0);
+
+  Claim& claim() const { return *claim_; }
 
  private:
   Claim* claim_;

@@ -278,7 +278,10 @@ void Priorities::emptied() {
 void Priorities::forget_leaves() const {
   tree_.clear();
   header_->highest = 0;
-  if (tickets_ == nullptr || tickets_->size() == 0) return;
+  if (tickets_ == nullptr) return;
+  bool any = false;  // not by size(): as many rows may be counted as void, that are just being forgotten
+  for (std::uint64_t lane = 0; lane < tickets_->lanes() && !any; ++lane) any = tickets_->filled(lane) > 0;
+  if (!any) return;
   const double leaf = leaf_of(1.0);
   tree_.transform(0, rows(), [&](std::uint64_t row, double) { return is_live(row) ? leaf : 0.0; });
 }

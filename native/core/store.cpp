@@ -95,23 +95,23 @@ void Store::tell_indexes(Tell&& tell) const {
 // Of a write that waits in vain for a row what is written stays, and what was reserved and is not begun becomes void.
 template <class Write, class Settle, class Tell>
 void Store::write_and_tell(Write&& write, Settle&& settle, Tell&& tell) const {
+  std::exception_ptr stalled;
   try {
     write();
   } catch (const Stalled&) {
+    stalled = std::current_exception();
     void_gaps();
-    fence(std::memory_order_seq_cst);
-    tell_indexes(tell);
-    throw;
   }
   fence(std::memory_order_seq_cst);
   settle();  // what a store that was emptied meanwhile must not show: who empties it sees these rows, or this sees that he does
   tell_indexes(tell);
+  if (stalled) std::rethrow_exception(stalled);
 }
 
 // A row that was being written when another one emptied the store was left to its writer, and may lie outside the extent now:
 // it is forgotten, like all that was written before.
 void Store::forget_if_outside(std::uint64_t row, std::uint64_t number) const {
-  if (row % control_.lane_length() < control_.filled(row / control_.lane_length())) return;
+  if (control_.inside(row)) return;
   for (const State state : {State::committed, State::voided}) {
     std::uint64_t seen = ticket(number, state);
     const bool forgotten =
@@ -125,7 +125,11 @@ void Store::forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint6
 }
 
 void Store::join(std::shared_ptr<Participants> participants) {
-  const std::uint64_t entry = participants->join();
+  std::uint64_t entry = participants->join();
+  if (entry == Participants::kNobody) {  // nobody may have looked who died: whoever lives does so when he reads or writes
+    participants->bury_dead([this](Participant& dead) { repair(dead); });
+    entry = participants->join();
+  }
   if (entry == Participants::kNobody) throw Stalled("as many processes share the store as can");
   participant_ = &control_.participant(entry);
   others_ = std::move(participants);
@@ -162,18 +166,23 @@ void Store::void_gaps() const {
   for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
     std::uint64_t seen = control_.word(row).load(std::memory_order_acquire);
     if (state_of(seen) != State::unused) continue;
-    if (row % control_.lane_length() >= control_.filled(row / control_.lane_length())) continue;
+    if (!control_.inside(row)) continue;
     control_.counters().void_rows.fetch_add(1, std::memory_order_acq_rel);
     const std::uint64_t gone = ticket(number_of(seen), State::voided);
-    if (!control_.word(row).compare_exchange_strong(seen, gone, std::memory_order_acq_rel)) control_.one_void_less();
+    if (!control_.word(row).compare_exchange_strong(seen, gone, std::memory_order_acq_rel)) {
+      control_.one_void_less();
+      continue;
+    }
+    fence(std::memory_order_seq_cst);  // as in write_and_tell: who emptied the lane meanwhile may have passed the row by
+    forget_if_outside(row, number_of(gone));
   }
 }
 
 // In this order: a row is counted as void before it is, so that void_rows is never too small; and the claim goes last, so
 // that a death in here is repaired again. Returns how many rows became void.
-std::uint64_t Store::repair(const Claim& claim) const {
-  if (claim.lane == kEmptying) {
-    control_.empty(claim.p0 != 0);
+std::uint64_t Store::repair(Claim& claim) const {
+  if (claim.lane <= kEmptying) {
+    control_.empty(claim.t0.load(std::memory_order_acquire), claim, true);  // this very one: what was written since to lanes that are empty is not his to forget
     fence(std::memory_order_seq_cst);
     tell_indexes([](Index& index) { index.emptied(); });
     return 0;
@@ -231,7 +240,7 @@ std::uint64_t Store::repair(const Claim& claim) const {
 Control::Repair Store::recover() const {
   std::uint64_t voided = 0;
   for (std::uint64_t i = 0; i < control_.participants(); ++i) {
-    for (const Claim& claim : control_.participant(i).claims) {
+    for (Claim& claim : control_.participant(i).claims) {
       const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
       if (t0 != 0 && t0 != kNoted) voided += repair(claim);
     }
@@ -339,7 +348,7 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   look_after_others();
   ClaimGuard claim(*participant_);
   // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
-  const std::uint64_t p0 = control_.lane(lane).cursor.fetch_add(n, std::memory_order_relaxed);
+  const std::uint64_t p0 = control_.reserve(lane, n);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, static_cast<std::int64_t>(lane), p0);
   std::vector<std::int64_t> rows;
@@ -377,7 +386,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   }
   ClaimGuard claim(*participant_);
   for (Run& run : runs) {
-    run.p0 = control_.lane(run.lane).cursor.fetch_add(run.end - run.begin, std::memory_order_relaxed);
+    run.p0 = control_.reserve(run.lane, run.end - run.begin);
   }
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
@@ -460,8 +469,10 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
     }
   } else {
     for (std::uint64_t i = 0; i < n; ++i) {
-      const State state = state_of(control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire));
-      if (state != State::committed && state != State::writing) {  // one that is being written is waited for
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      const State state = state_of(control_.word(row).load(std::memory_order_acquire));
+      // One that is being written is waited for; one outside the extent is just being forgotten.
+      if ((state != State::committed && state != State::writing) || !control_.inside(row)) {
         throw std::out_of_range("row " + std::to_string(rows[i]) + " is not live");
       }
     }
@@ -503,11 +514,13 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   return t0;
 }
 
-// If this ends by a death whoever finds the claim empties the store once more: else some lanes would be empty, and indexes
-// would know rows that nobody can draw.
+// If this ends by a death whoever finds the claim finishes it: else some lanes would be empty, and indexes would know rows that
+// nobody can draw.
 void Store::empty(bool keep_write_count) {
-  const ClaimGuard claim(*participant_, 1, 0, kEmptying, keep_write_count ? 1 : 0);
-  control_.empty(keep_write_count);
+  ClaimGuard guard(*participant_);
+  const std::uint64_t t = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
+  guard.note(t, 0, kEmptying, keep_write_count ? 1 : 0);
+  control_.empty(t, guard.claim(), false);
   fence(std::memory_order_seq_cst);
   tell_indexes([](Index& index) { index.emptied(); });
 }
@@ -701,6 +714,7 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
     if (state_of(word) != State::voided) live.push_back(row);
   }
   const std::uint64_t total = gaps ? live.size() : spans.total();
+  const std::vector<std::int64_t> asked(ranks, ranks + n);
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto rank = static_cast<std::uint64_t>(ranks[i]);
     if (rank >= total) throw NothingLive("rows were forgotten meanwhile");
@@ -717,9 +731,23 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
       continue;
     }
     if (control_.size() == 0) throw NothingLive("rows were forgotten meanwhile");
+    const auto row = static_cast<std::uint64_t>(ranks[i]);
+    if (!control_.inside(row) || state_of(control_.word(row).load(std::memory_order_acquire)) == State::voided) {
+      ranks[i] = another_live(static_cast<std::uint64_t>(asked[i]), ranks, n);  // nobody will write it: no use to wait
+    }
     if (deadline.passed()) throw in_vain("row " + std::to_string(ranks[i]) + " moved at every try");
     std::this_thread::yield();
   }
+}
+
+// A live row that is not among rows[0, n), of the given rank or the next one that there is.
+std::int64_t Store::another_live(std::uint64_t rank, const std::int64_t* rows, std::uint64_t n) const {
+  const std::vector<std::int64_t> live = live_rows();
+  for (std::uint64_t i = 0; i < live.size(); ++i) {
+    const std::int64_t row = live[(rank + i) % live.size()];
+    if (std::find(rows, rows + n, row) == rows + n) return row;
+  }
+  throw NothingLive("rows were forgotten meanwhile");
 }
 
 void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const {
@@ -743,7 +771,7 @@ std::uint64_t Store::first_unfinished() const {
         look_after_others(Need::waiting);
         std::this_thread::yield();
       }
-      if (t0 != 0 && claim.lane != kEmptying) first = std::min(first, t0);
+      if (t0 != 0) first = std::min(first, t0);
     }
   }
   return first;
@@ -755,6 +783,7 @@ std::uint64_t Store::changes(std::uint64_t since, std::vector<std::int64_t>& row
   for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
     const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
     if (!is_committed(word) || number_of(word) < since) continue;
+    if (!control_.inside(row)) continue;  // just being forgotten
     found.emplace_back(static_cast<std::int64_t>(number_of(word)), static_cast<std::int64_t>(row));
   }
   std::sort(found.begin(), found.end());

@@ -96,7 +96,8 @@ class Store {
                       std::int64_t* numbers_out) const;
 
   /// Copies the live rows of given ranks in row order, ranks[0, n), and puts the rows in their place. One that moves is read
-  /// once more. Throws NothingLive: there are not as many live rows any more. Throws Stalled.
+  /// once more; for one that turns out void, as its writer died, or forgotten another live row comes that is not in the batch.
+  /// Throws NothingLive: there are not as many live rows any more. Throws Stalled.
   void read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::int64_t* numbers_out) const;
 
   /// The numbers of rows as they are now, -1 for a row that is not whole or outside [0, capacity).
@@ -120,7 +121,7 @@ class Store {
   enum class Over { anything, live };
 
   void look_after_others(Need need = Need::none) const;
-  std::uint64_t repair(const Claim& claim) const;
+  std::uint64_t repair(Claim& claim) const;
   void void_gaps() const;
 
   std::uint64_t first_unfinished() const;
@@ -139,6 +140,7 @@ class Store {
   bool mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   void commit(std::uint64_t row, std::uint64_t number);
   std::vector<std::int64_t> live_rows() const;
+  std::int64_t another_live(std::uint64_t rank, const std::int64_t* rows, std::uint64_t n) const;
   void sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                      std::int64_t* numbers_out) const;
   void prefetch_tickets(const std::int64_t* rows, std::uint64_t n) const;

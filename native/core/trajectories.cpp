@@ -68,13 +68,13 @@ Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t
 
 // ---- places --------------------------------------------------------------------------------------------------------
 
-// The base is read before the cursor, which never lies behind it.
+// The base is read before the cursor, which whoever empties a lane moves after it.
 Trajectories::Live Trajectories::live(std::uint64_t lane) const {
   const Lane& words = control_.lane(lane);
   const std::uint64_t base = words.base.load(std::memory_order_acquire);
   const std::uint64_t high = words.high.load(std::memory_order_acquire);
-  const std::uint64_t cursor = words.cursor.load(std::memory_order_acquire), end = cursor / width_ + steps_;
-  const bool by_number = high > cursor - base;  // rows ahead of the cursor: they belong to the lap before
+  const std::uint64_t cursor = std::max(words.cursor.load(std::memory_order_acquire), base), end = cursor / width_ + steps_;
+  const bool by_number = high > cursor;  // rows ahead of the cursor: they belong to the lap before
   return {by_number ? end - steps_ : std::max(end - steps_, base / width_ + steps_), end};
 }
 

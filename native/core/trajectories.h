@@ -177,7 +177,9 @@ class Trajectories final : public Index {
   };
 
   std::uint64_t cursor(std::uint64_t lane) const {
-    return control_.lane(lane).cursor.load(std::memory_order_acquire) / width_ + steps_;
+    const Lane& words = control_.lane(lane);  // an empty() moves the base first
+    const std::uint64_t base = words.base.load(std::memory_order_acquire);
+    return std::max(words.cursor.load(std::memory_order_acquire), base) / width_ + steps_;
   }
   Live live(std::uint64_t lane) const;
   std::uint64_t place_of(std::uint64_t row, std::uint64_t end) const;

@@ -307,6 +307,57 @@ TEST(empty_forgets_rows_and_the_numbers_they_had) {
   EXPECT_EQ(control.counters().write_count.load(), 0u);
 }
 
+TEST(an_emptying_that_was_begun_is_finished_and_not_repeated) {
+  // By somebody who died when lane 0 had begun again, lane 1 was about to, lane 2 was not yet looked at and lane 3 was empty.
+  // Others have written to lanes 0 and 3 since, and somebody who died in lane 0 left a void row.
+  const Heap heap(geometry(4, 4), {});
+  const Control control = heap.view();
+  control.counters().next_ticket = 100;
+  control.counters().void_rows = 2;
+  control.counters().write_count = 7;
+  control.lane(0).base = 4, control.lane(0).cursor = 6;
+  store_word(control, 0, 60, State::committed);
+  store_word(control, 1, 61, State::voided);
+  store_word(control, 2, 12, State::committed);
+  store_word(control, 3, 13, State::voided);
+  control.lane(1).cursor = 2;
+  control.lane(2).cursor = 1;
+  for (const std::uint64_t row : {4, 5, 8}) store_word(control, row, row, State::committed);
+  control.lane(3).cursor = 1;
+  store_word(control, 12, 70, State::committed);
+  Claim claim{};
+  claim.n = 4, claim.lane = kEmptying - 3, claim.p0 = 1;
+  control.empty(50, claim, true);
+  EXPECT_EQ(control.filled(0), 2u);
+  EXPECT_EQ(control.filled(1), 0u);
+  EXPECT_EQ(control.filled(2), 0u);
+  EXPECT_EQ(control.filled(3), 1u);
+  EXPECT_EQ(control.word(0).load(), ticket(60, State::committed));
+  EXPECT_EQ(control.word(1).load(), ticket(61, State::voided));
+  EXPECT_EQ(control.word(12).load(), ticket(70, State::committed));
+  for (const std::uint64_t row : {2, 3, 4, 5, 8}) EXPECT_EQ(control.word(row).load(), ticket(50, State::unused));
+  EXPECT_EQ(control.counters().void_rows.load(), 1u);
+  EXPECT_EQ(control.counters().write_count.load(), 7u);
+  EXPECT_EQ(control.size(), 2u);
+  EXPECT_EQ(control.lane(0).base.load(), 4u);  // and once more there is nothing to do
+  control.empty(50, claim, true);
+  EXPECT_EQ(control.size(), 2u);
+}
+
+TEST(a_lane_whose_base_has_moved_is_empty_and_takes_rows_from_there) {
+  const Heap heap(geometry(2, 4), {});  // whoever empties it is stopped before he moves the cursor
+  const Control control = heap.view();
+  control.lane(0).cursor = 3, control.lane(0).high = 4;
+  control.lane(0).base = 4;
+  EXPECT_EQ(control.filled(0), 0u);
+  EXPECT_EQ(control.cursor_row(0), 0u);
+  EXPECT_EQ(control.reserve(0, 2), 4u);
+  EXPECT_EQ(control.filled(0), 2u);
+  EXPECT_EQ(control.raise_high(0, 3), 2u);
+  EXPECT_EQ(control.filled(0), 3u);
+  EXPECT_EQ(control.lane(0).high.load(), 7u);
+}
+
 // ---- recovery ------------------------------------------------------------------------------------------------------
 
 // Recovers twice: the second time there is nothing to do, and nothing changes.

@@ -434,6 +434,19 @@ TEST(every_instruction_of_operations_on_stores_of_other_shapes) {
               stress::count(shapes).c_str());
 }
 
+TEST(an_emptying_that_is_stopped_leaves_a_lane_as_it_was_or_empty) {
+  const auto partly = [](Store& store, const Blocks& blocks) {
+    append_ids(store, blocks, 0, 3, 0x100);
+    append_ids(store, blocks, 1, 2, 0x110);
+  };
+  const Stage stage(geometry(2, 5), partly, {"empty", [](Store& s, Outcome&) { s.empty(true); }, false, false, true});
+  std::uint64_t steps = 0;
+  step_through(stage, &steps, [&] {
+    const Control control = stage.blocks.view();
+    for (const std::uint64_t lane : {0, 1}) EXPECT(control.filled(lane) == 0 || control.filled(lane) == 3 - lane);
+  });
+}
+
 TEST(an_interrupted_recovery_is_recovered_to_the_same_bytes) {
   const Stage stage(geometry(2, 5), left_behind, {"", [](Store& s, Outcome&) { s.control().recover(); }});
   std::uint64_t steps = 0;

@@ -82,7 +82,19 @@ std::vector<Operation> others() {
          }
        }},
       {"empty", Operation::forgets, [](Handle& h, Outcome&) { h.store.empty(true); }},
+      {"append 1, empty and append 2", Operation::forgets,
+       [first = append("", 0, 1, 0x4000), second = append("", 0, 2, 0x4100)](Handle& h, Outcome& outcome) {
+         first.run(h, outcome);
+         h.store.empty(true);
+         outcome.n = 0;
+         second.run(h, outcome);
+       }},
   };
+}
+
+bool holds_nothing(const Memory& memory) {
+  const Control control = memory.blocks.view();
+  return control.filled(0) + control.filled(1) == 0;
 }
 
 /// What was acknowledged is there, or something newer is.
@@ -104,7 +116,7 @@ void check_written(const Memory& memory, const Report& report, bool emptied) {
 }
 
 struct Counts {
-  std::uint64_t pairs = 0, stalled = 0, died = 0, late = 0;
+  std::uint64_t pairs = 0, stalled = 0, died = 0, late = 0, emptied = 0;
 };
 
 void check_pair(Stage& stage, const Operation& other, const std::vector<std::uint64_t>& instructions, std::uint64_t step,
@@ -120,6 +132,7 @@ void check_pair(Stage& stage, const Operation& other, const std::vector<std::uin
   }
   bool holds = is_held(memory) || stage.operation.kind == Operation::forgets;  // of rows that are just being forgotten none is whole
   for (std::uint64_t row = 0; row < sizes.capacity(); ++row) holds |= state_of(memory.blocks.view().word(row)) == State::writing;
+  const bool nothing = holds_nothing(memory);  // what is written from now on is not for the first one to forget
   const pid_t child = fork();
   if (child == 0) {
     wait_limit = 2ms;
@@ -162,8 +175,10 @@ void check_pair(Stage& stage, const Operation& other, const std::vector<std::uin
     }
   }
   const bool emptied = stage.operation.kind == Operation::forgets || other.kind == Operation::forgets;
-  if (!emptied) {
-    for (const int i : {0, 1}) check_written(memory, reports[i], emptied);
+  if (!emptied) check_written(memory, reports[0], false);
+  if (stage.operation.kind != Operation::forgets || nothing) {
+    check_written(memory, reports[1], emptied);
+    counts.emptied += nothing;
   }
   check_usable(memory, b);
   ++counts.pairs;
@@ -223,6 +238,42 @@ TEST(one_preemption_of_every_operation_with_priorities) {
               stress::count(counts.died).c_str());
   EXPECT(counts.stalled > 0);
   EXPECT(counts.late > 0);
+  EXPECT(counts.emptied > 0);
+}
+
+/// Dies as soon as the rows are forgotten.
+struct Dies : Index {
+  void written(const std::int64_t*, std::uint64_t, std::uint64_t) override {}
+  void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>) override {}
+  void lost(const std::int64_t*, std::uint64_t) override {}
+  void emptied() override { ::kill(getpid(), SIGKILL); }
+};
+
+TEST(what_others_write_after_a_killed_emptying_stays_when_he_is_buried) {
+  Stage stage({"", Operation::forgets, [](Handle&, Outcome&) {}});
+  const Memory& memory = stage.memory;
+  const pid_t child = fork();
+  if (child == 0) {
+    Handle handle(memory, 0);
+    Dies dies;
+    handle.store.attach(dies);
+    handle.store.empty(true);
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT(WIFSIGNALED(status));
+  Handle other(memory, 1);
+  EXPECT_EQ(other.control.size(), 0u);
+  append_ids(other.store, memory.blocks, 0, 3, 0x5000);
+  EXPECT_EQ(other.control.size(), 3u);
+  other.store.repair(other.control.participant(0));
+  EXPECT_EQ(other.control.size(), 3u);
+  for (std::uint64_t row = 0; row < 3; ++row) {
+    EXPECT_EQ(id_in(memory.blocks, row).value_or(0), 0x5000 + row);
+    EXPECT(memory.leaf(row) > 0);
+  }
+  expect_sound_rows(memory.blocks);
 }
 
 }  // namespace

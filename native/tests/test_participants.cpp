@@ -301,6 +301,14 @@ TEST(a_full_table_has_no_entry_for_another_one) {
   EXPECT(Member(place).entry != Participants::kNobody);
 }
 
+TEST(entries_of_dead_ones_alone_keep_nobody_out) {
+  const Place place;
+  for (std::uint64_t i = 0; i < kParticipants; ++i) place.control().participant(i).state = 1;
+  Store store(place.control(), {}, 0);
+  store.join(place.attach());
+  EXPECT_EQ(place.used(), 1u);
+}
+
 TEST(a_number_that_was_given_to_another_process_proves_nothing) {
   const Place place;
   const auto here = place.attach();

@@ -557,6 +557,22 @@ TEST(what_a_write_that_waits_in_vain_has_reserved_and_not_begun_is_void) {
   EXPECT_EQ(stuck.store.control().counters().void_rows.load(), 2u);
 }
 
+TEST(a_write_that_waits_in_vain_shows_nothing_of_a_store_that_was_emptied_meanwhile) {
+  const Impatient impatient(std::chrono::milliseconds(300));
+  Filled stuck(geometry(1, 8), {8}, {5});
+  const Control& control = stuck.store.control();
+  control.word(5).store(ticket(6, State::writing));  // two rows in the hands of others: one lets go of his
+  control.word(7).store(ticket(7, State::writing));
+  control.counters().next_ticket = 8;
+  std::thread writer([&] { EXPECT_THROWS(Stalled, stuck.append(0, 3, 50)); });
+  while (control.lane(0).cursor < 8) std::this_thread::yield();
+  stuck.heap.open(1).empty(true);
+  control.word(5).store(ticket(6, State::committed));
+  writer.join();
+  EXPECT_EQ(control.size(), 0u);
+  for (const std::uint64_t row : {5, 6}) EXPECT_EQ(state_of(control.word(row).load()), State::unused);
+}
+
 TEST(a_write_that_was_lapped_is_skipped_and_counted) {
   // Another writer is a lap ahead already (its number is larger), or will be (its cursor is further).
   Filled filled(geometry(1, 4), {8}, {4});
@@ -701,6 +717,43 @@ TEST(a_rank_that_is_being_written_is_waited_for_beside_void_rows) {
   EXPECT((ranks == Indices{1, 2, 3, 4, 7, 8, 9, 10, 11, 12}));
 }
 
+TEST(a_rank_whose_writer_died_is_not_waited_for) {
+  // Read when nothing is void; a burial makes the row void while it is waited for.
+  Filled filled(geometry(1, 10), {8}, {10});
+  const Control& control = filled.store.control();
+  const std::uint64_t number = control.counters().next_ticket.fetch_add(1);
+  control.word(4).store(ticket(number, State::writing));
+  std::thread mourner([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    control.counters().void_rows.fetch_add(1);
+    control.word(4).store(ticket(number, State::voided));
+  });
+  Rows batch(filled.heap.fields, 3);
+  Indices ranks{4, 5, 6}, all(10);
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    filled.store.read_ranked(ranks.data(), 3, batch.out, nullptr);
+  } catch (const std::exception& error) {
+    expect::fail(__FILE__, __LINE__, error.what());
+  }
+  mourner.join();
+  EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::seconds(3));
+  std::sort(ranks.begin(), ranks.end());
+  EXPECT(std::adjacent_find(ranks.begin(), ranks.end()) == ranks.end());
+  EXPECT(std::find(ranks.begin(), ranks.end(), 4) == ranks.end());
+  // Ten rows there are no more.
+  control.word(4).store(ticket(number, State::writing));
+  control.counters().void_rows = 0;
+  std::iota(all.begin(), all.end(), 0);
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    control.word(4).store(ticket(number, State::voided));
+  });
+  Rows ten(filled.heap.fields, 10);
+  EXPECT_THROWS(NothingLive, filled.store.read_ranked(all.data(), 10, ten.out, nullptr));
+  other.join();
+}
+
 TEST(draws_are_uniform_where_nearly_everything_is_void) {
   Filled filled(geometry(2, 1500), {8}, {1500, 1500});
   const Sizes live = {0, 700, 2999};
@@ -808,6 +861,7 @@ TEST(changes_beside_unfinished_writes_come_again) {
   std::optional<ClaimGuard> claim;
   claim.emplace(other);
   claim->note(store.control().counters().next_ticket.fetch_add(1), 1, -1, 0);  // of row 7, say
+  store.control().raise_high(0, 8);
   store.append(0, 3, columns.in, nullptr);
   EXPECT_EQ(store.changes(1, rows, numbers), 1u);
   EXPECT_EQ(numbers, (Indices{2, 3, 4}));
@@ -827,10 +881,23 @@ TEST(changes_beside_unfinished_writes_come_again) {
   writer.join();
 }
 
+TEST(a_row_that_is_just_being_forgotten_is_no_change_and_no_row_to_edit) {
+  Filled filled(geometry(1, 8), {8}, {2});
+  filled.store.control().word(5).store(ticket(2, State::committed));  // outside the extent: an emptying is about to come to it
+  Indices rows, numbers;
+  const Sizes which{0};
+  const std::int64_t row = 5;
+  Rows columns(filled.heap.fields, 1);
+  EXPECT_THROWS(std::out_of_range, filled.store.scatter(&row, 1, which, columns.in, false));
+  filled.store.changes(1, rows, numbers);
+  EXPECT_EQ(rows, (Indices{0, 1}));
+}
+
 TEST(random_bytes_in_the_shared_words_are_contained) {
   // Whatever another process scribbles over words and tickets: reads stay inside the memory (the sanitizer looks) and
   // end; a recovery makes the store writable again.
   Dice dice(99);
+  const Impatient impatient(std::chrono::milliseconds(20));  // for rows that seem to be just being written
   for (int round = 0; round < 400; ++round) {
     Filled filled(geometry(3, 5), {24, 8}, {5, 2, 0});
     const std::uint64_t hits = dice.in(1, 60);

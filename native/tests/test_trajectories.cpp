@@ -59,7 +59,7 @@ struct World {
     const std::uint64_t steps = control.lane_length() / width, start = lane * control.lane_length();
     const Lane& words = control.lane(lane);
     const std::uint64_t since_empty = (words.cursor - words.base) / width;
-    const std::uint64_t high = (words.high + width - 1 - column) / width;  // a slot may have been begun
+    const std::uint64_t high = (std::max<std::uint64_t>(words.high, words.base) - words.base + width - 1 - column) / width;  // a slot may have been begun
     const auto span = [&](std::uint64_t from, std::uint64_t to) {
       Indices rows;
       for (std::uint64_t i = from; i < to; ++i) {
