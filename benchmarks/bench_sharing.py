@@ -9,8 +9,9 @@ Rows as in ``writing``: a TensorDict of 97 bytes, 100,000 of them, the ring full
 - Writers beside a sampler, and a sampler beside writers (uniform, batches of 256, RAM). More processes than cores
   share the cores, whatever they do, and two busy cores of one chip are slower than one. So there are two ratios.
   "Alone" is the raw one: without the others. "Another program" is net of all that: beside processes that do exactly
-  the same work in a buffer of their own. Each is judged, but for the raw one where there are fewer cores than
-  processes, which measures the scheduler, or where that other program alone costs more than the floor allows.
+  the same work in a buffer of their own. That is lenient: the second buffer takes cache of its own, so that there are
+  more cache misses. Each is judged, but for the raw one where there are fewer cores than processes, which measures the
+  scheduler, or where that other program alone costs more than the floor allows.
 - Priorities: sample and update 256 of 1,000,000 rows in a store that a second, idle process has open, against one that is
   private to its process. Its fields, and the tree, lie in huge pages where the system has them; a file's hardly ever do.
 - Recovery: 10,000,000 rows of one float32 with priorities, two processes that write, sample and update; both are
