@@ -1,0 +1,261 @@
+#include "expand.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "check.h"
+
+namespace engram {
+namespace {
+
+// The steps of each row's trajectory, as places among all that were found.
+struct Span {
+  std::uint64_t first, row, last;
+  bool over;
+};
+
+class Reader {
+ public:
+  Reader(const Store& store, Surroundings found, const std::int64_t* expected)
+      : store_(store), found_(std::move(found)), moved_(found_.around.size()) {
+    spans_.reserve(found_.around.size());
+    for (std::size_t i = 0; i < found_.around.size(); ++i) {
+      const Around& a = found_.around[i];
+      const std::uint64_t row = a.from + a.before;
+      spans_.push_back({a.from, row, a.steps == 0 ? row : a.from + a.steps - 1, a.over});
+      moved_[i] = a.steps == 0 || found_.numbers[row] < 0 || (expected != nullptr && expected[i] != found_.numbers[row]);
+    }
+  }
+
+  const std::vector<Span>& spans() const { return spans_; }
+  std::int64_t number(std::size_t i) const { return found_.numbers[spans_[i].row]; }
+
+  /// Cuts each span where a flag says that the trajectory ends.
+  void cut(const std::vector<std::uint64_t>& ends) {
+    if (ends.empty()) return;
+    std::vector<std::uint8_t> flags(found_.rows.size());
+    std::vector<std::byte> bytes;
+    for (const std::uint64_t field : ends) {
+      check(field < store_.fields(), "a flag of the store");
+      const std::uint64_t width = store_.row_bytes(field);
+      bytes.resize(found_.rows.size() * width);
+      std::byte* to = bytes.data();
+      note(store_.gather(found_.rows.data(), found_.rows.size(), {&field, 1}, {&to, 1}, found_.numbers.data(), nullptr));
+      for (std::size_t k = 0; k < flags.size(); ++k) {
+        for (std::uint64_t b = 0; b < width; ++b) flags[k] |= to[k * width + b] != std::byte{0};
+      }
+    }
+    for (Span& span : spans_) {
+      for (std::uint64_t k = span.row; k-- > span.first;) {
+        if (flags[k] != 0) span.first = k + 1;
+      }
+      for (std::uint64_t k = span.row; k <= span.last; ++k) {
+        if (flags[k] == 0) continue;
+        span.last = k;
+        span.over = true;
+      }
+    }
+  }
+
+  /// The last step of row i that is at most `ahead` later.
+  std::uint64_t step(std::size_t i, std::uint64_t ahead) const {
+    return spans_[i].row + std::min(ahead, spans_[i].last - spans_[i].row);
+  }
+
+  /// Fields of one step of each row, of which there are `per` of row i.
+  template <class Place>
+  void read(std::span<const std::uint64_t> which, Batch out, std::uint64_t per, Place&& place) {
+    rows_.resize(spans_.size() * per);
+    numbers_.resize(rows_.size());
+    for (std::size_t i = 0; i < spans_.size(); ++i) {
+      for (std::uint64_t k = 0; k < per; ++k) {
+        const std::uint64_t at = place(i, k);
+        rows_[i * per + k] = found_.rows[at];
+        numbers_[i * per + k] = found_.numbers[at];
+      }
+    }
+    for (const std::int64_t at : store_.gather(rows_.data(), rows_.size(), which, out, numbers_.data(), nullptr)) {
+      moved_[static_cast<std::uint64_t>(at) / per] = 1;
+    }
+  }
+
+  /// A field of all steps from each row to `ahead` later, one behind the other, and where those of each row begin.
+  std::vector<std::uint64_t> read_ahead(std::uint64_t field, std::uint64_t ahead, std::vector<std::byte>& bytes) {
+    std::vector<std::uint64_t> from;
+    from.reserve(spans_.size() + 1);
+    rows_.clear();
+    numbers_.clear();
+    for (std::size_t i = 0; i < spans_.size(); ++i) {
+      from.push_back(rows_.size());
+      const auto first = static_cast<std::ptrdiff_t>(spans_[i].row), end = static_cast<std::ptrdiff_t>(step(i, ahead) + 1);
+      rows_.insert(rows_.end(), found_.rows.begin() + first, found_.rows.begin() + end);
+      numbers_.insert(numbers_.end(), found_.numbers.begin() + first, found_.numbers.begin() + end);
+    }
+    from.push_back(rows_.size());
+    bytes.resize(rows_.size() * store_.row_bytes(field));
+    std::byte* to = bytes.data();
+    for (const std::int64_t at : store_.gather(rows_.data(), rows_.size(), {&field, 1}, {&to, 1}, numbers_.data(), nullptr)) {
+      const auto next = std::upper_bound(from.begin(), from.end(), static_cast<std::uint64_t>(at));
+      moved_[static_cast<std::size_t>(next - from.begin()) - 1] = 1;
+    }
+    return from;
+  }
+
+  std::vector<std::int64_t> moved() const {
+    std::vector<std::int64_t> positions;
+    for (std::size_t i = 0; i < moved_.size(); ++i) {
+      if (moved_[i] != 0) positions.push_back(static_cast<std::int64_t>(i));
+    }
+    return positions;
+  }
+
+ private:
+  void note(const std::vector<std::int64_t>& places) {  // among all that were found
+    for (const std::int64_t place : places) {
+      const auto next = std::upper_bound(found_.around.begin(), found_.around.end(), static_cast<std::uint64_t>(place),
+                                         [](std::uint64_t at, const Around& a) { return at < a.from; });
+      moved_[static_cast<std::size_t>(next - found_.around.begin()) - 1] = 1;
+    }
+  }
+
+  const Store& store_;
+  Surroundings found_;
+  std::vector<Span> spans_;
+  std::vector<std::uint8_t> moved_;
+  std::vector<std::int64_t> rows_, numbers_;
+};
+
+// Sums in double precision, from the last step to the first (Horner): of n terms the error is that of n roundings.
+template <class T>
+void add_up(const std::vector<std::uint64_t>& from, const std::byte* bytes, std::uint64_t row_bytes, double gamma,
+            std::byte* out) {
+  const std::uint64_t width = row_bytes / sizeof(T);
+  for (std::size_t i = 0; i + 1 < from.size(); ++i) {
+    for (std::uint64_t c = 0; c < width; ++c) {
+      double sum = 0;
+      for (std::uint64_t k = from[i + 1]; k-- > from[i];) {
+        T value;
+        std::memcpy(&value, bytes + k * row_bytes + c * sizeof(T), sizeof(T));
+        sum = static_cast<double>(value) + gamma * sum;
+      }
+      const auto result = static_cast<T>(sum);
+      std::memcpy(out + (i * width + c) * sizeof(T), &result, sizeof(T));
+    }
+  }
+}
+
+void read_frames(const Store& store, Reader& reader, const Output& o, std::byte* out) {
+  const std::uint64_t bytes = store.row_bytes(o.field);
+  // Steps that are missing before the first one.
+  const auto missing = [&](std::size_t i) {
+    const std::uint64_t there = reader.step(i, o.ahead) - reader.spans()[i].first + 1;
+    return o.frames > there ? o.frames - there : 0;
+  };
+  reader.read({&o.field, 1}, {&out, 1}, o.frames, [&](std::size_t i, std::uint64_t k) {
+    const std::uint64_t gone = missing(i);
+    return k < gone ? reader.spans()[i].first : reader.step(i, o.ahead) - (o.frames - 1 - k);
+  });
+  std::vector<std::byte> starts;
+  if (o.first >= 0) {
+    const auto field = static_cast<std::uint64_t>(o.first);
+    starts.resize(reader.spans().size() * bytes);
+    std::byte* to = starts.data();
+    reader.read({&field, 1}, {&to, 1}, 1, [&](std::size_t i, std::uint64_t) { return reader.spans()[i].first; });
+  }
+  for (std::size_t i = 0; i < reader.spans().size(); ++i) {
+    const std::uint64_t gone = missing(i);
+    for (std::uint64_t k = 0; k < gone && bytes > 0; ++k) {
+      std::byte* frame = out + (i * o.frames + k) * bytes;
+      const bool start = o.first >= 0 && (o.filling.empty() || k + 1 == gone);
+      if (start) {
+        std::memcpy(frame, starts.data() + i * bytes, bytes);
+      } else if (!o.filling.empty()) {
+        std::memcpy(frame, o.filling.data(), bytes);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::uint64_t Expansion::before() const {
+  std::uint64_t steps = 0;
+  for (const Output& o : outputs_) {
+    if (o.kind == Output::Kind::frames) steps = std::max(steps, o.frames - 1);
+  }
+  return steps;
+}
+
+std::uint64_t Expansion::after() const {
+  std::uint64_t steps = 0;
+  for (const Output& o : outputs_) steps = std::max(steps, o.ahead);
+  return steps;
+}
+
+std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const Expansion& expansion,
+                                 const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected,
+                                 std::span<std::byte* const> out, std::int64_t* numbers_out) {
+  const std::vector<Output>& outputs = expansion.outputs();
+  check(out.size() == outputs.size(), "another number of outputs than there is room for");
+  for (const Output& o : outputs) {
+    check(o.field < store.fields() && o.first < static_cast<std::int64_t>(store.fields()), "a field of the store");
+    check(o.frames > 0, "at least one frame");
+    const std::uint64_t bytes = store.row_bytes(o.field);
+    check(o.first < 0 || store.row_bytes(static_cast<std::uint64_t>(o.first)) == bytes, "frames of one size");
+    check(o.filling.empty() || o.filling.size() == bytes, "a filling of a row's size");
+    check(o.kind != Output::Kind::sum || bytes % (o.number == Output::Number::f32 ? 4 : 8) == 0, "rows of numbers");
+  }
+  Reader reader(store, table.around(rows, n, expansion.before(), expansion.after()), expected);
+  reader.cut(expansion.ends());
+  for (std::size_t i = 0; i < n; ++i) numbers_out[i] = reader.number(i);
+  std::vector<bool> done(outputs.size());
+  for (std::size_t f = 0; f < outputs.size(); ++f) {
+    const Output& o = outputs[f];
+    if (done[f]) continue;
+    switch (o.kind) {
+      case Output::Kind::row: {  // with all others of the same step
+        std::vector<std::uint64_t> which;
+        std::vector<std::byte*> to;
+        for (std::size_t g = f; g < outputs.size(); ++g) {
+          if (outputs[g].kind != Output::Kind::row || outputs[g].ahead != o.ahead) continue;
+          which.push_back(outputs[g].field);
+          to.push_back(out[g]);
+          done[g] = true;
+        }
+        reader.read(which, to, 1, [&](std::size_t i, std::uint64_t) { return reader.step(i, o.ahead); });
+        break;
+      }
+      case Output::Kind::frames:
+        read_frames(store, reader, o, out[f]);
+        break;
+      case Output::Kind::sum: {
+        std::vector<std::byte> bytes;
+        const std::vector<std::uint64_t> from = reader.read_ahead(o.field, o.ahead, bytes);
+        const auto add = o.number == Output::Number::f32 ? add_up<float> : add_up<double>;
+        add(from, bytes.data(), store.row_bytes(o.field), o.gamma, out[f]);
+        break;
+      }
+      case Output::Kind::steps:
+      case Output::Kind::discount:
+      case Output::Kind::over:
+        for (std::size_t i = 0; i < n; ++i) {
+          const std::uint64_t last = reader.step(i, o.ahead), steps = last - reader.spans()[i].row + 1;
+          if (o.kind == Output::Kind::steps) {
+            reinterpret_cast<std::int64_t*>(out[f])[i] = static_cast<std::int64_t>(steps);
+          } else if (o.kind == Output::Kind::discount) {
+            reinterpret_cast<float*>(out[f])[i] = static_cast<float>(std::pow(o.gamma, static_cast<double>(steps)));
+          } else {
+            out[f][i] = static_cast<std::byte>(reader.spans()[i].over && last == reader.spans()[i].last);
+          }
+        }
+        break;
+    }
+  }
+  std::vector<std::int64_t> moved = reader.moved();
+  if (!moved.empty()) store.control().counters().redraws.fetch_add(moved.size(), std::memory_order_relaxed);
+  return moved;
+}
+
+}  // namespace engram
