@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UncleanStore,
         WriterStalled,
     )
+    from engram.expanders import FrameStack, NStep, RewardToGo
     from engram.prioritized_buffers import (
         PrioritizedReplayBuffer,
         ReplayBuffer,
@@ -57,11 +58,13 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "EngramError",
     "Extent",
     "ForkedHandle",
+    "FrameStack",
     "ImmutableDatasetWriter",
     "IncompatibleStore",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "NStep",
     "NoSampleable",
     "Plan",
     "PrioritizedReplayBuffer",
@@ -70,6 +73,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "PriorityError",
     "RandomSampler",
     "ReplayBuffer",
+    "RewardToGo",
     "RoundRobinWriter",
     "RowError",
     "Sampler",
@@ -109,6 +113,7 @@ _HOME = {
         "UncleanStore",
         "WriterStalled",
     ),
+    "engram.expanders": ("FrameStack", "NStep", "RewardToGo"),
     "engram.samplers": (
         "PrioritizedSampler",
         "PrioritizedSliceSampler",
