@@ -35,16 +35,19 @@ class Reader {
   /// Cuts each span where a flag says that the trajectory ends.
   void cut(const std::vector<std::uint64_t>& ends) {
     if (ends.empty()) return;
-    std::vector<std::uint8_t> flags(found_.rows.size());
-    std::vector<std::byte> bytes;
+    const std::uint64_t n = found_.rows.size();
+    std::vector<std::vector<std::byte>> bytes;
+    std::vector<std::byte*> to;
     for (const std::uint64_t field : ends) {
-      check(field < store_.fields(), "a flag of the store");
-      const std::uint64_t width = store_.row_bytes(field);
-      bytes.resize(found_.rows.size() * width);
-      std::byte* to = bytes.data();
-      note(store_.gather(found_.rows.data(), found_.rows.size(), {&field, 1}, {&to, 1}, found_.numbers.data(), nullptr));
-      for (std::size_t k = 0; k < flags.size(); ++k) {
-        for (std::uint64_t b = 0; b < width; ++b) flags[k] |= to[k * width + b] != std::byte{0};
+      bytes.emplace_back(n * store_.row_bytes(field));
+      to.push_back(bytes.back().data());
+    }
+    note(store_.gather(found_.rows.data(), n, ends, to, found_.numbers.data(), nullptr));
+    std::vector<std::uint8_t> flags(n);
+    for (std::size_t f = 0; f < ends.size(); ++f) {
+      const std::uint64_t width = store_.row_bytes(ends[f]);
+      for (std::uint64_t k = 0; k < n; ++k) {
+        for (std::uint64_t b = 0; b < width; ++b) flags[k] |= to[f][k * width + b] != std::byte{0};
       }
     }
     for (Span& span : spans_) {
@@ -199,6 +202,7 @@ std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const 
                                  std::span<std::byte* const> out, std::int64_t* numbers_out) {
   const std::vector<Output>& outputs = expansion.outputs();
   check(out.size() == outputs.size(), "another number of outputs than there is room for");
+  for (const std::uint64_t field : expansion.ends()) check(field < store.fields(), "a flag of the store");
   for (const Output& o : outputs) {
     check(o.field < store.fields() && o.first < static_cast<std::int64_t>(store.fields()), "a field of the store");
     check(o.frames > 0, "at least one frame");
