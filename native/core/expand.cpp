@@ -32,22 +32,34 @@ class Reader {
   const std::vector<Span>& spans() const { return spans_; }
   std::int64_t number(std::size_t i) const { return found_.numbers[spans_[i].row]; }
 
-  /// Cuts each span where a flag says that the trajectory ends.
-  void cut(const std::vector<std::uint64_t>& ends) {
-    if (ends.empty()) return;
+  /// Reads some fields of all steps.
+  void look(std::span<const std::uint64_t> which) {
     const std::uint64_t n = found_.rows.size();
-    std::vector<std::vector<std::byte>> bytes;
     std::vector<std::byte*> to;
-    for (const std::uint64_t field : ends) {
-      bytes.emplace_back(n * store_.row_bytes(field));
-      to.push_back(bytes.back().data());
+    for (const std::uint64_t field : which) {
+      seen_.emplace_back(n * store_.row_bytes(field));
+      to.push_back(seen_.back().data());
     }
-    note(store_.gather(found_.rows.data(), n, ends, to, found_.numbers.data(), nullptr));
+    if (which.empty()) return;
+    for (const std::int64_t place : store_.gather(found_.rows.data(), n, which, to, found_.numbers.data(), nullptr)) {
+      const auto next = std::upper_bound(found_.around.begin(), found_.around.end(), static_cast<std::uint64_t>(place),
+                                         [](std::uint64_t at, const Around& a) { return at < a.from; });
+      moved_[static_cast<std::size_t>(next - found_.around.begin()) - 1] = 1;
+    }
+  }
+
+  /// A field that was read, of all steps.
+  const std::byte* seen(std::size_t which) const { return seen_[which].data(); }
+
+  /// Cuts each span where one of the first `ends` fields that were read says that the trajectory ends.
+  void cut(std::size_t ends) {
+    const std::uint64_t n = found_.rows.size();
+    if (ends == 0 || n == 0) return;
     std::vector<std::uint8_t> flags(n);
-    for (std::size_t f = 0; f < ends.size(); ++f) {
-      const std::uint64_t width = store_.row_bytes(ends[f]);
+    for (std::size_t f = 0; f < ends; ++f) {
+      const std::uint64_t width = seen_[f].size() / n;
       for (std::uint64_t k = 0; k < n; ++k) {
-        for (std::uint64_t b = 0; b < width; ++b) flags[k] |= to[f][k * width + b] != std::byte{0};
+        for (std::uint64_t b = 0; b < width; ++b) flags[k] |= seen_[f][k * width + b] != std::byte{0};
       }
     }
     for (Span& span : spans_) {
@@ -84,28 +96,6 @@ class Reader {
     }
   }
 
-  /// A field of all steps from each row to `ahead` later, one behind the other, and where those of each row begin.
-  std::vector<std::uint64_t> read_ahead(std::uint64_t field, std::uint64_t ahead, std::vector<std::byte>& bytes) {
-    std::vector<std::uint64_t> from;
-    from.reserve(spans_.size() + 1);
-    rows_.clear();
-    numbers_.clear();
-    for (std::size_t i = 0; i < spans_.size(); ++i) {
-      from.push_back(rows_.size());
-      const auto first = static_cast<std::ptrdiff_t>(spans_[i].row), end = static_cast<std::ptrdiff_t>(step(i, ahead) + 1);
-      rows_.insert(rows_.end(), found_.rows.begin() + first, found_.rows.begin() + end);
-      numbers_.insert(numbers_.end(), found_.numbers.begin() + first, found_.numbers.begin() + end);
-    }
-    from.push_back(rows_.size());
-    bytes.resize(rows_.size() * store_.row_bytes(field));
-    std::byte* to = bytes.data();
-    for (const std::int64_t at : store_.gather(rows_.data(), rows_.size(), {&field, 1}, {&to, 1}, numbers_.data(), nullptr)) {
-      const auto next = std::upper_bound(from.begin(), from.end(), static_cast<std::uint64_t>(at));
-      moved_[static_cast<std::size_t>(next - from.begin()) - 1] = 1;
-    }
-    return from;
-  }
-
   std::vector<std::int64_t> moved() const {
     std::vector<std::int64_t> positions;
     for (std::size_t i = 0; i < moved_.size(); ++i) {
@@ -115,33 +105,26 @@ class Reader {
   }
 
  private:
-  void note(const std::vector<std::int64_t>& places) {  // among all that were found
-    for (const std::int64_t place : places) {
-      const auto next = std::upper_bound(found_.around.begin(), found_.around.end(), static_cast<std::uint64_t>(place),
-                                         [](std::uint64_t at, const Around& a) { return at < a.from; });
-      moved_[static_cast<std::size_t>(next - found_.around.begin()) - 1] = 1;
-    }
-  }
-
   const Store& store_;
   Surroundings found_;
   std::vector<Span> spans_;
   std::vector<std::uint8_t> moved_;
+  std::vector<std::vector<std::byte>> seen_;
   std::vector<std::int64_t> rows_, numbers_;
 };
 
 // Sums in double precision, from the last step to the first (Horner): of n terms the error is that of n roundings.
 template <class T>
-void add_up(const std::vector<std::uint64_t>& from, const std::byte* bytes, std::uint64_t row_bytes, double gamma,
-            std::byte* out) {
+void add_up(const Reader& reader, const Output& o, const std::byte* values, std::uint64_t row_bytes, std::byte* out) {
   const std::uint64_t width = row_bytes / sizeof(T);
-  for (std::size_t i = 0; i + 1 < from.size(); ++i) {
+  for (std::size_t i = 0; i < reader.spans().size(); ++i) {
+    const std::uint64_t row = reader.spans()[i].row, last = reader.step(i, o.ahead);
     for (std::uint64_t c = 0; c < width; ++c) {
       double sum = 0;
-      for (std::uint64_t k = from[i + 1]; k-- > from[i];) {
+      for (std::uint64_t k = last + 1; k-- > row;) {
         T value;
-        std::memcpy(&value, bytes + k * row_bytes + c * sizeof(T), sizeof(T));
-        sum = static_cast<double>(value) + gamma * sum;
+        std::memcpy(&value, values + k * row_bytes + c * sizeof(T), sizeof(T));
+        sum = static_cast<double>(value) + o.gamma * sum;
       }
       const auto result = static_cast<T>(sum);
       std::memcpy(out + (i * width + c) * sizeof(T), &result, sizeof(T));
@@ -212,7 +195,13 @@ std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const 
     check(o.kind != Output::Kind::sum || bytes % (o.number == Output::Number::f32 ? 4 : 8) == 0, "rows of numbers");
   }
   Reader reader(store, table.around(rows, n, expansion.before(), expansion.after()), expected);
-  reader.cut(expansion.ends());
+  std::vector<std::uint64_t> looked = expansion.ends();
+  for (const Output& o : outputs) {
+    if (o.kind == Output::Kind::sum) looked.push_back(o.field);
+  }
+  reader.look(looked);
+  reader.cut(expansion.ends().size());
+  std::size_t sums = expansion.ends().size();  // where the next sum's field is among these
   for (std::size_t i = 0; i < n; ++i) numbers_out[i] = reader.number(i);
   std::vector<bool> done(outputs.size());
   for (std::size_t f = 0; f < outputs.size(); ++f) {
@@ -235,10 +224,8 @@ std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const 
         read_frames(store, reader, o, out[f]);
         break;
       case Output::Kind::sum: {
-        std::vector<std::byte> bytes;
-        const std::vector<std::uint64_t> from = reader.read_ahead(o.field, o.ahead, bytes);
         const auto add = o.number == Output::Number::f32 ? add_up<float> : add_up<double>;
-        add(from, bytes.data(), store.row_bytes(o.field), o.gamma, out[f]);
+        add(reader, o, reader.seen(sums++), store.row_bytes(o.field), out[f]);
         break;
       }
       case Output::Kind::steps:

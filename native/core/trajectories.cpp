@@ -644,7 +644,12 @@ Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std
     drawn.rows.reserve(n * most);
     drawn.numbers.reserve(n * most);
   }
+  constexpr std::uint64_t kAhead = 8;  // rows between asking for one and looking at it
   for (std::uint64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) {
+      __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])));
+      for (const Field& field : boundaries_.fields) prefetch_row(field, rows[i + kAhead]);
+    }
     const auto r = static_cast<std::uint64_t>(rows[i]);
     const View v = view(track_of(r));
     const std::uint64_t place = place_of(r, cursor(r / control_.lane_length())), from = drawn.rows.size();
