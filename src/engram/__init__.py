@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         UncleanStore,
         WriterStalled,
     )
-    from engram.expanders import FrameStack, NStep, RewardToGo
+    from engram.expanders import FinalObservations, FrameStack, NextFromFollowing, NStep, RewardToGo
     from engram.prioritized_buffers import (
         PrioritizedReplayBuffer,
         ReplayBuffer,
@@ -57,6 +57,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "Draw",
     "EngramError",
     "Extent",
+    "FinalObservations",
     "ForkedHandle",
     "FrameStack",
     "ImmutableDatasetWriter",
@@ -65,6 +66,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "LazyTensorStorage",
     "ListStorage",
     "NStep",
+    "NextFromFollowing",
     "NoSampleable",
     "Plan",
     "PrioritizedReplayBuffer",
@@ -113,7 +115,7 @@ _HOME = {
         "UncleanStore",
         "WriterStalled",
     ),
-    "engram.expanders": ("FrameStack", "NStep", "RewardToGo"),
+    "engram.expanders": ("FinalObservations", "FrameStack", "NStep", "NextFromFollowing", "RewardToGo"),
     "engram.samplers": (
         "PrioritizedSampler",
         "PrioritizedSliceSampler",

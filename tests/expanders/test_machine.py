@@ -129,4 +129,4 @@ class ExpanderMachine(StoreMachine):
 
 
 TestExpanders = pytest.mark.filterwarnings("ignore:sample. batch_size")(ExpanderMachine.TestCase)
-TestExpanders.settings = settings(SETTINGS, max_examples=100)
+TestExpanders.settings = settings(SETTINGS, max_examples=60)

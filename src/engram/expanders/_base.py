@@ -25,14 +25,28 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Extent, Write
 
-__all__ = ["Column", "Expander", "Reading", "as_key", "as_keys", "check_count", "check_discount", "plain", "public"]
+__all__ = [
+    "END_KEYS",
+    "Column",
+    "Expander",
+    "Following",
+    "Reading",
+    "as_key",
+    "as_keys",
+    "check_count",
+    "check_discount",
+    "plain",
+    "public",
+]
 
 #: Flags that end a trajectory, where no keys are given.
-_END_KEYS: tuple[Key, ...] = (("next", "done"), ("next", "terminated"), ("next", "truncated"))
+END_KEYS: tuple[Key, ...] = (("next", "done"), ("next", "terminated"), ("next", "truncated"))
 
 #: Reads of rows that keep moving: tries in a row, then for how long.
 _TRIES = 8
 _WAIT_S = 5.0
+#: Draws in place of rows whose next observation is not there yet.
+_MOST_REDRAWS = 200
 
 
 class Column(NamedTuple):
@@ -53,6 +67,19 @@ class Column(NamedTuple):
     """What stands before the first frame; None: that frame itself."""
 
 
+class Following(NamedTuple):
+    """Next observations that are those of the following rows."""
+
+    mark: int
+    """The field in which a row names its final observation."""
+    fields: dict[Key, int]
+    """The observations, by key."""
+    read: Any
+    """Final observations of marks: ``read(mark) -> (columns, found)``."""
+    storage: Any
+    """Where they lie."""
+
+
 class Reading:
     """What a batch will hold. Expanders change it, from the innermost outwards, before anything is read."""
 
@@ -63,6 +90,7 @@ class Reading:
         """Of every stored field, in order."""
         self.entries: dict[Key, Column] = {}
         """What is not stored."""
+        self.following: Following | None = None
 
     def number(self, key: Key, who: str) -> int:
         """The field under a key. Raises ``KeyError``: it is not stored."""
@@ -102,6 +130,8 @@ class _Bound(NamedTuple):
     """Tensors with frames, and the dimension along which those are put together."""
     names: list[Any]
     """Of the tensors behind the fields."""
+    following: Following | None
+    """Then there are three more tensors: steps up to the observed row, up to the next one, and whether the former is the last."""
 
 
 class Expander:
@@ -262,7 +292,18 @@ class Expander:
         table = shared_table(memory, self._rules[2] or "main", boundaries, 1)
         specs = dlpack_specs(fields)
         read = _native.Expansion(ends)
-        columns = [*reading.columns, *reading.entries.values()]
+        columns, names = [*reading.columns, *reading.entries.values()], [public(key) for key in reading.entries]
+        following = reading.following
+        if following is not None:
+            if memory.directory is not None and not following.storage.shared:
+                raise RuntimeError(
+                    "sample: NextFromFollowing: the buffer is one that processes share, but the storage of final observations is "
+                    "not. Use a LazyMemmapStorage for it, or storage.share()."
+                )
+            ahead = columns[following.mark].ahead
+            columns += [Column("row", number, ahead + 1) for number in following.fields.values()]
+            names += [("next", *key) for key in following.fields]
+            columns += [Column("steps", ahead=ahead), Column("steps", ahead=ahead + 1), Column("over", ahead=ahead)]
         for column in columns:
             spec = specs[column.field]
             match column.kind:
@@ -286,25 +327,25 @@ class Expander:
                 case _:
                     read.over(column.ahead)
         stacked = [(at, column.dim) for at, column in enumerate(columns) if column.kind == "frames"]
-        return _Bound(memory, table, read, stacked, [public(key) for key in reading.entries])
+        return _Bound(memory, table, read, stacked, names, following)
 
     def _boundaries(self, reading: Reading) -> tuple[Boundaries, list[int]]:
         """What the table of trajectories goes by, and the flags that end one besides."""
         traj_key, end_keys, _ = self._rules
         numbers = reading.numbers
-        ends = [numbers[key] for key in (end_keys or _END_KEYS) if key in numbers]
+        ends = [numbers[key] for key in (end_keys or END_KEYS) if key in numbers]
         ids = [numbers[key] for key in (ID_KEYS if traj_key is None else (traj_key,)) if key in numbers][:1]
         if ids and (traj_key is not None or end_keys is None):
             return Boundaries(True, tuple(ids)), ends
-        if end_keys is None and _END_KEYS[0] in numbers:  # as slice samplers have it, so that they share a table
-            return Boundaries(False, (numbers[_END_KEYS[0]],)), ends
+        if end_keys is None and END_KEYS[0] in numbers:  # as slice samplers have it, so that they share a table
+            return Boundaries(False, (numbers[END_KEYS[0]],)), ends
         if ends:
             return Boundaries(False, tuple(ends)), ends
         if ids:
             return Boundaries(True, tuple(ids)), []
         raise RuntimeError(
             f"sample: {type(self).__name__}: expected rows with one of the trajectory ids {[public(key) for key in ID_KEYS]} or "
-            f"of the end flags {[public(key) for key in end_keys or _END_KEYS]}, got {[f.name for f in reading.fields]}. Name a "
+            f"of the end flags {[public(key) for key in end_keys or END_KEYS]}, got {[f.name for f in reading.fields]}. Name a "
             "stored field with traj_key or end_keys."
         )
 
@@ -334,11 +375,11 @@ class Expander:
         if hasattr(source, "bind"):
             source.bind(storage)
         draw = source.draw(extent, n, key.value)
-        tensors, moved = _read(bound, draw)
+        tensors, moved, waiting = _read(bound, draw)
         info = dict(draw.info)
         rows = draw.rows
         if moved:
-            rows, info = self._read_again(storage, bound, source, draw, tensors, moved, key.value)
+            rows, info = self._read_again(storage, bound, source, draw, tensors, moved, waiting, key.value)
         for at, dim in bound.stacked:
             tensors[at] = _put_together(tensors[at], dim)
         numbers = tensors.pop()
@@ -349,14 +390,22 @@ class Expander:
         return tensors[:count], rows, info
 
     def _read_again(
-        self, storage: Any, bound: _Bound, source: Any, draw: Draw, tensors: list[Tensor], moved: list[int], key: int
+        self,
+        storage: Any,
+        bound: _Bound,
+        source: Any,
+        draw: Draw,
+        tensors: list[Tensor],
+        moved: list[int],
+        waiting: bool,
+        key: int,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Replace what was read where something moved; the rows and their info in the end.
 
         Others are drawn where draws are independent of each other, or the sampler named the tickets that it means; of other
         samplers the same rows are read once more, with what they hold now.
         """
-        others = draw.tickets is not None or isinstance(source, samplers.RandomSampler)
+        others = draw.tickets is not None or bound.following is not None or isinstance(source, samplers.RandomSampler)
         rows, info = draw.rows.clone(), {name: _copied(value) for name, value in draw.info.items()}
         deadline = time.monotonic() + _WAIT_S
         attempt = 0
@@ -365,6 +414,8 @@ class Expander:
             extent = storage.extent()
             if extent.size == 0:
                 raise NoSampleable("sample: the buffer was emptied meanwhile. Add data first.")
+            if waiting and attempt > _MOST_REDRAWS:
+                raise NoSampleable("sample: no row that is drawn has a next observation yet. Add data first.")
             if attempt > _TRIES:
                 if time.monotonic() > deadline:
                     raise WriterStalled(
@@ -380,7 +431,7 @@ class Expander:
                         info[name][places.to(value.device)] = value
             else:
                 fresh = Draw(rows[places])
-            read, still = _read(bound, fresh)
+            read, still, waiting = _read(bound, fresh)
             for tensor, values in zip(tensors, read, strict=True):
                 tensor[places] = values
             moved = [moved[i] for i in still]
@@ -425,16 +476,54 @@ class Expander:
         return f"{type(self).__name__}({', '.join([repr(self.sampler), *(f'{k}={v!r}' for k, v in shown.items())])})"
 
 
-def _read(bound: _Bound, draw: Draw) -> tuple[list[Tensor], list[int]]:
+def _read(bound: _Bound, draw: Draw) -> tuple[list[Tensor], list[int], bool]:
+    """What is around some rows, the positions that are to be drawn again, and whether all of them wait for the next step."""
     rows, tickets = _as_rows(draw.rows), None if draw.tickets is None else _as_rows(draw.tickets)
     expected = 0 if tickets is None else tickets.data_ptr()
     try:
-        read: tuple[list[Tensor], list[int]] = bound.read.read(
-            bound.memory.core, bound.table, rows.data_ptr(), rows.numel(), expected
-        )
+        tensors, moved = bound.read.read(bound.memory.core, bound.table, rows.data_ptr(), rows.numel(), expected)
     except IndexError as error:
         raise RowError(f"sample: {error}.") from error
-    return read
+    if bound.following is None:
+        return tensors, moved, False
+    return _followed(bound, bound.following, rows, tensors, moved)
+
+
+def _followed(
+    bound: _Bound, following: Following, rows: Tensor, tensors: list[Tensor], moved: list[int]
+) -> tuple[list[Tensor], list[int], bool]:
+    """Put final observations where no row follows. Raises ``RuntimeError``: they are not there."""
+    numbers, over, further, steps = (tensors.pop() for _ in range(4))
+    tensors.append(numbers)
+    stands = torch.ones(len(rows), dtype=torch.bool, device="cpu")
+    stands[moved] = False
+    mark = tensors[following.mark]
+    final = stands & (mark[:, 0] >= 0)
+    at = final.nonzero().flatten()
+    if len(at):
+        columns, found = following.read(mark[at])
+        gone = at[~found]
+        if len(gone):  # unless the row is, too
+            lost = gone[bound.memory.numbers_of(rows[gone]) == numbers[gone]]
+            if len(lost):
+                raise RuntimeError(
+                    f"sample: NextFromFollowing: the final observation of row {int(rows[lost[0]])} is not in {following.storage!r}: "
+                    "that holds fewer than the episodes of the buffer, or is not the one that was written to. Give "
+                    "FinalObservations a storage of at least as many rows as there are episodes."
+                )
+            stands[gone] = False
+        for place, column in zip(range(-1 - len(following.fields), -1), columns, strict=False):
+            tensors[place][at[found]] = column[found]
+    alone = stands & ~final & (steps == further).flatten()
+    ended = alone & over.flatten()
+    if bool(ended.any()):
+        raise RuntimeError(
+            f"sample: NextFromFollowing: row {int(rows[ended.nonzero()[0, 0]])}, or one that follows it, is the last of its "
+            "trajectory, but was written without an end flag, so its final observation was not kept. Set one of the end keys of "
+            "FinalObservations at the last step of every episode."
+        )
+    again = (~stands | alone).nonzero().flatten().tolist()
+    return tensors, again, bool(alone.any()) and bool(stands.all())
 
 
 def _as_rows(rows: Tensor) -> Tensor:
