@@ -10,6 +10,8 @@
 namespace engram {
 namespace {
 
+constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 18;  // that are listed at once, but for a longer trajectory
+
 // The steps of each row's trajectory, as places among all that were found.
 struct Span {
   std::uint64_t first, row, last;
@@ -164,37 +166,29 @@ void read_frames(const Store& store, Reader& reader, const Output& o, std::byte*
   }
 }
 
-}  // namespace
-
-std::uint64_t Expansion::before() const {
-  std::uint64_t steps = 0;
-  for (const Output& o : outputs_) {
-    if (o.kind == Output::Kind::frames) steps = std::max(steps, o.frames - 1);
+// How many bytes an output has of each row.
+std::uint64_t bytes_of(const Store& store, const Output& o) {
+  switch (o.kind) {
+    case Output::Kind::row:
+    case Output::Kind::sum:
+      return store.row_bytes(o.field);
+    case Output::Kind::frames:
+      return o.frames * store.row_bytes(o.field);
+    case Output::Kind::steps:
+      return sizeof(std::int64_t);
+    case Output::Kind::discount:
+      return sizeof(float);
+    case Output::Kind::over:
+      break;
   }
-  return steps;
+  return 1;
 }
 
-std::uint64_t Expansion::after() const {
-  std::uint64_t steps = 0;
-  for (const Output& o : outputs_) steps = std::max(steps, o.ahead);
-  return steps;
-}
-
-std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const Expansion& expansion,
-                                 const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected,
-                                 std::span<std::byte* const> out, std::int64_t* numbers_out) {
+std::vector<std::int64_t> expand_some(const Store& store, const Expansion& expansion, Surroundings found,
+                                      const std::int64_t* expected, Batch out, std::int64_t* numbers_out) {
   const std::vector<Output>& outputs = expansion.outputs();
-  check(out.size() == outputs.size(), "another number of outputs than there is room for");
-  for (const std::uint64_t field : expansion.ends()) check(field < store.fields(), "a flag of the store");
-  for (const Output& o : outputs) {
-    check(o.field < store.fields() && o.first < static_cast<std::int64_t>(store.fields()), "a field of the store");
-    check(o.frames > 0, "at least one frame");
-    const std::uint64_t bytes = store.row_bytes(o.field);
-    check(o.first < 0 || store.row_bytes(static_cast<std::uint64_t>(o.first)) == bytes, "frames of one size");
-    check(o.filling.empty() || o.filling.size() == bytes, "a filling of a row's size");
-    check(o.kind != Output::Kind::sum || bytes % (o.number == Output::Number::f32 ? 4 : 8) == 0, "rows of numbers");
-  }
-  Reader reader(store, table.around(rows, n, expansion.before(), expansion.after()), expected);
+  Reader reader(store, std::move(found), expected);
+  const std::size_t n = reader.spans().size();
   std::vector<std::uint64_t> looked = expansion.ends();
   for (const Output& o : outputs) {
     if (o.kind == Output::Kind::sum) looked.push_back(o.field);
@@ -244,7 +238,54 @@ std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const 
         break;
     }
   }
-  std::vector<std::int64_t> moved = reader.moved();
+  return reader.moved();
+}
+
+}  // namespace
+
+std::uint64_t Expansion::before() const {
+  std::uint64_t steps = 0;
+  for (const Output& o : outputs_) {
+    if (o.kind == Output::Kind::frames) steps = std::max(steps, o.frames - 1);
+  }
+  return steps;
+}
+
+std::uint64_t Expansion::after() const {
+  std::uint64_t steps = 0;
+  for (const Output& o : outputs_) steps = std::max(steps, o.ahead);
+  return steps;
+}
+
+std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const Expansion& expansion,
+                                 const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected,
+                                 std::span<std::byte* const> out, std::int64_t* numbers_out) {
+  const std::vector<Output>& outputs = expansion.outputs();
+  check(out.size() == outputs.size(), "another number of outputs than there is room for");
+  for (const std::uint64_t field : expansion.ends()) check(field < store.fields(), "a flag of the store");
+  for (const Output& o : outputs) {
+    check(o.field < store.fields() && o.first < static_cast<std::int64_t>(store.fields()), "a field of the store");
+    check(o.frames > 0, "at least one frame");
+    const std::uint64_t bytes = store.row_bytes(o.field);
+    check(o.first < 0 || store.row_bytes(static_cast<std::uint64_t>(o.first)) == bytes, "frames of one size");
+    check(o.filling.empty() || o.filling.size() == bytes, "a filling of a row's size");
+    check(o.kind != Output::Kind::sum || bytes % (o.number == Output::Number::f32 ? 4 : 8) == 0, "rows of numbers");
+  }
+  std::vector<std::int64_t> moved;
+  std::vector<std::byte*> to(out.begin(), out.end());
+  for (std::uint64_t at = 0; at < n;) {  // as long trajectories need much memory, and the table is locked while they are listed
+    Surroundings found = table.around(rows + at, n - at, expansion.before(), expansion.after(), kMostSteps);
+    const std::uint64_t count = found.around.size();
+    for (const std::int64_t place : expand_some(store, expansion, std::move(found),
+                                                expected == nullptr ? nullptr : expected + at, to, numbers_out + at)) {
+      moved.push_back(static_cast<std::int64_t>(at) + place);
+    }
+    for (std::size_t f = 0; f < to.size(); ++f) {
+      const std::uint64_t bytes = bytes_of(store, outputs[f]);
+      if (bytes > 0) to[f] += count * bytes;
+    }
+    at += count;
+  }
   if (!moved.empty()) store.control().counters().redraws.fetch_add(moved.size(), std::memory_order_relaxed);
   return moved;
 }

@@ -632,20 +632,21 @@ Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const 
   return drawn;
 }
 
-Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after) {
+Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
+                                  std::uint64_t most) {
   check_rows(rows, n, control_.capacity());
   const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   Surroundings found;
   Drawn drawn;
-  const std::uint64_t most = std::min(before, steps_) + std::min(after, steps_) + 1;
+  const std::uint64_t longest = std::min(before, steps_) + std::min(after, steps_) + 1;
   found.around.reserve(n);
-  if (most <= 64) {
-    drawn.rows.reserve(n * most);
-    drawn.numbers.reserve(n * most);
+  if (longest <= 64) {
+    drawn.rows.reserve(n * longest);
+    drawn.numbers.reserve(n * longest);
   }
   constexpr std::uint64_t kAhead = 8;  // rows between asking for one and looking at it
-  for (std::uint64_t i = 0; i < n; ++i) {
+  for (std::uint64_t i = 0; i < n && (i == 0 || drawn.rows.size() < most); ++i) {
     if (i + kAhead < n) {
       __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])));
       for (const Field& field : boundaries_.fields) prefetch_row(field, rows[i + kAhead]);

@@ -122,8 +122,9 @@ class Trajectories final : public Index {
   Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most);
 
   /// Of each row the steps of its trajectory from at most `before` steps earlier to at most `after` later. Where that is not
-  /// known, the row alone with ticket -1.
-  Surroundings around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after);
+  /// known, the row alone with ticket -1. Only of the first rows, but at least of one, where all have more than `most` steps.
+  Surroundings around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
+                      std::uint64_t most);
 
   /// How many windows of that length there are.
   std::uint64_t anchors(std::uint64_t length);

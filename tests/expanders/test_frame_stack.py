@@ -129,3 +129,13 @@ def test_reward_to_go_by_hand():
         RewardToGo(RandomSampler(), -0.1)
     with pytest.raises(ValueError, match="a name of its own"):
         sampled(RewardToGo(RandomSampler(), out_key="step"), frames(3))
+
+
+def test_reward_to_go_of_a_trajectory_longer_than_is_listed_at_once():
+    n = 300_000
+    data = frames(n, (1,))
+    sampler = RewardToGo(RandomSampler())
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(n), sampler=sampler, batch_size=12)
+    rb.extend(data)
+    batch = rb.sample()
+    assert (batch["reward_to_go"].flatten() == n - batch["step"]).all()

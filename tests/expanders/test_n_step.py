@@ -431,6 +431,13 @@ def test_fields_that_are_missing_or_wrong():
         buffer(NStep(RandomSampler(), 3, 0.9), steps([5], gamma=torch.zeros(5))).sample(2)
 
 
+def test_rows_of_several_steps():
+    data = TensorDict({"next": {"reward": torch.zeros(4, 2, 1), "done": torch.zeros(4, 2, 1).bool()}}, [4, 2])
+    data["next"].batch_size = [4, 2]
+    with pytest.raises(RuntimeError, match=r"TensorDicts of batch size \[2\]"):
+        buffer(NStep(RandomSampler(), 3, 0.9), data).sample(2)
+
+
 def test_empty():
     rb = buffer(NStep(RandomSampler(), 3, 0.9))
     assert not rb.can_sample(3)

@@ -285,6 +285,12 @@ class Expander:
         kind, fields = memory.schema.structure.kind, memory.schema.fields
         if kind not in ("tensordict", "tensorclass", "dict"):
             raise RuntimeError(f"sample: {type(self).__name__}: expected rows whose fields have keys, got a {kind}.")
+        own = memory.schema.structure.batch
+        if own:
+            raise RuntimeError(
+                f"sample: {type(self).__name__}: expected rows that are one step each, got TensorDicts of batch size {list(own)}: "
+                "their steps may belong to different trajectories. Use a storage with ndim > 1, or lanes."
+            )
         reading = Reading(fields)
         for expander in self._chain()[0]:
             expander.change(reading)

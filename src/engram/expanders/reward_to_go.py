@@ -39,8 +39,9 @@ class RewardToGo(Expander):
 
     Raises: as :class:`NStep`. ValueError when drawing: the rows have a field with the name of the sum.
 
-    Cost: O(steps that are left in their trajectories) for a batch: their rewards and flags are read. Writers wait meanwhile for
-    as long as it takes to list these steps (about a millisecond for 10^5).
+    Cost: O(steps that are left in their trajectories) for a batch: their rewards and flags are read, with 30 bytes
+    of memory for each of 2 ** 18 of them, or of one trajectory if that is longer. Writers wait for as long as it takes to list so many
+    (about a millisecond for 10^5).
 
     >>> import torch
     >>> from tensordict import TensorDict
