@@ -133,6 +133,14 @@ def test_ends_by_id_and_by_any_flag(given):
     assert [int(row["steps_to_next_obs"]) for row in by_row(rb.sample(200))] == [3, 2, 1, 3, 2, 1]
 
 
+def test_flags_that_are_edited():
+    rb = buffer(NStep(RandomSampler(), 9, 1.0), steps([6]))
+    assert [int(row["steps_to_next_obs"]) for row in by_row(rb.sample(200))] == [6, 5, 4, 3, 2, 1]
+    for key, row in (("truncated", 2), ("done", 3)):
+        rb.set_at_(("next", key), torch.ones(1, 1, dtype=torch.bool), [row])
+    assert [int(row["steps_to_next_obs"]) for row in by_row(rb.sample(200))] == [3, 2, 1, 1, 2, 1]
+
+
 def test_end_keys_alone():
     rb = buffer(
         NStep(RandomSampler(), 9, 1.0, end_keys=["over", "not there"]),

@@ -158,7 +158,8 @@ class Expander:
     _bound: _Bound | None
 
     def __init_subclass__(cls) -> None:
-        cls.known.setdefault(cls.__name__, cls)
+        if cls.__module__.startswith("engram."):  # those of users are not there in every program that opens the store
+            cls.known[cls.__name__] = cls
 
     def __init__(
         self,
