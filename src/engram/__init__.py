@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UncleanStore,
         WriterStalled,
     )
+    from engram.expanders import FinalObservations, FrameStack, NextFromFollowing, NStep, RewardToGo
     from engram.prioritized_buffers import (
         PrioritizedReplayBuffer,
         ReplayBuffer,
@@ -56,12 +57,16 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "Draw",
     "EngramError",
     "Extent",
+    "FinalObservations",
     "ForkedHandle",
+    "FrameStack",
     "ImmutableDatasetWriter",
     "IncompatibleStore",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "NStep",
+    "NextFromFollowing",
     "NoSampleable",
     "Plan",
     "PrioritizedReplayBuffer",
@@ -70,6 +75,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "PriorityError",
     "RandomSampler",
     "ReplayBuffer",
+    "RewardToGo",
     "RoundRobinWriter",
     "RowError",
     "Sampler",
@@ -109,6 +115,7 @@ _HOME = {
         "UncleanStore",
         "WriterStalled",
     ),
+    "engram.expanders": ("FinalObservations", "FrameStack", "NStep", "NextFromFollowing", "RewardToGo"),
     "engram.samplers": (
         "PrioritizedSampler",
         "PrioritizedSliceSampler",

@@ -12,6 +12,7 @@ _core: Any = _extension
 
 __all__ = [
     "BadPriority",
+    "Expansion",
     "Layout",
     "Marks",
     "NothingLive",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 BadPriority = _core.BadPriority
+Expansion = _core.Expansion
 Layout = _core.Layout
 Marks = _core.Marks
 Participants = _core.Participants

@@ -17,7 +17,7 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
-from engram import collate, samplers, storages, writers
+from engram import collate, expanders, samplers, storages, writers
 from engram._later import refuse
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
@@ -1098,6 +1098,9 @@ _SAMPLERS: dict[str, Any] = {
         samplers.PrioritizedSliceSampler,
         samplers.SliceSampler,
         samplers.SliceSamplerWithoutReplacement,
+        expanders.FrameStack,
+        expanders.NStep,
+        expanders.RewardToGo,
     )
 }
 _WRITERS: dict[str, Any] = {
