@@ -20,6 +20,7 @@ from engram import collate, samplers, storages, writers
 from engram._later import refuse
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
+from engram.pinning import pinning_for
 from engram.store import Key
 from engram.transforms import Transforms
 from engram.types import Draw, Plan, Sampler, Write, Writer
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
 
+    from engram.pinning import Pinning
     from engram.storages import Rows, Storage
 
 __all__ = ["ReplayBuffer"]
 
 _LATER = {
     "prefetch": "background prefetching",
-    "pin_memory": "background prefetching",
     "sample_unit": "expanders",
     "transform_factory": "the transform argument",
     "dim_extend": "the storage (until then: storage.ndim - 1)",
@@ -65,6 +66,8 @@ class ReplayBuffer:
             Default: nothing; list storages stack tensors and TensorDicts.
         transform: applied to batches after collating (``forward``) and to data before writing (``inv``).
         batch_size: default of :meth:`sample`; needed to iterate.
+        pin_memory: batches lie in page-locked memory, every CPU tensor of them and of ``info``: see docs/pinning.md. Without
+            an accelerator one warning, and ordinary memory.
         generator: a CPU ``torch.Generator`` that drives every draw. Default: torch's, at the moment of each draw.
 
     Raises:
@@ -96,6 +99,7 @@ class ReplayBuffer:
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
         batch_size: int | None = None,
+        pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         shared: bool = False,
         **later: Any,
@@ -108,6 +112,7 @@ class ReplayBuffer:
                 raise TypeError(f"{type(self).__name__}: size: expected an int, got {type(size).__name__}.")
             if size < 1:
                 raise ValueError(f"{type(self).__name__}: size: expected at least 1 row, got {size}.")
+        pinning = pinning_for(pin_memory, type(self).__name__)
         made = _instance(storage, storages.Storage, "storage", lambda: storages.ListStorage(size or 1000))
         if isinstance(made, storages.ListStorage) and size is not None:
             made.bound(size)
@@ -121,6 +126,7 @@ class ReplayBuffer:
         self._batch_size = batch_size
         self._collate_fn = collate_fn
         self._transform = Transforms(transform)
+        self._pinning = pinning
         self._lane = 0
         self._iterator: Iterator[Any] | None = None
         self._warned_batch_size = False
@@ -360,8 +366,21 @@ class ReplayBuffer:
             batch_size = self._resolve_batch_size(batch_size)
         if self._shut_down:
             raise RuntimeError("sample: the buffer was shut down.")
-        storage: Any = self._storage
         key = self._draw_key()
+        if self._pinning is None:
+            return self._sampled(key, batch_size, return_info)
+        return self._pinned_sample(self._pinning, key, batch_size, return_info)
+
+    def _pinned_sample(self, pinning: Pinning, key: Key, batch_size: int, return_info: bool) -> Any:
+        """A batch in pinned memory: gathered there, where nothing stands between gathering and the user."""
+        if self._transform.reads or not self._bare:
+            return self._sampled(key, batch_size, return_info)
+        with pinning.gathering():
+            return self._sampled(key, batch_size, return_info)
+
+    def _sampled(self, key: Key, batch_size: int, return_info: bool) -> Any:
+        """Draw with a key, and read."""
+        storage: Any = self._storage
         if self._draws_natively and storage.memory is not None:
             with_rows = return_info or self._shows_rows
             columns = storage.memory.sample_uniform(key, batch_size, with_rows, self._tracks)
@@ -378,9 +397,17 @@ class ReplayBuffer:
         data = self._storage.batch(columns, n)
         if not self._bare:
             data = self._collate(data)
+        device = None
         if self._transform.reads:
+            device = getattr(data, "device", None)
             data = self._transform.forward(data)
-        return (data, self._info(rows, info)) if return_info else data
+        data = self._attached(data, n, rows, info)
+        sample = (data, self._info(rows, info)) if return_info else data
+        return sample if self._pinning is None else self._pinning(sample, device)
+
+    def _attached(self, data: Any, n: int, rows: Any, info: dict[str, Any]) -> Any:  # noqa: ARG002 - TensorDict buffers do
+        """The batch with the entries that say which rows it holds."""
+        return data
 
     def _info(self, rows: Any, info: dict[str, Any]) -> dict[str, Any]:
         index: Any = self._user_index(rows)
@@ -882,6 +909,7 @@ class ReplayBuffer:
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
         batch_size: int | None = None,
+        pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         unclean: str = "refuse",
         **later: Any,
@@ -894,7 +922,7 @@ class ReplayBuffer:
 
         Args:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.
-            sampler, writer, collate_fn, transform, batch_size, generator: as for the constructor.
+            sampler, writer, collate_fn, transform, batch_size, pin_memory, generator: as for the constructor.
             unclean: ``"accept"`` takes a store that was open when the machine went down; ``"refuse"`` raises.
 
         Raises:
@@ -927,7 +955,12 @@ class ReplayBuffer:
                 **buffer_class.open_arguments(record),
             }
             rb: ReplayBuffer = buffer_class(
-                storage=storage, collate_fn=collate_fn, transform=transform, generator=generator, **arguments
+                storage=storage,
+                collate_fn=collate_fn,
+                transform=transform,
+                pin_memory=pin_memory,
+                generator=generator,
+                **arguments,
             )
         except BaseException:
             storage.close()
