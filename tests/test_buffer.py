@@ -805,7 +805,7 @@ class TestRepr:
             "lanes=3",
             "asked for=10000",
             "SamplerWithoutReplacement(drop_last=True",
-            "Transforms(Identity)",
+            "Compose(Identity)",
             "batch_size=32",
         ):
             assert part in text, (part, text)

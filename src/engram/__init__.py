@@ -41,6 +41,18 @@ if TYPE_CHECKING:
     from engram.sizing import StoragePlan, plan
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
     from engram.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj
+    from engram.transforms import (
+        Compose,
+        DeviceCastTransform,
+        DoubleToFloat,
+        DTypeCastTransform,
+        ExcludeTransform,
+        ObservationNorm,
+        RenameTransform,
+        RewardScaling,
+        SelectTransform,
+        VecNorm,
+    )
     from engram.types import Changes, Draw, Extent, Plan, Sampler, Write, Writer
     from engram.writers import (
         ImmutableDatasetWriter,
@@ -51,10 +63,15 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "Changes",
+    "Compose",
     "CorruptStore",
     "DEFAULT_DONE_KEYS",
+    "DTypeCastTransform",
+    "DeviceCastTransform",
+    "DoubleToFloat",
     "Draw",
     "EngramError",
+    "ExcludeTransform",
     "Extent",
     "ForkedHandle",
     "ImmutableDatasetWriter",
@@ -63,17 +80,21 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "LazyTensorStorage",
     "ListStorage",
     "NoSampleable",
+    "ObservationNorm",
     "Plan",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "PriorityError",
     "RandomSampler",
+    "RenameTransform",
     "ReplayBuffer",
+    "RewardScaling",
     "RoundRobinWriter",
     "RowError",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SelectTransform",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
@@ -85,6 +106,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "TensorDictRoundRobinWriter",
     "TensorStorage",
     "UncleanStore",
+    "VecNorm",
     "Write",
     "Writer",
     "WriterStalled",
@@ -127,6 +149,18 @@ _HOME = {
         "TensorDictReplayBuffer",
     ),
     "engram.trajectories": ("DEFAULT_DONE_KEYS", "find_start_stop_traj"),
+    "engram.transforms": (
+        "Compose",
+        "DTypeCastTransform",
+        "DeviceCastTransform",
+        "DoubleToFloat",
+        "ExcludeTransform",
+        "ObservationNorm",
+        "RenameTransform",
+        "RewardScaling",
+        "SelectTransform",
+        "VecNorm",
+    ),
     "engram.types": ("Changes", "Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
     "engram.writers": (
         "ImmutableDatasetWriter",

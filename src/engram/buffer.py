@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection
+from tensordict import LazyStackedTensorDict, is_tensor_collection
 from torch import Tensor
 
 from engram import collate, samplers, storages, writers
@@ -22,7 +22,7 @@ from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
 from engram.pinning import pinning_for
 from engram.store import Key
-from engram.transforms import Transforms
+from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ReplayBuffer:
         writer: where new rows go: a writer or a class of one. Default :class:`RoundRobinWriter`.
         collate_fn: applied to every batch: tensor storages hand it the gathered batch, list storages the list of items.
             Default: nothing; list storages stack tensors and TensorDicts.
-        transform: applied to batches after collating (``forward``) and to data before writing (``inv``).
+        transform: applied to batches after collating (``forward``) and to data before writing (``inv``): see :class:`Compose`.
         batch_size: default of :meth:`sample`; needed to iterate.
         pin_memory: batches lie in page-locked memory, every CPU tensor of them and of ``info``: see docs/pinning.md. Without
             an accelerator one warning, and ordinary memory.
@@ -125,7 +125,7 @@ class ReplayBuffer:
         self._storage: Any = made
         self._batch_size = batch_size
         self._collate_fn = collate_fn
-        self._transform = Transforms(transform)
+        self._transform = Compose.of(transform)
         self._pinning = pinning
         self._lane = 0
         self._iterator: Iterator[Any] | None = None
@@ -235,7 +235,7 @@ class ReplayBuffer:
         """``extend``. ``accept``: as for ``_add``."""
         dims = self._storage.ndim
         if self._transform.writes and _rows_of(data, dims) != 0:
-            data = self._transform.inv(data)
+            data = self._transform.inv(_containers_anew(data))
             if _rows_of(data, dims) == 0:
                 return self._no_index()
         if accept is not None:
@@ -400,7 +400,7 @@ class ReplayBuffer:
         device = None
         if self._transform.reads:
             device = getattr(data, "device", None)
-            data = self._transform.forward(data)
+            data = self._transform.forward(self._copied(data, stacked=self._collate_fn is None))
         data = self._attached(data, n, rows, info)
         sample = (data, self._info(rows, info)) if return_info else data
         return sample if self._pinning is None else self._pinning(sample, device)
@@ -421,6 +421,14 @@ class ReplayBuffer:
         if self._collate_fn is not None:
             return self._collate_fn(data)
         return collate.stack(data) if isinstance(self._storage, storages.ListStorage) else data
+
+    def _copied(self, data: Any, *, stacked: bool) -> Any:
+        """Data that transforms may change: a list storage hands out what it keeps, unless it was stacked into something new."""
+        if not isinstance(self._storage, storages.ListStorage):
+            return data
+        if stacked:
+            return _map_tensors(data, lambda x: x.clone() if isinstance(x, LazyStackedTensorDict) else x)
+        return _map_tensors(data, lambda x: x.copy() if isinstance(x, np.ndarray | np.generic) else x.clone())
 
     def _draw(self, batch_size: int, key: int) -> tuple[Any, Tensor, dict[str, Any]]:
         """Ask the sampler, read, and draw again what moved meanwhile."""
@@ -560,9 +568,12 @@ class ReplayBuffer:
             data = self._storage.view(where, self._row_entries(where))
         else:
             data = self._read(where)
-        if not (self._bare or where.single or isinstance(index, int)):
+        stacked = not (self._bare or where.single or isinstance(index, int))
+        if stacked:
             data = self._collate(data)
-        return self._transform.forward(data) if self._transform.reads else data
+        if self._transform.reads:
+            data = self._transform.forward(self._copied(data, stacked=stacked and self._collate_fn is None))
+        return data
 
     def _where(self, index: Any) -> Rows:
         """The rows an index means: with ``ndim > 1`` it is one into the layout of :meth:`extend`, ``[*columns, T]``."""
@@ -601,7 +612,7 @@ class ReplayBuffer:
         where = self._where(index)
         value = self._without_synthesised(value, "rb[index] = value")
         if self._transform.writes:
-            value = self._transform.inv(value)
+            value = self._transform.inv(_containers_anew(value))
         prepared = self._storage.prepare_at(where, value, "rb[index] = value", ignored=self._ignored)
         self._storage.notify(self._storage.edit(where, prepared), value)
 
@@ -680,7 +691,12 @@ class ReplayBuffer:
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Add a transform at the end of the list: forward on what is read, inverse on what is written.
 
-        A plain callable is for reading; with ``invert`` for writing. Raises ``RuntimeError`` for anything else.
+        A plain callable is for reading; with ``invert`` for writing. On reading, a transform must return something; on
+        writing, None or no rows hold everything back. What it raises comes through, with a note which one it was; nothing is
+        written then. The containers it is given are its own, and of what was read the tensors, too.
+
+        Raises:
+            RuntimeError: no transform.
         """
         self._transform.append(transform, invert=invert)
         return self
@@ -707,7 +723,7 @@ class ReplayBuffer:
         return self._writer
 
     @property
-    def transform(self) -> Transforms:
+    def transform(self) -> Compose:
         """The list of transforms."""
         return self._transform
 
@@ -1231,6 +1247,11 @@ def _map_tensors(data: Any, change: Callable[[Any], Any]) -> Any:
         values = [_map_tensors(value, change) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
     return change(data) if _has_dims(data) else data
+
+
+def _containers_anew(data: Any) -> Any:
+    """The same tensors in containers that a transform may change: the caller's stay as they are."""
+    return _map_tensors(data, lambda x: x.copy() if is_tensor_collection(x) else x)
 
 
 def _has_dims(data: Any) -> bool:
