@@ -30,6 +30,7 @@ NAMES = [
     "DEFAULT_DONE_KEYS",
     "DTypeCastTransform",
     "DeviceCastTransform",
+    "DeviceLoader",
     "DoubleToFloat",
     "Draw",
     "EngramError",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UncleanStore,
         WriterStalled,
     )
+    from engram.loader import DeviceLoader
     from engram.prioritized_buffers import (
         PrioritizedReplayBuffer,
         ReplayBuffer,
@@ -68,6 +69,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "DEFAULT_DONE_KEYS",
     "DTypeCastTransform",
     "DeviceCastTransform",
+    "DeviceLoader",
     "DoubleToFloat",
     "Draw",
     "EngramError",
@@ -131,6 +133,7 @@ _HOME = {
         "UncleanStore",
         "WriterStalled",
     ),
+    "engram.loader": ("DeviceLoader",),
     "engram.samplers": (
         "PrioritizedSampler",
         "PrioritizedSliceSampler",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import is_tensor_collection
 
+from engram._devices import existing_device
 from engram.transforms._base import KeyedTransform, arguments, is_tensor, map_tensors, shallow
 
 if TYPE_CHECKING:
@@ -174,24 +175,3 @@ def _without_device(data: Any) -> Any:
     if is_tensor(data) or not is_tensor_collection(data) or data.device is None:
         return data
     return shallow(data, "DeviceCastTransform").clear_device_()
-
-
-def existing_device(device: Any, name: str) -> torch.device:
-    """A device of this machine, with its number.
-
-    Raises:
-        RuntimeError: there is none of that name.
-    """
-    try:
-        made = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise RuntimeError(f"{name}: expected a device, got {device!r}: {error}") from error
-    if made.type in ("cpu", "meta"):
-        return made
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if accelerator is not None else 0
-    index: int | None = made.index
-    if accelerator is None or made.type != accelerator.type or (index or 0) >= count:
-        there = ["cpu", *(f"{accelerator}:{i}" for i in range(count))]
-        raise RuntimeError(f"{name}: no such device, {device!r}. This machine has {', '.join(there)}.")
-    return torch.device(made.type, torch.accelerator.current_device_index() if index is None else index)
