@@ -181,6 +181,38 @@ def test_an_error_of_the_allocator_comes_through_and_nothing_is_lost(memory, mon
     assert not memory.asked, "it is a matter of one buffer's sample alone"
 
 
+def test_windows_that_moved_are_replaced_by_longer_ones(memory):
+    """For which there is no room: it is made anew, while the GIL is released."""
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(32),
+        sampler=SliceSampler(num_slices=4, traj_key="t", strict_length=False),
+        batch_size=32,
+        pin_memory=True,
+    )
+
+    def write(length, numbers):
+        for t in numbers:
+            rb.extend(TensorDict({"a": torch.full((length,), t), "t": torch.full((length,), t)}, [length]))
+
+    write(2, range(16))
+    empty, asked = memory.empty, []
+
+    def empty_and_write(shape, dtype):
+        asked.append(shape[0])
+        if len(asked) == 1:  # between choosing rows and reading them
+            write(8, range(100, 104))
+        return empty(shape, dtype)
+
+    memory.empty = empty_and_write
+    batch = rb.sample()
+    assert asked[0] == 8
+    assert max(asked) == 32
+    assert rb.stats()["redraws"] > 0
+    assert bool((batch["a"] == batch["t"]).all())
+    assert bool((batch["a"] >= 100).all())
+    assert all(memory.is_pinned(leaf) for leaf in leaves(batch))
+
+
 def test_rows_by_number_and_writes_are_not_pinned(memory):
     rb = ReplayBuffer(storage=LazyTensorStorage(10), pin_memory=True)
     rb.extend(torch.arange(5))

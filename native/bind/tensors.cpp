@@ -238,7 +238,13 @@ Room::Room(Room&& other) noexcept
       data_(other.data_),
       made_(std::move(other.made_)) {}
 
-Room::~Room() { std::free(memory_); }
+Room::~Room() {
+  std::free(memory_);
+  if (made_.is_valid()) {  // perhaps where the GIL is released
+    nb::gil_scoped_acquire acquire;
+    made_.reset();
+  }
+}
 
 nb::object Room::tensor(std::int64_t n) && {
   if (made_.is_valid()) {

@@ -89,7 +89,7 @@ _DTYPES = {
         (1, (torch.uint8, torch.uint16, torch.uint32, torch.uint64)),
         (2, (torch.float16, torch.float32, torch.float64)),
         (4, (torch.bfloat16,)),
-        (5, (torch.complex64, torch.complex128)),
+        (5, (torch.complex32, torch.complex64, torch.complex128)),
         (6, (torch.bool,)),
     )
     for dtype in dtypes

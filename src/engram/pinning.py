@@ -86,8 +86,11 @@ def pinning_for(pin_memory: Any, call: str) -> Pinning | None:
 
 
 def host_memory() -> HostMemory | None:
-    """Pinned memory for this machine's accelerator; None without one."""
-    return HostMemory() if torch.accelerator.is_available() else None
+    """Pinned memory for this machine's accelerator; None without one, or where it shares the host's memory."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None or accelerator.type == "mps" else HostMemory()
 
 
 class _Walk:

@@ -166,7 +166,7 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
 
 def _everything(data: Any, device: torch.device) -> Any:
     if is_tensor_collection(data):
-        return data.to(device)
+        return data.to(device, non_blocking=device.type != "cpu")  # by itself it would wait at the end
     return map_tensors(data, lambda x: _moved(x, device))
 
 
