@@ -32,7 +32,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-tensordict check format bench clean distclean FORCE native-binaries negative-controls stress
+.PHONY: help demo test test-native test-tensordict check format bench bench-gpu clean distclean FORCE native-binaries negative-controls stress
 
 help:
 	@echo "make demo             train a small agent and show what engram does    STEPS=2000 ARGS='...'"
@@ -44,6 +44,7 @@ help:
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
 	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...' REVERB_PYTHON=..."
+	@echo "make bench-gpu        measure pinning, copies to a GPU and storages on it  ARGS='...' TORCH=<a CUDA build>"
 	@echo "make clean            remove what was built; make distclean removes .venv too"
 	@echo
 	@echo "Everything is installed into .venv. PYTHON=python3.12 picks the interpreter."
@@ -114,6 +115,9 @@ stress: $(VENV)/.engram-dev
 # REVERB_PYTHON, from the command line or the environment: Python of an environment with dm-reverb[tensorflow].
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-gpu: $(VENV)/.engram-bench $(VENV)/.rivals
+	@$(BIN)/python -m benchmarks.bench_gpu $(ARGS)
 
 NEWEST := build/tensordict-$(TENSORDICT_NEWEST)
 

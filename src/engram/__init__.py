@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         WriterStalled,
     )
     from engram.expanders import FinalObservations, FrameStack, NextFromFollowing, NStep, RewardToGo
+    from engram.loader import DeviceLoader
     from engram.prioritized_buffers import (
         PrioritizedReplayBuffer,
         ReplayBuffer,
@@ -42,6 +43,18 @@ if TYPE_CHECKING:
     from engram.sizing import StoragePlan, plan
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
     from engram.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj
+    from engram.transforms import (
+        Compose,
+        DeviceCastTransform,
+        DoubleToFloat,
+        DTypeCastTransform,
+        ExcludeTransform,
+        ObservationNorm,
+        RenameTransform,
+        RewardScaling,
+        SelectTransform,
+        VecNorm,
+    )
     from engram.types import Changes, Draw, Extent, Plan, Sampler, Write, Writer
     from engram.writers import (
         ImmutableDatasetWriter,
@@ -52,10 +65,16 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "Changes",
+    "Compose",
     "CorruptStore",
     "DEFAULT_DONE_KEYS",
+    "DTypeCastTransform",
+    "DeviceCastTransform",
+    "DeviceLoader",
+    "DoubleToFloat",
     "Draw",
     "EngramError",
+    "ExcludeTransform",
     "Extent",
     "FinalObservations",
     "ForkedHandle",
@@ -68,18 +87,22 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "NStep",
     "NextFromFollowing",
     "NoSampleable",
+    "ObservationNorm",
     "Plan",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "PriorityError",
     "RandomSampler",
+    "RenameTransform",
     "ReplayBuffer",
+    "RewardScaling",
     "RewardToGo",
     "RoundRobinWriter",
     "RowError",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SelectTransform",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
@@ -91,6 +114,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "TensorDictRoundRobinWriter",
     "TensorStorage",
     "UncleanStore",
+    "VecNorm",
     "Write",
     "Writer",
     "WriterStalled",
@@ -116,6 +140,7 @@ _HOME = {
         "WriterStalled",
     ),
     "engram.expanders": ("FinalObservations", "FrameStack", "NStep", "NextFromFollowing", "RewardToGo"),
+    "engram.loader": ("DeviceLoader",),
     "engram.samplers": (
         "PrioritizedSampler",
         "PrioritizedSliceSampler",
@@ -134,6 +159,18 @@ _HOME = {
         "TensorDictReplayBuffer",
     ),
     "engram.trajectories": ("DEFAULT_DONE_KEYS", "find_start_stop_traj"),
+    "engram.transforms": (
+        "Compose",
+        "DTypeCastTransform",
+        "DeviceCastTransform",
+        "DoubleToFloat",
+        "ExcludeTransform",
+        "ObservationNorm",
+        "RenameTransform",
+        "RewardScaling",
+        "SelectTransform",
+        "VecNorm",
+    ),
     "engram.types": ("Changes", "Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
     "engram.writers": (
         "ImmutableDatasetWriter",
