@@ -32,7 +32,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-tensordict check format bench clean distclean FORCE native-binaries negative-controls stress
+.PHONY: help demo test test-native test-tensordict check format bench bench-gpu clean distclean FORCE native-binaries negative-controls stress
 
 help:
 	@echo "make demo             train a small agent and show what engram does    STEPS=2000 ARGS='...'"
@@ -44,6 +44,7 @@ help:
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
 	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...' REVERB_PYTHON=..."
+	@echo "make bench-gpu        measure pinning, copies to a GPU and storages on it  ARGS='...' TORCH=<a CUDA build>"
 	@echo "make clean            remove what was built; make distclean removes .venv too"
 	@echo
 	@echo "Everything is installed into .venv. PYTHON=python3.12 picks the interpreter."
@@ -115,6 +116,9 @@ stress: $(VENV)/.engram-dev
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+bench-gpu: $(VENV)/.engram-bench $(VENV)/.rivals
+	@$(BIN)/python -m benchmarks.bench_gpu $(ARGS)
+
 NEWEST := build/tensordict-$(TENSORDICT_NEWEST)
 
 $(NEWEST)/.installed: $(VENV)/.torch
@@ -165,8 +169,8 @@ CORE := $(wildcard native/core/*.cpp)
 NATIVE_TESTS := $(wildcard native/tests/test_*.cpp)
 # What threads share. ENGRAM_TSAN builds the variant without fences, which the thread sanitizer does not model.
 TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp native/tests/test_priorities*.cpp \
-  native/tests/test_mourning_threads*.cpp native/tests/test_pass*.cpp native/tests/test_store_threads*.cpp \
-  native/tests/test_trajectories*.cpp native/tests/test_windows*.cpp)
+  native/tests/test_expand*.cpp native/tests/test_mourning_threads*.cpp native/tests/test_pass*.cpp \
+  native/tests/test_store_threads*.cpp native/tests/test_trajectories*.cpp native/tests/test_windows*.cpp)
 # What sanitizers get in the way of: single steps, and fork beside threads.
 PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp native/tests/test_participants*.cpp \
   native/tests/test_torn*.cpp)

@@ -5,7 +5,8 @@ id; episodes of 200 steps), in RAM, one thread. Prioritized: batches of 256, pri
 beta 0.4; updates of 256 rows. cpprb and rlox hold the same fields as NumPy arrays, without the episode; rlox
 knows no batches to add, so it is filled row by row, outside the clock. TorchRL's prioritized samplers need its
 extension: where that does not load, their cells are empty. Slices: 8 windows of 32 steps; "while written" adds
-one row before every sample. Then how all that scales with the rows.
+one row before every sample. Returns of 3 steps: engram sums them when it samples, TorchRL when rows are written; both
+sample 256. Then how all that scales with the rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
     yield from _slices(libraries, data, share)
     yield _best(libraries, data, share)
     if libraries["engram"].module is not None:
+        yield _returns(libraries, data, share)
         yield from _scaling(libraries["engram"].module, share)
 
 
@@ -206,6 +208,28 @@ def _best(libraries: rivals.Libraries, data: TensorDict, share: float) -> Row:
         sides.append(Side(library.name, _cycled(replay.extend, pieces)))
     timing = alternate(sides, DRAW.scaled(share))
     return timed("indexes/max-value", "extend 64 · the best 100,000 rows", timing, times=("TorchRL",))
+
+
+def _returns(libraries: rivals.Libraries, data: TensorDict, share: float) -> Row:
+    """TorchRL has nothing to sum here: it is timed for what a user waits for when sampling, not for its writes."""
+    engram = libraries["engram"]
+    made = {
+        "engram": _buffer(engram, data, engram.module.NStep(engram.module.RandomSampler(), 3, 0.99)),
+        "plain sample": _buffer(engram, data, engram.module.RandomSampler()),
+    }
+    batch = made["engram"].sample()
+    left = EPISODE - batch["obs"][:, 0].long() % EPISODE  # obs[0] is the row's number
+    if not bool((batch["steps_to_next_obs"].flatten() == left.clamp(max=3)).all()):
+        raise RuntimeError("NStep: returns of other steps than expected")
+    if libraries["TorchRL"].module is not None:
+        made["TorchRL"] = _buffer(libraries["TorchRL"], data, libraries["TorchRL"].module.RandomSampler())
+    timing = alternate([Side(name, replay.sample) for name, replay in made.items()], DRAW.scaled(share))
+    notes = {
+        "TorchRL": "TorchRL: a plain sample, of returns that were summed when written.",
+        "cpprb": "cpprb: not measured.",
+    }
+    what = "sample 256 · returns of 3 steps"
+    return timed("indexes/n-step", what, timing, times=("TorchRL",), share=("plain sample",), notes=notes)
 
 
 def _cycled(call: Callable[[Any], Any], arguments: list[Any]) -> Callable[[], Any]:

@@ -15,3 +15,11 @@ torch.set_num_threads(1)
 def seeded():
     """The same draws in every run. Samplers without a generator take their numbers from torch's default one."""
     torch.manual_seed(0)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")

@@ -206,7 +206,6 @@ class TestGenerator:
 
 LATER = {
     "prefetch": (3, "prefetch"),
-    "pin_memory": (True, "prefetch"),
     "sample_unit": (object(), "expander"),
     "transform_factory": (lambda: None, "transform"),
     "dim_extend": (1, "storage"),
@@ -806,7 +805,7 @@ class TestRepr:
             "lanes=3",
             "asked for=10000",
             "SamplerWithoutReplacement(drop_last=True",
-            "Transforms(Identity)",
+            "Compose(Identity)",
             "batch_size=32",
         ):
             assert part in text, (part, text)

@@ -233,7 +233,7 @@ def test_unclean_is_one_of_two(folder):
     assert len(ReplayBuffer.open(folder, unclean="accept")) == 3
 
 
-@pytest.mark.parametrize("later", [{"prefetch": 3}, {"pin_memory": True}])
+@pytest.mark.parametrize("later", [{"prefetch": 3}])
 def test_arguments_that_come_later(folder, later):
     written(folder)
     (name,) = later

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -60,3 +63,57 @@ def test_the_same_windows(older_torch):
     _native._core.use_tensor_type(torch.Tensor)
     assert (older == sample()).all()
     assert older["next", "truncated"].shape == (6, 1)
+
+
+class TestMaking:
+    """Tensors made by somebody else, for a block and a thread."""
+
+    def test_every_dtype_has_a_name_of_its_own(self):
+        assert {str(dtype).removeprefix("torch.") for dtype in _native._DTYPES.values()} == set(DTYPES)
+
+    def test_for_a_block_and_a_thread(self):
+        asked = []
+
+        def empty(shape, dtype):
+            asked.append((shape, dtype))
+            return torch.empty(shape, dtype=dtype)
+
+        def inner(shape, dtype):
+            asked.append("inner")
+            return torch.empty(shape, dtype=dtype)
+
+        with _native.making(empty):
+            _native.empty_rows(3)
+            with _native.making(inner):
+                _native.empty_rows(3)
+            with _native.making(None):
+                _native.empty_rows(2)
+            other = threading.Thread(target=_native.empty_rows, args=(9,))
+            other.start()
+            other.join()
+        _native.empty_rows(4)
+        assert asked == [((3,), torch.int64), "inner", ((2,), torch.int64)]
+
+    def test_whatever_it_raises_comes_through_and_the_block_ends(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(8))
+        rb.extend({"a": torch.arange(8), "b": torch.arange(8)})
+
+        def refuse(shape, dtype):
+            raise MemoryError("none left")
+
+        with pytest.raises(MemoryError, match="none left"), _native.making(refuse):
+            rb.sample(4)
+        assert rb.sample(4)["a"].shape == (4,)
+
+    def test_nobody_is_held(self):
+        class Maker:
+            def __call__(self, shape, dtype):
+                return torch.empty(shape, dtype=dtype)
+
+        maker = Maker()
+        gone = weakref.ref(maker)
+        with _native.making(maker):
+            held = _native.empty_rows(3)
+        del maker
+        assert gone() is None
+        assert held.shape == (3,)

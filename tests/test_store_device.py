@@ -183,10 +183,7 @@ def test_the_same_draws_as_in_native_memory():
 # ---- accelerators --------------------------------------------------------------------------------------------------------------
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-@needs_cuda
+@pytest.mark.gpu
 class TestCuda:
     def data(self, device, n=5):
         return TensorDict({"a": torch.arange(n), "n": {"b": torch.rand(n, 2)}}, batch_size=[n]).to(device)

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from engram import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from engram.transforms import Transforms
+from engram.transforms import Compose
 
 
 class Times:
@@ -53,7 +53,7 @@ class Noting:
 
 
 def test_forward_in_order_and_inverse_in_reverse():
-    steps = Transforms()
+    steps = Compose()
     steps.append(lambda x: [*x, "read first"])
     steps.append(lambda x: [*x, "read second"])
     steps.append(lambda x: [*x, "write second"], invert=True)
@@ -63,19 +63,19 @@ def test_forward_in_order_and_inverse_in_reverse():
 
 
 def test_both_directions_of_one_object_and_invert():
-    steps = Transforms(Times(2, 3))
+    steps = Compose(Times(2, 3))
     assert (steps.forward(1), steps.inv(1)) == (2, 3)
-    swapped = Transforms()
+    swapped = Compose()
     swapped.append(Times(2, 3), invert=True)
     assert (swapped.forward(1), swapped.inv(1)) == (3, 2)
 
 
 def test_a_callable_reads_only():
-    steps = Transforms(lambda x: x + 1)
+    steps = Compose(lambda x: x + 1)
     assert (steps.forward(1), steps.inv(1)) == (2, 1)
     assert steps.reads
     assert not steps.writes
-    steps = Transforms()
+    steps = Compose()
     steps.append(lambda x: x + 1, invert=True)
     assert (steps.forward(1), steps.inv(1)) == (1, 2)
     assert steps.writes
@@ -91,36 +91,36 @@ def test_one_direction_only():
         def inv(self, x):
             return x - 1
 
-    assert (Transforms(Reads()).forward(1), Transforms(Reads()).inv(1)) == (2, 1)
-    assert (Transforms(Writes()).forward(1), Transforms(Writes()).inv(1)) == (1, 0)
+    assert (Compose(Reads()).forward(1), Compose(Reads()).inv(1)) == (2, 1)
+    assert (Compose(Writes()).forward(1), Compose(Writes()).inv(1)) == (1, 0)
 
 
 def test_it_is_like_a_list():
     first, second, third = Times(), Times(), Times()
-    steps = Transforms(second)
+    steps = Compose(second)
     steps.append(third)
     steps.insert(0, first)
     assert len(steps) == 3
     assert list(steps) == [first, second, third]
     assert steps[0] is first
     assert steps[-1] is third
-    assert repr(steps) == "Transforms(Times, Times, Times)"
-    copied = Transforms(steps)
+    assert repr(steps) == "Compose(Times, Times, Times)"
+    copied = Compose.of(steps)
     copied.append(Times())
     assert (len(steps), len(copied)) == (3, 4)
-    assert len(Transforms()) == 0
+    assert len(Compose()) == 0
 
 
 @pytest.mark.parametrize("index", [4, -4, 100])
 def test_insert_out_of_range(index):
-    steps = Transforms(Times())
+    steps = Compose(Times())
     with pytest.raises(ValueError, match=str(index)):
         steps.insert(index, Times())
     assert len(steps) == 1
 
 
 def test_insert_inverts():
-    steps = Transforms(Times(2, 3))
+    steps = Compose(Times(2, 3))
     steps.insert(0, Times(5, 7), invert=True)
     assert (steps.forward(1), steps.inv(1)) == (14, 15)
 
@@ -128,7 +128,7 @@ def test_insert_inverts():
 @pytest.mark.parametrize("wrong", [3, "name", object(), [Times()]])
 def test_what_is_no_transform(wrong):
     with pytest.raises(RuntimeError, match=type(wrong).__name__):
-        Transforms(wrong)
+        Compose(wrong)
     rb = ReplayBuffer(5)
     with pytest.raises(RuntimeError, match=type(wrong).__name__):
         rb.append_transform(wrong)
@@ -142,7 +142,7 @@ def test_modules_are_put_into_evaluation_mode_and_called():
     hooked = []
     module.register_forward_hook(lambda *_: hooked.append(1))
     assert module.training
-    steps = Transforms(module)
+    steps = Compose(module)
     assert not module.training
     assert not module.drop.training
     assert steps.forward(torch.ones(2)).tolist() == [4, 4]

@@ -24,6 +24,7 @@
 #include "../core/random.h"
 #include "../core/store.h"
 #include "../core/wait.h"
+#include "expand.h"
 #include "memory.h"
 #include "pass.h"
 #include "priorities.h"
@@ -417,6 +418,7 @@ NB_MODULE(_core, m) {
   engram::bind_priorities(m);
   engram::bind_ranking(m);
   engram::bind_trajectories(m);
+  engram::bind_expand(m);
   engram::bind_tensors(m);
   m.def("control_bytes", &engram::control_bytes, "lanes"_a, "Size of the control block of a store with that many lanes.");
   m.def(

@@ -46,6 +46,9 @@ PyObject* is_neg_name = nullptr;
 PyObject* is_conj_name = nullptr;
 PyObject* is_zero_name = nullptr;
 
+// What makes tensors on this thread, empty(shape, code, bits); null: we do. A reference is held.
+thread_local PyObject* maker = nullptr;
+
 constexpr std::int32_t kCpu = 1;
 
 bool says_yes(PyObject* tensor, PyObject* method) {
@@ -161,6 +164,13 @@ bool stack(const nb::list& items, nb::handle out) {
   return true;
 }
 
+// None, or the maker that was there before.
+nb::object set_maker(nb::object made_by) {
+  nb::object previous = maker == nullptr ? nb::none() : nb::steal<nb::object>(maker);
+  maker = made_by.is_none() ? nullptr : made_by.release().ptr();
+  return previous;
+}
+
 bool use_tensor_type(nb::handle type) {
   exchange = nullptr;
   if (!nb::hasattr(type, "__dlpack_c_exchange_api__")) return false;
@@ -195,6 +205,10 @@ bool Layout::fits(const nb::list& values, std::int64_t n) const {
 // Room and DLPack's words lie in one piece of memory; room to align is cheaper than aligned_alloc.
 Room::Room(const RowSpec& spec, std::int64_t most) : spec_(&spec) {
   if (most < 0) throw std::invalid_argument("a negative number of rows");
+  if (maker != nullptr) {
+    take_made(most);
+    return;
+  }
   std::size_t bytes = 0;
   bool too_large = __builtin_mul_overflow((spec.bits + 7u) / 8u, static_cast<std::size_t>(most), &bytes);
   for (const std::int64_t size : spec.shape) {
@@ -207,12 +221,36 @@ Room::Room(const RowSpec& spec, std::int64_t most) : spec_(&spec) {
   data_ = values_in(memory_, ndim);
 }
 
-Room::Room(Room&& other) noexcept
-    : spec_(other.spec_), memory_(std::exchange(other.memory_, nullptr)), data_(other.data_) {}
+void Room::take_made(std::int64_t most) {
+  nb::gil_scoped_acquire acquire;
+  nb::list shape;
+  shape.append(most);
+  for (const std::int64_t size : spec_->shape) shape.append(size);
+  made_ = nb::handle(maker)(nb::tuple(shape), spec_->code, spec_->bits);
+  data_ = reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(made_.attr("data_ptr")()));
+  static std::byte nothing{};  // an empty tensor has no address, and needs none
+  if (data_ == nullptr) data_ = &nothing;
+}
 
-Room::~Room() { std::free(memory_); }
+Room::Room(Room&& other) noexcept
+    : spec_(other.spec_),
+      memory_(std::exchange(other.memory_, nullptr)),
+      data_(other.data_),
+      made_(std::move(other.made_)) {}
+
+Room::~Room() {
+  std::free(memory_);
+  if (made_.is_valid()) {  // perhaps where the GIL is released
+    nb::gil_scoped_acquire acquire;
+    made_.reset();
+  }
+}
 
 nb::object Room::tensor(std::int64_t n) && {
+  if (made_.is_valid()) {
+    nb::object made = std::move(made_);
+    return nb::cast<std::int64_t>(made.attr("shape")[0]) == n ? made : made.attr("narrow")(0, 0, n);
+  }
   const auto ndim = static_cast<std::int32_t>(spec_->shape.size() + 1);
   auto* managed = new (memory_) ManagedTensor{};
   auto* shape = reinterpret_cast<std::int64_t*>(memory_ + sizeof(ManagedTensor));
@@ -282,6 +320,9 @@ void bind_tensors(nb::module_& m) {
   m.def("prefetch", &prefetch_objects, "items"_a, "Ask the memory for objects that are about to be used.");
   m.def("stack", &stack, "items"_a, "out"_a,
         "Copies tensors of equal dtype and shape into the rows of `out`; False if one of them cannot be copied as bytes.");
+  m.def("set_maker", &set_maker, "maker"_a.none(),
+        "From now on maker(shape, DLPack type code, bits) makes this thread's tensors, contiguous ones on the CPU; None: the "
+        "core itself. The one before.");
   m.def("use_tensor_type", &use_tensor_type, "type"_a,
         "Learn how to look at torch.Tensor. False if it has no exchange table: fits and stack then always say False.");
 }

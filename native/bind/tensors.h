@@ -38,7 +38,8 @@ class Layout {
 inline const RowSpec kNumbers{0, 64, {}}, kFloat{2, 32, {}}, kDouble{2, 64, {}}, kFlag{6, 8, {}}, kFlagColumn{6, 8, {1}};
 
 /// Memory for the values of one tensor of at most so many rows, which may be filled before the tensor is made. Taking it
-/// needs no GIL. Of a torch with an exchange table a tensor takes 0.35 us.
+/// needs no GIL. Of a torch with an exchange table a tensor takes 0.35 us. Where Python names a maker of tensors for this
+/// thread, the memory is that of one of its tensors, and the GIL is taken to ask for it.
 class Room {
  public:
   /// `spec` must outlive it.
@@ -51,8 +52,11 @@ class Room {
   nanobind::object tensor(std::int64_t n) &&;
 
  private:
+  void take_made(std::int64_t most);
+
   const RowSpec* spec_;
-  std::byte *memory_, *data_;
+  std::byte *memory_ = nullptr, *data_ = nullptr;
+  nanobind::object made_;
 };
 
 /// Room for several.

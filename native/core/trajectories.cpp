@@ -632,6 +632,47 @@ Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const 
   return drawn;
 }
 
+Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
+                                  std::uint64_t most) {
+  check_rows(rows, n, control_.capacity());
+  const std::lock_guard<std::mutex> guard(mutex_);
+  settle();
+  Surroundings found;
+  Drawn drawn;
+  const std::uint64_t longest = std::min(before, steps_) + std::min(after, steps_) + 1;
+  found.around.reserve(n);
+  if (longest <= 64) {
+    drawn.rows.reserve(n * longest);
+    drawn.numbers.reserve(n * longest);
+  }
+  constexpr std::uint64_t kAhead = 8;  // rows between asking for one and looking at it
+  for (std::uint64_t i = 0; i < n && (i == 0 || drawn.rows.size() < most); ++i) {
+    if (i + kAhead < n) {
+      __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])));
+      for (const Field& field : boundaries_.fields) prefetch_row(field, rows[i + kAhead]);
+    }
+    const auto r = static_cast<std::uint64_t>(rows[i]);
+    const View v = view(track_of(r));
+    const std::uint64_t place = place_of(r, cursor(r / control_.lane_length())), from = drawn.rows.size();
+    const bool known = v.count > 0 && place >= v.low && place < v.next;
+    const std::uint64_t run = known ? v.find(place) : 0;
+    if (!known || v.dead(run)) {
+      drawn.rows.push_back(rows[i]);
+      drawn.numbers.push_back(-1);
+      found.around.push_back({from, 0, 0, false});
+      continue;
+    }
+    const std::uint64_t first = place - std::min(before, place - v.first(run)), end = v.end(run);
+    const std::uint64_t last = place + std::min(after, end - 1 - place);
+    append(drawn, {v.track, first, last - first + 1}, false);
+    const bool over = last + 1 == end && end < v.next && !v.dead(run + 1);
+    found.around.push_back({from, place - first, last - first + 1, over});
+  }
+  found.rows = std::move(drawn.rows);
+  found.numbers = std::move(drawn.numbers);
+  return found;
+}
+
 std::uint64_t Trajectories::anchors(std::uint64_t length) {
   check(length > 0, "a window of at least one step");
   const std::lock_guard<std::mutex> guard(mutex_);

@@ -54,6 +54,20 @@ struct Drawn {
   std::vector<std::int64_t> numbers;  // of their tickets; -1 in a window that was just being written
 };
 
+/// The steps around a row, of the same trajectory: some of those that drawn rows and tickets name.
+struct Around {
+  std::uint64_t from;    // where they begin among them
+  std::uint64_t before;  // steps before the row
+  std::uint64_t steps;   // all of them, the row included; 0: nobody knows what lies there, as somebody is writing it
+  bool over;             // the trajectory ends with the last of them, and not only what is known of it
+};
+
+struct Surroundings {
+  std::vector<Around> around;         // of each row
+  std::vector<std::int64_t> rows;     // of all, one behind the other
+  std::vector<std::int64_t> numbers;  // of their tickets; -1 where one of them was just being written
+};
+
 /// A walk over the trajectories in a random order (or lane by lane, oldest first), which any write ends.
 struct Pass {
   std::uint64_t key = 0;
@@ -106,6 +120,11 @@ class Trajectories final : public Index {
 
   /// The windows that begin at given rows, where one may, and no more than `most`.
   Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most);
+
+  /// Of each row the steps of its trajectory from at most `before` steps earlier to at most `after` later. Where that is not
+  /// known, the row alone with ticket -1. Only of the first rows, but at least of one, where all have more than `most` steps.
+  Surroundings around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
+                      std::uint64_t most);
 
   /// How many windows of that length there are.
   std::uint64_t anchors(std::uint64_t length);

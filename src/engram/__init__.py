@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         UncleanStore,
         WriterStalled,
     )
+    from engram.expanders import FinalObservations, FrameStack, NextFromFollowing, NStep, RewardToGo
+    from engram.loader import DeviceLoader
     from engram.prioritized_buffers import (
         PrioritizedReplayBuffer,
         ReplayBuffer,
@@ -41,6 +43,18 @@ if TYPE_CHECKING:
     from engram.sizing import StoragePlan, plan
     from engram.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
     from engram.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj
+    from engram.transforms import (
+        Compose,
+        DeviceCastTransform,
+        DoubleToFloat,
+        DTypeCastTransform,
+        ExcludeTransform,
+        ObservationNorm,
+        RenameTransform,
+        RewardScaling,
+        SelectTransform,
+        VecNorm,
+    )
     from engram.types import Changes, Draw, Extent, Plan, Sampler, Write, Writer
     from engram.writers import (
         ImmutableDatasetWriter,
@@ -51,29 +65,44 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "Changes",
+    "Compose",
     "CorruptStore",
     "DEFAULT_DONE_KEYS",
+    "DTypeCastTransform",
+    "DeviceCastTransform",
+    "DeviceLoader",
+    "DoubleToFloat",
     "Draw",
     "EngramError",
+    "ExcludeTransform",
     "Extent",
+    "FinalObservations",
     "ForkedHandle",
+    "FrameStack",
     "ImmutableDatasetWriter",
     "IncompatibleStore",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "NStep",
+    "NextFromFollowing",
     "NoSampleable",
+    "ObservationNorm",
     "Plan",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "PriorityError",
     "RandomSampler",
+    "RenameTransform",
     "ReplayBuffer",
+    "RewardScaling",
+    "RewardToGo",
     "RoundRobinWriter",
     "RowError",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SelectTransform",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
@@ -85,6 +114,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "TensorDictRoundRobinWriter",
     "TensorStorage",
     "UncleanStore",
+    "VecNorm",
     "Write",
     "Writer",
     "WriterStalled",
@@ -109,6 +139,8 @@ _HOME = {
         "UncleanStore",
         "WriterStalled",
     ),
+    "engram.expanders": ("FinalObservations", "FrameStack", "NStep", "NextFromFollowing", "RewardToGo"),
+    "engram.loader": ("DeviceLoader",),
     "engram.samplers": (
         "PrioritizedSampler",
         "PrioritizedSliceSampler",
@@ -127,6 +159,18 @@ _HOME = {
         "TensorDictReplayBuffer",
     ),
     "engram.trajectories": ("DEFAULT_DONE_KEYS", "find_start_stop_traj"),
+    "engram.transforms": (
+        "Compose",
+        "DTypeCastTransform",
+        "DeviceCastTransform",
+        "DoubleToFloat",
+        "ExcludeTransform",
+        "ObservationNorm",
+        "RenameTransform",
+        "RewardScaling",
+        "SelectTransform",
+        "VecNorm",
+    ),
     "engram.types": ("Changes", "Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
     "engram.writers": (
         "ImmutableDatasetWriter",

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engram import _core as _extension
 from engram.errors import WriterStalled
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import TypeAlias
+
+    MakeTensor: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
 _core: Any = _extension
 
 __all__ = [
     "BadPriority",
+    "Expansion",
     "Layout",
     "Marks",
     "NothingLive",
@@ -28,6 +36,7 @@ __all__ = [
     "format_control",
     "format_pass",
     "format_priorities",
+    "making",
     "num_threads",
     "pass_bytes",
     "permute",
@@ -44,6 +53,7 @@ __all__ = [
 ]
 
 BadPriority = _core.BadPriority
+Expansion = _core.Expansion
 Layout = _core.Layout
 Marks = _core.Marks
 Participants = _core.Participants
@@ -75,6 +85,41 @@ _core.raise_stalled_as(WriterStalled)
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)
+
+
+_DTYPES = {
+    (code, 8 * dtype.itemsize): dtype
+    for code, dtypes in (
+        (0, (torch.int8, torch.int16, torch.int32, torch.int64)),
+        (1, (torch.uint8, torch.uint16, torch.uint32, torch.uint64)),
+        (2, (torch.float16, torch.float32, torch.float64)),
+        (4, (torch.bfloat16,)),
+        (5, (torch.complex32, torch.complex64, torch.complex128)),
+        (6, (torch.bool,)),
+    )
+    for dtype in dtypes
+}
+"""dtypes by DLPack's type code and bits."""
+
+
+@contextmanager
+def making(empty: MakeTensor | None) -> Iterator[None]:
+    """In this block, ``empty(shape, dtype)`` makes the tensors that the core returns on this thread; None: the core itself.
+
+    They must be contiguous, and on the CPU.
+    """
+    if empty is None:
+        yield
+        return
+
+    def make(shape: tuple[int, ...], code: int, bits: int) -> torch.Tensor:
+        return empty(shape, _DTYPES[code, bits])
+
+    previous = _core.set_maker(make)
+    try:
+        yield
+    finally:
+        _core.set_maker(previous)
 
 
 def set_num_threads(n: int) -> None:

@@ -14,28 +14,29 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection
+from tensordict import LazyStackedTensorDict, is_tensor_collection
 from torch import Tensor
 
-from engram import _native, collate, samplers, storages, writers
+from engram import _native, collate, expanders, samplers, storages, writers
 from engram._later import refuse
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
+from engram.pinning import pinning_for
 from engram.store import Key
-from engram.transforms import Transforms
+from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
 
+    from engram.pinning import Pinning
     from engram.storages import Rows, Storage
 
 __all__ = ["ReplayBuffer"]
 
 _LATER = {
     "prefetch": "background prefetching",
-    "pin_memory": "background prefetching",
     "sample_unit": "expanders",
     "transform_factory": "the transform argument",
     "dim_extend": "the storage (until then: storage.ndim - 1)",
@@ -63,8 +64,10 @@ class ReplayBuffer:
         writer: where new rows go: a writer or a class of one. Default :class:`RoundRobinWriter`.
         collate_fn: applied to every batch: tensor storages hand it the gathered batch, list storages the list of items.
             Default: nothing; list storages stack tensors and TensorDicts.
-        transform: applied to batches after collating (``forward``) and to data before writing (``inv``).
+        transform: applied to batches after collating (``forward``) and to data before writing (``inv``): see :class:`Compose`.
         batch_size: default of :meth:`sample`; needed to iterate.
+        pin_memory: batches lie in page-locked memory, every CPU tensor of them and of ``info``: see docs/pinning.md. Without
+            an accelerator one warning, and ordinary memory.
         generator: a CPU ``torch.Generator`` that drives every draw. Default: torch's, at the moment of each draw.
 
     Raises:
@@ -96,6 +99,7 @@ class ReplayBuffer:
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
         batch_size: int | None = None,
+        pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         shared: bool = False,
         **later: Any,
@@ -108,6 +112,7 @@ class ReplayBuffer:
                 raise TypeError(f"{type(self).__name__}: size: expected an int, got {type(size).__name__}.")
             if size < 1:
                 raise ValueError(f"{type(self).__name__}: size: expected at least 1 row, got {size}.")
+        pinning = pinning_for(pin_memory, type(self).__name__)
         made = _instance(storage, storages.Storage, "storage", lambda: storages.ListStorage(size or 1000))
         if isinstance(made, storages.ListStorage) and size is not None:
             made.bound(size)
@@ -120,7 +125,8 @@ class ReplayBuffer:
         self._storage: Any = made
         self._batch_size = batch_size
         self._collate_fn = collate_fn
-        self._transform = Transforms(transform)
+        self._transform = Compose.of(transform)
+        self._pinning = pinning
         self._lane = 0
         self._iterator: Iterator[Any] | None = None
         self._warned_batch_size = False
@@ -227,7 +233,7 @@ class ReplayBuffer:
         """``extend``. ``accept``: as for ``_add``."""
         dims = self._storage.ndim
         if self._transform.writes and _rows_of(data, dims) != 0:
-            data = self._transform.inv(data)
+            data = self._transform.inv(_containers_anew(data))
             if _rows_of(data, dims) == 0:
                 return self._no_index()
         if accept is not None:
@@ -361,8 +367,21 @@ class ReplayBuffer:
             batch_size = self._resolve_batch_size(batch_size)
         if self._shut_down:
             raise RuntimeError("sample: the buffer was shut down.")
-        storage: Any = self._storage
         key = self._draw_key()
+        if self._pinning is None:
+            return self._sampled(key, batch_size, return_info)
+        return self._pinned_sample(self._pinning, key, batch_size, return_info)
+
+    def _pinned_sample(self, pinning: Pinning, key: Key, batch_size: int, return_info: bool) -> Any:
+        """A batch in pinned memory: gathered there, where nothing stands between gathering and the user."""
+        if self._transform.reads or not self._bare:
+            return self._sampled(key, batch_size, return_info)
+        with pinning.gathering():
+            return self._sampled(key, batch_size, return_info)
+
+    def _sampled(self, key: Key, batch_size: int, return_info: bool) -> Any:
+        """Draw with a key, and read."""
+        storage: Any = self._storage
         if self._draws_natively and storage.memory is not None:
             with_rows = return_info or self._shows_rows
             columns = storage.memory.sample_uniform(key, batch_size, with_rows, self._tracks)
@@ -379,9 +398,17 @@ class ReplayBuffer:
         data = self._storage.batch(columns, n)
         if not self._bare:
             data = self._collate(data)
+        device = None
         if self._transform.reads:
-            data = self._transform.forward(data)
-        return (data, self._info(rows, info)) if return_info else data
+            device = getattr(data, "device", None)
+            data = self._transform.forward(self._copied(data, stacked=self._collate_fn is None))
+        data = self._attached(data, n, rows, info)
+        sample = (data, self._info(rows, info)) if return_info else data
+        return sample if self._pinning is None else self._pinning(sample, device)
+
+    def _attached(self, data: Any, n: int, rows: Any, info: dict[str, Any]) -> Any:  # noqa: ARG002 - TensorDict buffers do
+        """The batch with the entries that say which rows it holds."""
+        return data
 
     def _info(self, rows: Any, info: dict[str, Any]) -> dict[str, Any]:
         index: Any = self._user_index(rows)
@@ -395,6 +422,14 @@ class ReplayBuffer:
         if self._collate_fn is not None:
             return self._collate_fn(data)
         return collate.stack(data) if isinstance(self._storage, storages.ListStorage) else data
+
+    def _copied(self, data: Any, *, stacked: bool) -> Any:
+        """Data that transforms may change: a list storage hands out what it keeps, unless it was stacked into something new."""
+        if not isinstance(self._storage, storages.ListStorage):
+            return data
+        if stacked:
+            return _map_tensors(data, lambda x: x.clone() if isinstance(x, LazyStackedTensorDict) else x)
+        return _map_tensors(data, lambda x: x.copy() if isinstance(x, np.ndarray | np.generic) else x.clone())
 
     def _draw(self, batch_size: int, key: int) -> tuple[Any, Tensor, dict[str, Any]]:
         """Ask the sampler, read, and draw again what moved meanwhile."""
@@ -553,9 +588,12 @@ class ReplayBuffer:
             data = self._storage.view(where, self._row_entries(where))
         else:
             data = self._read(where)
-        if not (self._bare or where.single or isinstance(index, int)):
+        stacked = not (self._bare or where.single or isinstance(index, int))
+        if stacked:
             data = self._collate(data)
-        return self._transform.forward(data) if self._transform.reads else data
+        if self._transform.reads:
+            data = self._transform.forward(self._copied(data, stacked=stacked and self._collate_fn is None))
+        return data
 
     def _where(self, index: Any) -> Rows:
         """The rows an index means: with ``ndim > 1`` it is one into the layout of :meth:`extend`, ``[*columns, T]``."""
@@ -594,7 +632,7 @@ class ReplayBuffer:
         where = self._where(index)
         value = self._without_synthesised(value, "rb[index] = value")
         if self._transform.writes:
-            value = self._transform.inv(value)
+            value = self._transform.inv(_containers_anew(value))
         prepared = self._storage.prepare_at(where, value, "rb[index] = value", ignored=self._ignored)
         self._storage.notify(self._storage.edit(where, prepared), value)
 
@@ -673,7 +711,12 @@ class ReplayBuffer:
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Add a transform at the end of the list: forward on what is read, inverse on what is written.
 
-        A plain callable is for reading; with ``invert`` for writing. Raises ``RuntimeError`` for anything else.
+        A plain callable is for reading; with ``invert`` for writing. On reading, a transform must return something; on
+        writing, None or no rows hold everything back. What it raises comes through, with a note which one it was; nothing is
+        written then. The containers it is given are its own, and of what was read the tensors, too.
+
+        Raises:
+            RuntimeError: no transform.
         """
         self._transform.append(transform, invert=invert)
         return self
@@ -700,7 +743,7 @@ class ReplayBuffer:
         return self._writer
 
     @property
-    def transform(self) -> Transforms:
+    def transform(self) -> Compose:
         """The list of transforms."""
         return self._transform
 
@@ -905,6 +948,7 @@ class ReplayBuffer:
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
         batch_size: int | None = None,
+        pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         unclean: str = "refuse",
         **later: Any,
@@ -917,7 +961,7 @@ class ReplayBuffer:
 
         Args:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.
-            sampler, writer, collate_fn, transform, batch_size, generator: as for the constructor.
+            sampler, writer, collate_fn, transform, batch_size, pin_memory, generator: as for the constructor.
             unclean: ``"accept"`` takes a store that was open when the machine went down; ``"refuse"`` raises.
 
         Raises:
@@ -950,7 +994,12 @@ class ReplayBuffer:
                 **buffer_class.open_arguments(record),
             }
             rb: ReplayBuffer = buffer_class(
-                storage=storage, collate_fn=collate_fn, transform=transform, generator=generator, **arguments
+                storage=storage,
+                collate_fn=collate_fn,
+                transform=transform,
+                pin_memory=pin_memory,
+                generator=generator,
+                **arguments,
             )
         except BaseException:
             storage.close()
@@ -1116,6 +1165,9 @@ _SAMPLERS: dict[str, Any] = {
         samplers.PrioritizedSliceSampler,
         samplers.SliceSampler,
         samplers.SliceSamplerWithoutReplacement,
+        expanders.FrameStack,
+        expanders.NStep,
+        expanders.RewardToGo,
     )
 }
 _WRITERS: dict[str, Any] = {
@@ -1221,6 +1273,11 @@ def _map_tensors(data: Any, change: Callable[[Any], Any]) -> Any:
         values = [_map_tensors(value, change) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
     return change(data) if _has_dims(data) else data
+
+
+def _containers_anew(data: Any) -> Any:
+    """The same tensors in containers that a transform may change: the caller's stay as they are."""
+    return _map_tensors(data, lambda x: x.copy() if is_tensor_collection(x) else x)
 
 
 def _has_dims(data: Any) -> bool:

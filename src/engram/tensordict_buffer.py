@@ -122,8 +122,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             warnings.warn("sample: include_info is deprecated: samples always carry their index.", stacklevel=2)
         return super().sample(batch_size, return_info)
 
-    def _finish(self, columns: Any, n: int, rows: Any, info: dict[str, Any], return_info: bool) -> Any:
-        data = super()._finish(columns, n, rows, info, False)
+    def _attached(self, data: Any, n: int, rows: Any, info: dict[str, Any]) -> Any:
         index = self._user_index(rows)
         if self._draws_windows and self._storage.ndim == 1:
             index = index.unsqueeze(-1)
@@ -132,7 +131,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             put(data, entries)
         else:
             self._attach(data, n, entries)
-        return (data, self._info(rows, info)) if return_info else data
+        return data
 
     def _attach(self, data: Any, n: int, entries: dict[str, Any]) -> None:
         """Add entries ``[n, ...]`` to a batch of another form than ours."""

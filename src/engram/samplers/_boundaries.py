@@ -19,12 +19,21 @@ if TYPE_CHECKING:
 
     from engram.store import Store
 
-__all__ = ["Boundaries", "Key", "boundaries_of", "field_numbers", "make_table", "shared_table", "static_table"]
+__all__ = [
+    "ID_KEYS",
+    "Boundaries",
+    "Key",
+    "boundaries_of",
+    "field_numbers",
+    "make_table",
+    "shared_table",
+    "static_table",
+]
 
 Key = tuple[str, ...]
 
 #: Looked for in this order where no key is given.
-_ID_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
+ID_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
 _END_KEY: Key = ("next", "done")
 
 
@@ -55,7 +64,7 @@ def boundaries_of(
         RuntimeError: the store has none of the fields.
     """
     fields = field_numbers(memory)
-    ids = _ID_KEYS if traj_key is None else (traj_key,)
+    ids = ID_KEYS if traj_key is None else (traj_key,)
     ends = tuple(end_keys) if end_keys is not None else (end_key or _END_KEY,)
     by_id = [Boundaries(True, (fields[key],)) for key in ids if key in fields][:1]
     stored = tuple(fields[key] for key in ends if key in fields)

@@ -1,0 +1,135 @@
+#include "expand.h"
+
+#include "../core/expand.h"
+
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "../core/check.h"
+#include "memory.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+namespace engram {
+namespace {
+
+const RowSpec kNumberColumn{0, 64, {1}}, kFloatColumn{2, 32, {1}};
+
+// What is read, and the dtype and shape of each tensor that it makes.
+struct BoundExpansion {
+  explicit BoundExpansion(std::vector<std::uint64_t> ends) : what(std::move(ends)) {}
+
+  void add(Output output, RowSpec spec) {
+    specs.push_back(std::move(spec));
+    what.add(std::move(output));
+  }
+
+  Expansion what;
+  std::deque<RowSpec> specs;
+};
+
+// dtype and shape of a field, as Layout takes them.
+RowSpec spec_of(const nb::tuple& spec) {
+  RowSpec made{nb::cast<std::uint8_t>(spec[0]), nb::cast<std::uint8_t>(spec[1]), {}};
+  for (nb::handle size : nb::cast<nb::tuple>(spec[2])) made.shape.push_back(nb::cast<std::int64_t>(size));
+  return made;
+}
+
+nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& table, Address rows, std::uint64_t n,
+               Address expected) {
+  check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+  const auto count = static_cast<std::int64_t>(n);
+  Rooms rooms;
+  std::vector<std::int64_t> moved;
+  {
+    nb::gil_scoped_release release;
+    for (const RowSpec& spec : self.specs) rooms.add(spec, count);
+    rooms.add(kNumbers, count);
+    const std::size_t outputs = self.specs.size();
+    moved = expand(store, table, self.what, at<std::int64_t>(rows), n, at<std::int64_t>(expected), rooms.first(outputs),
+                   rooms.at<std::int64_t>(outputs));
+  }
+  return nb::make_tuple(std::move(rooms).tensors(count), moved);
+}
+
+}  // namespace
+
+void bind_expand(nb::module_& m) {
+  nb::class_<BoundExpansion>(m, "Expansion", "What a batch holds of the steps around its rows: one tensor per call of a method.")
+      .def(nb::init<std::vector<std::uint64_t>>(), "ends"_a, "Fields that end a trajectory where they are not zero.")
+      .def(
+          "row",
+          [](BoundExpansion& self, std::uint64_t field, const nb::tuple& spec, std::uint64_t ahead) {
+            Output o{Output::Kind::row};
+            o.field = field;
+            o.ahead = ahead;
+            self.add(std::move(o), spec_of(spec));
+          },
+          "field"_a, "spec"_a, "ahead"_a, "The field of the step that much later, or of the last one: [n, *shape].")
+      .def(
+          "frames",
+          [](BoundExpansion& self, std::uint64_t field, const nb::tuple& spec, std::uint64_t ahead, std::uint64_t frames,
+             std::int64_t first, const nb::bytes& filling) {
+            check(frames > 0 && frames < std::uint64_t{1} << 32, "at least one frame");
+            Output o{Output::Kind::frames};
+            o.field = field;
+            o.ahead = ahead;
+            o.frames = frames;
+            o.first = first;
+            const auto* bytes = static_cast<const std::byte*>(filling.data());
+            o.filling.assign(bytes, bytes + filling.size());
+            RowSpec made = spec_of(spec);
+            made.shape.insert(made.shape.begin(), static_cast<std::int64_t>(frames));
+            self.add(std::move(o), std::move(made));
+          },
+          "field"_a, "spec"_a, "ahead"_a, "frames"_a, "first"_a, "filling"_a,
+          "The field of the last steps up to that one: [n, frames, *shape]. Before the trajectory: the field `first` of its "
+          "first step, `filling`, or the first frame.")
+      .def(
+          "sum",
+          [](BoundExpansion& self, std::uint64_t field, const nb::tuple& spec, std::uint64_t ahead, double gamma) {
+            RowSpec made = spec_of(spec);
+            check(made.code == 2 && (made.bits == 32 || made.bits == 64), "float32 or float64");
+            Output o{Output::Kind::sum};
+            o.field = field;
+            o.ahead = ahead;
+            o.gamma = gamma;
+            o.number = made.bits == 32 ? Output::Number::f32 : Output::Number::f64;
+            self.add(std::move(o), std::move(made));
+          },
+          "field"_a, "spec"_a, "ahead"_a, "gamma"_a, "Sum of gamma ** i times the field of step i: [n, *shape].")
+      .def(
+          "steps",
+          [](BoundExpansion& self, std::uint64_t ahead) {
+            Output o{Output::Kind::steps};
+            o.ahead = ahead;
+            self.add(std::move(o), kNumberColumn);
+          },
+          "ahead"_a, "How many steps there are up to that one: int64 [n, 1].")
+      .def(
+          "discount",
+          [](BoundExpansion& self, std::uint64_t ahead, double gamma) {
+            Output o{Output::Kind::discount};
+            o.ahead = ahead;
+            o.gamma = gamma;
+            self.add(std::move(o), kFloatColumn);
+          },
+          "ahead"_a, "gamma"_a, "gamma to the power of that: float32 [n, 1].")
+      .def(
+          "over",
+          [](BoundExpansion& self, std::uint64_t ahead) {
+            Output o{Output::Kind::over};
+            o.ahead = ahead;
+            self.add(std::move(o), kFlagColumn);
+          },
+          "ahead"_a, "Whether the trajectory ends there: bool [n, 1].")
+      .def("read", &read, "store"_a, "table"_a, "rows"_a, "n"_a, "expected"_a,
+           "Of n rows: ([one tensor per output, int64 ticket numbers [n]], positions that moved).");
+}
+
+}  // namespace engram

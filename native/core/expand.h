@@ -1,0 +1,68 @@
+// What a batch says of the steps around its rows: sums of what follows, frames of what came before.
+//
+// Rows are drawn by somebody else. Of each the table of trajectories tells the steps around it, with their tickets; what is
+// needed of them is copied, and a row of whose steps one moved meanwhile is named as moved.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "store.h"
+#include "trajectories.h"
+
+namespace engram {
+
+/// As many steps as there are.
+constexpr std::uint64_t kToTheEnd = ~std::uint64_t{0};
+
+/// One tensor of a batch. Steps count from the drawn row, which is step 0; `ahead` names the step that many later, or the last
+/// one of the trajectory if that comes first.
+struct Output {
+  enum class Kind {
+    row,       // the field of step `ahead`
+    frames,    // the field of the `frames` steps up to step `ahead`, oldest first
+    sum,       // of gamma^i times the field of step i, up to step `ahead`
+    steps,     // int64: how many steps that sum has
+    discount,  // f32: gamma to the power of that
+    over,      // bool: the trajectory ends with step `ahead`
+  };
+  enum class Number { f32, f64 };
+
+  Kind kind = Kind::row;
+  std::uint64_t field = 0, ahead = 0, frames = 1;
+  /// Frames that lie before the trajectory: the field `first` of its first step (>= 0: the frame before that one), `filling`
+  /// (bytes of a row), or the first frame again.
+  std::int64_t first = -1;
+  std::vector<std::byte> filling{};
+  double gamma = 1;
+  Number number = Number::f32;  // what the field holds, for a sum
+};
+
+class Expansion {
+ public:
+  /// `ends`: fields of which a byte other than zero ends the trajectory, whatever the table says.
+  explicit Expansion(std::vector<std::uint64_t> ends) : ends_(std::move(ends)) {}
+
+  void add(Output output) { outputs_.push_back(std::move(output)); }
+
+  const std::vector<Output>& outputs() const { return outputs_; }
+  const std::vector<std::uint64_t>& ends() const { return ends_; }
+  /// Steps that are looked at before a row, and after it.
+  std::uint64_t before() const;
+  std::uint64_t after() const;
+
+ private:
+  std::vector<std::uint64_t> ends_;
+  std::vector<Output> outputs_;
+};
+
+/// Fills one piece of memory per output with what n rows give, and their ticket numbers. Returns the positions whose row, or a
+/// step around it that was looked at, moved, is being written, or whose row does not hold `expected` (may be null); what was
+/// filled in there is unspecified.
+std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const Expansion& expansion,
+                                 const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected,
+                                 std::span<std::byte* const> out, std::int64_t* numbers_out);
+
+}  // namespace engram

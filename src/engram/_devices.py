@@ -1,0 +1,30 @@
+"""Devices of this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["existing_device"]
+
+
+def existing_device(device: Any, name: str) -> torch.device:
+    """A device of this machine, with its number.
+
+    Raises:
+        RuntimeError: there is none of that name.
+    """
+    try:
+        made = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise RuntimeError(f"{name}: expected a device, got {device!r}: {error}") from error
+    if made.type in ("cpu", "meta"):
+        return made
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    index: int | None = made.index
+    if accelerator is None or made.type != accelerator.type or (index or 0) >= count:
+        there = ["cpu", *(f"{accelerator}:{i}" for i in range(count))]
+        raise RuntimeError(f"{name}: no such device, {device!r}. This machine has {', '.join(there)}.")
+    return torch.device(made.type, torch.accelerator.current_device_index() if index is None else index)

@@ -1,0 +1,123 @@
+"""Observations that show what came before."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from engram.expanders._base import Expander, as_keys, check_count, plain, public
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engram.expanders._base import Reading
+
+__all__ = ["FrameStack"]
+
+
+class FrameStack(Expander):
+    """Puts every sampled frame behind the ``n - 1`` frames before it, so that each frame need be stored only once.
+
+    A field ``[*shape]`` under one of the ``in_keys`` becomes ``[..., n * shape[dim], ...]`` in the batch: the frames of steps
+    ``t - n + 1 ... t`` of the trajectory of the drawn row ``t``, oldest first. Where the trajectory has fewer, at its beginning
+    or where its older steps were overwritten, its first frame stands for those that are missing (``padding="same"``), or
+    ``padding_value`` (``"constant"``): TorchRL's ``CatFrames``.
+
+    A key ``("next", k)`` gives the frames up to the next one: those of ``("next", k)`` of steps ``t - n + 1 ... t``. The frame
+    before the first of them is ``k`` of the trajectory's first step, where that is stored in the same shape and dtype. Around an
+    :class:`NStep` they end with the frame that comes ``k`` steps later. (Mnih et al. 2015, "Human-level control through deep
+    reinforcement learning", preprocessing.)
+
+    Args:
+        sampler: what draws the rows: a sampler of rows, a class of one, or another expander.
+        n: frames, at least 1.
+        dim: dimension of a frame along which they are put together, negative: -3 for ``[C, H, W]``, -1 for ``[features]``. The
+            first dimension of a frame costs no further copy.
+        in_keys: fields.
+        padding: ``"same"`` or ``"constant"``.
+        padding_value: for ``"constant"``.
+        traj_key, end_keys, index: as for :class:`NStep`.
+
+    Raises: as :class:`NStep`.
+        ValueError: ``dim`` not negative; another ``padding``; when drawing, no such dimension.
+        KeyError when drawing: a field that is not stored. TypeError: one that an expander inside has changed already.
+
+    Cost: a draw of ``B`` rows copies ``B * n`` frames. The first one looks at every row once, and every write notes where
+    trajectories end, as for slice samplers.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import FrameStack, LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+    >>> steps = TensorDict({"pixels": torch.arange(5.).reshape(5, 1), "next": {"done": torch.zeros(5, 1).bool()}}, batch_size=[5])
+    >>> sampler = FrameStack(RandomSampler(), n=3, dim=-1, in_keys=["pixels"])
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=64)
+    >>> _ = rb.extend(steps)
+    >>> rb.sample()["pixels"].unique(dim=0).tolist()
+    [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        n: int,
+        dim: int,
+        in_keys: Sequence[Any],
+        *,
+        padding: str = "same",
+        padding_value: float = 0,
+        traj_key: Any = None,
+        end_keys: Sequence[Any] | None = None,
+        index: str | None = None,
+    ) -> None:
+        self.n = check_count("FrameStack: n", n)
+        if type(dim) is not int:
+            raise TypeError(f"FrameStack: dim: expected an int, got {type(dim).__name__}.")
+        if dim >= 0:
+            raise ValueError(
+                f"FrameStack: dim: expected a negative number, counted from the last dimension, got {dim}."
+            )
+        if padding not in ("same", "constant"):
+            raise ValueError(f"FrameStack: padding: expected 'same' or 'constant', got {padding!r}.")
+        keys = as_keys(in_keys, "FrameStack: in_keys")
+        if keys is None:
+            raise TypeError("FrameStack: in_keys: expected a list of keys, got None.")
+        self.dim = dim
+        self.in_keys = keys
+        self.padding = padding
+        self.padding_value = float(padding_value)
+        if not math.isfinite(self.padding_value):
+            raise ValueError(f"FrameStack: padding_value: expected a finite number, got {padding_value}.")
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+
+    def change(self, reading: Reading) -> None:
+        for key in self.in_keys:
+            number = reading.number(key, "FrameStack: in_keys")
+            field, column = reading.fields[number], reading.columns[number]
+            if -self.dim > len(field.shape):
+                raise ValueError(
+                    f"sample: FrameStack: field {field.name}: expected a dimension {self.dim} of a frame, got shape {list(field.shape)}."
+                )
+            if column.kind != "row":
+                raise TypeError(
+                    f"sample: FrameStack: in_keys: expected a field as it is stored, but an expander inside has changed {public(key)!r}."
+                )
+            before = reading.numbers.get(key[1:], -1) if key[0] == "next" else -1
+            if before >= 0 and (reading.fields[before].dtype, reading.fields[before].shape) != (
+                field.dtype,
+                field.shape,
+            ):
+                before = -1
+            padding = self.padding_value if self.padding == "constant" else None
+            reading.columns[number] = column._replace(
+                kind="frames", frames=self.n, dim=self.dim, first=before, padding=padding
+            )
+
+    def config(self) -> dict[str, Any]:
+        more = {
+            "n": self.n,
+            "dim": self.dim,
+            "in_keys": [plain(key) for key in self.in_keys],
+            "padding": self.padding,
+            "padding_value": self.padding_value,
+        }
+        return {**super().config(), **more}

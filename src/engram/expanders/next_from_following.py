@@ -1,0 +1,234 @@
+"""Next observations that are not stored: they are the observations of the following rows."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, is_tensor_collection
+
+from engram.expanders._base import END_KEYS, Expander, Following, as_keys, public
+from engram.samplers import SamplerWithoutReplacement
+from engram.types import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.expanders._base import Reading
+    from engram.samplers._boundaries import Key
+
+__all__ = ["FinalObservations", "NextFromFollowing"]
+
+#: Where a row says which final observation is its own.
+_MARK: Key = ("next", "final")
+
+
+class FinalObservations:
+    """A write transform that keeps next observations aside where no row follows, and takes all others out of what is written.
+
+    The next observation of a step is the observation of the step after it, but for the last step of an episode. What is written
+    must have both, ``k`` and ``("next", k)``. Of rows with an end flag ``("next", k)`` goes to ``storage``; and every row is stored
+    without it, with ``("next", "final")``, int64 ``[2]``, instead: where its final observation lies and a random number that both
+    have, or -1. So frames are stored once, and 16 bytes per row. :class:`NextFromFollowing` puts them together.
+
+    Args:
+        keys: observations: those that rows have under ``k`` and ``("next", k)``.
+        storage: a ``LazyTensorStorage`` or ``LazyMemmapStorage`` for final observations: one row per episode that the buffer holds;
+            the oldest are overwritten. As processes share the buffer, so they must share it: memory-mapped, or after ``share()``.
+        end_keys: fields that are not zero at the last step of an episode; those that are not there are skipped. Default
+            ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``.
+
+    Raises:
+        TypeError: keys that are none; another storage.
+
+    Raises (when rows are written; nothing is stored):
+        TypeError: rows that are neither TensorDicts nor dicts. KeyError: no such entry, or no end flag.
+        RuntimeError: more than one batch dimension; an observation and the next one differ in shape or dtype.
+
+    >>> import torch
+    >>> from engram import FinalObservations, LazyTensorStorage
+    >>> finals = FinalObservations(["obs"], LazyTensorStorage(10))
+    >>> rows = {"obs": torch.arange(3), "next": {"obs": torch.arange(1, 4), "done": torch.tensor([False, False, True])}}
+    >>> stored = finals.inv(rows)
+    >>> list(stored["next"]), stored["next"]["final"][:, 0].tolist(), len(finals.storage)
+    (['done', 'final'], [-1, -1, 0], 1)
+    """
+
+    def __init__(self, keys: Sequence[Any], storage: Any, *, end_keys: Sequence[Any] | None = None) -> None:
+        given = as_keys(keys, "FinalObservations: keys")
+        if given is None:
+            raise TypeError("FinalObservations: keys: expected a list of keys, got None.")
+        if not hasattr(storage, "structure") or storage.ndim != 1 or storage.device.type != "cpu":
+            raise TypeError(
+                f"FinalObservations: storage: expected a LazyTensorStorage or LazyMemmapStorage on the CPU, got {storage!r}."
+            )
+        self.keys = given
+        self.storage = storage
+        self.end_keys = as_keys(end_keys, "FinalObservations: end_keys") or END_KEYS
+
+    def inv(self, data: Any) -> Any:
+        """Rows as they are stored. The caller's data is not changed."""
+        if not (isinstance(data, dict) or (is_tensor_collection(data) and isinstance(data, TensorDict))):
+            raise TypeError(f"FinalObservations: expected TensorDicts or dicts of rows, got {type(data).__name__}.")
+        if not isinstance(data, dict) and len(data.batch_size) != 1:
+            raise RuntimeError(
+                f"FinalObservations: expected one batch dimension, got {list(data.batch_size)}: columns are not supported."
+            )
+        flags = [flag for flag in (_entry(data, key) for key in self.end_keys) if flag is not None]
+        if not flags:
+            raise KeyError(
+                f"FinalObservations: expected one of the end flags {[public(key) for key in self.end_keys]}."
+            )
+        ended = torch.stack([(flag != 0).flatten(1).any(1) for flag in map(_column, flags)]).any(0)
+        last = {}
+        for key in self.keys:
+            here, there = _entry(data, key), _entry(data, ("next", *key))
+            for name, value in ((key, here), (("next", *key), there)):
+                if value is None:
+                    raise KeyError(f"FinalObservations: expected an entry {public(name)!r} in what is written.")
+            here, there = torch.as_tensor(here), torch.as_tensor(there)
+            if (here.shape, here.dtype) != (there.shape, there.dtype):
+                raise RuntimeError(
+                    f"FinalObservations: {public(('next', *key))!r}: expected {list(here.shape)} {here.dtype} as "
+                    f"{public(key)!r} has, got {list(there.shape)} {there.dtype}."
+                )
+            last[".".join(key)] = there[ended.to(there.device)]
+        mark = torch.full((len(ended), 2), -1, device="cpu")
+        if bool(ended.any()):
+            mark[ended.cpu()] = self._keep(last, int(ended.sum()))
+        return _replaced(data, [("next", *key) for key in self.keys], mark)
+
+    def _keep(self, last: dict[str, Tensor], n: int) -> Tensor:
+        """Write final observations: int64 ``[n, 2]``, their rows and tags."""
+        tags = torch.frombuffer(bytearray(os.urandom(8 * n)), dtype=torch.int64) & ((1 << 63) - 1)
+        prepared, _ = self.storage.prepare({**last, "tag": tags}, "FinalObservations", batched=True)
+        return torch.stack([self.storage.write(Plan(lane=0), prepared, n).rows, tags], 1)
+
+    def read(self, mark: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The observations that marks name, one tensor ``[n, *shape]`` per key, and whether they are there: bool ``[n]``."""
+        rows = mark[:, 0].contiguous()
+        if self.storage.memory is None or bool((rows >= self.storage.max_size).any()):
+            return [], torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+        columns, moved = self.storage.read(rows)
+        found = columns[-1] == mark[:, 1]
+        found[moved] = False
+        return columns[:-1], found
+
+    def __repr__(self) -> str:
+        return f"FinalObservations({[public(key) for key in self.keys]}, {self.storage!r})"
+
+
+class NextFromFollowing(Expander):
+    """Adds to every sampled step the observation that came next, which is not stored: that of the following row.
+
+    Frames are then stored once and not twice. For a drawn row ``t``, and each of the keys ``k``, ``("next", k)`` is ``k`` of row
+    ``t + 1``, the next step of the same lane, or what :class:`FinalObservations` kept of it where ``t`` is the last step of its
+    episode: exact at terminations, truncations and across the end of the ring. The newest row of a lane that does not end an
+    episode has no next observation yet: another row is drawn in its place, until the next step is written. (With a
+    ``PrioritizedSampler`` the others are drawn in proportion to their priorities; weights stay those of all rows.)
+    An :class:`NStep` inside or around it takes the observation that comes ``k`` steps later, from the same rows.
+
+    Args:
+        sampler: what draws the rows, with replacement: a sampler of rows, a class of one, or another expander.
+        finals: the buffer's write transform, too: ``ReplayBuffer(..., transform=finals)``.
+        traj_key, end_keys, index: as for :class:`NStep`.
+
+    Raises: as :class:`NStep`.
+        TypeError: ``finals`` is none; a ``SamplerWithoutReplacement``, which cannot draw another row.
+        KeyError when drawing: rows that were written without the transform.
+        RuntimeError when drawing: a final observation is not there any more (its storage is too small), or lies in another storage;
+            an episode ends, by its id, at a row without end flag; the buffer is shared and ``finals.storage`` is not.
+        NoSampleable: no row has a next observation yet.
+
+    Cost: as a plain sample of rows that store both, and a further read for the rows that end an episode.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import FinalObservations, LazyTensorStorage, NextFromFollowing, RandomSampler, TensorDictReplayBuffer
+    >>> finals = FinalObservations(["obs"], LazyTensorStorage(10))
+    >>> sampler = NextFromFollowing(RandomSampler(), finals)
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, transform=finals, batch_size=64)
+    >>> steps = TensorDict({"obs": torch.arange(4), "next": {"obs": torch.arange(1, 5),
+    ...     "done": torch.tensor([[False], [False], [False], [True]])}}, batch_size=[4])
+    >>> _ = rb.extend(steps)
+    >>> batch = rb.sample()
+    >>> bool((batch["next", "obs"] == batch["obs"] + 1).all()), [field.name for field in rb.storage.store.schema.fields]
+    (True, ['obs', "('next', 'done')", "('next', 'final')"])
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        finals: FinalObservations,
+        *,
+        traj_key: Any = None,
+        end_keys: Sequence[Any] | None = None,
+        index: str | None = None,
+    ) -> None:
+        if not isinstance(finals, FinalObservations):
+            raise TypeError(f"NextFromFollowing: finals: expected FinalObservations, got {type(finals).__name__}.")
+        self.finals = finals
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+        chain, source = self._chain()
+        if isinstance(source, SamplerWithoutReplacement):
+            raise TypeError(
+                "NextFromFollowing: sampler: expected one with replacement: in place of a row whose next one is not written yet "
+                "another is drawn. Use RandomSampler or PrioritizedSampler."
+            )
+        if any(isinstance(inner, NextFromFollowing) for inner in chain[:-1]):
+            raise TypeError(
+                "NextFromFollowing: sampler: expected one without next observations, got a NextFromFollowing inside."
+            )
+
+    def change(self, reading: Reading) -> None:
+        if _MARK not in reading.numbers:
+            raise KeyError(
+                f"sample: NextFromFollowing: expected rows with {public(_MARK)!r}, got {[f.name for f in reading.fields]}. Write them "
+                "through ReplayBuffer(..., transform=finals)."
+            )
+        fields = {key: reading.number(key, "NextFromFollowing") for key in self.finals.keys}
+        for key in fields:
+            if ("next", *key) in reading.numbers:
+                raise ValueError(
+                    f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
+                )
+        reading.following = Following(reading.numbers[_MARK], fields, self.finals.read, self.finals.storage)
+
+    @property
+    def recordable(self) -> bool:
+        """No: the storage of final observations is not noted in a store. Give the sampler to ``ReplayBuffer.open``."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"NextFromFollowing({self.sampler!r}, {self.finals!r})"
+
+
+def _entry(data: Any, key: Key) -> Any:
+    for part in key:
+        if not (isinstance(data, dict) or is_tensor_collection(data)) or part not in list(data.keys()):
+            return None
+        data = data[part] if isinstance(data, dict) else data.get(part)
+    return data
+
+
+def _column(flag: Any) -> Tensor:
+    column: Tensor = torch.as_tensor(flag)
+    return column.unsqueeze(-1) if column.ndim == 1 else column
+
+
+def _replaced(data: Any, gone: list[Key], mark: Tensor) -> Any:
+    if not isinstance(data, dict):
+        data = data.exclude(*gone)
+        data.set(_MARK, mark.to(data.device) if data.device is not None else mark)
+        return data
+
+    def without(node: dict[str, Any], path: Key) -> dict[str, Any]:
+        kept = {key: value for key, value in node.items() if (*path, key) not in gone}
+        return {key: without(value, (*path, key)) if isinstance(value, dict) else value for key, value in kept.items()}
+
+    data = without(data, ())
+    data["next"]["final"] = mark
+    return data

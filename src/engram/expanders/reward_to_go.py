@@ -1,0 +1,82 @@
+"""The return that is still to come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engram.expanders._base import Column, Expander, as_key, check_discount, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engram.expanders._base import Reading
+
+__all__ = ["RewardToGo"]
+
+#: More steps than there are.
+_TO_THE_END = (1 << 64) - 1
+
+
+class RewardToGo(Expander):
+    """Adds to every sampled step the discounted sum of the rewards from it to the end of its trajectory.
+
+    Let ``t`` be the drawn row and ``T`` the last step of its trajectory that is stored. Then a batch holds::
+
+        reward_to_go            sum of gamma ** i * reward[t + i] for i in 0 ... T - t, as reward: [B, ...]
+        reward_to_go_complete   whether the trajectory ends with T, bool [B, 1]
+
+    Of a trajectory that is still being written only a part of the return is known; it is false there, and grows true when the
+    end is written. It is true where ``T`` has an end flag, a truncation too, and where another trajectory follows. The rewards
+    are those stored, whatever an :class:`NStep` inside makes of them. (Return, Sutton and Barto 2018, eq. 3.8; as an input:
+    Chen et al., "Decision Transformer", NeurIPS 2021.)
+
+    Args:
+        sampler: what draws the rows: a sampler of rows, a class of one, or another expander.
+        gamma: discount in [0, 1].
+        reward_key: float32 or float64 field of any shape. Summed in double precision.
+        out_key: name of the sum; that of the flag is the same with ``_complete`` behind it.
+        traj_key, end_keys, index: as for :class:`NStep`.
+
+    Raises: as :class:`NStep`. ValueError when drawing: the rows have a field with the name of the sum.
+
+    Cost: O(steps that are left in their trajectories) for a batch: their rewards and flags are read, with 30 bytes
+    of memory for each of 2 ** 18 of them, or of one trajectory if that is longer. Writers wait for as long as it takes to list so many
+    (about a millisecond for 10^5).
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from engram import LazyTensorStorage, RandomSampler, RewardToGo, TensorDictReplayBuffer
+    >>> steps = TensorDict({"step": torch.arange(3), "next": {"reward": torch.tensor([[1.0], [2.0], [3.0]]),
+    ...     "done": torch.tensor([[False], [False], [True]])}}, batch_size=[3])
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=RewardToGo(RandomSampler()), batch_size=64)
+    >>> _ = rb.extend(steps)
+    >>> batch = rb.sample()
+    >>> batch["reward_to_go"][batch["step"] == 1].unique(), bool(batch["reward_to_go_complete"].all())
+    (tensor([5.]), True)
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        gamma: float = 1.0,
+        *,
+        reward_key: Any = ("next", "reward"),
+        out_key: Any = "reward_to_go",
+        traj_key: Any = None,
+        end_keys: Sequence[Any] | None = None,
+        index: str | None = None,
+    ) -> None:
+        self.gamma = check_discount("RewardToGo: gamma", gamma)
+        self.reward_key = as_key(reward_key, "RewardToGo: reward_key") or ("next", "reward")
+        self.out_key = as_key(out_key, "RewardToGo: out_key") or ("reward_to_go",)
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+
+    def change(self, reading: Reading) -> None:
+        reward = reading.number_of_reward(self.reward_key, "RewardToGo")
+        reading.add(self.out_key, Column("sum", reward, _TO_THE_END, self.gamma), "RewardToGo")
+        complete = (*self.out_key[:-1], f"{self.out_key[-1]}_complete")
+        reading.add(complete, Column("over", ahead=_TO_THE_END), "RewardToGo")
+
+    def config(self) -> dict[str, Any]:
+        more = {"gamma": self.gamma, "reward_key": plain(self.reward_key), "out_key": plain(self.out_key)}
+        return {**super().config(), **more}

@@ -1,0 +1,182 @@
+"""Page-locked ("pinned") memory: batches that an accelerator copies by itself, while the program goes on.
+
+The memory is torch's own: its allocator keeps pinned blocks and hands one out again only when no tensor refers to it, views
+included, and every copy that was started from it has ended. So a batch somebody holds is never overwritten, and a program
+that lets batches go pays for pinning once per size.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, is_tensor_collection
+from torch import Tensor
+
+from engram import _native
+from engram._tensordict import children
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+__all__ = ["HostMemory", "Pinning", "pinning_for"]
+
+
+class HostMemory:
+    """Where pinned tensors come from."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised pinned tensor."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a CPU tensor lies in pinned memory."""
+        return tensor.is_pinned()
+
+
+class Pinning:
+    """The last step of a sample: whatever comes out, its CPU tensors are pinned.
+
+    Args:
+        memory: where pinned tensors come from; None: there is no accelerator, tensors stay where they are.
+    """
+
+    def __init__(self, memory: HostMemory | None) -> None:
+        self.memory = memory
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """In this block, tensors that the native core makes on this thread lie in pinned memory."""
+        return _native.making(None if self.memory is None else self.memory.empty)
+
+    def __call__(self, data: Any, device: torch.device | None = None) -> Any:
+        """Data of the same form whose CPU leaves are pinned; ``data`` itself, or that part of it, where nothing had to change.
+
+        Containers that must change are made anew: a transform may have returned one that it keeps.
+
+        Args:
+            data: any nesting of tensors, TensorDicts, tensorclasses, dicts, tuples and lists. Other objects, tensors elsewhere than
+                on the CPU and pinned ones pass through. A tensor that comes twice stays one.
+            device: what a TensorDict without a device is said to be on, if all its leaves are there.
+
+        Raises:
+            RuntimeError: a CPU tensor that is not dense (sparse, nested, quantized); names its place.
+        """
+        return _Walk(self.memory, device).walk(data, ())
+
+
+def pinning_for(pin_memory: Any, call: str) -> Pinning | None:
+    """The step for an argument of the user's; None if it is off. Warns where there is no accelerator to pin memory for.
+
+    Raises:
+        TypeError: not a bool.
+    """
+    if not isinstance(pin_memory, bool | None):
+        raise TypeError(f"{call}: pin_memory: expected a bool, got {type(pin_memory).__name__}.")
+    if not pin_memory:
+        return None
+    memory = host_memory()
+    if memory is None:
+        warnings.warn(
+            f"{call}: pin_memory=True, but there is no accelerator: batches are in ordinary memory.", stacklevel=3
+        )
+    return Pinning(memory)
+
+
+def host_memory() -> HostMemory | None:
+    """Pinned memory for this machine's accelerator; None without one, or where it shares the host's memory."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None or accelerator.type == "mps" else HostMemory()
+
+
+class _Walk:
+    """One walk over a batch."""
+
+    def __init__(self, memory: HostMemory | None, device: torch.device | None) -> None:
+        self.memory = memory
+        self.device = device
+        self.done: dict[int, tuple[Any, Any]] = {}  # with the tensor itself, which keeps its id
+
+    def walk(self, data: Any, path: tuple[str, ...]) -> Any:
+        if is_tensor_collection(data):
+            return self._collection(data, path)
+        if isinstance(data, Tensor):
+            return self._leaf(data, path)
+        if isinstance(data, dict):
+            entries = {key: self.walk(value, (*path, str(key))) for key, value in data.items()}
+            if all(entries[key] is value for key, value in data.items()):
+                return data
+            made = copy.copy(data)  # of the same class, with whatever else it holds
+            made.update(entries)
+            return made
+        if isinstance(data, tuple | list):
+            values = [self.walk(value, (*path, str(i))) for i, value in enumerate(data)]
+            if all(new is old for new, old in zip(values, data, strict=True)):
+                return data
+            return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        return data
+
+    def _leaf(self, tensor: Tensor, path: tuple[str, ...]) -> Tensor:
+        memory = self.memory
+        if memory is None or not tensor.is_cpu:
+            return tensor
+        known = self.done.get(id(tensor))
+        if known is not None:
+            pinned: Tensor = known[1]
+            return pinned
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise RuntimeError(
+                f"sample: pin_memory: expected a dense tensor at {list(path) or 'the batch'}, got {_described(tensor)}. "
+                "Make it dense in a transform, or leave pin_memory off."
+            )
+        pinned = tensor
+        if not memory.is_pinned(tensor):
+            # Not Tensor.pin_memory, which keeps strides and so fails on expanded tensors.
+            pinned = memory.empty(tensor.shape, tensor.dtype)
+            pinned.copy_(tensor)
+        self.done[id(tensor)] = (tensor, pinned)
+        return pinned
+
+    def _collection(self, td: Any, path: tuple[str, ...]) -> Any:
+        device = td.device
+        if device is None and self.device is not None and _all_on(td, self.device):
+            device = self.device
+        if type(td) is TensorDict:
+            old = children(td)
+            new = {key: self.walk(value, (*path, key)) for key, value in old.items()}
+            same = all(new[key] is value for key, value in old.items())
+            if same and device == td.device:
+                return td
+            names = td.names if any(td.names) else None
+            made = TensorDict(new, batch_size=td.batch_size, device=device, names=names)
+            return made.lock_() if td.is_locked else made
+        changed = device != td.device
+
+        def pin(key: Any, leaf: Any) -> Any:
+            nonlocal changed
+            place = (key,) if isinstance(key, str) else key
+            pinned = self._leaf(leaf, (*path, *place)) if isinstance(leaf, Tensor) else leaf
+            changed |= pinned is not leaf
+            return pinned
+
+        made = td.named_apply(pin, nested_keys=True, filter_empty=False, device=device)
+        if not changed:
+            return td
+        return made.lock_() if td.is_locked else made
+
+
+def _all_on(td: Any, device: torch.device) -> bool:
+    found: set[torch.device] = set()
+    # Not td.values(): stacks of ragged entries have none.
+    td.apply(lambda leaf: found.add(leaf.device) if isinstance(leaf, Tensor) else None, filter_empty=True)
+    return found == {device}
+
+
+def _described(tensor: Tensor) -> str:
+    if tensor.is_quantized:
+        return "a quantized one"
+    return "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"

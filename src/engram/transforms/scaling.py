@@ -1,0 +1,132 @@
+"""Affine transforms of entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engram.transforms._base import KeyedTransform, arguments
+
+__all__ = ["ObservationNorm", "RewardScaling"]
+
+
+class ObservationNorm(KeyedTransform):
+    """``x * scale + loc``; with ``standard_normal`` ``(x - loc) / scale``. On writing the other way round.
+
+    Args:
+        loc, scale: a number, or a tensor that broadcasts against the entries. ``scale`` is at least ``eps``.
+        in_keys: what to transform on reading. A batch that is one tensor is transformed whatever the keys.
+        out_keys: where to; default ``in_keys``.
+        in_keys_inv: what to transform back on writing; default nothing.
+        out_keys_inv: the names of these entries in what is written; default ``in_keys_inv``.
+        standard_normal: which of the two.
+        eps: default that of the dtype of ``scale``, 1e-6 for a number.
+
+    Raises:
+        ValueError: ``scale`` is not positive, or not finite.
+        TypeError: neither numbers nor tensors, no keys.
+        KeyError: on use: no such entry.
+
+    Integers become floats. Values are computed in the dtype of entry and ``loc`` together, on the entry's device.
+
+    >>> import torch
+    >>> from engram import ObservationNorm
+    >>> ObservationNorm(loc=0.0, scale=1 / 255, in_keys=["pixels"])({"pixels": torch.tensor([0, 255], dtype=torch.uint8)})
+    {'pixels': tensor([0., 1.])}
+    """
+
+    def __init__(
+        self,
+        loc: float | Tensor,
+        scale: float | Tensor,
+        in_keys: Any = None,
+        out_keys: Any = None,
+        in_keys_inv: Any = None,
+        out_keys_inv: Any = None,
+        standard_normal: bool = False,
+        eps: float | None = None,
+    ) -> None:
+        name = type(self).__name__
+        super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
+        if not self.in_keys and not self.in_keys_inv:
+            raise TypeError(f"{name}: in_keys: expected the keys of the entries to transform, got none.")
+        known = isinstance(scale, Tensor) and scale.dtype.is_floating_point
+        self.eps = eps if eps is not None else torch.finfo(scale.dtype).eps if known else 1e-6  # type: ignore[union-attr]
+        self.loc = _constant(loc, f"{name}: loc")
+        given = _constant(scale, f"{name}: scale")
+        if not bool((given > 0).all()):
+            raise ValueError(f"{name}: scale: expected positive values, got {float(given.min())}.")
+        self.scale = given.clamp_min(self.eps)
+        self.standard_normal = bool(standard_normal)
+
+    def apply(self, value: Tensor) -> Tensor:
+        return self._standardized(value) if self.standard_normal else self._scaled(value)
+
+    def apply_inv(self, value: Tensor) -> Tensor:
+        return self._scaled(value) if self.standard_normal else self._standardized(value)
+
+    def _scaled(self, value: Tensor) -> Tensor:
+        return value * self.scale.to(value.device) + self.loc.to(value.device)
+
+    def _standardized(self, value: Tensor) -> Tensor:
+        return (value - self.loc.to(value.device)) / self.scale.to(value.device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``loc``, ``scale`` and ``standard_normal``."""
+        return {
+            "loc": self.loc,
+            "scale": self.scale,
+            "standard_normal": torch.tensor(self.standard_normal, device="cpu"),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Take over a saved state. Raises ``KeyError`` for other entries than those of :meth:`state_dict`."""
+        if set(state_dict) != set(self.state_dict()):
+            raise KeyError(
+                f"{type(self).__name__}: expected the state {sorted(self.state_dict())}, got {sorted(state_dict)}."
+            )
+        self.loc, self.scale = state_dict["loc"].clone(), state_dict["scale"].clone()
+        self.standard_normal = bool(state_dict["standard_normal"])
+
+    def __repr__(self) -> str:
+        return arguments(self, ("loc", "scale", "in_keys", "in_keys_inv"))
+
+
+class RewardScaling(ObservationNorm):
+    """:class:`ObservationNorm` of rewards, on reading.
+
+    Args:
+        loc, scale: a number, or a tensor that broadcasts against the entries. ``scale`` is at least 1e-6.
+        in_keys: default ``"reward"``, which is the root's: that of a transition is ``("next", "reward")``.
+        out_keys: default ``in_keys``.
+        standard_normal: ``(x - loc) / scale`` instead of ``x * scale + loc``.
+
+    Raises: as :class:`ObservationNorm`.
+
+    >>> import torch
+    >>> from engram import RewardScaling
+    >>> RewardScaling(loc=0.0, scale=0.5)({"reward": torch.tensor([2.0])})
+    {'reward': tensor([1.])}
+    """
+
+    def __init__(
+        self,
+        loc: float | Tensor,
+        scale: float | Tensor,
+        in_keys: Any = None,
+        out_keys: Any = None,
+        standard_normal: bool = False,
+    ) -> None:
+        keys = ["reward"] if in_keys is None else in_keys
+        super().__init__(loc, scale, keys, out_keys, standard_normal=standard_normal, eps=1e-6)
+
+
+def _constant(value: Any, name: str) -> Tensor:
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}.")
+    made = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+    if not bool(torch.isfinite(made).all()):
+        raise ValueError(f"{name}: expected finite values, got {value}.")
+    return made

@@ -1,0 +1,264 @@
+"""Normalisation by running statistics."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tensordict import is_tensor_collection
+from torch import Tensor
+
+from engram.transforms._base import KeyedTransform, arguments, entry, find, is_tensor, put, shallow
+from engram.transforms.compose import Compose
+from engram.transforms.scaling import ObservationNorm
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from engram.transforms._base import Key
+
+__all__ = ["VecNorm"]
+
+
+class _Moments(NamedTuple):
+    """float64: how many values (earlier ones count less), their mean, and the sum of squared distances to it."""
+
+    weight: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    def joined(self, other: _Moments) -> _Moments:
+        """Of both together (Chan et al.): nothing large is subtracted from something large."""
+        weight = self.weight + other.weight
+        share = other.weight / weight
+        delta = other.mean - self.mean
+        return _Moments(
+            weight, self.mean + delta * share, self.squares + other.squares + delta**2 * self.weight * share
+        )
+
+
+class VecNorm(KeyedTransform):
+    """``(x - mean) / std`` on reading, by statistics of all that was read so far; later batches count more.
+
+    As TorchRL's: each call first takes its batch into the statistics, then normalises by them. What is written stays as it is.
+    ``append_transform(VecNorm(…), invert=True)`` does the same to what is written instead.
+
+    Args:
+        in_keys: default ``["observation", "reward"]``; those that are not there are passed over. A batch that is one tensor is
+            the first.
+        out_keys: where to; default ``in_keys``.
+        decay: weight of earlier batches at each call, in ``(0, 1]``; 1: all count the same.
+        eps: variance and standard deviation are at least this.
+        shapes: shape of one value per key; default what is behind the batch dimensions (one, for a dict or a tensor).
+
+    Raises:
+        ValueError: ``decay`` or ``eps`` out of range; another number of ``shapes`` than of keys. On use: NaN or infinite values; the
+            statistics stay as they were, of all keys.
+        RuntimeError: on use: values of another shape than before.
+
+    Statistics are float64 (also of float16 and integer entries), on the device of the first batch. Checking for NaN waits
+    for an accelerator. Several threads may use it; processes have statistics of their own.
+
+    >>> import torch
+    >>> from engram import VecNorm
+    >>> norm = VecNorm(["obs"], decay=1.0)
+    >>> norm({"obs": torch.tensor([1.0, 3.0])})["obs"].tolist()
+    [-1.0, 1.0]
+    >>> norm.freeze()({"obs": torch.tensor([4.0])})["obs"].tolist()
+    [2.0]
+    """
+
+    writes = False
+
+    def __init__(
+        self,
+        in_keys: Any = None,
+        out_keys: Any = None,
+        *,
+        decay: float = 0.9999,
+        eps: float = 1e-4,
+        shapes: list[torch.Size] | None = None,
+    ) -> None:
+        super().__init__(["observation", "reward"] if in_keys is None else in_keys, out_keys, None, None)
+        if not 0 < decay <= 1:
+            raise ValueError(f"VecNorm: decay: expected a number in (0, 1], got {decay}.")
+        if not eps > 0:
+            raise ValueError(f"VecNorm: eps: expected a positive number, got {eps}.")
+        if shapes is not None and len(shapes) != len(self.in_keys):
+            raise ValueError(f"VecNorm: shapes: expected one per key, {len(self.in_keys)}, got {len(shapes)}.")
+        self.decay, self.eps = float(decay), float(eps)
+        self.frozen = False
+        self._shapes = [None] * len(self.in_keys) if shapes is None else [torch.Size(shape) for shape in shapes]
+        self._moments: list[_Moments | None] = [None] * len(self.in_keys)
+        self._lock = threading.Lock()
+
+    def forward(self, data: Any) -> Any:
+        if is_tensor(data):
+            value = torch.as_tensor(data)
+            with self._lock:
+                self._take({0: (value, value.shape[1:])})
+                return self._normalized(0, value)
+        made = shallow(data, "VecNorm")
+        found = {}
+        for i, key in enumerate(self.in_keys):
+            if find(data, key) is not None:
+                value = torch.as_tensor(entry(data, key, "VecNorm"))
+                found[i] = (value, value.shape[len(data.batch_size) if is_tensor_collection(data) else 1 :])
+        with self._lock:
+            self._take(found)
+            for i, (value, _) in found.items():
+                put(made, self.out_keys[i], self._normalized(i, value))
+        return made
+
+    def inv(self, data: Any) -> Any:
+        """Data as it is: statistics come from what is read. :meth:`denorm` undoes the normalisation."""
+        return data
+
+    def _take(self, found: dict[int, tuple[Tensor, torch.Size]]) -> None:
+        """Values of some keys join the statistics: all, or after an error none."""
+        if self.frozen:
+            return
+        new = {i: self._after(i, value, shape) for i, (value, shape) in found.items()}
+        for i, moments in new.items():
+            self._moments[i] = moments
+
+    def _after(self, i: int, value: Tensor, shape: torch.Size) -> _Moments:
+        before = self._moments[i]
+        expected = before.mean.shape if before is not None else self._shapes[i]
+        shape = shape if expected is None else expected
+        if value.shape[value.ndim - len(shape) :] != shape or value.ndim < len(shape):
+            raise RuntimeError(
+                f"VecNorm: {self.in_keys[i]!r}: expected values of shape {list(shape)}, got a batch {list(value.shape)}."
+            )
+        rows = value.detach().reshape(-1, *shape).to(torch.float64)
+        if not len(rows):
+            raise RuntimeError(f"VecNorm: {self.in_keys[i]!r}: expected at least one value, got an empty batch.")
+        mean = rows.mean(0)
+        moments = _Moments(
+            torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device), mean, ((rows - mean) ** 2).sum(0)
+        )
+        if not bool(torch.isfinite(moments.squares).all()):
+            raise ValueError(
+                f"VecNorm: {self.in_keys[i]!r}: expected finite values, got NaN or infinite ones. The statistics are unchanged."
+            )
+        if before is None:
+            return moments
+        decayed = _Moments(before.weight * self.decay, before.mean, before.squares * self.decay)
+        return decayed.joined(_Moments(*(part.to(before.mean.device) for part in moments)))
+
+    def _normalized(self, i: int, value: Tensor) -> Tensor:
+        loc, scale = self._loc_scale(i)
+        dtype = value.dtype if value.dtype.is_floating_point else torch.get_default_dtype()
+        return (value - loc.to(value.device, dtype)) / scale.to(value.device, dtype)
+
+    def _loc_scale(self, i: int) -> tuple[Tensor, Tensor]:
+        moments = self._moments[i]
+        if moments is None:
+            raise RuntimeError(f"VecNorm: expected statistics of {self.in_keys[i]!r}: nothing was read yet.")
+        return moments.mean, (moments.squares / moments.weight).clamp_min(self.eps).sqrt().clamp_min(self.eps)
+
+    # ---- looking at the statistics -------------------------------------------------------------------------------------
+
+    @property
+    def loc(self) -> dict[Key, Tensor]:
+        """Mean of each key that was read, float64."""
+        return {
+            key: self._loc_scale(i)[0].clone() for i, key in enumerate(self.in_keys) if self._moments[i] is not None
+        }
+
+    @property
+    def scale(self) -> dict[Key, Tensor]:
+        """Standard deviation of each key that was read, float64, at least ``eps``."""
+        return {key: self._loc_scale(i)[1] for i, key in enumerate(self.in_keys) if self._moments[i] is not None}
+
+    def freeze(self) -> Self:
+        """Leave the statistics as they are from now on. Returns the transform."""
+        self.frozen = True
+        return self
+
+    def unfreeze(self) -> Self:
+        """Take batches into the statistics again. Returns the transform."""
+        self.frozen = False
+        return self
+
+    def frozen_copy(self) -> VecNorm:
+        """A frozen one, with the statistics of now."""
+        return copy.deepcopy(self).freeze()
+
+    def denorm(self, data: Any) -> Any:
+        """Undo the normalisation: ``out_keys`` back into ``in_keys``, by the statistics of now.
+
+        Raises:
+            RuntimeError: nothing was read yet.
+        """
+        if is_tensor(data):
+            loc, scale = self._loc_scale(0)
+            return data * scale.to(data.device, data.dtype) + loc.to(data.device, data.dtype)
+        made = shallow(data, "VecNorm")
+        for i, key in enumerate(self.out_keys):
+            value = find(data, key)
+            if value is not None:
+                loc, scale = self._loc_scale(i)
+                put(
+                    made,
+                    self.in_keys[i],
+                    value * scale.to(value.device, value.dtype) + loc.to(value.device, value.dtype),
+                )
+        return made
+
+    def to_observation_norm(self) -> ObservationNorm | Compose:
+        """The transform by the statistics of now, without any of its own; a :class:`Compose` for several keys."""
+        norms = []
+        for i, (key, out_key) in enumerate(zip(self.in_keys, self.out_keys, strict=True)):
+            loc, scale = (part.to(torch.get_default_dtype()) for part in self._loc_scale(i))
+            norms.append(ObservationNorm(loc, scale, [key], [out_key], standard_normal=True))
+        return norms[0] if len(norms) == 1 else Compose(*norms)
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``frozen``, and for the i-th key that was read ``i.weight``, ``i.mean`` and ``i.squares``: tensors only."""
+        state = {"frozen": torch.tensor(self.frozen, device="cpu")}
+        with self._lock:
+            for i, moments in enumerate(self._moments):
+                if moments is not None:
+                    state |= {f"{i}.{name}": value.clone() for name, value in moments._asdict().items()}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Go on with the statistics of a saved state.
+
+        Raises:
+            KeyError: missing or unknown entries. Nothing is changed.
+        """
+        left = dict(state_dict)
+        frozen = left.pop("frozen", None)
+        moments: list[_Moments | None] = []
+        for i in range(len(self.in_keys)):
+            parts = [left.pop(f"{i}.{name}", None) for name in _Moments._fields]
+            if any(part is None for part in parts) and any(part is not None for part in parts):
+                raise KeyError(f"VecNorm: expected {', '.join(_Moments._fields)} of key {i}, got {sorted(state_dict)}.")
+            known = [part.to(torch.float64).clone() for part in parts if part is not None]
+            moments.append(_Moments(*known) if known else None)
+        if left or frozen is None:
+            raise KeyError(
+                f"VecNorm: expected 'frozen' and the statistics of {len(self.in_keys)} keys, got {sorted(state_dict)}."
+            )
+        with self._lock:
+            self._moments, self.frozen = moments, bool(frozen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = dict(self.__dict__)
+            state["_moments"] = list(self._moments)
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return arguments(self, ("in_keys", "out_keys", "decay", "eps"))

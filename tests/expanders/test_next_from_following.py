@@ -1,0 +1,284 @@
+"""Next observations from following rows: against buffers that store them, and where they cannot be known."""
+
+import copy
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from engram import (
+    FinalObservations,
+    FrameStack,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NextFromFollowing,
+    NoSampleable,
+    NStep,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+
+
+def steps(done, *, first=0, lane=0):
+    """Steps of a lane, numbered from ``first``. A final observation is negative, so that no other row has it."""
+    done = torch.tensor(done)
+    n = len(done)
+    number = torch.arange(first, first + n)
+    obs = torch.stack([torch.full((n,), lane), number], -1).float()
+    following = obs + torch.tensor([0, 1])
+    following[done] *= -1
+    next_ = {"obs": following, "reward": number.float().unsqueeze(-1), "done": done.unsqueeze(-1)}
+    return TensorDict(
+        {"obs": obs, "number": number, "lane": torch.full((n,), lane), "next": TensorDict(next_, [n])}, [n]
+    )
+
+
+def buffer(
+    wrap=lambda s: s, *, inner=RandomSampler, finals=50, capacity=100, lanes=1, kind=TensorDictReplayBuffer, **arguments
+):
+    kept = finals if isinstance(finals, FinalObservations) else FinalObservations(["obs"], LazyTensorStorage(finals))
+    arguments.setdefault("storage", LazyTensorStorage(capacity, lanes=lanes))
+    sampler = wrap(NextFromFollowing(inner(), kept))
+    return kind(sampler=sampler, transform=kept, generator=torch.Generator().manual_seed(0), **arguments)
+
+
+def check(batch, ends):
+    """The next observations that were written; ``ends``: numbers of the last steps, of each lane."""
+    for lane, number, there in zip(
+        batch["lane"].tolist(), batch["number"].tolist(), batch["next", "obs"].tolist(), strict=True
+    ):
+        sign = -1 if number in ends[lane] else 1
+        assert there == [sign * lane, sign * (number + 1)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pieces=st.lists(
+        st.tuples(st.integers(0, 1), st.lists(st.booleans(), min_size=1, max_size=9)), min_size=1, max_size=12
+    ),
+    alone=st.booleans(),
+)
+def test_as_if_they_were_stored(pieces, alone):
+    rb, ends, written = buffer(capacity=24, lanes=2), [set(), set()], [0, 0]
+    for lane, done in pieces:
+        data = steps(done, first=written[lane], lane=lane)
+        ends[lane] |= {written[lane] + i for i, last in enumerate(done) if last}
+        written[lane] += len(done)
+        for row in data if alone else [data]:
+            (rb.add if alone else rb.extend)(row, lane=lane)
+    oldest = [max(0, n - 12) for n in written]
+    known = {
+        (lane, number)
+        for lane in range(2)
+        for number in range(oldest[lane], written[lane])
+        if number in ends[lane] or number + 1 < written[lane]
+    }
+    if not known:
+        with pytest.raises(NoSampleable, match="has a next observation yet"):
+            rb.sample(3)
+        return
+    batch = rb.sample(400)
+    check(batch, ends)
+    assert set(zip(batch["lane"].tolist(), batch["number"].tolist(), strict=True)) <= known
+    if len(known) < 12:
+        assert set(zip(batch["lane"].tolist(), batch["number"].tolist(), strict=True)) == known
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_with_returns_of_several_steps(inside):
+    done = [False, False, True, False, False, False, False]
+    if inside:
+        kept = FinalObservations(["obs"], LazyTensorStorage(9))
+        sampler = NextFromFollowing(NStep(RandomSampler(), 3, 1.0), kept)
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, transform=kept)
+    else:
+        rb = buffer(lambda s: NStep(s, 3, 1.0))
+    rb.extend(steps(done))
+    batch = rb.sample(200)
+    there = dict(zip(batch["number"].tolist(), batch["next", "obs"][:, 1].tolist(), strict=True))
+    assert there == {0: -3, 1: -3, 2: -3, 3: 6}  # of 4, 5 and 6 the step that is reached has no next one yet
+    assert batch["steps_to_next_obs"][batch["number"] == 3].unique().tolist() == [3]
+
+
+def test_around_priorities_and_stacks():
+    rb = buffer(lambda s: FrameStack(s, 2, -1, ["obs"]), inner=lambda: PrioritizedSampler(100, 1.0, 1.0, eps=0.0))
+    rb.extend(steps([False, False, True, False]))
+    batch = rb.sample(100)
+    check(batch, [{2}])
+    assert batch["obs"].shape == (100, 4)
+    batch["td_error"] = (batch["number"] == 2).float()
+    rb.update_tensordict_priority(batch)
+    rb.update_priority(torch.tensor([3]), 0.0)
+    assert rb.sample(20)["number"].unique().tolist() == [2]
+
+
+def test_dicts():
+    rb = buffer(kind=ReplayBuffer)
+    data = steps([False, True, False])
+    rb.extend({**data.exclude("next").to_dict(), "next": data["next"].to_dict()})
+    batch, info = rb.sample(50, return_info=True)
+    there = dict(zip(batch["number"].tolist(), info["next", "obs"][:, 1].tolist(), strict=True))
+    assert there == {0: 1, 1: -2}
+
+
+def test_edits_keep_their_final_observations():
+    rb = buffer()
+    rb.extend(steps([False, False, True]))
+    rb[[1]] = steps([True], first=77)
+    batch = rb.sample(60)
+    there = dict(zip(batch["number"].tolist(), batch["next", "obs"][:, 1].tolist(), strict=True))
+    assert there == {0: 77, 77: -78, 2: -3}
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+def test_copies(again):
+    rb = buffer()
+    rb.extend(steps([False, True] * 5))
+    twin = again(rb)
+    assert twin.sampler.finals is twin.transform[0]
+    twin.extend(steps([False, True], first=10))
+    check(twin.sample(99), [set(range(1, 12, 2))])
+    check(rb.sample(99), [set(range(1, 10, 2))])
+
+
+def test_shared_with_a_forked_writer(tmp_path):
+    kept = FinalObservations(["obs"], LazyMemmapStorage(50, scratch_dir=tmp_path / "finals"))
+    rb = buffer(finals=kept, storage=LazyMemmapStorage(40, lanes=2, scratch_dir=tmp_path / "rows"))
+    rb.extend(steps([False, True, False, True]), lane=0)
+    writer = torch.multiprocessing.get_context("fork").Process(
+        target=lambda: rb.extend(steps([False, True] * 5, lane=1), lane=1)
+    )
+    writer.start()
+    writer.join()
+    batch = rb.sample(300)
+    check(batch, [{1, 3}, {1, 3, 5, 7, 9}])
+    assert batch["lane"].unique().tolist() == [0, 1]
+    rb.close()
+    kept.storage.close()
+    kept = FinalObservations(["obs"], LazyMemmapStorage.open(tmp_path / "finals"))
+    rb = ReplayBuffer.open(tmp_path / "rows", sampler=NextFromFollowing(RandomSampler(), kept), transform=kept)
+    check(rb.sample(300), [{1, 3}, {1, 3, 5, 7, 9}])
+    rb.close()
+    kept.storage.close()
+
+
+def test_beside_a_writer():
+    rb = buffer(capacity=64, finals=64)
+    rb.extend(steps([False, True] * 5))
+    stop = threading.Event()
+
+    def write():
+        first = 10
+        while not stop.is_set():
+            done = [i % 7 == 0 for i in range(first, first + 5)]
+            rb.extend(steps(done, first=first))
+            first += 5
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline:
+            batch = rb.sample(32)
+            number, there = batch["number"], batch["next", "obs"][:, 1]
+            last = torch.where(number < 10, number % 2 == 1, number % 7 == 0)
+            assert torch.equal(there, torch.where(last, -1.0, 1.0) * (number + 1))
+    finally:
+        stop.set()
+        writer.join()
+
+
+# ---- where it cannot be exact --------------------------------------------------------------------------------------------
+
+
+def test_too_few_final_observations():
+    rb = buffer(finals=2)
+    rb.extend(steps([True] * 5))
+    with pytest.raises(RuntimeError, match=r"final observation of row \d is not in LazyTensorStorage.*as many rows"):
+        rb.sample(50)
+
+
+def test_final_observations_of_another_storage():
+    rb, other = buffer(), buffer()
+    rb.extend(steps([True] * 5))
+    other.extend(steps([True] * 5))
+    rb.set_sampler(other.sampler)
+    with pytest.raises(RuntimeError, match="not the one that was written to"):
+        rb.sample(5)
+
+
+def test_a_trajectory_that_ends_without_a_flag():
+    kept = FinalObservations(["obs"], LazyTensorStorage(9))
+    sampler = NextFromFollowing(RandomSampler(), kept, traj_key="lane")
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, transform=kept)
+    rb.extend(steps([False] * 3, lane=0))
+    rb.extend(steps([False] * 3, lane=1))
+    with pytest.raises(RuntimeError, match="without an end flag"):
+        rb.sample(50)
+
+
+def test_a_shared_buffer_needs_shared_final_observations():
+    rb = buffer(shared=True)
+    rb.extend(steps([True] * 3))
+    with pytest.raises(RuntimeError, match="storage of final observations is not"):
+        rb.sample(5)
+    rb.close()
+
+
+def test_what_is_refused():
+    kept = FinalObservations(["obs"], LazyTensorStorage(9))
+    with pytest.raises(TypeError, match="expected one with replacement"):
+        NextFromFollowing(SamplerWithoutReplacement(), kept)
+    with pytest.raises(TypeError, match="a NextFromFollowing inside"):
+        NextFromFollowing(NextFromFollowing(RandomSampler(), kept), kept)
+    with pytest.raises(TypeError, match="expected FinalObservations"):
+        NextFromFollowing(RandomSampler(), ["obs"])
+    with pytest.raises(TypeError, match="expected a LazyTensorStorage"):
+        FinalObservations(["obs"], ListStorage(9))
+    with pytest.raises(TypeError, match="expected a list"):
+        FinalObservations("obs", LazyTensorStorage(9))
+    with pytest.raises(TypeError, match="expected a list"):
+        FinalObservations(None, LazyTensorStorage(9))
+
+
+def test_data_that_does_not_fit():
+    kept = FinalObservations(["obs"], LazyTensorStorage(9))
+    data = steps([True])
+    with pytest.raises(KeyError, match="end flags"):
+        kept.inv(data.exclude(("next", "done")))
+    with pytest.raises(KeyError, match="expected an entry"):
+        kept.inv(data.exclude(("next", "obs")))
+    with pytest.raises(KeyError, match="expected an entry 'obs'"):
+        kept.inv(data.exclude("obs"))
+    with pytest.raises(RuntimeError, match="one batch dimension"):
+        kept.inv(data.unsqueeze(0))
+    with pytest.raises(TypeError, match="TensorDicts or dicts"):
+        kept.inv([data])
+    wide = data.clone()
+    wide["next", "obs"] = wide["next", "obs"].double()
+    with pytest.raises(RuntimeError, match="float32 as 'obs' has, got"):
+        kept.inv(wide)
+    assert len(kept.storage) == 0
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=NextFromFollowing(RandomSampler(), kept))
+    rb.extend(data)
+    with pytest.raises(KeyError, match="transform=finals"):
+        rb.sample(2)
+
+
+def test_end_keys():
+    kept = FinalObservations(["obs"], LazyTensorStorage(9), end_keys=["over"])
+    data = steps([False, True, False])
+    data["over"] = torch.tensor([1, 0, 0])
+    stored = kept.inv(data)
+    assert (stored["next", "final"][:, 0] >= 0).tolist() == [True, False, False]
+    assert ("next", "obs") in data.keys(True)
+    assert ("next", "obs") not in stored.keys(True)

@@ -1,0 +1,486 @@
+"""DeviceLoader: on the CPU, and on a device that is not there, whose streams do nothing until they are told to."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+
+from engram import (
+    DeviceLoader,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    PriorityError,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    loader,
+)
+from engram.loader import Streams
+from engram.pinning import HostMemory
+
+
+def filled(n=20, *, cls=TensorDictReplayBuffer, batch_size=4, **kwargs):
+    kwargs.setdefault("sampler", SamplerWithoutReplacement(shuffle=False))
+    rb = cls(storage=LazyTensorStorage(100), batch_size=batch_size, **kwargs)
+    rb.extend(TensorDict({"a": torch.arange(n), "n": {"b": torch.rand(n, 2)}}, [n]))
+    return rb
+
+
+# ---- on the CPU ------------------------------------------------------------------------------------------------------------
+
+
+def test_on_the_cpu_it_is_the_buffers_own_iteration():
+    rb = filled()
+    before = threading.active_count()
+    expected = [batch["a"].tolist() for batch in rb]
+    assert [batch["a"].tolist() for batch in DeviceLoader(rb, "cpu")] == expected
+    assert threading.active_count() == before
+    iterator = iter(DeviceLoader(rb, "cpu", depth=5))
+    next(iterator)
+    assert rb.sampler.state_dict()["visited"] == 4, "nothing was drawn ahead"
+
+
+def test_what_is_there_passes_through():
+    class Same:
+        batch_size = 3
+        sampler = None
+        batch = TensorDict({"a": torch.zeros(3)}, [3])
+
+        def __iter__(self):
+            return iter([self.batch])
+
+    assert next(iter(DeviceLoader(Same(), "cpu"))) is Same.batch
+
+
+def test_with_info():
+    batches = list(DeviceLoader(filled(6, cls=ReplayBuffer), "cpu", return_info=True))
+    assert [info["index"].tolist() for _, info in batches] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_elsewhere_without_streams():
+    batch, info = next(iter(DeviceLoader(filled(), "meta", return_info=True)))
+    assert batch["n", "b"].is_meta
+    assert batch.device == torch.device("meta")
+    assert info["index"].is_meta
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nowhere", object()])
+def test_no_such_device(device):
+    with pytest.raises(RuntimeError, match="DeviceLoader: device"):
+        DeviceLoader(filled(), device)
+
+
+@pytest.mark.parametrize(("depth", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_depth(depth, error):
+    with pytest.raises(error, match="depth"):
+        DeviceLoader(filled(), "cpu", depth)
+
+
+def test_no_batch_size():
+    with pytest.raises(RuntimeError, match="batch size"):
+        DeviceLoader(filled(batch_size=None), "cpu")
+
+
+def test_priorities_on_the_cpu():
+    rb = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, eps=0.0, storage=LazyTensorStorage(10), batch_size=4)
+    rb.extend(TensorDict({"a": torch.arange(10)}, [10]))
+    with DeviceLoader(rb, "cpu") as batches:
+        batches.update_priority(torch.arange(10), torch.zeros(10))
+        batches.update_priority(torch.tensor([3]), 2.0)
+        batch = next(iter(batches))
+        assert batch["a"].tolist() == [3, 3, 3, 3]
+        batch["td_error"] = torch.full((4,), 7.0)
+        batches.update_tensordict_priority(batch)
+        with pytest.raises(KeyError, match="td_error.*'a'"):
+            batches.update_tensordict_priority(batch.exclude("td_error"))
+        with pytest.raises(PriorityError):
+            batches.update_priority(torch.tensor([3]), float("nan"))
+        batches.flush()
+
+
+# ---- on streams that do nothing by themselves --------------------------------------------------------------------------------
+
+
+class Event:
+    def __init__(self, name, log):
+        self.name, self.log, self.come = name, log, False
+
+    def query(self):
+        return self.come
+
+    def synchronize(self):
+        self.log.append(("host waits for", self.name))
+        self.come = True
+
+
+class Noting(Streams):
+    """A device whose tensors are in ordinary memory, and a log of what was queued where."""
+
+    def __init__(self, device=None):
+        self.device = torch.device("cpu")
+        self.memory = HostMemory()
+        self.memory.empty = lambda shape, dtype: self._pinned(torch.empty(tuple(shape), dtype=dtype))
+        self.memory.is_pinned = lambda tensor: any(tensor is one for one in [*self.pinned, *self.mine])
+        self.up, self.down = "up", "down"
+        self.log, self.mine, self.pinned, self.events = [], [], [], []
+        self.where = threading.local()
+
+    def _pinned(self, tensor):
+        self.pinned.append(tensor)
+        return tensor
+
+    def holds(self, tensor):
+        return any(tensor is one for one in self.mine)
+
+    def current(self):
+        return getattr(self.where, "stream", threading.current_thread().name)
+
+    def on(self, stream):
+        streams = self
+
+        class On:
+            def __enter__(self):
+                self.before = streams.current()
+                streams.where.stream = stream
+
+            def __exit__(self, *_):
+                streams.where.stream = self.before
+
+        return On()
+
+    def mark(self, stream):
+        event = Event(f"{stream} {len(self.events)}", self.log)
+        self.events.append(event)
+        self.log.append(("mark", stream, event.name))
+        return event
+
+    def wait(self, stream, event):
+        self.log.append(("wait", stream, event.name))
+
+    def keep(self, tensor, stream):
+        assert self.holds(tensor)
+        self.log.append(("keep", stream))
+
+    def send(self, tensor):
+        assert self.memory.is_pinned(tensor), "the copy would not be asynchronous"
+        self.log.append(("send", self.current()))
+        self.mine.append(tensor.clone())
+        return self.mine[-1]
+
+    def receive(self, tensor):
+        self.log.append(("receive", self.current()))
+        return self.memory.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def on_device(self, tensor):
+        self.mine.append(tensor)
+        return tensor
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    made = Noting()
+    monkeypatch.setattr(loader, "Streams", lambda device: made)
+    monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
+    return made
+
+
+def test_batches_in_order(streams):
+    rb = filled()
+    expected = [batch["a"].tolist() for batch in rb]
+    seen = [(batch["a"].tolist(), streams.holds(batch["n", "b"])) for batch in DeviceLoader(rb, "cuda")]
+    assert seen == [(one, True) for one in expected]
+    assert not any(thread.name == "engram-device-loader" for thread in threading.enumerate())
+
+
+def test_the_order_on_the_streams(streams):
+    batches = iter(DeviceLoader(filled(4), "cuda", depth=1))
+    batch = next(batches)
+    log = streams.log
+    copies = len(list(batch.keys(True, True)))
+    assert log[: copies + 1] == [*[("send", "up")] * copies, ("mark", "up", "up 0")]
+    consumer = threading.current_thread().name
+    after = [entry for entry in log if entry[1] == consumer]
+    assert after == [("wait", consumer, "up 0"), *[("keep", consumer)] * copies]
+    assert not any("host waits" in entry[0] for entry in log)
+
+
+def test_what_was_on_the_device_already_stays_and_is_waited_for(streams):
+    there = streams.on_device(torch.arange(4))
+    rb = filled(4, cls=ReplayBuffer, transform=lambda td: (there, {"b": td["a"], "text": "x"}))
+    (batch,) = DeviceLoader(rb, "cuda")
+    assert batch[0] is there
+    assert batch[1]["text"] == "x"
+    consumer = threading.current_thread().name
+    waits = [entry for entry in streams.log if entry[:2] == ("wait", consumer)]
+    assert [name.split()[0] for _, _, name in waits] == ["engram-device-loader", "up"]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_depth_batches_ahead(streams, depth):
+    drawn, wanted = [], threading.Semaphore(0)
+
+    def note(td):
+        drawn.append(1)
+        wanted.release()
+        return td
+
+    rb = filled(40, transform=note)
+    batches = iter(DeviceLoader(rb, "cuda", depth))
+    next(batches)
+    for _ in range(depth + 1):
+        assert wanted.acquire(timeout=10)
+    assert not wanted.acquire(timeout=0.05), "and no further"
+    batches.close()
+    assert len(drawn) == depth + 1
+
+
+def test_an_error_comes_in_its_turn_and_ends_it(streams):
+    count = []
+
+    def third(td):
+        count.append(1)
+        if len(count) == 3:
+            raise ZeroDivisionError("mine")
+        return td
+
+    batches = iter(DeviceLoader(filled(40, transform=third), "cuda", depth=4))
+    next(batches)
+    next(batches)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+    assert not any(thread.name == "engram-device-loader" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("how", ["break", "close", "forgotten", "context"])
+def test_left_early(streams, how):
+    device_loader = DeviceLoader(filled(40), "cuda", depth=3)
+    if how == "break":
+        for _ in device_loader:
+            break
+    elif how == "context":
+        with device_loader:
+            batches = iter(device_loader)
+            next(batches)
+        assert next(batches, None) is None
+    else:
+        batches = iter(device_loader)
+        next(batches)
+        if how == "close":
+            device_loader.close()
+            device_loader.close()
+        else:
+            del batches
+    gc.collect()
+    assert not any(thread.name == "engram-device-loader" for thread in threading.enumerate())
+    assert len(list(device_loader)) > 0, "and once more"
+
+
+def test_the_same_draws_as_without_it(streams):
+    def draws(through):
+        rb = filled(40, sampler=None, cls=ReplayBuffer, generator=torch.Generator().manual_seed(4))
+        batches = iter(through(rb))
+        return [next(batches)["a"].tolist() for _ in range(10)]
+
+    assert draws(lambda rb: DeviceLoader(rb, "cuda", depth=3)) == draws(lambda rb: rb)
+
+
+@tensorclass
+class Step:
+    a: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda td: td["a"],
+        lambda td: {"x": {"y": td["a"]}},
+        lambda td: (td["a"], [td["a"]]),
+        lambda td: TensorDict({"a": td["a"]}, [4]),
+        lambda td: Step(a=td["a"], batch_size=[4]),
+    ],
+)
+def test_forms(streams, form):
+    rb = filled(4, cls=ReplayBuffer, transform=form)
+    (batch,) = DeviceLoader(rb, "cuda")
+    assert type(batch) is type(form(rb.storage[:]))
+    assert all(streams.holds(leaf) for leaf in loader._tensors(batch))
+    assert loader._tensors(batch)[0].tolist() == [0, 1, 2, 3]
+
+
+def test_samplers_and_storages(streams):
+    rb = ReplayBuffer(storage=ListStorage(10), batch_size=2)
+    rb.extend([torch.tensor(i) for i in range(3)])
+    assert streams.holds(next(iter(DeviceLoader(rb, "cuda"))))
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(40), sampler=SliceSampler(slice_len=4, traj_key="t"), batch_size=8
+    )
+    rb.extend(TensorDict({"t": torch.arange(40) // 10}, [40]))
+    batch, info = next(iter(DeviceLoader(rb, "cuda", return_info=True)))
+    assert all(streams.holds(leaf) for leaf in loader._tensors((batch, info)))
+
+
+# ---- priorities --------------------------------------------------------------------------------------------------------------
+
+
+class Hearing:
+    """A buffer that notes its updates."""
+
+    batch_size = 4
+    priority_key = "td_error"
+
+    def __init__(self):
+        self.heard = []
+        self.sampler = None
+
+    def __iter__(self):
+        return iter([torch.zeros(4)] * 3)
+
+    def update_priority(self, index, priority, *, generation=None):
+        if not isinstance(priority, float) and bool(torch.isnan(priority).any()):
+            raise PriorityError("nan")
+        self.heard.append((index.tolist(), priority if isinstance(priority, float) else priority.tolist(), generation))
+
+
+def test_priorities_are_applied_in_order_once_they_have_come(streams):
+    rb = Hearing()
+    batches = DeviceLoader(rb, "cuda")
+    errors = [streams.on_device(torch.full((2,), float(i))) for i in range(3)]
+    index = torch.tensor([5, 6])
+    for error in errors:
+        batches.update_priority(index, error)
+    batches.update_priority(index, 9.0)
+    consumer = threading.current_thread().name
+    assert streams.log[:5] == [
+        ("mark", consumer, f"{consumer} 0"),
+        ("wait", "down", f"{consumer} 0"),
+        ("receive", "down"),
+        ("keep", "down"),
+        ("mark", "down", "down 1"),
+    ]
+    index.fill_(-1)  # what was handed over is theirs no more
+    for error in errors:
+        error.fill_(77)
+    assert rb.heard == []
+    first, second, third = [event for event in streams.events if event.name.startswith("down")]
+    second.come = True
+    iterator = iter(batches)
+    next(iterator)
+    assert rb.heard == [], "the first has not come"
+    first.come = True
+    next(iterator)
+    assert [priority for _, priority, _ in rb.heard] == [[0, 0], [1, 1]]
+    assert not any("host waits" in entry[0] for entry in streams.log)
+    batches.flush()
+    assert ("host waits for", third.name) in streams.log
+    assert [priority for _, priority, _ in rb.heard] == [[0, 0], [1, 1], [2, 2], 9.0]
+    assert {tuple(index) for index, _, _ in rb.heard} == {(5, 6)}
+    batches.close()
+
+
+def test_a_bad_priority_is_dropped_and_said(streams):
+    rb = Hearing()
+    batches = DeviceLoader(rb, "cuda")
+    for value in (1.0, float("nan"), 3.0):
+        batches.update_priority(torch.tensor([0]), streams.on_device(torch.tensor([value])))
+    for event in streams.events:
+        event.come = True
+    with pytest.raises(PriorityError):
+        batches.flush()
+    batches.flush()
+    assert [priority for _, priority, _ in rb.heard] == [[1.0], [3.0]]
+
+
+def test_host_values_are_applied_at_once(streams):
+    rb = Hearing()
+    DeviceLoader(rb, "cuda").update_priority(torch.tensor([1]), torch.tensor([2.0]))
+    assert rb.heard == [([1], [2.0], None)]
+    assert streams.log == []
+
+
+def test_generations_travel_along(streams):
+    rb = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(10), batch_size=4)
+    rb.extend(TensorDict({"a": torch.arange(10)}, [10]))
+    with DeviceLoader(rb, "cuda", depth=1) as batches:
+        batch = next(iter(batches))
+        assert streams.holds(batch["index_generation"])
+        batch["td_error"] = streams.on_device(torch.ones(4))
+        rb.extend(TensorDict({"a": torch.arange(10)}, [10]))  # all rows are others now
+        batches.update_tensordict_priority(batch)
+    assert rb.stats()["priority_updates_dropped"] == 4
+
+
+def test_the_loader_keeps_nothing(streams):
+    device_loader = DeviceLoader(filled(8), "cuda", depth=1)
+    batches = iter(device_loader)
+    batch = next(batches)
+    streams.mine.clear()
+    gone = weakref.ref(batch)
+    del batch
+    next(batches)
+    gc.collect()
+    assert gone() is None
+    device_loader.close()
+
+
+def test_prioritized_draws_follow_updates(streams):
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, 1.0, 1.0, eps=0.0), batch_size=4
+    )
+    rb.extend(TensorDict({"a": torch.arange(10)}, [10]))
+    with DeviceLoader(rb, "cuda", depth=1) as batches:
+        batches.update_priority(torch.arange(10), streams.on_device((torch.arange(10) == 7).float()))
+        batches.flush()
+        assert next(iter(batches))["a"].tolist() == [7] * 4
+
+
+# ---- with a GPU ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+class TestCuda:
+    def test_batches(self):
+        rb = filled(100, pin_memory=True)
+        expected = [batch.clone() for batch in rb]
+        found = list(DeviceLoader(rb, "cuda", depth=3))
+        assert all(batch.device.type == "cuda" for batch in found)
+        for one, other in zip(found, expected, strict=True):
+            assert (one.cpu() == other).all()
+
+    def test_safe_on_the_consumers_stream(self):
+        """The consumer is slow and drops each batch at once: nobody may write into it meanwhile."""
+        rb = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=32, pin_memory=True)
+        rb.extend(torch.arange(64).repeat_interleave(50_000).reshape(64, 50_000))
+        stream = torch.cuda.Stream()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        with torch.cuda.stream(stream):
+            for batch, _ in zip(DeviceLoader(rb, "cuda", depth=3), range(200), strict=False):
+                torch.cuda._sleep(1_000_000)
+                wrong += (batch != batch[:, :1]).sum()
+                del batch
+        assert int(wrong) == 0
+
+    def test_priorities(self):
+        rb = TensorDictPrioritizedReplayBuffer(
+            alpha=1.0, beta=1.0, eps=0.0, storage=LazyTensorStorage(10), batch_size=4
+        )
+        rb.extend(TensorDict({"a": torch.arange(10)}, [10]))
+        with DeviceLoader(rb, "cuda") as batches:
+            torch.cuda._sleep(10_000_000)
+            batches.update_priority(torch.arange(10, device="cuda"), (torch.arange(10, device="cuda") == 7).float())
+            batches.flush()
+            assert next(iter(batches))["a"].tolist() == [7] * 4
+
+    def test_a_cuda_storage(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(100, device="cuda"), batch_size=8)
+        rb.extend(torch.arange(100))
+        batch = next(iter(DeviceLoader(rb, "cuda")))
+        assert batch.is_cuda
+        assert bool((batch < 100).all())
