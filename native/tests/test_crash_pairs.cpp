@@ -109,6 +109,7 @@ void check_written(const Memory& memory, const Report& report, bool emptied) {
       continue;
     }
     EXPECT(number_of(word) >= number || lapped(memory.blocks, row, outcome.from));
+    EXPECT(state_of(word) != State::unused);  // forgotten, under whatever number
     if (number_of(word) != number) continue;
     EXPECT(is_committed(word));
     EXPECT_EQ(id_in(memory.blocks, row).value_or(0), outcome.first_id + i);
