@@ -10,7 +10,7 @@ import torch
 
 from engram import _fork, _native, samplers
 from engram.errors import NoSampleable, RowError, WriterStalled
-from engram.samplers._boundaries import ID_KEYS, Boundaries, shared_table
+from engram.samplers._boundaries import ID_KEYS, Boundaries, as_key, as_keys, shared_table
 from engram.store import check_index_name, dlpack_specs
 from engram.types import Draw, Sampler
 
@@ -31,8 +31,6 @@ __all__ = [
     "Expander",
     "Following",
     "Reading",
-    "as_key",
-    "as_keys",
     "check_count",
     "check_discount",
     "plain",
@@ -565,25 +563,6 @@ def _put_together(frames: Tensor, dim: int) -> Tensor:
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def as_key(key: Any, what: str) -> Key | None:
-    """A key as a tuple; None stays. Raises ``TypeError``: it is none."""
-    if key is None:
-        return None
-    parts = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, tuple | list) else ()
-    if not parts or not all(isinstance(part, str) for part in parts):
-        raise TypeError(f"{what}: expected a key, a string or a tuple of strings, got {key!r}.")
-    return parts
-
-
-def as_keys(keys: Any, what: str) -> tuple[Key, ...] | None:
-    """A list of keys as a tuple of them; None stays. Raises ``TypeError``: it is none."""
-    if keys is None:
-        return None
-    if isinstance(keys, str) or not isinstance(keys, tuple | list) or not keys:
-        raise TypeError(f"{what}: expected a list of keys, got {keys!r}.")
-    return tuple(as_key(key, what) or () for key in keys)
 
 
 def check_count(what: str, value: Any) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from engram.expanders._base import Expander, as_keys, check_count, plain, public
+from engram.expanders._base import Expander, check_count, plain, public
+from engram.samplers._boundaries import as_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

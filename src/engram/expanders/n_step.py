@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engram.expanders._base import Column, Expander, as_key, as_keys, check_count, check_discount, plain
+from engram.expanders._base import Column, Expander, check_count, check_discount, plain
+from engram.samplers._boundaries import as_key, as_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, is_tensor_collection
 
-from engram.expanders._base import END_KEYS, Expander, Following, as_keys, public
+from engram.expanders._base import END_KEYS, Expander, Following, public
 from engram.samplers import SamplerWithoutReplacement
+from engram.samplers._boundaries import as_keys
 from engram.types import Plan
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engram.expanders._base import Column, Expander, as_key, check_discount, plain
+from engram.expanders._base import Column, Expander, check_discount, plain
+from engram.samplers._boundaries import as_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,6 +23,8 @@ __all__ = [
     "ID_KEYS",
     "Boundaries",
     "Key",
+    "as_key",
+    "as_keys",
     "boundaries_of",
     "field_numbers",
     "make_table",
@@ -35,6 +37,25 @@ Key = tuple[str, ...]
 #: Looked for in this order where no key is given.
 ID_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
 _END_KEY: Key = ("next", "done")
+
+
+def as_key(key: Any, what: str) -> Key | None:
+    """A key as a tuple; None stays. Raises ``TypeError``: it is none."""
+    if key is None:
+        return None
+    parts = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, tuple | list) else ()
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise TypeError(f"{what}: expected a key, a string or a tuple of strings, got {key!r}.")
+    return parts
+
+
+def as_keys(keys: Any, what: str) -> tuple[Key, ...] | None:
+    """A list of keys as a tuple of them; None stays. Raises ``TypeError``: it is none."""
+    if keys is None:
+        return None
+    if isinstance(keys, str) or not isinstance(keys, tuple | list) or not keys:
+        raise TypeError(f"{what}: expected a list of keys, got {keys!r}.")
+    return tuple(as_key(key, what) or () for key in keys)
 
 
 class Boundaries(NamedTuple):

@@ -10,7 +10,7 @@ from engram import _fork, _native
 from engram._later import refuse
 from engram.errors import NoSampleable
 from engram.samplers._base import NativeSampler
-from engram.samplers._boundaries import boundaries_of, field_numbers, scan, shared_table, static_table
+from engram.samplers._boundaries import as_key, as_keys, boundaries_of, field_numbers, scan, shared_table, static_table
 from engram.store import Key as DrawKey
 from engram.store import check_index_name
 from engram.types import Draw
@@ -115,11 +115,11 @@ class _SliceSampler(NativeSampler):
         check_index_name(index, f"{name}: index")
         self.num_slices = num_slices
         self.slice_len = slice_len
-        self.end_key = _as_key(end_key, f"{name}: end_key")
-        self.end_keys = _as_keys(end_keys, f"{name}: end_keys")
-        self.traj_key = _as_key(traj_key, f"{name}: traj_key")
-        self.truncated_key = _as_key(truncated_key, f"{name}: truncated_key")
-        self.init_key = _as_key(init_key, f"{name}: init_key")
+        self.end_key = as_key(end_key, f"{name}: end_key")
+        self.end_keys = as_keys(end_keys, f"{name}: end_keys")
+        self.traj_key = as_key(traj_key, f"{name}: traj_key")
+        self.truncated_key = as_key(truncated_key, f"{name}: truncated_key")
+        self.init_key = as_key(init_key, f"{name}: init_key")
         self.strict_length = bool(strict_length)
         self.index = index
         self._ends = _as_static(ends, f"{name}: ends")
@@ -642,23 +642,6 @@ def _check_count(what: str, value: Any, least: int) -> None:
         raise TypeError(f"{what}: expected an int, got {type(value).__name__}.")
     if value < least:
         raise ValueError(f"{what}: expected at least {least}, got {value}.")
-
-
-def _as_key(key: Any, what: str) -> Key | None:
-    if key is None:
-        return None
-    parts = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, tuple | list) else ()
-    if not parts or not all(isinstance(part, str) for part in parts):
-        raise TypeError(f"{what}: expected a key, a string or a tuple of strings, got {key!r}.")
-    return parts
-
-
-def _as_keys(keys: Any, what: str) -> tuple[Key, ...] | None:
-    if keys is None:
-        return None
-    if isinstance(keys, str) or not isinstance(keys, tuple | list) or not keys:
-        raise TypeError(f"{what}: expected a list of keys, got {keys!r}.")
-    return tuple(_as_key(key, what) or () for key in keys)
 
 
 def _as_static(values: Any, what: str) -> Tensor | None:
