@@ -714,7 +714,6 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
     if (state_of(word) != State::voided) live.push_back(row);
   }
   const std::uint64_t total = gaps ? live.size() : spans.total();
-  const std::vector<std::int64_t> asked(ranks, ranks + n);
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto rank = static_cast<std::uint64_t>(ranks[i]);
     if (rank >= total) throw NothingLive("rows were forgotten meanwhile");
@@ -733,18 +732,19 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
     if (control_.size() == 0) throw NothingLive("rows were forgotten meanwhile");
     const auto row = static_cast<std::uint64_t>(ranks[i]);
     if (!control_.inside(row) || state_of(control_.word(row).load(std::memory_order_acquire)) == State::voided) {
-      ranks[i] = another_live(static_cast<std::uint64_t>(asked[i]), ranks, n);  // nobody will write it: no use to wait
+      ranks[i] = another_live(ranks[i], ranks, n);  // nobody will write it: no use to wait
     }
     if (deadline.passed()) throw in_vain("row " + std::to_string(ranks[i]) + " moved at every try");
     std::this_thread::yield();
   }
 }
 
-// A live row that is not among rows[0, n), of the given rank or the next one that there is.
-std::int64_t Store::another_live(std::uint64_t rank, const std::int64_t* rows, std::uint64_t n) const {
+// The next live row behind a given one, round and round, that is not among rows[0, n).
+std::int64_t Store::another_live(std::int64_t gone, const std::int64_t* rows, std::uint64_t n) const {
   const std::vector<std::int64_t> live = live_rows();
+  const auto start = static_cast<std::uint64_t>(std::lower_bound(live.begin(), live.end(), gone) - live.begin());
   for (std::uint64_t i = 0; i < live.size(); ++i) {
-    const std::int64_t row = live[(rank + i) % live.size()];
+    const std::int64_t row = live[(start + i) % live.size()];
     if (std::find(rows, rows + n, row) == rows + n) return row;
   }
   throw NothingLive("rows were forgotten meanwhile");

@@ -140,7 +140,7 @@ class Store {
   bool mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   void commit(std::uint64_t row, std::uint64_t number);
   std::vector<std::int64_t> live_rows() const;
-  std::int64_t another_live(std::uint64_t rank, const std::int64_t* rows, std::uint64_t n) const;
+  std::int64_t another_live(std::int64_t gone, const std::int64_t* rows, std::uint64_t n) const;
   void sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                      std::int64_t* numbers_out) const;
   void prefetch_tickets(const std::int64_t* rows, std::uint64_t n) const;
