@@ -372,6 +372,7 @@ Control::Repair Control::recover() const {
     }
   }
   counters_->void_rows.store(void_rows, std::memory_order_release);
+  lock_page_->pause.store(0, std::memory_order_release);
   return repair;
 }
 

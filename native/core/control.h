@@ -208,7 +208,7 @@ class Control {
     std::uint64_t gaps = 0;    // rows reserved but never begun
   };
   /// For the only process attached: rows left half written become void, claims are cleared, void rows counted again, and
-  /// whatever was left outside the extent is unused.
+  /// whatever was left outside the extent is unused. Nothing is paused any more.
   Repair recover() const;
 
  private:

@@ -1299,7 +1299,17 @@ class _Closed:
     """The core of a store that was closed: its rows can be read as long as the memory is mapped, not written."""
 
     _writing = frozenset(
-        ("append", "append_row", "append_by_lane", "scatter", "empty", "recover", "pause", "begin_replacing", "replaced")
+        (
+            "append",
+            "append_row",
+            "append_by_lane",
+            "scatter",
+            "empty",
+            "recover",
+            "pause",
+            "begin_replacing",
+            "replaced",
+        )
     )
 
     def __init__(self, core: Any, why: str) -> None:
