@@ -11,7 +11,9 @@
     ├── ForkedHandle       RuntimeError   a store that a forked child could not share with its parent
     ├── IncompatibleStore  ValueError     another schema, geometry, format version or platform
     ├── CorruptStore       RuntimeError   a missing, truncated or changed file
-    └── UncleanStore       RuntimeError   left open when the machine went down
+    ├── UncleanStore       RuntimeError   left open when the machine went down
+    ├── IncompatibleCheckpoint  ValueError     another schema or geometry, or a newer format version
+    └── CorruptCheckpoint       RuntimeError   a missing, truncated, changed or hostile file
 
 Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, ``ValueError``, ``RuntimeError``,
 ``OSError``), as PyTorch RL users know them. Whatever raises has changed nothing, unless it says so.
@@ -20,9 +22,11 @@ Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, 
 from __future__ import annotations
 
 __all__ = [
+    "CorruptCheckpoint",
     "CorruptStore",
     "EngramError",
     "ForkedHandle",
+    "IncompatibleCheckpoint",
     "IncompatibleStore",
     "NoSampleable",
     "PriorityError",
@@ -73,4 +77,15 @@ class UncleanStore(EngramError, RuntimeError):
     """A store that was open when its machine went down: nothing is promised of its rows.
 
     ``ReplayBuffer.open(dir, unclean="accept")`` takes it as it is.
+    """
+
+
+class IncompatibleCheckpoint(EngramError, ValueError):
+    """A checkpoint with another schema, geometry or configuration than the buffer, or of a newer format version."""
+
+
+class CorruptCheckpoint(EngramError, RuntimeError):
+    """A checkpoint with a missing, truncated or changed file, or one that no engram wrote. Names the file, and where in it.
+
+    Nothing was changed, neither the checkpoint nor what was to be loaded.
     """
