@@ -169,7 +169,7 @@ CORE := $(wildcard native/core/*.cpp)
 NATIVE_TESTS := $(wildcard native/tests/test_*.cpp)
 # What threads share. ENGRAM_TSAN builds the variant without fences, which the thread sanitizer does not model.
 TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp native/tests/test_priorities*.cpp \
-  native/tests/test_expand*.cpp native/tests/test_mourning_threads*.cpp native/tests/test_pass*.cpp \
+  native/tests/test_expand*.cpp native/tests/test_mourning_threads*.cpp native/tests/test_pass*.cpp native/tests/test_pause*.cpp \
   native/tests/test_store_threads*.cpp native/tests/test_trajectories*.cpp native/tests/test_windows*.cpp)
 # What sanitizers get in the way of: single steps, and fork beside threads.
 PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp native/tests/test_participants*.cpp \
@@ -221,7 +221,8 @@ $(eval $(call flavour,plain))
 # test that cannot fail proves nothing.
 CONTROLS := without-claim/test_crash_tree without-redo/test_crash_tree without-proof_of_death/test_participants \
   without-ticket_check/test_torn without-cas/test_crash without-lap_check/test_crash without-robust_mutex/test_crash_beside \
-  without-late_check/test_priorities without-proof_of_death/test_crash_beside
+  without-late_check/test_priorities without-proof_of_death/test_crash_beside without-pause/test_pause \
+  without-replacing/test_crash_replace
 define control
 build/native/$(1)/%.o: native/%.cpp
 	@mkdir -p $$(@D)

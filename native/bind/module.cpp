@@ -320,6 +320,26 @@ void bind_store(nb::module_& m) {
             self.empty(keep_write_count);
           },
           "keep_write_count"_a)
+      .def("pause", &Store::pause, nb::call_guard<nb::gil_scoped_release>(),
+           "From now on nobody writes, in any process, and no write is under way. Waits for those, bounded.")
+      .def("resume", &Store::resume)
+      .def_prop_ro("paused", &Store::paused)
+      .def(
+          "read_words",
+          [](const Store& self, std::uint64_t clock, Address lanes, Address numbers) {
+            nb::gil_scoped_release release;
+            self.control().read_words(clock, at<Control::LaneWords>(lanes), at<std::int64_t>(numbers));
+          },
+          "clock"_a, "lanes"_a, "numbers"_a, "int64 [lanes, 4]: position, live rows; int64 [capacity]: ticket numbers below the clock.")
+      .def("begin_replacing", &Store::begin_replacing, "keep_write_count"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Empties a paused store, whose rows may then be written to directly.")
+      .def(
+          "replaced",
+          [](Store& self, std::uint64_t clock, Address lanes, Address numbers) {
+            nb::gil_scoped_release release;
+            self.replaced(clock, at<const Control::LaneWords>(lanes), at<const std::int64_t>(numbers));
+          },
+          "clock"_a, "lanes"_a, "numbers"_a, "The rows are there, as read_words would say.")
       .def(
           "fill",
           [](Store& self) {
@@ -429,6 +449,14 @@ NB_MODULE(_core, m) {
       },
       "control"_a, "control_bytes"_a, "capacity"_a, "lanes"_a, "schema_sum"_a,
       "Writes the header of a new store into zeroed memory.");
+  m.def(
+      "check_words",
+      [](std::uint64_t lane_length, std::uint64_t clock, Address lanes, std::uint64_t lane_count, Address numbers) {
+        nb::gil_scoped_release release;
+        Control::check_words({lane_length * lane_count, lane_count, lane_length}, clock,
+                             at<const Control::LaneWords>(lanes), at<const std::int64_t>(numbers));
+      },
+      "lane_length"_a, "clock"_a, "lanes"_a, "lane_count"_a, "numbers"_a, "Raises ValueError unless a store may say so.");
   m.def(
       "permute",
       [](std::uint64_t key, std::uint64_t n, std::uint64_t start, std::uint64_t count, Address out) {

@@ -271,6 +271,61 @@ void Control::take_words(const Control& from) const {
   take(counters_->redraws, from.counters_->redraws);
 }
 
+void Control::read_words(std::uint64_t clock, LaneWords* lanes, std::int64_t* numbers) const {
+  for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
+    const Lane& l = lanes_[i];
+    const std::uint64_t base = l.base.load(std::memory_order_acquire);
+    const std::uint64_t end = std::max(l.cursor.load(std::memory_order_acquire), base);
+    lanes[i] = {static_cast<std::int64_t>(end - base), static_cast<std::int64_t>(filled(i)), {0, 0}};
+  }
+  for (std::uint64_t row = 0; row < capacity(); ++row) {
+    const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
+    const bool there = is_committed(word) && number_of(word) < clock && inside(row);
+    numbers[row] = there ? static_cast<std::int64_t>(number_of(word)) : 0;
+  }
+}
+
+void Control::check_words(const Geometry& geometry, std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers) {
+  const std::uint64_t length = geometry.lane_length;
+  check(clock >= 1 && clock < std::uint64_t{1} << 56, "a ticket counter below 1 or beyond 2^56");
+  for (std::uint64_t i = 0; i < geometry.lanes; ++i) {
+    const auto position = static_cast<std::uint64_t>(lanes[i].position), live = static_cast<std::uint64_t>(lanes[i].live);
+    check(lanes[i].position >= 0 && position < std::uint64_t{1} << 56, "a lane's position that is negative or too large");
+    check(lanes[i].live >= 0 && live <= length, "more live rows than a lane has");
+    check(live >= std::min(position, length), "fewer live rows than a lane's position says");
+    for (std::uint64_t k = 0; k < length; ++k) {
+      const std::int64_t number = numbers[i * length + k];
+      check(number >= 0 && static_cast<std::uint64_t>(number) < clock, "a ticket number beyond the counter");
+      check(number == 0 || k < live, "a ticket of a row that is not live");
+    }
+  }
+}
+
+// A row is committed before it is inside the extent: until then nobody draws it.
+void Control::put_words(std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers) const {
+  check_words(geometry_, clock, lanes, numbers);
+  const std::uint64_t length = geometry_.lane_length;
+  const std::uint64_t first = counters_->next_ticket.fetch_add(clock - 1, std::memory_order_acq_rel);
+  std::uint64_t void_rows = 0;
+  for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
+    for (std::uint64_t row = i * length; row < i * length + static_cast<std::uint64_t>(lanes[i].live); ++row) {
+      const auto number = static_cast<std::uint64_t>(numbers[row]);
+      const std::uint64_t word = number != 0 ? ticket(first - 1 + number, State::committed) : ticket(first, State::voided);
+      void_rows += number == 0;
+      tickets_[row].store(word, std::memory_order_release);
+    }
+  }
+  counters_->void_rows.fetch_add(void_rows, std::memory_order_release);
+  for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
+    Lane& l = lanes_[i];
+    const auto position = static_cast<std::uint64_t>(lanes[i].position), live = static_cast<std::uint64_t>(lanes[i].live);
+    const std::uint64_t base = l.base.load(std::memory_order_acquire);
+    raise(l.cursor, base + position);
+    if (live > position) raise(l.high, base + live);
+  }
+  counters_->scatters.fetch_add(1, std::memory_order_acq_rel);  // whoever knows rows looks at all of them again
+}
+
 void Control::one_void_less() const {
   Word& left = counters_->void_rows;
   std::uint64_t n = left.load(std::memory_order_relaxed);
@@ -317,16 +372,18 @@ Control::Repair Control::recover() const {
     }
   }
   counters_->void_rows.store(void_rows, std::memory_order_release);
+  lock_page_->pause.store(0, std::memory_order_release);
   return repair;
 }
 
-ClaimGuard::ClaimGuard(Participant& participant) {
+ClaimGuard::ClaimGuard(Participant& participant) : participant_(&participant), claim_(free_claim()) {}
+
+// In one order with the word that pauses the store: either this writer sees that, or whoever pauses it sees this claim.
+Claim* ClaimGuard::free_claim() const {
   for (;;) {
-    for (Claim& claim : participant.claims) {
+    for (Claim& claim : participant_->claims) {
       std::uint64_t free = 0;
-      if (!claim.t0.compare_exchange_strong(free, kNoted, std::memory_order_acq_rel)) continue;
-      claim_ = &claim;
-      return;
+      if (claim.t0.compare_exchange_strong(free, kNoted, std::memory_order_seq_cst)) return &claim;
     }
     std::this_thread::yield();  // every other holder is a thread of this process, inside a bounded call
   }

@@ -67,7 +67,7 @@ struct LockPage {
   std::uint64_t pid_namespace;
   Word generation;  // one more with every reset
   Word clean;       // 1: closed by its last owner with nothing in flight
-  Word pause;       // reserved: writers wait while it is set
+  Word pause;       // number of the participant that keeps all writers waiting, and one more; 0: nobody. | kReplacing
   SharedMutex placing;  // held by writers that look for rows before they write, from placing to writing
 };
 
@@ -95,6 +95,9 @@ constexpr std::int64_t kEmptying = -2;
 
 /// What stands in a claim's t0 while the rest of it is noted.
 constexpr std::uint64_t kNoted = ~std::uint64_t{0};
+
+/// Beside the number in LockPage::pause: all rows are being replaced. If that ends by a death, the store is empty.
+constexpr std::uint64_t kReplacing = std::uint64_t{1} << 32;
 
 struct Participant {
   std::atomic<std::uint32_t> state;  // 0 free, 1 used
@@ -182,13 +185,30 @@ class Control {
   /// is writing to either.
   void take_words(const Control& from) const;
 
+  /// What a store's words say of its rows, without what belongs to this memory alone.
+  struct LaneWords {
+    std::int64_t position;  // of the next step, counted from the last empty()
+    std::int64_t live;      // rows inside the extent
+    std::int64_t reserved[2];
+  };
+
+  /// Per lane its words, and per row the number of its ticket, or 0 if it is not whole, or has `clock` or a later one.
+  void read_words(std::uint64_t clock, LaneWords* lanes, std::int64_t* numbers) const;
+
+  /// Throws std::invalid_argument unless a store of this geometry may say so: numbers are in [0, clock).
+  static void check_words(const Geometry& geometry, std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers);
+
+  /// Of an empty store nobody writes to: from now on its rows are live as these words say, under numbers larger than any that
+  /// was given out, in the same order. Throws as check_words: nothing changed.
+  void put_words(std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers) const;
+
   struct Repair {
     std::uint64_t claims = 0;  // of dead writers
     std::uint64_t voided = 0;  // rows that were being written
     std::uint64_t gaps = 0;    // rows reserved but never begun
   };
   /// For the only process attached: rows left half written become void, claims are cleared, void rows counted again, and
-  /// whatever was left outside the extent is unused.
+  /// whatever was left outside the extent is unused. Nothing is paused any more.
   Repair recover() const;
 
  private:
@@ -219,12 +239,20 @@ class ClaimGuard {
   ClaimGuard(const ClaimGuard&) = delete;
   ClaimGuard& operator=(const ClaimGuard&) = delete;
 
+  /// Nothing is noted any more, or it is as it was at first: the next note() may come.
+  void give_back() { claim_->t0.store(0, std::memory_order_release); }
+  void take_again() { claim_ = free_claim(); }
+  void forget_note() { claim_->t0.store(kNoted, std::memory_order_release); }
+
   /// To be called before the first row is marked.
   void note(std::uint64_t t0, std::uint64_t n, std::int64_t lane, std::uint64_t p0);
 
   Claim& claim() const { return *claim_; }
 
  private:
+  Claim* free_claim() const;
+
+  Participant* participant_;
   Claim* claim_;
 };
 

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <exception>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <thread>
 
@@ -27,6 +26,7 @@ constexpr std::uint64_t kRedraws = 8;              // before a reader begins to 
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
 constexpr auto kBetweenLooks = std::chrono::milliseconds(500);  // at who died
 constexpr auto kWhileWaiting = std::chrono::milliseconds(10);
+constexpr auto kPauseLooks = std::chrono::microseconds(200);  // between two, at whether the store is still paused
 
 // gcc's TSan does not model fences; its build orders each copied byte instead (gather.cpp).
 inline void fence([[maybe_unused]] std::memory_order order) {
@@ -151,6 +151,11 @@ std::uint64_t Store::mend() const {
 }
 
 void Store::repair(Participant& dead) const {
+  const auto entry = static_cast<std::uint64_t>(&dead - &control_.participant(0));
+  if (const std::uint64_t pause = control_.lock_page().pause.load(std::memory_order_acquire); (pause & ~kReplacing) == entry + 1) {
+    if ((pause & kReplacing) != 0) end_replacing();
+    control_.lock_page().pause.store(0, std::memory_order_release);
+  }
   for (Claim& claim : dead.claims) {
     const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
     if (t0 != 0 && t0 != kNoted) repair(claim);
@@ -238,6 +243,7 @@ std::uint64_t Store::repair(Claim& claim) const {
 
 // Claims are cleared only after what they stand for was done, so that a death in here is recovered from too.
 Control::Repair Store::recover() const {
+  if ((control_.lock_page().pause.load(std::memory_order_acquire) & kReplacing) != 0) end_replacing();
   std::uint64_t voided = 0;
   for (std::uint64_t i = 0; i < control_.participants(); ++i) {
     for (Claim& claim : control_.participant(i).claims) {
@@ -347,6 +353,7 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   check(columns.size() == fields_.size(), "another number of columns than the store has fields");
   look_after_others();
   ClaimGuard claim(*participant_);
+  admit(claim);
   // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
   const std::uint64_t p0 = control_.reserve(lane, n);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
@@ -385,6 +392,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
     runs.push_back({static_cast<std::uint64_t>(lane), begin, end, 0});
   }
   ClaimGuard claim(*participant_);
+  admit(claim);
   for (Run& run : runs) {
     run.p0 = control_.reserve(run.lane, run.end - run.begin);
   }
@@ -412,28 +420,26 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
 // Makes the lanes' extents cover the rows, and unwritten rows below them live as zeros. The zeros' number is taken before
 // the extent is looked at, and every writer takes his after he has extended it: so zeros are older than any write that
 // they meet, and hide none.
-void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
+void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& claim) {
   const std::uint64_t length = control_.lane_length();
   std::vector<std::byte> zeros;
-  std::optional<ClaimGuard> claim;
-  std::uint64_t number = 0;
+  std::uint64_t number = 0;  // of the zeros; 0: none are needed
   bool lapped = false;
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t lane = row / length, covered = row % length + 1;
-    if (covered > control_.filled(lane) + 1 && !claim) {
+    if (covered > control_.filled(lane) + 1 && number == 0) {
       zeros.resize(row_bytes_);
-      claim.emplace(*participant_);
       number = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
-      claim->note(number, 1, -1, 0);
+      claim.note(number, 1, -1, 0);
     }
     if (covered <= control_.filled(lane)) continue;
     const std::uint64_t before = control_.raise_high(lane, covered);
-    if (before + 1 < covered && !claim) {  // somebody has emptied the store since: no zeros, as they have no number
+    if (before + 1 < covered && number == 0) {  // somebody has emptied the store since: no zeros, as they have no number
       void_gaps();
       continue;
     }
-    for (std::uint64_t gap = lane * length + before; claim && gap < row; ++gap) {
+    for (std::uint64_t gap = lane * length + before; number != 0 && gap < row; ++gap) {
       if (!mark(gap, number, nullptr)) {
         lapped = true;
         continue;
@@ -451,6 +457,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n) {
     }
   }
   if (lapped) void_gaps();  // by a writer, or by somebody who emptied the store: then nobody else comes
+  if (number != 0) claim.forget_note();
 }
 
 std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
@@ -460,9 +467,11 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   check_rows(rows, n, control_.capacity());
   if (pick != nullptr) check_rows(pick, n, of);
   look_after_others();
+  ClaimGuard claim(*participant_);
+  admit(claim);
   if (grow) {
     try {
-      grow_over(rows, n);
+      grow_over(rows, n, claim);
     } catch (const Stalled&) {
       void_gaps();
       throw;
@@ -477,7 +486,6 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       }
     }
   }
-  ClaimGuard claim(*participant_);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
   const auto write = [&] {
@@ -517,12 +525,92 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
 // If this ends by a death whoever finds the claim finishes it: else some lanes would be empty, and indexes would know rows that
 // nobody can draw.
 void Store::empty(bool keep_write_count) {
-  ClaimGuard guard(*participant_);
+  ClaimGuard claim(*participant_);
+  admit(claim);
+  empty(claim, keep_write_count);
+}
+
+void Store::empty(ClaimGuard& claim, bool keep_write_count) const {
   const std::uint64_t t = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
-  guard.note(t, 0, kEmptying, keep_write_count ? 1 : 0);
-  control_.empty(t, guard.claim(), false);
+  claim.note(t, 0, kEmptying, keep_write_count ? 1 : 0);
+  control_.empty(t, claim.claim(), false);
   fence(std::memory_order_seq_cst);
   tell_indexes([](Index& index) { index.emptied(); });
+}
+
+// ---- pausing -------------------------------------------------------------------------------------------------------
+
+std::uint64_t Store::own_pause() const {
+  return static_cast<std::uint64_t>(participant_ - &control_.participant(0)) + 1;
+}
+
+// Lets a writer through that has just taken a claim: at once, but for a store that is paused.
+void Store::admit([[maybe_unused]] ClaimGuard& claim) const {
+#ifndef ENGRAM_WITHOUT_PAUSE  // the tests must fail then: make negative-controls
+  if (control_.lock_page().pause.load(std::memory_order_seq_cst) == 0) return;
+  const Deadline deadline;
+  do {
+    claim.give_back();
+    while (control_.lock_page().pause.load(std::memory_order_acquire) != 0) {
+      if (deadline.passed()) {
+        claim.take_again();  // as its owner expects
+        throw in_vain("the store has been paused, for it is being saved or loaded,");
+      }
+      look_after_others(Need::waiting);
+      std::this_thread::sleep_for(kPauseLooks);
+    }
+    claim.take_again();
+  } while (control_.lock_page().pause.load(std::memory_order_seq_cst) != 0);
+#endif
+}
+
+void Store::pause() {
+  const Deadline deadline;
+  Word& pause = control_.lock_page().pause;
+  std::uint64_t nobody = 0;
+  while (!pause.compare_exchange_strong(nobody, own_pause(), std::memory_order_seq_cst)) {
+    if (deadline.passed()) throw in_vain("the store has been paused, for it is being saved or loaded,");
+    look_after_others(Need::waiting);
+    std::this_thread::sleep_for(kPauseLooks);
+    nobody = 0;
+  }
+  for (std::uint64_t i = 0; i < control_.participants(); ++i) {
+    for (const Claim& claim : control_.participant(i).claims) {
+      while (claim.t0.load(std::memory_order_seq_cst) != 0) {
+        if (deadline.passed()) {
+          resume();
+          throw in_vain("another writer has been writing");
+        }
+        look_after_others(Need::waiting);
+        std::this_thread::yield();
+      }
+    }
+  }
+}
+
+void Store::resume() { control_.lock_page().pause.store(0, std::memory_order_release); }
+
+void Store::begin_replacing(bool keep_write_count) {
+  const std::uint64_t pause = control_.lock_page().pause.load(std::memory_order_acquire);
+  check((pause & ~kReplacing) == own_pause(), "rows replaced in a store that this process has not paused");
+  control_.lock_page().pause.store(own_pause() | kReplacing, std::memory_order_release);
+  ClaimGuard claim(*participant_);
+  empty(claim, keep_write_count);
+}
+
+void Store::replaced(std::uint64_t clock, const Control::LaneWords* lanes, const std::int64_t* numbers) {
+  check(control_.lock_page().pause.load(std::memory_order_acquire) == (own_pause() | kReplacing), "rows replaced that were not begun with");
+  control_.put_words(clock, lanes, numbers);
+  control_.lock_page().pause.store(own_pause(), std::memory_order_release);
+}
+
+// Somebody died in the middle of it.
+void Store::end_replacing() const {
+#ifndef ENGRAM_WITHOUT_REPLACING  // the tests of death must fail then: make negative-controls
+  control_.empty(false);
+  fence(std::memory_order_seq_cst);
+  tell_indexes([](Index& index) { index.emptied(); });
+#endif
 }
 
 void Store::attach(Index& index) {

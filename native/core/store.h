@@ -71,6 +71,19 @@ class Store {
   /// Forgets all rows (Control::empty), and tells the indexes.
   void empty(bool keep_write_count);
 
+  /// From now on nobody writes, in any process: writers wait for resume(), bounded, and writes that were under way are over.
+  /// Priorities may change. Throws Stalled: another one has paused the store, or is writing, for too long.
+  void pause();
+  void resume();
+  bool paused() const { return control_.lock_page().pause.load(std::memory_order_acquire) != 0; }
+
+  /// Empties the store, which this process has paused: its rows may be written to directly. If the process dies before
+  /// replaced() the store stays empty.
+  void begin_replacing(bool keep_write_count);
+
+  /// The rows are there, as Control::put_words.
+  void replaced(std::uint64_t clock, const Control::LaneWords* lanes, const std::int64_t* numbers);
+
   /// From now on every write is told to the index too, which must outlive the store. Writes that are under way may not be:
   /// what was written before, the index looks up by itself after this call.
   void attach(Index& index);
@@ -121,6 +134,10 @@ class Store {
   enum class Over { anything, live };
 
   void look_after_others(Need need = Need::none) const;
+  void admit(ClaimGuard& claim) const;
+  std::uint64_t own_pause() const;
+  void empty(ClaimGuard& claim, bool keep_write_count) const;
+  void end_replacing() const;
   std::uint64_t repair(Claim& claim) const;
   void void_gaps() const;
 
@@ -135,7 +152,7 @@ class Store {
   void place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, const std::int64_t* pick, std::int64_t* rows_out) const;
   void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
                   const std::int64_t* pick);
-  void grow_over(const std::int64_t* rows, std::uint64_t n);
+  void grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& claim);
   Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   bool mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   void commit(std::uint64_t row, std::uint64_t number);

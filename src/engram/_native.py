@@ -31,6 +31,7 @@ __all__ = [
     "Shape",
     "Store",
     "Trajectories",
+    "check_words",
     "control_bytes",
     "empty_rows",
     "format_control",
@@ -66,6 +67,7 @@ Store = _core.Store
 Trajectories = _core.Trajectories
 control_bytes = _core.control_bytes
 empty_rows = _core.empty_rows
+check_words = _core.check_words
 format_control = _core.format_control
 format_pass = _core.format_pass
 format_priorities = _core.format_priorities

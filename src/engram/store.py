@@ -54,6 +54,7 @@ __all__ = [
     "Repair",
     "Saved",
     "Store",
+    "StoreState",
     "check_index_name",
     "forget_temporary",
     "maker_of",
@@ -87,6 +88,19 @@ class Repair(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} rows that were never begun set aside"
+
+
+class StoreState(NamedTuple):
+    """What a store says of its rows at one moment, beside what they hold. Copies."""
+
+    lanes: Tensor
+    """int64 ``[L, 4]``: the position of each lane's next step, counted from the last ``empty``; its live rows; 0; 0."""
+    numbers: Tensor
+    """int64 ``[capacity]``: ticket numbers in ``[1, clock)``; 0 for rows that hold nothing."""
+    clock: int
+    """The next ticket number."""
+    write_count: int
+    """Rows written since the last ``empty``."""
 
 
 def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], None]) -> Block:
@@ -335,6 +349,8 @@ class Store:
         self._alive: _Alive | None = None
         self._placing = _fork.rlock()
         self._placing_depth = 0
+        self._pausing = _fork.rlock()
+        self._pausing_depth = 0
         _fork.mended(self, uses_others=True)  # indexes hear of what is repaired
         self.core: Any = _native.Store(
             control.address,
@@ -654,6 +670,73 @@ class Store:
             raise
         return made
 
+    # ---- its state ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside nobody writes, in any process, and no write is under way. Re-entrant within a thread. Writers wait, bounded.
+
+        Whoever reads goes on, and priorities may change.
+
+        Raises:
+            WriterStalled: somebody else has paused the store, or is writing, for 5 s.
+        """
+        with self._pausing:
+            if self._pausing_depth == 0:
+                self.core.pause()
+            self._pausing_depth += 1
+            try:
+                yield
+            finally:
+                self._pausing_depth -= 1
+                if self._pausing_depth == 0:
+                    self.core.resume()
+
+    def state(self) -> StoreState:
+        """What the store says of its rows now. Exact while it is :meth:`paused`; else rows written meanwhile are left out.
+
+        Cost: O(capacity), a word per row.
+        """
+        clock = self.core.next_ticket
+        lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
+        numbers = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
+        write_count = self.core.write_count
+        self.core.read_words(clock, lanes.data_ptr(), numbers.data_ptr())
+        return StoreState(lanes, numbers, clock, write_count)
+
+    @contextlib.contextmanager
+    def replacing(self, state: StoreState) -> Iterator[None]:
+        """Replace all rows: inside, the store is empty and paused, and its :attr:`tensors` may be filled directly.
+
+        Afterwards the rows are live as the state says, under new ticket numbers in the old order, so no earlier draw matches any
+        more; indexes give them default priorities. Whatever is raised inside, or the process's death, leaves an empty store.
+
+        Args:
+            state: as of a store with the same capacity and lanes.
+
+        Raises:
+            ValueError: a state that no such store has. Nothing is changed.
+            WriterStalled: as :meth:`paused`. Nothing is changed.
+        """
+        lanes, numbers = _as_rows(state.lanes, "replace"), _as_rows(state.numbers, "replace")
+        if lanes.shape != (self.lanes, 4) or numbers.shape != (self.capacity,):
+            raise ValueError(
+                f"replace: expected {self.lanes} lanes and {self.capacity} rows, got shapes {list(lanes.shape)} and "
+                f"{list(numbers.shape)}."
+            )
+        _native.check_words(self.lane_length, state.clock, lanes.data_ptr(), self.lanes, numbers.data_ptr())
+        with self.placing(), self.paused():  # no plan of a writer that looks first may outlive the rows it is about
+            self.core.begin_replacing(False)
+            try:
+                yield
+                self.core.replaced(state.clock, lanes.data_ptr(), numbers.data_ptr())
+                self.core.write_count = state.write_count
+                for (_, kind), index in self.indexes.items():
+                    self._scan(index, kind)
+            except BaseException:
+                self.core.begin_replacing(False)
+                raise
+
     # ---- writers that look first -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -864,7 +947,8 @@ class Store:
     def after_fork(self) -> None:
         """In a child: threads of the parent that were writing to private memory do not exist here; a directory is shared."""
         if self.directory is None:
-            if self.core.in_flight:
+            if self.core.in_flight or self.core.paused:
+                self._pausing_depth = 0
                 self.core.recover()
         elif self._alive is not None and not self.closed:
             self._join_again(self.directory, self._alive)
@@ -1214,7 +1298,19 @@ def _last_boot_id(core: Any) -> str:
 class _Closed:
     """The core of a store that was closed: its rows can be read as long as the memory is mapped, not written."""
 
-    _writing = frozenset(("append", "append_row", "append_by_lane", "scatter", "empty", "recover"))
+    _writing = frozenset(
+        (
+            "append",
+            "append_row",
+            "append_by_lane",
+            "scatter",
+            "empty",
+            "recover",
+            "pause",
+            "begin_replacing",
+            "replaced",
+        )
+    )
 
     def __init__(self, core: Any, why: str) -> None:
         self._core = core
