@@ -14,7 +14,7 @@ import torch
 
 from engram import _fork, _native
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, NoSampleable, PriorityError, RowError
-from engram.state import entry, real, tensor
+from engram.state import real, tensor_in, typed
 from engram.store import INDEX_KINDS, Store, check_index_name, private_block
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def check_priorities(state: dict[str, Any], config: PriorityConfig | None, rows:
         IncompatibleCheckpoint: another ``alpha``, ``eps`` or ``max_priority_within_buffer``, or number of rows.
     """
     alpha, beta, eps, highest = (real(state, name, where) for name in ("alpha", "beta", "eps", "highest"))
-    found = PriorityConfig(alpha, beta, eps, entry(state, "max_priority_within_buffer", bool, where))
-    leaves = tensor(state, "leaves", torch.float64, (None,), where)
+    found = PriorityConfig(alpha, beta, eps, typed(state, "max_priority_within_buffer", bool, where))
+    leaves = tensor_in(state, "leaves", torch.float64, (None,), where)
     if config is not None:
         names = (("alpha", "alpha"), ("eps", "eps"), ("max_priority_within_buffer", "within_buffer"))
         for name, attribute in names:

@@ -18,7 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["check_keys", "checked", "copied", "entry", "integer", "mapped", "real", "saved", "tensor"]
+__all__ = ["check_keys", "checked", "copied", "integer", "mapped", "real", "saved", "tensor_in", "typed"]
 
 
 # ---- trees of tensors and plain values ---------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def check_keys(state: Any, names: Iterable[str], where: str) -> None:
         raise KeyError(f"{where}: expected {wanted}; got {sorted(map(str, state))}.")
 
 
-def entry(state: dict[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:
+def typed(state: dict[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:
     """An entry of exactly that type, or of one of those. Raises ``TypeError``."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     value = state[name]
@@ -128,7 +128,7 @@ def entry(state: dict[str, Any], name: str, kind: type | tuple[type, ...], where
 
 def integer(state: dict[str, Any], name: str, least: int, end: int, where: str) -> int:
     """An int in ``[least, end)``. Raises ``TypeError``, ``ValueError``."""
-    value: int = entry(state, name, int, where)
+    value: int = typed(state, name, int, where)
     if not least <= value < end:
         raise ValueError(f"{where}: {name}: expected an int in [{least}, {end}), got {value}.")
     return value
@@ -136,13 +136,15 @@ def integer(state: dict[str, Any], name: str, least: int, end: int, where: str) 
 
 def real(state: dict[str, Any], name: str, where: str) -> float:
     """A finite number of at least 0. Raises ``TypeError``, ``ValueError``."""
-    value = float(entry(state, name, (float, int), where))
+    value = float(typed(state, name, (float, int), where))
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{where}: {name}: expected a finite number of at least 0, got {value}.")
     return value
 
 
-def tensor(state: dict[str, Any], name: str, dtype: torch.dtype, shape: tuple[int | None, ...], where: str) -> Tensor:
+def tensor_in(
+    state: dict[str, Any], name: str, dtype: torch.dtype, shape: tuple[int | None, ...], where: str
+) -> Tensor:
     """A tensor of that dtype and shape (None: any size), contiguous and on the CPU. Raises ``TypeError``, ``ValueError``."""
     value = state[name]
     if not isinstance(value, Tensor):

@@ -70,8 +70,10 @@ class NativeSampler:
         draw = self.draw(storage.extent(), batch_size, key)
         return draw.rows, dict(draw.info)
 
-    #: Names and kinds of the store's indexes whose content the state has: a buffer's state has it there.
-    own_indexes: tuple[tuple[str, str], ...] = ()
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Names and kinds of the store's indexes whose content the state has: a buffer's state has it there only."""
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """All state, as tensors and plain values: copies."""

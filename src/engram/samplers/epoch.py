@@ -9,7 +9,7 @@ import torch
 from engram import _native
 from engram.passes import KIND, PassIndex, checked_walk
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.state import check_keys, entry
+from engram.state import check_keys, typed
 from engram.store import check_index_name
 from engram.types import Draw
 
@@ -152,7 +152,7 @@ class SamplerWithoutReplacement(NativeSampler):
     def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
         check_keys(state_dict, ("key", "rows", "visited", "ran_out"), "SamplerWithoutReplacement")
         walk = checked_walk(state_dict, "SamplerWithoutReplacement")
-        ran_out = entry(state_dict, "ran_out", bool, "SamplerWithoutReplacement")
+        ran_out = typed(state_dict, "ran_out", bool, "SamplerWithoutReplacement")
 
         def take() -> None:
             self._pass.walk = walk
@@ -170,7 +170,7 @@ class SamplerWithoutReplacement(NativeSampler):
         self.checked_state(state_dict)()
 
     @property
-    def own_indexes(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
         """Name and kind of the pass."""
         return ((self.index_name, KIND),)
 

@@ -11,7 +11,7 @@ from engram._later import refuse
 from engram.errors import NoSampleable
 from engram.samplers._base import NativeSampler
 from engram.samplers._boundaries import as_key, as_keys, boundaries_of, field_numbers, scan, shared_table, static_table
-from engram.state import check_keys, entry, integer
+from engram.state import check_keys, integer, typed
 from engram.store import Key as DrawKey
 from engram.store import check_index_name
 from engram.types import Draw
@@ -632,7 +632,7 @@ class SliceSamplerWithoutReplacement(_SliceSampler):
         version = integer(state_dict, "version", 0, clock + 1, where)
         count = integer(state_dict, "count", 0, 1 << 62, where)
         visited = integer(state_dict, "visited", 0, count + 1, where)
-        ran_out = entry(state_dict, "ran_out", bool, where)
+        ran_out = typed(state_dict, "ran_out", bool, where)
 
         def take() -> None:
             with self._lock:

@@ -203,6 +203,10 @@ class Storage:
         """Check a state; what takes it over."""
         raise NotImplementedError
 
+    def capacity_after(self, state_dict: dict[str, Any]) -> int:
+        """Rows that there may be once a state was taken over that has been checked."""
+        raise NotImplementedError
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace what is stored by a saved state. The next writes go where they would have gone then.
 

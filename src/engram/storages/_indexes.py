@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engram.priorities import KIND, NAMES, check_priorities
-from engram.state import check_keys, entry
+from engram.state import check_keys, typed
 from engram.store import check_index_name
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def checked_priorities(
     """What to make each index with, and its state. Raises: as :func:`check_priorities`."""
     checked = {}
     for name in check_names(state, where):
-        entries = entry(state, name, dict, where)
+        entries = typed(state, name, dict, where)
         check_keys(entries, NAMES, f"{where}: {name!r}")
         known = indexes.get(name)
         config = None if known is None else known.config

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram.format.schema import DTYPES
-from engram.state import check_keys, entry, tensor
+from engram.state import check_keys, tensor_in, typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,10 +108,10 @@ def unpack(state: dict[str, Any], device: torch.device | None, where: str) -> li
         RuntimeError: a device that is not here.
     """
     check_keys(state, ("form", "forms"), where)
-    which = tensor(state, "form", torch.int64, (None,), where)
+    which = tensor_in(state, "form", torch.int64, (None,), where)
     made = [
         _unpack_form(form, int((which == number).sum()), device, f"{where}: form {number}")
-        for number, form in enumerate(entry(state, "forms", list, where))
+        for number, form in enumerate(typed(state, "forms", list, where))
     ]
     if len(which) and not 0 <= int(which.min()) <= int(which.max()) < len(made):
         raise ValueError(f"{where}: form: expected numbers in [0, {len(made)}), got up to {int(which.max())}.")
@@ -122,10 +122,10 @@ def unpack(state: dict[str, Any], device: torch.device | None, where: str) -> li
 def _unpack_form(form: Any, n: int, device: torch.device | None, where: str) -> list[Any]:
     check_keys(form, ("tree", "parts"), where)
     try:
-        tree = json.loads(entry(form, "tree", str, where))
+        tree = json.loads(typed(form, "tree", str, where))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: tree: not readable as JSON ({error}).") from error
-    parts = list(entry(form, "parts", list, where))
+    parts = list(typed(form, "parts", list, where))
     items = _unpack(tree, parts, n, device, where, 0)
     if parts:
         raise ValueError(f"{where}: expected parts for the leaves of its tree, got {len(parts)} more.")
@@ -174,10 +174,10 @@ def _part(parts: list[Any], ndim: int, n: int, where: str) -> dict[str, Tensor]:
         raise ValueError(f"{where}: expected a part for each leaf of its tree, got too few.")
     part = parts.pop(0)
     check_keys(part, ("bytes", "sizes"), where)
-    sizes = tensor(part, "sizes", torch.int64, (n, ndim), where)
+    sizes = tensor_in(part, "sizes", torch.int64, (n, ndim), where)
     if bool((sizes < 0).any()):
         raise ValueError(f"{where}: sizes: expected sizes of at least 0, got {int(sizes.min())}.")
-    return {"bytes": tensor(part, "bytes", torch.uint8, (None,), where), "sizes": sizes}
+    return {"bytes": tensor_in(part, "bytes", torch.uint8, (None,), where), "sizes": sizes}
 
 
 def _tensors(parts: list[Any], dtype: torch.dtype, ndim: int, n: int, device: torch.device, where: str) -> list[Tensor]:

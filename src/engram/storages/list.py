@@ -13,7 +13,7 @@ from engram._later import refuse
 from engram._tensordict import find
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.priorities import PriorityConfig, PriorityIndex
-from engram.state import check_keys, entry, integer, tensor
+from engram.state import check_keys, integer, tensor_in, typed
 from engram.storages._base import Rows, Storage, check_count, one_or_many
 from engram.storages._indexes import checked_priorities, saved_priorities
 from engram.storages._packing import pack, unpack
@@ -247,7 +247,7 @@ class ListStorage(Storage):
         where = "ListStorage"
         names = ("max_size", "cursor", "write_count", "clock", "numbers", "items", "priorities")
         check_keys(state_dict, names, where)
-        max_size = entry(state_dict, "max_size", (int, type(None)), where)
+        max_size = typed(state_dict, "max_size", (int, type(None)), where)
         if max_size != self._max_size and None not in (max_size, self._max_size):
             raise IncompatibleCheckpoint(f"{where}: max_size: expected {self._max_size} as here, got {max_size}.")
         bound = self._max_size or max_size
@@ -255,11 +255,11 @@ class ListStorage(Storage):
         cursor = integer(state_dict, "cursor", 0, 1 << 62, where)
         write_count = integer(state_dict, "write_count", 0, 1 << 62, where)
         clock = integer(state_dict, "clock", 1, 1 << 61, where)
-        numbers = tensor(state_dict, "numbers", torch.int64, (None,), where)
+        numbers = tensor_in(state_dict, "numbers", torch.int64, (None,), where)
         n = len(numbers)
         if n > rows:
             raise ValueError(f"{where}: numbers: expected at most {rows} items, got {n}.")
-        if n and not (int(numbers.min()) > 0 and int(numbers.max()) < clock and len(numbers.unique()) == n):
+        if n and not (int(numbers.min()) > 0 and int(numbers.max()) < clock and len(torch.unique(numbers)) == n):
             raise ValueError(f"{where}: numbers: expected each ticket once, in [1, {clock}).")
         items = unpack(state_dict["items"], self._device, f"{where}: items")
         if len(items) != n:
@@ -282,6 +282,9 @@ class ListStorage(Storage):
                     self._priorities[name].restore(entries)
 
         return take
+
+    def capacity_after(self, state_dict: dict[str, Any]) -> int:
+        return self._max_size or state_dict["max_size"] or self.max_size
 
     def counters(self) -> dict[str, int]:
         dropped = sum(int(index.core.dropped) for index in self._priorities.values())

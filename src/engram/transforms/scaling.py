@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram.state import check_keys, tensor
+from engram.state import check_keys, tensor_in
 from engram.transforms._base import KeyedTransform, arguments
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ObservationNorm(KeyedTransform):
         loc, scale = (_constant(state_dict[part], f"{name}: {part}") for part in ("loc", "scale"))
         if not bool((scale > 0).all()):
             raise ValueError(f"{name}: scale: expected positive values, got {float(scale.min())}.")
-        standard_normal = tensor(state_dict, "standard_normal", torch.bool, (), name)
+        standard_normal = tensor_in(state_dict, "standard_normal", torch.bool, (), name)
 
         def take() -> None:
             self.loc, self.scale, self.standard_normal = loc, scale, bool(standard_normal)

@@ -10,7 +10,7 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
-from engram.state import tensor
+from engram.state import tensor_in
 from engram.transforms._base import KeyedTransform, arguments, entry, find, is_tensor, put, shallow
 from engram.transforms.compose import Compose
 from engram.transforms.scaling import ObservationNorm
@@ -243,7 +243,7 @@ class VecNorm(KeyedTransform):
             raise KeyError(
                 f"VecNorm: expected 'frozen' and the statistics of {len(self.in_keys)} keys, got {sorted(state_dict)}."
             )
-        frozen = bool(tensor(state_dict, "frozen", torch.bool, (), "VecNorm"))
+        frozen = bool(tensor_in(state_dict, "frozen", torch.bool, (), "VecNorm"))
 
         def take() -> None:
             with self._lock:
@@ -251,17 +251,17 @@ class VecNorm(KeyedTransform):
 
         return take
 
-    def _checked_moments(self, i: int, names: list[str], state: dict[str, Tensor]) -> _Moments:
+    def _checked_moments(self, i: int, names: list[str], state: dict[str, Any]) -> _Moments:
         """The statistics of a key, in tensors of their own."""
         if any(name not in state for name in names):
             raise KeyError(f"VecNorm: expected {', '.join(names)} of key {i}, got {sorted(state)}.")
-        shape = getattr(state[names[1]], "shape", None)
-        shape = self._shapes[i] if self._shapes[i] is not None else shape
+        known = self._shapes[i]
+        shape = torch.Size(getattr(state[names[1]], "shape", ())) if known is None else known
         for name, expected in zip(names, ((), shape, shape), strict=True):
             value = state[name]
-            if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 raise TypeError(f"VecNorm: {name}: expected a tensor of floats, got {type(value).__name__}.")
-            if value.shape != expected:
+            if value.shape != torch.Size(expected):
                 raise ValueError(f"VecNorm: {name}: expected the shape {list(expected)}, got {list(value.shape)}.")
         made = _Moments(*(state[name].detach().to(torch.float64).clone() for name in names))
         finite = all(bool(torch.isfinite(part).all()) for part in made)
