@@ -80,8 +80,10 @@ void bind_priorities(nb::module_& m) {
       .def("emptied", &BoundPriorities::emptied, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "leaves",
-          [](const BoundPriorities& self, Address out, std::uint64_t n) { self.copy_leaves(at<double>(out), n); },
-          "out"_a, "n"_a, "Copies the leaves of rows [0, n).")
+          [](const BoundPriorities& self, Address out, std::uint64_t n, bool signs) {
+            self.copy_leaves(at<double>(out), n, signs);
+          },
+          "out"_a, "n"_a, "signs"_a, "Copies the leaves of rows [0, n); `signs`: a priority of zero is -0.0.")
       .def(
           "restore",
           [](BoundPriorities& self, Address leaves, std::uint64_t n, double alpha) {

@@ -226,10 +226,10 @@ double Priorities::highest() const {
   return header_->highest;
 }
 
-void Priorities::copy_leaves(double* out, std::uint64_t n) const {
+void Priorities::copy_leaves(double* out, std::uint64_t n, bool signs) const {
   check(n <= tree_.leaves(), "more leaves than there are rows");
   const Lock guard(*this);
-  for (std::uint64_t row = 0; row < n; ++row) out[row] = std::abs(tree_.leaf(row));
+  for (std::uint64_t row = 0; row < n; ++row) out[row] = signs ? tree_.leaf(row) : std::abs(tree_.leaf(row));
 }
 
 void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
@@ -244,7 +244,7 @@ void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
   const Lock guard(*this);
   Change change(*this);
   header_->alpha = alpha;
-  tree_.transform(0, rows(), [&](std::uint64_t row, double) { return row < n && is_live(row) ? given(leaves[row]) : 0.0; });
+  tree_.transform(0, rows(), [&](std::uint64_t row, double) { return row < n && is_live(row) ? leaves[row] : 0.0; });
   change.done();
 }
 

@@ -88,9 +88,11 @@ class Priorities : public Index {
   /// Counts updates that somebody else dropped.
   void drop(std::uint64_t n) { header_->dropped.fetch_add(n, std::memory_order_relaxed); }
 
-  /// The leaves of rows [0, n). Throws std::out_of_range for more than there are.
-  void copy_leaves(double* out, std::uint64_t n) const;
-  /// Takes over leaves that are powers `alpha`, checked first (BadPriority); those of other rows, and of rows that hold nothing, become zero.
+  /// The leaves of rows [0, n). `signs`: with the sign that priority zero has, for restore(). Throws std::invalid_argument for
+  /// more than there are.
+  void copy_leaves(double* out, std::uint64_t n, bool signs) const;
+  /// Takes over leaves that are powers `alpha`, bit for bit, checked first (BadPriority); those of other rows, and of rows that
+  /// hold nothing, become zero.
   void restore(const double* leaves, std::uint64_t n, double alpha);
 
   /// Of rows [begin, end): live ones without a priority get the default one, the leaves of others become zero. A scan of all

@@ -144,7 +144,7 @@ void append(Drawn& to, const Drawn& from) {
 std::vector<std::int64_t> listed_anchors(const Priorities& priorities, Trajectories& table, const Random& random,
                                          std::uint64_t n, const Shape& shape) {
   std::vector<double> upto(priorities.rows());
-  priorities.copy_leaves(upto.data(), upto.size());
+  priorities.copy_leaves(upto.data(), upto.size(), false);
   std::vector<std::int64_t> rows;
   for (std::uint64_t row = 0; row < upto.size(); ++row) {
     if (upto[row] > 0) rows.push_back(static_cast<std::int64_t>(row));

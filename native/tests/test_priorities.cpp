@@ -34,7 +34,7 @@ struct Index {
   }
   std::vector<double> leaves() const {
     std::vector<double> out(priorities->rows());
-    priorities->copy_leaves(out.data(), out.size());
+    priorities->copy_leaves(out.data(), out.size(), false);
     return out;
   }
   struct Free {

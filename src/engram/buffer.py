@@ -22,6 +22,7 @@ from engram._later import refuse
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
 from engram.pinning import pinning_for
+from engram.state import check_keys, checked, integer, saved, tensor_in, typed
 from engram.store import Key
 from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
@@ -49,6 +50,20 @@ _LATER = {
     "transport": "remote buffers",
     "transport_options": "remote buffers",
 }
+
+#: Entries of a state.
+_STATE = (
+    "_storage",
+    "_sampler",
+    "_writer",
+    "_transforms",
+    "_batch_size",
+    "_lane",
+    "_consume_after_n_samples",
+    "_rng",
+    "_default_rng",
+    "_prefetch_state",
+)
 
 #: Reads of one row that keeps moving: tries in a row, before there are pauses.
 _TRIES = 8
@@ -908,6 +923,131 @@ class ReplayBuffer:
             raise RowError(f"expected an index inside the storage, got {index[outside.to(index.device)][0].tolist()}.")
         return rows
 
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state, as tensors and plain values: copies, which ``torch.save`` and the like carry.
+
+        Keys: ``_storage`` (rows, their order, cursors and indexes), ``_sampler`` (with the index that it draws from),
+        ``_writer``, ``_transforms``, ``_batch_size``, ``_lane``, ``_consume_after_n_samples``, ``_rng`` (``[state, device]`` of the
+        generator that was given, else None), ``_default_rng`` (state of torch's) and ``_prefetch_state``. Writers, of all processes,
+        wait meanwhile.
+
+        Raises:
+            TypeError: something that is neither a tensor nor a plain value, in items of a list or in the state of a component of
+                your own; names the way to it.
+
+        Cost: O(bytes of the rows), which are copied.
+        """
+        with self._storage.paused:
+            prefetched = self._prefetch_state()
+            sampler = self._bound_sampler()
+            return {
+                "_storage": self._storage.state_dict(without=getattr(sampler, "own_indexes", ())),
+                "_sampler": saved(sampler, "_sampler"),
+                "_writer": saved(self._writer, "_writer"),
+                "_transforms": self._transform.state_dict(),
+                "_batch_size": self._batch_size,
+                "_lane": self._lane,
+                "_consume_after_n_samples": None,
+                "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
+                "_default_rng": torch.default_generator.get_state(),
+                "_prefetch_state": prefetched,
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, default_rng: bool = False) -> None:
+        """Take over a saved state: every later operation gives what it would have given then.
+
+        Draws, too, if a generator was given, or with ``default_rng``. Rows get new tickets: draws of before do not match any more,
+        and priorities that come for them are dropped. Samplers of other buffers on the storage hear of an emptied one.
+
+        Args:
+            state_dict: of a buffer with the same kinds of components, and fields, capacity and lanes as here, if anything was
+                written. The sampler's ``alpha`` must be that of the state.
+            default_rng: set torch's default generator, too: for the whole program.
+
+        Raises:
+            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: one out of range.
+            IncompatibleCheckpoint: another schema, capacity, number of lanes, alpha or eps (a ``ValueError``). Whatever components of
+                your own raise. Nothing is changed.
+            OSError: no space for the rows. The buffer is empty then, if it was not already.
+
+        Cost: O(bytes of the rows), which are copied.
+        """
+        self._checked_state(state_dict, default_rng=default_rng)()
+
+    def _checked_state(self, state: Any, *, default_rng: bool) -> Callable[[], None]:
+        """Check a state; what takes it over."""
+        name = type(self).__name__
+        check_keys(state, _STATE, name)
+        take_storage = checked(self._storage, state["_storage"], f"{name}: _storage")
+        capacity = self._storage.capacity_after(state["_storage"])
+        return self._checked_rest(state, capacity, take_storage, default_rng=default_rng)
+
+    def _checked_rest(
+        self, state: dict[str, Any], capacity: int, take_storage: Callable[[], None], *, default_rng: bool
+    ) -> Callable[[], None]:
+        """Check all but the storage's state; what takes all over.
+
+        ``capacity``: rows that the storage will have.
+        """
+        name = type(self).__name__
+        batch_size = typed(state, "_batch_size", (int, type(None)), name)
+        if batch_size is not None:
+            _check_batch_size(batch_size)
+        elif getattr(self._sampler, "drop_last", False):
+            raise ValueError(f"{name}: _batch_size: expected an int, as drop_last needs one, got None.")
+        lane = integer(state, "_lane", 0, self._storage.lanes, name)
+        if state["_consume_after_n_samples"] is not None:
+            raise TypeError(f"{name}: _consume_after_n_samples: expected None: a ConsumingSampler will carry it.")
+        rng = self._checked_rng(state["_rng"])
+        default = _checked_generator(state["_default_rng"], f"{name}: _default_rng")
+        take_prefetched = self._checked_prefetch(state["_prefetch_state"])
+        sampler = self._bound_sampler()
+        take_writer = checked(self._writer, state["_writer"], f"{name}: _writer")
+        take_transforms = checked(self._transform, state["_transforms"], f"{name}: _transforms")
+        if hasattr(sampler, "own_indexes"):
+            take_sampler = sampler.checked_state(state["_sampler"], capacity)
+        else:
+            take_sampler = checked(sampler, state["_sampler"], f"{name}: _sampler")
+
+        def take() -> None:
+            take_storage()
+            self._storage.notify(None, None)
+            self._bound_sampler()  # to what was allocated just now
+            take_sampler()
+            take_writer()
+            take_transforms()
+            self._batch_size, self._lane, self._iterator = batch_size, lane, None
+            if rng is not None:
+                self._generator = self._generator or torch.Generator()
+                self._generator.set_state(rng.get_state())
+            if default_rng:
+                torch.default_generator.set_state(default.get_state())
+            take_prefetched()
+
+        return take
+
+    def _checked_rng(self, rng: Any) -> torch.Generator | None:
+        where = f"{type(self).__name__}: _rng"
+        if rng is None:
+            return None
+        if not isinstance(rng, list | tuple) or len(rng) != 2:
+            raise TypeError(f"{where}: expected None or [state, device], got a {type(rng).__name__}.")
+        if rng[1] != "cpu":
+            raise ValueError(f"{where}: expected the state of a CPU generator, got one of {rng[1]!r}.")
+        return _checked_generator(rng[0], where)
+
+    def _prefetch_state(self) -> dict[str, Any] | None:
+        """Batches that were drawn and not handed out: there are none."""
+        return None
+
+    def _checked_prefetch(self, state: Any) -> Callable[[], None]:
+        """Check batches that were drawn and not handed out; what takes them over."""
+        if state is not None:
+            raise TypeError(f"{type(self).__name__}: _prefetch_state: expected None, got a {type(state).__name__}.")
+        return lambda: None
+
     # ---- life ----------------------------------------------------------------------------------------------------------
 
     def _record(self) -> None:
@@ -1229,6 +1369,16 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
         return known[name].from_config(config) if hasattr(known[name], "from_config") else known[name](**config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {error}.") from error
+
+
+def _checked_generator(state: Any, where: str) -> torch.Generator:
+    """A generator of a saved state. Raises ``TypeError``, ``ValueError``: it is none."""
+    generator = torch.Generator()
+    try:
+        generator.set_state(tensor_in({"state": state}, "state", torch.uint8, (None,), where).clone())
+    except RuntimeError as error:
+        raise ValueError(f"{where}: expected the state of a generator: {error}.") from error
+    return generator
 
 
 # ---- data of any form --------------------------------------------------------------------------------------------------

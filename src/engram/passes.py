@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from engram import _fork, _native
 from engram.errors import IncompatibleStore
+from engram.state import integer
 from engram.store import INDEX_KINDS, check_index_name, private_block
 
 if TYPE_CHECKING:
     from engram.store import Block, Store
 
-__all__ = ["PassIndex"]
+__all__ = ["KIND", "PassIndex", "checked_walk"]
 
 KIND = "pass"
 
@@ -88,6 +89,17 @@ class PassIndex:
     @walk.setter
     def walk(self, walk: tuple[int, int, int]) -> None:
         self.core.walk = walk
+
+    def state(self) -> dict[str, Any]:
+        """The :attr:`walk`, under ``key, rows`` and ``visited``: ints."""
+        return dict(zip(("key", "rows", "visited"), self.walk, strict=True))
+
+
+def checked_walk(state: dict[str, Any], where: str) -> tuple[int, int, int]:
+    """The walk of a :meth:`PassIndex.state`; ``state`` may hold more. Raises ``TypeError``, ``ValueError``: it is none."""
+    key = integer(state, "key", 0, 1 << 64, where)
+    rows = integer(state, "rows", 0, 1 << 62, where)
+    return key, rows, integer(state, "visited", 0, rows + 1, where)
 
 
 INDEX_KINDS[KIND] = PassIndex

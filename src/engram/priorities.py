@@ -6,13 +6,15 @@ different indexes have priorities of their own over one copy of the data.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from engram import _fork, _native
-from engram.errors import IncompatibleStore, NoSampleable, PriorityError, RowError
+from engram.errors import IncompatibleCheckpoint, IncompatibleStore, NoSampleable, PriorityError, RowError
+from engram.state import real, tensor_in, typed
 from engram.store import INDEX_KINDS, Store, check_index_name, private_block
 
 if TYPE_CHECKING:
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
 
     from engram.store import Block, Key
 
-__all__ = ["NOTHING", "PriorityConfig", "PriorityIndex"]
+__all__ = ["KIND", "NAMES", "NOTHING", "PriorityConfig", "PriorityIndex", "check_priorities", "state_of"]
 
 KIND = "priorities"
+#: Entries of a state.
+NAMES = ("alpha", "beta", "eps", "max_priority_within_buffer", "highest", "leaves")
 NOTHING = "Add data, or give rows a priority above zero."
 
 
@@ -34,6 +38,57 @@ class PriorityConfig(NamedTuple):
     beta: float
     eps: float
     within_buffer: bool
+
+
+def state_of(config: PriorityConfig) -> dict[str, Any]:
+    """The state of priorities that no row has yet."""
+    return {
+        "alpha": config.alpha,
+        "beta": config.beta,
+        "eps": config.eps,
+        "max_priority_within_buffer": config.within_buffer,
+        "highest": 0.0,
+        "leaves": torch.zeros(0, dtype=torch.float64, device="cpu"),
+    }
+
+
+def check_priorities(state: dict[str, Any], config: PriorityConfig | None, rows: int, where: str) -> PriorityConfig:
+    """Check the entries of :meth:`PriorityIndex.state` in ``state``; how priorities become probabilities there.
+
+    Args:
+        state: may hold more.
+        config: as the priorities are that take it over; None: they will be made for it.
+        rows: of those priorities. A state without leaves has none of any row.
+        where: for messages.
+
+    Raises:
+        TypeError, ValueError: an entry of another type or shape, or out of range. PriorityError: a leaf that no priority has.
+        IncompatibleCheckpoint: another ``alpha``, ``eps`` or ``max_priority_within_buffer``, or number of rows.
+    """
+    alpha, beta, eps, highest = (real(state, name, where) for name in ("alpha", "beta", "eps", "highest"))
+    found = PriorityConfig(alpha, beta, eps, typed(state, "max_priority_within_buffer", bool, where))
+    leaves = tensor_in(state, "leaves", torch.float64, (None,), where)
+    if config is not None:
+        names = (("alpha", "alpha"), ("eps", "eps"), ("max_priority_within_buffer", "within_buffer"))
+        for name, attribute in names:
+            ours, theirs = getattr(config, attribute), getattr(found, attribute)
+            if ours != theirs:
+                advice = f" Set alpha={theirs} first." if name == "alpha" else f" Make them with {name}={theirs}."
+                raise IncompatibleCheckpoint(f"{where}: {name}: expected {ours} as here, got {theirs}.{advice}")
+    if leaves.numel() not in (0, rows):
+        raise IncompatibleCheckpoint(f"{where}: leaves: expected those of {rows} rows, got {leaves.numel()}.")
+    most, possible = 1e300 / rows, False  # no sum of such leaves overflows
+    with contextlib.suppress(OverflowError):
+        possible = (highest + eps) ** alpha < most
+    if not possible:
+        raise PriorityError(f"{where}: highest: expected one whose power alpha={alpha} can be summed, got {highest}.")
+    bad = ~((leaves >= 0) & (leaves < most))
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise PriorityError(
+            f"{where}: leaves: expected finite ones of at least 0, got {float(leaves[row])} of row {row}."
+        )
+    return found
 
 
 class PriorityIndex:
@@ -176,11 +231,34 @@ class PriorityIndex:
 
     def leaves(self, n: int) -> Tensor:
         """float64 ``[n]``: ``(priority + eps) ** alpha`` of the first rows, 0 for rows that hold nothing. A copy."""
+        return self._leaves(n, signs=False)
+
+    def _leaves(self, n: int, *, signs: bool) -> Tensor:
         out = torch.empty(n, dtype=torch.float64, device="cpu")
-        self.core.leaves(out.data_ptr(), n)
+        self.core.leaves(out.data_ptr(), n, signs)
         return out
 
-    # What a list calls, which has no native write path.
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> PriorityConfig:
+        """How priorities become probabilities now."""
+        return PriorityConfig(self.core.alpha, self.core.beta, self.core.eps, self.core.within_buffer)
+
+    def state(self) -> dict[str, Any]:
+        """``alpha, beta, eps, max_priority_within_buffer, highest`` and ``leaves``, float64 ``[rows]``, of which -0.0 is a
+        priority of zero: copies.
+        """
+        leaves = self._leaves(self.core.rows, signs=True)
+        return {**state_of(self.config), "highest": self.core.highest, "leaves": leaves}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a state that :func:`check_priorities` has seen; leaves of rows that hold nothing become zero."""
+        leaves = state["leaves"].detach().to("cpu").contiguous()
+        self.core.restore(leaves.data_ptr(), leaves.numel(), state["alpha"])
+        self.core.beta, self.core.highest = state["beta"], state["highest"]
+
+    # ---- what a list calls, which has no native write path ------------------------------------------------------------
 
     def written(self, rows: Tensor) -> None:
         """Rows of a list hold new items."""

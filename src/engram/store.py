@@ -345,6 +345,10 @@ class Store:
         self.indexes: dict[tuple[str, str], Any] = {}
         self._indexing = _fork.lock()
         self._copied_indexes: dict[tuple[str, str], Block] = {}
+        #: Of each table of trajectories, by name: the length of the windows that it counts. Draws depend on it.
+        self.windows: dict[str, int] = {}
+        #: The clock of the state that last replaced all rows, and the next ticket number then.
+        self.replaced: tuple[int, int] | None = None
         native = self._native_fields()
         self._alive: _Alive | None = None
         self._placing = _fork.rlock()
@@ -869,6 +873,13 @@ class Store:
                     INDEX_KINDS[kind].free_lock(block)
                 self._attach_index(name, kind, block)
 
+    def all_indexes(self) -> dict[tuple[str, str], Any]:
+        """The :attr:`indexes`, with those that other processes have made since."""
+        if self.directory is not None and not self.closed:
+            with _Alone(self.directory):
+                self._attach_new_indexes()
+        return self.indexes
+
     def _attach_new_indexes(self) -> None:
         """Those that another process has made since we last looked."""
         with self._indexing:
@@ -1204,6 +1215,11 @@ class DeviceStore(Store):
 
     def _native_fields(self) -> list[tuple[Tensor, Field]]:
         return []
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._lock, super().paused():  # in between, rows have tickets already and no data yet
+            yield
 
     def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
         with self._lock:

@@ -11,10 +11,11 @@ from tensordict import TensorDict, is_tensor_collection
 from engram.expanders._base import END_KEYS, Expander, Following, public
 from engram.samplers import SamplerWithoutReplacement
 from engram.samplers._boundaries import as_keys
+from engram.state import check_keys
 from engram.types import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -117,6 +118,20 @@ class FinalObservations:
         found = columns[-1] == mark[:, 1]
         found[moved] = False
         return columns[:-1], found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of :attr:`storage`: copies."""
+        return {"storage": self.storage.state_dict()}
+
+    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Check a state; what takes it over."""
+        check_keys(state_dict, ("storage",), "FinalObservations")
+        take: Callable[[], None] = self.storage.checked_state(state_dict["storage"])
+        return take
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a saved state. Raises: as :meth:`TensorStorage.load_state_dict`."""
+        self.checked_state(state_dict)()
 
     def __repr__(self) -> str:
         return f"FinalObservations({[public(key) for key in self.keys]}, {self.storage!r})"

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram.errors import NoSampleable
+from engram.state import check_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from engram.types import Draw, Extent, Write
@@ -67,12 +70,28 @@ class NativeSampler:
         draw = self.draw(storage.extent(), batch_size, key)
         return draw.rows, dict(draw.info)
 
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Names and kinds of the store's indexes whose content the state has: a buffer's state has it there only."""
+        return ()
+
     def state_dict(self) -> dict[str, Any]:
+        """All state, as tensors and plain values: copies."""
         return {}
 
+    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+        """Check a state; what takes it over. ``capacity``: rows that the storage will have then; None: as now."""
+        check_keys(state_dict, (), type(self).__name__)
+        return lambda: None
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict:
-            raise KeyError(f"{type(self).__name__}: expected an empty state, got the keys {sorted(state_dict)}.")
+        """Take over a saved state.
+
+        Raises:
+            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: one out of range. Nothing is
+                changed.
+        """
+        self.checked_state(state_dict)()
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments, as plain values: what a store notes to make the sampler again."""

@@ -111,7 +111,8 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
 
     def make() -> Any:
         fields = [memory.tensors[number] for number in boundaries.which]
-        table = make_table(memory, boundaries.by_id, boundaries.which, fields, window)
+        counted = memory.windows.setdefault(name, window)
+        table = make_table(memory, boundaries.by_id, boundaries.which, fields, counted)
         memory.core.attach(table)
         scan(table, memory)
         return table

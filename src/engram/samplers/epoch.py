@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram import _native
-from engram.passes import PassIndex
+from engram.passes import KIND, PassIndex, checked_walk
 from engram.samplers._base import NativeSampler, check_drawable
+from engram.state import check_keys, typed
 from engram.store import check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from engram.store import Key, Store
@@ -144,25 +147,32 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """``key``, ``rows`` and ``visited`` of the pass under way, and ``ran_out``: plain values."""
-        key, rows, visited = self._pass.walk
-        return {"key": key, "rows": rows, "visited": visited, "ran_out": self.ran_out}
+        return {**self._pass.state(), "ran_out": self.ran_out}
+
+    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+        check_keys(state_dict, ("key", "rows", "visited", "ran_out"), "SamplerWithoutReplacement")
+        walk = checked_walk(state_dict, "SamplerWithoutReplacement")
+        ran_out = typed(state_dict, "ran_out", bool, "SamplerWithoutReplacement")
+
+        def take() -> None:
+            self._pass.walk = walk
+            self._ran_out, self._drawn_from = ran_out, None if ran_out or not walk[2] else walk[0]
+
+        return take
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the pass of a saved state; in a store in a directory, all processes do.
 
         Raises:
-            KeyError: a missing or unknown entry. Nothing is changed.
-            ValueError: a number out of range. Nothing is changed.
+            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: a number out of range. Nothing is
+                changed.
         """
-        if set(state_dict) != {"key", "rows", "visited", "ran_out"}:
-            raise KeyError(
-                f"SamplerWithoutReplacement: expected a state with key, rows, visited, ran_out; got {sorted(state_dict)}."
-            )
-        key, rows, visited = (int(state_dict[name]) for name in ("key", "rows", "visited"))
-        if not (0 <= visited <= rows < 1 << 63 and 0 <= key < 1 << 64):
-            raise ValueError(f"SamplerWithoutReplacement: expected 0 <= visited <= rows, got {state_dict}.")
-        self._pass.walk = (key, rows, visited)
-        self.ran_out = bool(state_dict["ran_out"])
+        self.checked_state(state_dict)()
+
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Name and kind of the pass."""
+        return ((self.index_name, KIND),)
 
     def config(self) -> dict[str, Any]:
         return {"drop_last": self.drop_last, "shuffle": self.shuffle, "index": self.index_name}

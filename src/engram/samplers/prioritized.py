@@ -9,13 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.errors import NoSampleable, RowError
-from engram.priorities import PriorityConfig, PriorityIndex
+from engram.errors import IncompatibleCheckpoint, NoSampleable, RowError
+from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of
 from engram.samplers._base import NativeSampler
+from engram.state import check_keys, copied
 from engram.store import check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engram.store import Key
     from engram.types import Extent
 
@@ -326,44 +329,53 @@ class PrioritizedSampler(NativeSampler):
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Names and kinds of the indexes whose content the state has."""
+        return ((self.index_name, KIND),)
+
     def state_dict(self) -> dict[str, Any]:
-        """``alpha, beta, eps, highest`` and ``leaves``, float64 ``[rows]``: copies."""
+        """``alpha, beta, eps, max_priority_within_buffer, highest`` and ``leaves``, float64 ``[rows]``: copies.
+
+        ``highest`` is the largest priority of all updates, 0.0 before the first. Before anything was written there are no leaves.
+        A leaf of -0.0 is a priority of zero, one of 0.0 that of a row that holds nothing.
+        """
         index = self._attached()
-        if index is None:
-            leaves, highest = torch.zeros(0, dtype=torch.float64, device="cpu"), 0.0
-        else:
-            leaves, highest = index.leaves(index.core.rows), index.core.highest
-        return {"alpha": self.alpha, "beta": self.beta, "eps": self.eps, "highest": highest, "leaves": leaves}
+        return state_of(self._config) if index is None else index.state()
+
+    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+        """Check a state; what takes it over. ``capacity``: rows that the storage will have then; None: as now."""
+        where = "PrioritizedSampler"
+        check_keys(state_dict, NAMES, where)
+        index = self._attached()
+        config = self._config._replace(alpha=self.alpha)
+        rows = capacity or (self._capacity if index is None else index.core.rows)
+        config = check_priorities(state_dict, config, rows, where)
+        leaves = len(state_dict["leaves"])
+        if capacity is None and index is None and leaves:
+            raise RuntimeError(f"{where}: expected a storage with rows before their priorities are loaded.")
+        if capacity is None and index is not None and not leaves:
+            raise IncompatibleCheckpoint(f"{where}: leaves: expected those of {rows} rows, got 0.")
+        state = copied(state_dict, where)
+
+        def take() -> None:
+            self._config = config
+            index = self._attached()
+            if index is not None:
+                index.restore(state)
+
+        return take
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state; leaves of rows that hold nothing become zero.
 
         Raises:
-            KeyError: a missing or unknown entry. ValueError: another ``eps`` or number of rows, a bad number. RuntimeError: leaves
-                for a storage that was never written. Nothing is changed.
+            KeyError: a missing or unknown entry. TypeError: one of another type.
+            IncompatibleCheckpoint: another ``alpha``, ``eps``, ``max_priority_within_buffer`` or number of rows (a ``ValueError``).
+            ValueError: a number out of range. PriorityError: a leaf that no priority has.
+            RuntimeError: leaves for a storage that was never written. Nothing is changed.
         """
-        expected = {"alpha", "beta", "eps", "highest", "leaves"}
-        if set(state_dict) != expected:
-            raise KeyError(f"PrioritizedSampler: expected a state with {sorted(expected)}, got {sorted(state_dict)}.")
-        alpha, beta = _number("alpha", state_dict["alpha"]), _number("beta", state_dict["beta"])
-        highest = _number("highest", state_dict["highest"])
-        if state_dict["eps"] != self.eps:
-            raise ValueError(f"PrioritizedSampler: expected a state with eps={self.eps}, got {state_dict['eps']}.")
-        leaves = state_dict["leaves"].to("cpu", torch.float64).contiguous()
-        index = self._attached()
-        if index is None:
-            if leaves.numel():
-                raise RuntimeError(
-                    "PrioritizedSampler: expected a storage with rows before their priorities are loaded."
-                )
-        else:
-            if leaves.numel() != index.core.rows:
-                raise ValueError(
-                    f"PrioritizedSampler: expected the leaves of {index.core.rows} rows, got {leaves.numel()}."
-                )
-            index.core.restore(leaves.data_ptr(), leaves.numel(), alpha)
-            index.core.beta, index.core.highest = beta, highest
-        self._config = self._config._replace(alpha=alpha, beta=beta)
+        self.checked_state(state_dict)()
 
     def config(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.slices import SliceSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -207,9 +207,14 @@ class PrioritizedSliceSampler(SliceSampler):
         """As :meth:`PrioritizedSampler.state_dict`: the table of trajectories follows from the rows."""
         return self.anchors.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As :meth:`PrioritizedSampler.load_state_dict`."""
-        self.anchors.load_state_dict(state_dict)
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """As :attr:`PrioritizedSampler.own_indexes`."""
+        return self.anchors.own_indexes
+
+    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+        """As :meth:`PrioritizedSampler.checked_state`."""
+        return self.anchors.checked_state(state_dict, capacity)
 
     def config(self) -> dict[str, Any]:
         slices = super().config()

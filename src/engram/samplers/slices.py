@@ -11,6 +11,7 @@ from engram._later import refuse
 from engram.errors import NoSampleable
 from engram.samplers._base import NativeSampler
 from engram.samplers._boundaries import as_key, as_keys, boundaries_of, field_numbers, scan, shared_table, static_table
+from engram.state import check_keys, integer, typed
 from engram.store import Key as DrawKey
 from engram.store import check_index_name
 from engram.types import Draw
@@ -606,29 +607,51 @@ class SliceSamplerWithoutReplacement(_SliceSampler):
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
-        """``key``, ``version`` of the store, ``visited`` and ``count`` of the pass under way, and ``ran_out``: plain values."""
+        """``key, version, visited, count`` of the pass under way, ``clock`` of the store, and ``ran_out``: plain values."""
         key, version, visited, count = self._pass
-        return {"key": key, "version": version, "visited": visited, "count": count, "ran_out": self.ran_out}
+        clock = self._clock()
+        return {
+            "key": key,
+            "version": version,
+            "visited": visited,
+            "count": count,
+            "clock": clock,
+            "ran_out": self.ran_out,
+        }
+
+    def _clock(self) -> int:
+        """Ticket number of the store's next write: any write ends a pass."""
+        memory: Store | None = getattr(self._storage, "memory", None)
+        return 0 if memory is None else int(memory.core.next_ticket)
+
+    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+        where = type(self).__name__
+        check_keys(state_dict, ("key", "version", "visited", "count", "clock", "ran_out"), where)
+        key = integer(state_dict, "key", 0, 1 << 64, where)
+        clock = integer(state_dict, "clock", 0, 1 << 62, where)
+        version = integer(state_dict, "version", 0, clock + 1, where)
+        count = integer(state_dict, "count", 0, 1 << 62, where)
+        visited = integer(state_dict, "visited", 0, count + 1, where)
+        ran_out = typed(state_dict, "ran_out", bool, where)
+
+        def take() -> None:
+            with self._lock:
+                now = self._clock()
+                memory: Store | None = getattr(self._storage, "memory", None)
+                same = now == clock or (memory is not None and memory.replaced == (clock, now))
+                self._pass = (key, now, visited, count) if same and version == clock else (0, 0, 0, 0)
+                self.ran_out = ran_out
+
+        return take
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the pass of a saved state, if the store is as it was then.
+        """Go on with the pass of a saved state, if the store holds what it held then; else the next draw begins a new one.
 
         Raises:
-            KeyError: a missing or unknown entry. Nothing is changed.
-            ValueError: a number out of range. Nothing is changed.
+            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: a number out of range. Nothing is
+                changed.
         """
-        names = ("key", "version", "visited", "count")
-        if set(state_dict) != {*names, "ran_out"}:
-            raise KeyError(
-                f"SliceSamplerWithoutReplacement: expected a state with {', '.join(names)}, ran_out; "
-                f"got {sorted(state_dict)}."
-            )
-        key, version, visited, count = (int(state_dict[name]) for name in names)
-        if not (0 <= visited <= count < 1 << 63 and 0 <= key < 1 << 64 and 0 <= version < 1 << 62):
-            raise ValueError(f"SliceSamplerWithoutReplacement: expected 0 <= visited <= count, got {state_dict}.")
-        with self._lock:
-            self._pass = (key, version, visited, count)
-            self.ran_out = bool(state_dict["ran_out"])
+        self.checked_state(state_dict)()
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "drop_last": self.drop_last, "shuffle": self.shuffle}

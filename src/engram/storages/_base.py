@@ -15,7 +15,7 @@ from engram.errors import RowError
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from engram.priorities import PriorityConfig, PriorityIndex
@@ -184,6 +184,44 @@ class Storage:
     def counters(self) -> dict[str, int]:
         """Counters of the store for ``stats()``."""
         return {"void_rows": 0, "lapped_rows": 0, "redraws": 0, "priority_updates_dropped": 0}
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> AbstractContextManager[Any]:
+        """Inside nobody writes, in any process. Writers wait, bounded."""
+        return self._lock
+
+    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
+        """All that is stored, and in which order it was written, as tensors and plain values: copies.
+
+        ``without``: names and kinds of indexes that are left out, as somebody else saves them.
+        """
+        raise NotImplementedError
+
+    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Check a state; what takes it over."""
+        raise NotImplementedError
+
+    def capacity_after(self, state_dict: dict[str, Any]) -> int:
+        """Rows that there may be once a state was taken over that has been checked."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace what is stored by a saved state. The next writes go where they would have gone then.
+
+        Rows get new tickets, in the old order: draws of before do not match any more. Indexes that the state does not have give
+        all rows the default priority. Samplers hear of an emptied storage.
+
+        Raises:
+            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: one out of range.
+            IncompatibleCheckpoint: another schema, capacity, number of lanes, or ``alpha`` or ``eps`` of an index (a
+                ``ValueError``). Nothing is changed.
+
+        Cost: O(capacity).
+        """
+        self.checked_state(state_dict)()
+        self.notify(None, None)
 
     def close(self) -> None:
         """Let go of files and locks. Repeatable."""

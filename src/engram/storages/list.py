@@ -11,15 +11,18 @@ from torch import Tensor
 
 from engram._later import refuse
 from engram._tensordict import find
-from engram.errors import RowError
+from engram.errors import IncompatibleCheckpoint, RowError
 from engram.priorities import PriorityConfig, PriorityIndex
+from engram.state import check_keys, integer, tensor_in, typed
 from engram.storages._base import Rows, Storage, check_count, one_or_many
+from engram.storages._indexes import checked_priorities, saved_priorities
+from engram.storages._packing import pack, unpack
 from engram.storages._structure import describe
 from engram.store import check_index_name
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable
 
 __all__ = ["ListStorage"]
 
@@ -219,6 +222,69 @@ class ListStorage(Storage):
             index = self._priorities[name] = PriorityIndex.of_list(self.max_size, config)
             index.written(torch.arange(len(self._items), device="cpu"))
             return index, True
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
+        """As for every storage: ``max_size, cursor, write_count, clock``; ``numbers``, int64 ``[n]``, the items' tickets; ``items``
+        as a few tensors; and ``priorities`` by name.
+
+        Raises:
+            TypeError: an item that is not made of tensors, TensorDicts, dicts, lists and tuples; names it.
+        """
+        with self._lock:
+            return {
+                "max_size": self._max_size,
+                "cursor": self._cursor,
+                "write_count": self._write_count,
+                "clock": self._next,
+                "numbers": torch.tensor(self._numbers[: len(self._items)], dtype=torch.int64, device="cpu"),
+                "items": pack(self._items),
+                "priorities": saved_priorities(self._priorities, without),
+            }
+
+    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        where = "ListStorage"
+        names = ("max_size", "cursor", "write_count", "clock", "numbers", "items", "priorities")
+        check_keys(state_dict, names, where)
+        max_size = typed(state_dict, "max_size", (int, type(None)), where)
+        if max_size != self._max_size and None not in (max_size, self._max_size):
+            raise IncompatibleCheckpoint(f"{where}: max_size: expected {self._max_size} as here, got {max_size}.")
+        bound = self._max_size or max_size
+        rows = bound or self.max_size
+        cursor = integer(state_dict, "cursor", 0, 1 << 62, where)
+        write_count = integer(state_dict, "write_count", 0, 1 << 62, where)
+        clock = integer(state_dict, "clock", 1, 1 << 61, where)
+        numbers = tensor_in(state_dict, "numbers", torch.int64, (None,), where)
+        n = len(numbers)
+        if n > rows:
+            raise ValueError(f"{where}: numbers: expected at most {rows} items, got {n}.")
+        if n and not (int(numbers.min()) > 0 and int(numbers.max()) < clock and len(torch.unique(numbers)) == n):
+            raise ValueError(f"{where}: numbers: expected each ticket once, in [1, {clock}).")
+        items = unpack(state_dict["items"], self._device, f"{where}: items")
+        if len(items) != n:
+            raise ValueError(f"{where}: items: expected {n}, one per ticket, got {len(items)}.")
+        priorities = checked_priorities(state_dict["priorities"], self._priorities, rows, f"{where}: priorities")
+
+        def take() -> None:
+            with self._lock:
+                self._max_size = bound
+                for name, (config, _) in priorities.items():
+                    self.priorities(name, config, rows)
+                self.empty(keep_write_count=False)
+                shift = self._next
+                self._numbers = (numbers + shift).tolist()
+                self._items = list(items)
+                self._cursor, self._write_count, self._next = cursor, write_count, clock + shift
+                for index in self._priorities.values():
+                    index.written(torch.arange(n, device="cpu"))
+                for name, (_, entries) in priorities.items():
+                    self._priorities[name].restore(entries)
+
+        return take
+
+    def capacity_after(self, state_dict: dict[str, Any]) -> int:
+        return self._max_size or state_dict["max_size"] or self.max_size
 
     def counters(self) -> dict[str, int]:
         dropped = sum(int(index.core.dropped) for index in self._priorities.values())

@@ -15,11 +15,17 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
+from engram import _native
 from engram._later import refuse
-from engram.errors import RowError
+from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore, RowError
 from engram.format import layout
+from engram.format import schema as schemas
 from engram.format.schema import Schema
+from engram.passes import KIND as PASSES
+from engram.passes import PassIndex, checked_walk
+from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
+from engram.state import check_keys, copied, integer, tensor_in, typed
 from engram.storages._base import Rows, Storage, check_count
 from engram.storages._columns import (
     first_leaf,
@@ -29,12 +35,23 @@ from engram.storages._columns import (
     rows_of_stored,
     selected_rows,
 )
+from engram.storages._indexes import check_names, checked_priorities, saved_priorities
 from engram.storages._structure import Structure, is_batched_collection, leading_size
-from engram.store import DeviceStore, Process, Store, forget_temporary, maker_of, shared_memory, sweep_shared_memory
+from engram.store import (
+    DeviceStore,
+    Process,
+    Store,
+    StoreState,
+    forget_temporary,
+    maker_of,
+    shared_memory,
+    sweep_shared_memory,
+    torch_dtype,
+)
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from engram.format.schema import Field
@@ -70,6 +87,14 @@ def announce(lines: Sequence[str]) -> None:
             logger.setLevel(logging.INFO)
     for line in lines:
         logger.info("%s", line)
+
+
+#: Entries of a state, but for the rows.
+_WITHOUT_ROWS = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
+
+
+def _of_kind(indexes: Mapping[tuple[str, str], Any], wanted: str) -> dict[str, Any]:
+    return {name: index for (name, kind), index in indexes.items() if kind == wanted}
 
 
 class _Unwritten:
@@ -189,6 +214,10 @@ class TensorStorage(Storage):
     def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
         """Make the store for a first row, or a first batch of rows ``[n, ...]``."""
         raise RuntimeError(f"{call}: the storage has no memory.")
+
+    def _allocate(self, schema: Schema) -> Store:
+        """A new store of that schema, where this storage has its rows."""
+        raise NotImplementedError
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
@@ -490,6 +519,171 @@ class TensorStorage(Storage):
         flat._configure(self._capacity, device=self._device, ndim=1, lanes=1)
         flat._adopt(self.store, self._written())
         return flat
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> AbstractContextManager[Any]:
+        store = self.memory
+        return self._lock if store is None else store.paused()
+
+    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
+        """As for every storage: the entries of :meth:`state_without_rows`, and ``rows``: of each field, in the order of the
+        schema, the rows up to the last live one, ``[n, *shape]``; zeros in rows that hold nothing.
+        """
+        with self.paused:
+            state = self.state_without_rows(without=without)
+            numbers = state["numbers"]
+            rows = [] if state["schema"] is None else copied([field[: len(numbers)] for field in self.store.tensors])
+        dead = numbers == 0
+        if bool(dead.any()):
+            for field in rows:
+                field[dead.to(field.device)] = 0
+        return {**state, "rows": rows}
+
+    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
+        """All of :meth:`state_dict` but the rows. Exact while writers are :attr:`paused`.
+
+        ``schema``, JSON text, None before the first write; ``lanes``, int64 ``[L, 4]``: the position of each lane's next step and
+        its live rows; ``numbers``, int64 ``[n]``: the tickets of the rows up to the last live one, 0 for those that hold nothing;
+        ``clock``: the next ticket; ``write_count``; by name ``priorities``, the ``passes`` of a directory, and ``windows``: the
+        length that tables of trajectories count.
+        """
+        store = self.memory
+        if store is None:
+            return {
+                "schema": None,
+                "lanes": torch.zeros((0, 4), dtype=torch.int64, device="cpu"),
+                "numbers": torch.zeros(0, dtype=torch.int64, device="cpu"),
+                "clock": 0,
+                "write_count": 0,
+                "priorities": {},
+                "passes": {},
+                "windows": {},
+            }
+        indexes = store.all_indexes()
+        state = store.state()
+        live = state.numbers.nonzero()
+        last = int(live[-1]) + 1 if len(live) else 0
+        passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == PASSES}
+        return {
+            "schema": schemas.encode(store.schema).decode(),
+            "lanes": state.lanes,
+            "numbers": state.numbers[:last].clone(),
+            "clock": state.clock,
+            "write_count": state.write_count,
+            "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without),
+            "passes": {name: walk for name, walk in passes.items() if (name, PASSES) not in without},
+            "windows": dict(store.windows),
+        }
+
+    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        where = type(self).__name__
+        check_keys(state_dict, (*_WITHOUT_ROWS, "rows"), where)
+        head = {name: value for name, value in state_dict.items() if name != "rows"}
+        take = self.checked_without_rows(head)
+        n = len(head["numbers"])
+        fields = () if head["schema"] is None else self._checked_schema(head["schema"]).fields
+        rows = typed(state_dict, "rows", list, where)
+        if len(rows) != len(fields):
+            raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(rows)}.")
+        named = {field.name: value for field, value in zip(fields, rows, strict=True)}
+        kept = [
+            tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows").clone()
+            for field in fields
+        ]
+
+        def fill(tensors: Sequence[Tensor]) -> None:
+            for to, value in zip(tensors, kept, strict=True):
+                to[:n] = value
+
+        return lambda: take(fill)
+
+    def checked_without_rows(self, state: dict[str, Any]) -> Callable[[Callable[[Sequence[Tensor]], None]], None]:
+        """Check a :meth:`state_without_rows`; what takes it over.
+
+        That is called with what fills rows ``[0, n)`` of the tensors it is given, ``[capacity, *shape]``, one per field, as the
+        numbers say. Whatever that raises leaves the storage empty.
+
+        Raises: as :meth:`load_state_dict`. Nothing is changed.
+        """
+        where = type(self).__name__
+        check_keys(state, _WITHOUT_ROWS, where)
+        if typed(state, "schema", (str, type(None)), where) is None:
+            if any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
+                raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
+            return lambda _: self.empty(keep_write_count=False)
+        schema = self._checked_schema(state["schema"])
+        clock = integer(state, "clock", 1, 1 << 61, where)
+        write_count = integer(state, "write_count", 0, 1 << 62, where)
+        lanes = tensor_in(state, "lanes", torch.int64, (schema.lanes, 4), where).clone()
+        saved = tensor_in(state, "numbers", torch.int64, (None,), where)
+        if len(saved) > schema.capacity:
+            raise ValueError(f"{where}: numbers: expected at most {schema.capacity}, got {len(saved)}.")
+        if len(torch.unique(saved[saved != 0])) != len(saved.nonzero()):
+            raise ValueError(f"{where}: numbers: expected each ticket once.")
+        numbers = torch.zeros(schema.capacity, dtype=torch.int64, device="cpu")
+        numbers[: len(saved)] = saved
+        length = schema.capacity // schema.lanes
+        try:
+            _native.check_words(length, clock, lanes.data_ptr(), schema.lanes, numbers.data_ptr())
+        except ValueError as error:
+            raise ValueError(f"{where}: lanes and numbers: {error}.") from error
+        windows = typed(state, "windows", dict, where)
+        windows = {
+            name: integer(windows, name, 1, 1 << 62, f"{where}: windows") for name in check_names(windows, where)
+        }
+        walks = typed(state, "passes", dict, where)
+        for name in check_names(walks, where):
+            check_keys(walks[name], ("key", "rows", "visited"), f"{where}: passes: {name!r}")
+        passes = {name: checked_walk(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
+        indexes = {} if self.memory is None else _of_kind(self.memory.all_indexes(), PRIORITIES)
+        entries = copied(state["priorities"], f"{where}: priorities")
+        priorities = checked_priorities(entries, indexes, schema.capacity, f"{where}: priorities")
+
+        def take(fill: Callable[[Sequence[Tensor]], None]) -> None:
+            with self._lock:
+                if self.memory is None:
+                    self._adopt(self._allocate(schema), Structure.from_schema(schema))
+                store = self.store
+                trees = {name: PriorityIndex.of_store(store, name, made)[0] for name, (made, _) in priorities.items()}
+                walked = {}
+                if store.directory is not None:  # elsewhere a sampler keeps its own
+                    walked = {name: PassIndex.of_store(store, name, (0, 0, 0)) for name in passes}
+                with store.replacing(StoreState(lanes, numbers, clock, write_count)):
+                    fill(store.tensors)
+                store.replaced = (clock, int(store.core.next_ticket))
+                store.windows = {**store.windows, **windows}
+                for name, tree in trees.items():
+                    tree.restore(entries[name])
+                for name, index in walked.items():
+                    index.walk = passes[name]
+
+        return take
+
+    def capacity_after(self, state_dict: dict[str, Any]) -> int:
+        schema = state_dict["schema"]
+        return self.max_size if schema is None else self._checked_schema(schema).capacity
+
+    def _checked_schema(self, text: str) -> Schema:
+        """The schema of a state. Raises ``ValueError``: it is none. ``IncompatibleCheckpoint``: another one than here."""
+        where = f"{type(self).__name__}: schema"
+        try:
+            schema = schemas.decode(text.encode(), where)
+        except IncompatibleStore as error:
+            raise IncompatibleCheckpoint(str(error)) from error
+        except (CorruptStore, UnicodeEncodeError) as error:
+            raise ValueError(str(error)) from error
+        if self.memory is not None:
+            expected = self.memory.schema
+        else:
+            expected = self._schema(Structure.from_schema(schema), schema.columns)
+        if schemas.encode(schema) != schemas.encode(expected) or len(schema.columns) != self.ndim - 1:
+            raise IncompatibleCheckpoint(
+                f"{where}: expected that of this storage, with ndim={self.ndim}, {schemas.encode(expected).decode()[:500]}, got "
+                f"{text[:500]}."
+            )
+        return schema
 
     # ---- copies and text -----------------------------------------------------------------------------------------------
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engram.state import check_keys, checked, saved
 from engram.transforms._base import Transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
 __all__ = ["Compose"]
 
@@ -150,25 +149,42 @@ class Compose:
     def __call__(self, data: Any) -> Any:
         return self.forward(data)
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The states of those that have one, under their positions."""
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The states of those that have one, under their positions: copies.
+
+        Raises:
+            TypeError: one holds something else than tensors and plain values; names the way to it.
+        """
+        return {number: saved(transform, f"transform {number}") for number, transform in self._with_states().items()}
+
+    def _with_states(self) -> dict[str, Any]:
         return {
-            str(number): step.transform.state_dict()
+            str(number): step.transform
             for number, step in enumerate(self._steps)
             if callable(getattr(step.transform, "state_dict", None))
         }
 
-    def load_state_dict(self, state_dict: dict[str, dict[str, Tensor]]) -> None:
+    def checked_state(self, state_dict: dict[str, dict[str, Any]]) -> Callable[[], None]:
+        """Check the states of all; what makes the transforms take them over."""
+        transforms = self._with_states()
+        check_keys(state_dict, transforms, "Compose")
+        takes = [
+            checked(transform, state_dict[number], f"transform {number}") for number, transform in transforms.items()
+        ]
+
+        def take() -> None:
+            for one in takes:
+                one()
+
+        return take
+
+    def load_state_dict(self, state_dict: dict[str, dict[str, Any]]) -> None:
         """Hand every transform its state.
 
         Raises:
-            KeyError: states at other positions than here. Nothing is changed.
+            KeyError: states at other positions than here. Whatever a transform raises for its own. Nothing is changed.
         """
-        expected = self.state_dict().keys()
-        if state_dict.keys() != expected:
-            raise KeyError(f"Compose: expected the states of transforms {sorted(expected)}, got {sorted(state_dict)}.")
-        for number, state in state_dict.items():
-            self._steps[int(number)].transform.load_state_dict(state)
+        self.checked_state(state_dict)()
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from engram.state import check_keys, tensor_in
 from engram.transforms._base import KeyedTransform, arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["ObservationNorm", "RewardScaling"]
 
@@ -74,21 +78,35 @@ class ObservationNorm(KeyedTransform):
         return (value - self.loc.to(value.device)) / self.scale.to(value.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``loc``, ``scale`` and ``standard_normal``."""
+        """``loc``, ``scale`` and ``standard_normal``: copies."""
         return {
-            "loc": self.loc,
-            "scale": self.scale,
+            "loc": self.loc.clone(),
+            "scale": self.scale.clone(),
             "standard_normal": torch.tensor(self.standard_normal, device="cpu"),
         }
 
+    def checked_state(self, state_dict: dict[str, Tensor]) -> Callable[[], None]:
+        """Check a state; what takes it over."""
+        name = type(self).__name__
+        check_keys(state_dict, ("loc", "scale", "standard_normal"), name)
+        loc, scale = (_constant(state_dict[part], f"{name}: {part}") for part in ("loc", "scale"))
+        if not bool((scale > 0).all()):
+            raise ValueError(f"{name}: scale: expected positive values, got {float(scale.min())}.")
+        standard_normal = tensor_in(state_dict, "standard_normal", torch.bool, (), name)
+
+        def take() -> None:
+            self.loc, self.scale, self.standard_normal = loc, scale, bool(standard_normal)
+
+        return take
+
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Take over a saved state. Raises ``KeyError`` for other entries than those of :meth:`state_dict`."""
-        if set(state_dict) != set(self.state_dict()):
-            raise KeyError(
-                f"{type(self).__name__}: expected the state {sorted(self.state_dict())}, got {sorted(state_dict)}."
-            )
-        self.loc, self.scale = state_dict["loc"].clone(), state_dict["scale"].clone()
-        self.standard_normal = bool(state_dict["standard_normal"])
+        """Take over a saved state.
+
+        Raises:
+            KeyError: other entries than those of :meth:`state_dict`. TypeError, ValueError: one that is no such tensor, or out of
+                range. Nothing is changed.
+        """
+        self.checked_state(state_dict)()
 
     def __repr__(self) -> str:
         return arguments(self, ("loc", "scale", "in_keys", "in_keys_inv"))

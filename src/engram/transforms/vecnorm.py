@@ -10,11 +10,13 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
+from engram.state import tensor_in
 from engram.transforms._base import KeyedTransform, arguments, entry, find, is_tensor, put, shallow
 from engram.transforms.compose import Compose
 from engram.transforms.scaling import ObservationNorm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Self
 
     from engram.transforms._base import Key
@@ -227,27 +229,56 @@ class VecNorm(KeyedTransform):
                     state |= {f"{i}.{name}": value.clone() for name, value in moments._asdict().items()}
         return state
 
+    def checked_state(self, state_dict: dict[str, Tensor]) -> Callable[[], None]:
+        """Check a state; what takes it over."""
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"VecNorm: expected a dict, got a {type(state_dict).__name__}.")
+        left = set(state_dict) - {"frozen"}
+        moments: list[_Moments | None] = []
+        for i in range(len(self.in_keys)):
+            names = [f"{i}.{name}" for name in _Moments._fields]
+            moments.append(self._checked_moments(i, names, state_dict) if left.intersection(names) else None)
+            left.difference_update(names)
+        if left or "frozen" not in state_dict:
+            raise KeyError(
+                f"VecNorm: expected 'frozen' and the statistics of {len(self.in_keys)} keys, got {sorted(state_dict)}."
+            )
+        frozen = bool(tensor_in(state_dict, "frozen", torch.bool, (), "VecNorm"))
+
+        def take() -> None:
+            with self._lock:
+                self._moments, self.frozen = moments, frozen
+
+        return take
+
+    def _checked_moments(self, i: int, names: list[str], state: dict[str, Any]) -> _Moments:
+        """The statistics of a key, in tensors of their own."""
+        if any(name not in state for name in names):
+            raise KeyError(f"VecNorm: expected {', '.join(names)} of key {i}, got {sorted(state)}.")
+        known = self._shapes[i]
+        shape = torch.Size(getattr(state[names[1]], "shape", ())) if known is None else known
+        for name, expected in zip(names, ((), shape, shape), strict=True):
+            value = state[name]
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                raise TypeError(f"VecNorm: {name}: expected a tensor of floats, got {type(value).__name__}.")
+            if value.shape != torch.Size(expected):
+                raise ValueError(f"VecNorm: {name}: expected the shape {list(expected)}, got {list(value.shape)}.")
+        made = _Moments(*(state[name].detach().to(torch.float64).clone() for name in names))
+        finite = all(bool(torch.isfinite(part).all()) for part in made)
+        if not finite or not float(made.weight) > 0 or bool((made.squares < 0).any()):
+            raise ValueError(
+                f"VecNorm: {names}: expected finite statistics, of a positive weight and squares of at least 0."
+            )
+        return made
+
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Go on with the statistics of a saved state.
 
         Raises:
-            KeyError: missing or unknown entries. Nothing is changed.
+            KeyError: missing or unknown entries. TypeError, ValueError: one that is no statistic, or of another shape than
+                ``shapes``. Nothing is changed.
         """
-        left = dict(state_dict)
-        frozen = left.pop("frozen", None)
-        moments: list[_Moments | None] = []
-        for i in range(len(self.in_keys)):
-            parts = [left.pop(f"{i}.{name}", None) for name in _Moments._fields]
-            if any(part is None for part in parts) and any(part is not None for part in parts):
-                raise KeyError(f"VecNorm: expected {', '.join(_Moments._fields)} of key {i}, got {sorted(state_dict)}.")
-            known = [part.to(torch.float64).clone() for part in parts if part is not None]
-            moments.append(_Moments(*known) if known else None)
-        if left or frozen is None:
-            raise KeyError(
-                f"VecNorm: expected 'frozen' and the statistics of {len(self.in_keys)} keys, got {sorted(state_dict)}."
-            )
-        with self._lock:
-            self._moments, self.frozen = moments, bool(frozen)
+        self.checked_state(state_dict)()
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram.state import check_keys
 from engram.types import Extent, Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engram.types import Write
 
 __all__ = ["NativeWriter"]
@@ -93,9 +96,14 @@ class NativeWriter:
         """Empty: cursors, counts and generations belong to the store."""
         return {}
 
+    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Check a state; what takes it over."""
+        check_keys(state_dict, (), type(self).__name__)
+        return lambda: None
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict:
-            raise KeyError(f"{type(self).__name__}: expected an empty state, got the keys {sorted(state_dict)}.")
+        """Take over a saved state. Raises ``KeyError`` for one that is not empty."""
+        self.checked_state(state_dict)()
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments, as plain values: what a store notes to make the writer again."""

@@ -25,12 +25,18 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorDictMaxValueWriter"]
 
+
+def _sum(x: Tensor) -> Tensor:
+    """Sums of rows that follow from their numbers alone: torch's depend on how many rows, strides and threads there are."""
+    return torch.from_numpy(np.add.reduce(x.contiguous().numpy(), axis=1))
+
+
 #: ``[n, m]`` to ``[n]``. A NaN among a row's numbers makes its rank NaN.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda x: x.sum(1),
+    "sum": _sum,
     "max": lambda x: x.amax(1),
     "min": lambda x: x.amin(1),
-    "mean": lambda x: x.mean(1),
+    "mean": lambda x: _sum(x) / x.shape[1],
     "median": lambda x: x.median(1).values,
 }
 #: Numbers that NumPy knows, too.
@@ -196,10 +202,6 @@ class TensorDictMaxValueWriter(NativeWriter):
     def state_dict(self) -> dict[str, Any]:
         """Empty: ranks follow from the rows, cursors and counts belong to the store."""
         return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._stored = None
 
     def config(self) -> dict[str, Any]:
         return {"rank_key": self.rank_key, "reduction": self._reduction}

@@ -1,0 +1,158 @@
+"""State: what every ``state_dict`` is made of, and what takes one over.
+
+Tensors and plain values only (dict with str keys, list, str, int, float, bool, None), so that ``torch.save`` with
+``weights_only``, ``torch.distributed.checkpoint`` and safetensors carry it.
+
+Whoever has a state of his own has ``checked_state(state)``: it checks everything and changes nothing, and returns what takes
+the state over. So several components can be checked before the first one changes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["check_keys", "checked", "copied", "integer", "mapped", "real", "saved", "tensor_in", "typed"]
+
+
+# ---- trees of tensors and plain values ---------------------------------------------------------------------------------
+
+
+def mapped(state: Any, change: Callable[[Tensor], Any], where: str = "state") -> Any:
+    """The same tree in new containers, with ``change(tensor)`` in place of every tensor.
+
+    Raises:
+        TypeError: something that is neither a tensor nor a plain value; names the way to it.
+    """
+    if isinstance(state, Tensor):
+        return change(state)
+    if isinstance(state, dict):
+        for key in state:
+            if not isinstance(key, str):
+                raise TypeError(f"{where}: expected keys that are strings, got {key!r}.")
+        return {key: mapped(value, change, f"{where}[{key!r}]") for key, value in state.items()}
+    if isinstance(state, list):
+        return [mapped(value, change, f"{where}[{i}]") for i, value in enumerate(state)]
+    if state is None or type(state) in (str, int, float, bool):
+        return state
+    raise TypeError(
+        f"{where}: expected a tensor, str, int, float, bool, None, or a dict or list of those, got a {type(state).__name__}. "
+        "Turn it into one in state_dict."
+    )
+
+
+def copied(state: Any, where: str = "state") -> Any:
+    """The same tree with tensors of its own. Raises ``TypeError`` as :func:`mapped`."""
+    return mapped(state, _copy, where)
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().as_subclass(Tensor).clone()
+
+
+# ---- components --------------------------------------------------------------------------------------------------------
+
+
+def saved(component: Any, where: str) -> dict[str, Any]:
+    """A copy of a component's ``state_dict()``; empty for one that has none.
+
+    Raises:
+        TypeError: it holds something else than tensors and plain values; names the way to it.
+    """
+    if not callable(getattr(component, "state_dict", None)):
+        return {}
+    state = component.state_dict()
+    if not isinstance(state, dict):
+        raise TypeError(f"{where}: expected a dict from state_dict, got a {type(state).__name__}.")
+    copy: dict[str, Any] = copied(state, where)
+    return copy
+
+
+def checked(component: Any, state: Any, where: str) -> Callable[[], None]:
+    """Check that a component takes a state over; what makes it do so.
+
+    One without ``checked_state``, of the user's own, is tried: it takes the state, and then its old one again.
+
+    Raises: whatever the component raises; nothing is changed then.
+        TypeError: no such tree.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
+    own = getattr(component, "checked_state", None)
+    if own is not None:
+        take: Callable[[], None] = own(state)
+        return take
+    if not callable(getattr(component, "load_state_dict", None)):
+        check_keys(state, (), where)
+        return _nothing
+    kept, before = copied(state, where), saved(component, where)
+    try:
+        component.load_state_dict(copied(kept))
+    finally:
+        component.load_state_dict(before)
+    return lambda: component.load_state_dict(kept)
+
+
+def _nothing() -> None:
+    """For components without state."""
+
+
+# ---- entries -----------------------------------------------------------------------------------------------------------
+
+
+def check_keys(state: Any, names: Iterable[str], where: str) -> None:
+    """Raise unless ``state`` is a dict with exactly these keys: ``TypeError``, ``KeyError``."""
+    if not isinstance(state, dict):
+        raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
+    expected = sorted(names)
+    if sorted(map(str, state)) != expected:
+        wanted = f"a state with {', '.join(expected)}" if expected else "an empty state"
+        raise KeyError(f"{where}: expected {wanted}; got {sorted(map(str, state))}.")
+
+
+def typed(state: dict[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:
+    """An entry of exactly that type, or of one of those. Raises ``TypeError``."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    value = state[name]
+    if type(value) not in kinds:
+        names = " or ".join("None" if one is type(None) else one.__name__ for one in kinds)
+        raise TypeError(f"{where}: {name}: expected {names}, got a {type(value).__name__}.")
+    return value
+
+
+def integer(state: dict[str, Any], name: str, least: int, end: int, where: str) -> int:
+    """An int in ``[least, end)``. Raises ``TypeError``, ``ValueError``."""
+    value: int = typed(state, name, int, where)
+    if not least <= value < end:
+        raise ValueError(f"{where}: {name}: expected an int in [{least}, {end}), got {value}.")
+    return value
+
+
+def real(state: dict[str, Any], name: str, where: str) -> float:
+    """A finite number of at least 0. Raises ``TypeError``, ``ValueError``."""
+    value = float(typed(state, name, (float, int), where))
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{where}: {name}: expected a finite number of at least 0, got {value}.")
+    return value
+
+
+def tensor_in(
+    state: dict[str, Any], name: str, dtype: torch.dtype, shape: tuple[int | None, ...], where: str
+) -> Tensor:
+    """A tensor of that dtype and shape (None: any size), contiguous and on the CPU. Raises ``TypeError``, ``ValueError``."""
+    value = state[name]
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{where}: {name}: expected a tensor, got a {type(value).__name__}.")
+    if value.dtype is not dtype:
+        raise TypeError(f"{where}: {name}: expected {dtype}, got {value.dtype}.")
+    fits = value.ndim == len(shape) and all(s in (None, d) for s, d in zip(shape, value.shape, strict=True))
+    if not fits:
+        wanted = ["any" if size is None else size for size in shape]
+        raise ValueError(f"{where}: {name}: expected the shape {wanted}, got {list(value.shape)}.")
+    return value.detach().to("cpu").contiguous()
