@@ -4,94 +4,114 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-import xxhash
 
-from engram.checkpoint.runs import Marks, find_runs
+from engram.checkpoint.components import described_state, read_state
+from engram.checkpoint.runs import Marks, count_kinds, find_runs
+from engram.errors import CorruptStore
 from engram.format import layout
-from engram.format.parts import Geometry, PartField, SegmentRows, segment_layout
-from engram.store import StoreState
+from engram.format.checkpoints import Count, Cut, Totals
+from engram.format import schema as schemas
+from engram.format.parts import Geometry, PartField, PartWriter, schema_sum, segment_layout
+from engram.format.problems import corrupt
+from engram.format.tables import OPEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.format.parts import PartReader, PartWriter
+    from engram.format.parts import PartInfo, PartReader
     from engram.format.schema import Schema
     from engram.store import Store
 
-__all__ = ["Written", "described", "read_flat", "read_state", "write_flat", "write_tables"]
+__all__ = ["SavedRows", "fill", "nothing_saved", "read_rows_state", "save_flat"]
 
+_HERE = Path()
 #: What a ticket says of a row that is whole, and of one of which nothing was saved.
 _COMMITTED, _VOID = 2, 3
-#: Bytes that are copied from an accelerator at a time.
+#: Bytes that are copied from an accelerator, or to it, at a time.
 _PIECE = 16 << 20
 _STEP_FIRST, _STEP_LAST = 0, 2
+#: Entries of a state that are tables of their own.
+_TABLES = ("lanes", "numbers")
 
 
-def described(schema: Schema, roles: Sequence[str]) -> tuple[Geometry, list[PartField]]:
+class SavedRows(NamedTuple):
+    """A storage that was written, and what a shard says of it."""
+
+    info: PartInfo
+    cut: Cut
+    totals: Totals
+    schema_sum: str
+
+
+def nothing_saved(info: PartInfo, clock: int, steps: int) -> SavedRows:
+    """Of a storage without fields: never written, or a list."""
+    return SavedRows(info, Cut(clock), Totals(steps=steps, episodes=0), schema_sum(()))
+
+
+def described(schema: Schema, roles: Sequence[Any]) -> tuple[Geometry, list[PartField]]:
     """A store as a part describes it."""
     geometry = Geometry(schema.capacity, schema.lanes, schema.capacity // schema.lanes, schema.columns)
     fields = [
-        PartField(number, field.key, field.dtype, field.shape, role)  # type: ignore[arg-type]
-        for number, (field, role) in enumerate(zip(schema.fields, roles, strict=True))
+        PartField(number, field.key, field.dtype, field.shape, role)
+        for number, (field, role) in enumerate(zip(schema.fields, roles, strict=False))
     ]
     return geometry, fields
-
-
-def _bytes_of(tensor: Tensor, begin: int, end: int) -> Any:
-    """Rows as bytes; those on an accelerator are copied to the host."""
-    rows = tensor[begin:end]
-    return rows.cpu().reshape(-1).view(torch.uint8).numpy()
-
-
-def _live(state: StoreState) -> Iterator[tuple[int, int]]:
-    """Stretches of rows that hold something: ``[begin, end)``."""
-    there = np.concatenate([[False], state.numbers.numpy() != 0, [False]])
-    borders = np.flatnonzero(there[1:] != there[:-1])
-    yield from zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True)
-
-
-def stored_rows(state: StoreState) -> int:
-    """Rows of a flat file: up to the last one that is inside an extent."""
-    length = len(state.numbers) // len(state.lanes)
-    ends = [lane * length + live for lane, live in enumerate(state.lanes[:, 1].tolist()) if live]
-    return max(ends, default=0)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_flat(part: PartWriter, store: Store, state: StoreState) -> None:
-    """A file per field, with holes where nothing was written; and TensorDict's descriptions, so that it can be loaded without engram.
+def save_flat(folder: Path, kind: str, store: Store, state: dict[str, Any], roles: Sequence[str]) -> SavedRows:
+    """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Nobody must be writing.
 
-    Nobody must be writing.
+    Args:
+        folder: where; it must not exist.
+        kind: the class of the storage.
+        store: whose rows they are.
+        state: the storage's, without rows.
+        roles: of each field.
 
     Raises:
         OSError: no space, or an I/O error.
     """
-    rows = stored_rows(state)
-    stretches = list(_live(state))
+    part = PartWriter(folder, "storage", kind)
+    numbers = state["numbers"].numpy()
+    _write_flat(part, store, numbers)
+    whole = np.zeros(store.capacity, np.int64)
+    whole[: len(numbers)] = numbers
+    totals = write_tables(part, store, state["lanes"].numpy(), whole, numbers, roles)
+    geometry, fields = described(store.schema, roles)
+    rest = {name: value for name, value in state.items() if name not in _TABLES}
+    info = part.finish(described_state(part, rest, "storage"), geometry=geometry, schema=fields)
+    return SavedRows(info, Cut(state["clock"]), totals, schema_sum(fields))
+
+
+def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64]) -> None:
+    rows = len(numbers)
+    there = np.concatenate([[False], numbers != 0, [False]])
+    borders = np.flatnonzero(there[1:] != there[:-1]).tolist()
+    stretches = list(zip(borders[::2], borders[1::2], strict=True))
     for field, tensor in zip(store.schema.fields, store.tensors, strict=True):
-        name = layout.field_path(_HERE, field.key).as_posix()
         size = field.row_bytes
-        step = max(1, _PIECE // max(1, size))
-        with part.file(name, rows * size, sparse=True) as file, _its_file(store, field.key) as source:
+        name = layout.field_path(_HERE, field.key).as_posix()
+        with part.file(name, rows * size, sparse=True) as file, _its_file(store, field.key, size) as source:
             at = 0
             for begin, end in stretches:
                 file.skip((begin - at) * size)
                 if source is not None:
                     file.copy_from(source, begin * size, (end - begin) * size)
                 else:
-                    for i in range(begin, end, step) if not tensor.is_cpu else (begin,):
-                        file.write(_bytes_of(tensor, i, min(i + step, end) if not tensor.is_cpu else end))
+                    for piece in _pieces(tensor, begin, end, size):
+                        file.write(piece)
                 at = end
             file.skip((rows - at) * size)
     flat = msgspec.structs.replace(store.schema, capacity=rows)
@@ -100,10 +120,17 @@ def write_flat(part: PartWriter, store: Store, state: StoreState) -> None:
             file.write(raw)
 
 
+def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[Any]:
+    """Rows as bytes; those on an accelerator are copied to the host piece by piece."""
+    step = end - begin if tensor.is_cpu else max(1, _PIECE // max(1, size))
+    for i in range(begin, end, step):
+        yield tensor[i : min(i + step, end)].cpu().reshape(-1).view(torch.uint8).numpy()
+
+
 @contextlib.contextmanager
-def _its_file(store: Store, key: tuple[str, ...]) -> Iterator[int | None]:
-    """The file of a field of a directory store, whose space another file of that file system may share."""
-    if store.directory is None:
+def _its_file(store: Store, key: tuple[str, ...], size: int) -> Iterator[int | None]:
+    """The file of a field of a directory store: another file may share its space."""
+    if store.directory is None or not size:
         yield None
         return
     fd = os.open(layout.field_path(store.directory, key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -111,3 +138,145 @@ def _its_file(store: Store, key: tuple[str, ...]) -> Iterator[int | None]:
         yield fd
     finally:
         os.close(fd)
+
+
+def write_tables(
+    part: PartWriter,
+    store: Store,
+    lanes: NDArray[np.int64],
+    numbers: NDArray[np.int64],
+    stored: NDArray[np.int64],
+    roles: Sequence[str],
+    marks: Callable[[NDArray[np.int64]], Marks] | None = None,
+) -> Totals:
+    """Write lanes, tickets and trajectories.
+
+    Args:
+        part: of the storage.
+        store: whose they are.
+        lanes, numbers: as :class:`StoreState` has them.
+        stored: numbers of the rows that the files hold, in their order.
+        roles: of each field.
+        marks: what rows say of trajectories; default: as they are in the store now.
+    """
+    columns = int(np.prod(store.schema.columns))
+    runs = find_runs(lanes, numbers, marks or marks_of(store, roles), columns=columns)
+    lanes = lanes.copy()
+    lanes[:, 2] = 0
+    lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
+    words = np.where(stored != 0, stored << 2 | _COMMITTED, _VOID)
+    for name, table in (("lanes", lanes), ("tickets", words), ("trajectories", runs)):
+        raw = np.ascontiguousarray(table, dtype="<i8")
+        with part.file(f"{layout.FOLDER}/{name}.bin", raw.nbytes) as file:
+            file.write(raw)
+    kinds = {kind: Count(**count) for kind, count in count_kinds(runs, columns).items()}
+    return Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs), **kinds)
+
+
+def marks_of(store: Store, roles: Sequence[str]) -> Callable[[NDArray[np.int64]], Marks]:
+    """What rows of a store say of trajectories, by the roles of its fields."""
+    by_role = {role: store.tensors[i] for i, role in enumerate(roles) if role != "data"}
+    first = next((t for field, t in zip(store.schema.fields, store.tensors, strict=True) if field.key == ("is_init",)), None)
+
+    def column(tensor: Tensor | None, rows: NDArray[np.int64]) -> Tensor | None:
+        if tensor is None:
+            return None
+        return tensor[torch.from_numpy(rows).to(tensor.device)].cpu().reshape(len(rows), -1)
+
+    def true(tensor: Tensor | None, rows: NDArray[np.int64], value: int | None = None) -> NDArray[np.bool_] | None:
+        values = column(tensor, rows)
+        if values is None:
+            return None
+        found: NDArray[np.bool_] = ((values != 0) if value is None else (values == value)).any(1).numpy()
+        return found
+
+    def marks(rows: NDArray[np.int64]) -> Marks:
+        step_type = by_role.get("step_type")
+        ids = column(by_role.get("traj_id"), rows)
+        cut, over = true(by_role.get("truncated"), rows), true(by_role.get("terminated"), rows)
+        ends = [true(by_role.get("done"), rows), cut, over, true(step_type, rows, _STEP_LAST)]
+        starts = [true(first, rows), true(step_type, rows, _STEP_FIRST)]
+        return Marks(
+            None if ids is None else ids.contiguous().view(torch.uint8).numpy(),
+            _any(ends),
+            cut if cut is None or over is None else cut & ~over,
+            _any(starts),
+        )
+
+    return marks
+
+
+def _any(flags: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_] | None:
+    there = [flag for flag in flags if flag is not None]
+    return np.logical_or.reduce(there) if there else None
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_rows_state(reader: PartReader) -> dict[str, Any]:
+    """The storage's state without rows, from its part; every block of it is checked.
+
+    Raises:
+        CorruptCheckpoint: a block has another sum, or a table says what no store does.
+    """
+    state = read_state(reader)
+    geometry = reader.geometry
+    if geometry is None:
+        return state
+    path = reader.folder / layout.FOLDER / "part.json"
+    try:
+        schema = schemas.decode(state["schema"].encode(), str(path))
+    except (KeyError, AttributeError, UnicodeEncodeError, CorruptStore) as error:
+        raise corrupt(path, f"expected the schema of a store ({error})") from error
+    if (geometry, list(reader.schema or ())) != described(schema, [field.role for field in reader.schema or ()]):
+        raise corrupt(path, "expected geometry and fields as its schema has them")
+    name = f"{layout.FOLDER}/lanes.bin"
+    lanes = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 4).copy()
+    lanes[:, 2] = 0  # the run tables say it
+    words = np.frombuffer(reader.read_all(f"{layout.FOLDER}/tickets.bin"), "<i8")
+    if not np.isin(words & 3, (_COMMITTED, _VOID)).all() or (words < 0).any():
+        raise corrupt(reader.folder / layout.FOLDER / "tickets.bin", "expected tickets of whole or void rows")
+    stored = np.where(words & 3 == _COMMITTED, words >> 2, 0)
+    if reader.segment_rows is None:
+        numbers = stored
+    else:
+        numbers = np.zeros(geometry.capacity, np.int64)
+        at = 0
+        for segment in reader.segments():
+            numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]
+            at += segment.rows
+    return {**state, "lanes": torch.from_numpy(lanes), "numbers": torch.from_numpy(numbers)}
+
+
+def fill(reader: PartReader) -> Callable[[Sequence[Tensor]], None]:
+    """What reads the rows of a part into the fields of a store, ``[capacity, *shape]``, checking every block."""
+
+    def read(tensors: Sequence[Tensor]) -> None:
+        if reader.segment_rows is None:
+            rows = reader.records["tickets"]
+            for number, tensor in enumerate(tensors):
+                _read_rows(reader, reader.field_file(number), 0, tensor, 0, rows)
+            return
+        fields = reader.schema or ()
+        for segment in reader.segments():
+            name = reader.segment_file(segment)
+            offsets, _ = segment_layout(fields, segment.rows)
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                _read_rows(reader, name, offset, tensor, segment.first_row, segment.first_row + segment.rows)
+
+    return read
+
+
+def _read_rows(reader: PartReader, name: str, offset: int, tensor: Tensor, begin: int, end: int) -> None:
+    size = tensor[:1].nbytes
+    if not size:
+        return
+    if tensor.is_cpu:
+        reader.read(name, offset, tensor[begin:end].reshape(-1).view(torch.uint8).numpy())
+        return
+    step = max(1, _PIECE // size)
+    for i in range(begin, end, step):
+        piece = torch.empty_like(tensor[i : min(i + step, end)], device="cpu")
+        reader.read(name, offset + (i - begin) * size, piece.reshape(-1).view(torch.uint8).numpy())
+        tensor[i : i + len(piece)] = piece.to(tensor.device)

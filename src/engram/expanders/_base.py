@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import torch
 
 from engram import _fork, _native, samplers
+from engram.checkpoint.components import Dumpable
 from engram.errors import NoSampleable, RowError, WriterStalled
 from engram.samplers._boundaries import ID_KEYS, Boundaries, as_key, as_keys, shared_table
 from engram.store import check_index_name, dlpack_specs
@@ -131,7 +132,7 @@ class _Bound(NamedTuple):
     """Then there are three more tensors: steps up to the observed row, up to the next one, and whether the former is the last."""
 
 
-class Expander:
+class Expander(Dumpable):
     """A sampler around a sampler. The inner one draws the rows; then every batch gets what the steps around them say.
 
     Rows, ``"index"``, ``"index_generation"`` and ``"priority_weight"`` are the inner sampler's, so priorities are updated as
@@ -145,6 +146,7 @@ class Expander:
     Entries that are not stored stand in the batches of TensorDict buffers, and in the ``info`` of all buffers.
     """
 
+    part = "sampler"
     #: What a store's record may name.
     known: ClassVar[dict[str, Any]] = {
         cls.__name__: cls

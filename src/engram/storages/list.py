@@ -243,6 +243,8 @@ class ListStorage(Storage):
                 "priorities": saved_priorities(self._priorities, without),
             }
 
+    _loads = ("ListStorage",)
+
     def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         where = "ListStorage"
         names = ("max_size", "cursor", "write_count", "clock", "numbers", "items", "priorities")

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from engram import _native
 from engram._later import refuse
+from engram.checkpoint.components import check_blocks, check_kind, write_part
+from engram.checkpoint.roles import roles_of
+from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore, RowError
 from engram.format import layout
 from engram.format import schema as schemas
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.format.parts import PartReader
     from engram.format.schema import Field
     from engram.priorities import PriorityConfig
 
@@ -660,6 +664,23 @@ class TensorStorage(Storage):
                     index.walk = passes[name]
 
         return take
+
+    _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
+
+    def save_part(
+        self, folder: Path, *, without: Collection[tuple[str, str]] = (), roles: Mapping[Any, str] | None = None
+    ) -> SavedRows:
+        state, store, kind = self.state_without_rows(without=without), self.memory, type(self).__name__
+        if store is None:
+            return nothing_saved(write_part(folder, "storage", kind, state), 1, 0)
+        return save_flat(folder, kind, store, state, roles_of(store.schema.fields, roles))
+
+    def checked_part(self, reader: PartReader) -> Callable[[], None]:
+        check_kind(reader, "storage", *self._loads)
+        take = self.checked_without_rows(read_rows_state(reader))
+        if len(self):
+            check_blocks(reader)
+        return lambda: take(fill(reader))
 
     def capacity_after(self, state_dict: dict[str, Any]) -> int:
         schema = state_dict["schema"]
