@@ -132,9 +132,11 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
 _HOME = {
     "engram._native": ("num_threads", "set_num_threads"),
     "engram.errors": (
+        "CorruptCheckpoint",
         "CorruptStore",
         "EngramError",
         "ForkedHandle",
+        "IncompatibleCheckpoint",
         "IncompatibleStore",
         "NoSampleable",
         "PriorityError",
