@@ -34,6 +34,7 @@ __all__ = [
     "link",
     "lock",
     "make_folder",
+    "open_below",
     "open_file",
     "open_folder",
     "publish",
@@ -257,12 +258,22 @@ def lock(folder: int, *, wait: bool = False) -> bool:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_folder(path: Path, name: str | None = None, inside: int | None = None) -> int:
-    """A descriptor of a folder. Of ``name`` inside an open one: not through a link."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    if name is None:
-        return os.open(path, flags)
-    return os.open(name, flags | os.O_NOFOLLOW, dir_fd=inside)
+def open_folder(path: Path) -> int:
+    """A descriptor of a folder, which may be reached through links."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def open_below(folder: int, relative: str) -> int:
+    """A descriptor of a folder below an open one. Raises ``OSError`` where there is none, or a link is on the way."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    here = os.dup(folder)
+    for name in relative.split("/"):
+        try:
+            deeper = os.open(name, flags, dir_fd=here)
+        finally:
+            os.close(here)
+        here = deeper
+    return here
 
 
 def open_file(folder: int, relative: str) -> int:
@@ -271,18 +282,16 @@ def open_file(folder: int, relative: str) -> int:
     Raises:
         OSError: there is none, or a link is on the way (ELOOP, ENOTDIR), or it is no regular file (ENOTSUP).
     """
-    *parents, name = relative.split("/")
-    here = folder
-    try:
-        for parent in parents:
-            deeper = open_folder(Path(), parent, here)
-            if here != folder:
-                os.close(here)
-            here = deeper
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=here)
-    finally:
-        if here != folder:
+    parents, _, name = relative.rpartition("/")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if parents:
+        here = open_below(folder, parents)
+        try:
+            fd = os.open(name, flags, dir_fd=here)
+        finally:
             os.close(here)
+    else:
+        fd = os.open(name, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENOTSUP, "not a regular file", relative)
@@ -306,7 +315,7 @@ def entries(folder: int) -> Iterator[tuple[str, bool]]:
         is_folder = stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
         yield name, is_folder
         if is_folder:
-            inner = open_folder(Path(), name, folder)
+            inner = open_below(folder, name)
             try:
                 for relative, deeper in entries(inner):
                     yield f"{name}/{relative}", deeper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import os
@@ -15,7 +14,7 @@ import msgspec
 from engram.errors import CorruptCheckpoint
 from engram.format import description, disk, layout, strict, sums, tables
 from engram.format.description import PART, SUMS, ArrayInfo, Geometry, Part, PartField, segment_layout
-from engram.format.problems import Problem, corrupt, problem_of
+from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,18 +48,19 @@ class PartReader:
     Args:
         folder: where the part lies; it may be reached through links, nothing in it may be one.
         expected_sha256: of its ``part.json``; None: not known.
+        folder_fd: the open folder, which the reader then closes; None: it is opened.
 
     Raises:
         CorruptCheckpoint: ``part.json``, ``sums.bin`` or the table of segments is missing, damaged or impossible.
         IncompatibleCheckpoint: written by a newer engram.
     """
 
-    def __init__(self, folder: Path, expected_sha256: str | None = None) -> None:
+    def __init__(self, folder: Path, expected_sha256: str | None = None, folder_fd: int | None = None) -> None:
         self.folder = folder
         self._open: OrderedDict[str, int] = OrderedDict()
         self._checked: dict[str, bytearray] = {}
         try:
-            self.folder_fd = disk.open_folder(folder)
+            self.folder_fd = disk.open_folder(folder) if folder_fd is None else folder_fd
         except (FileNotFoundError, NotADirectoryError) as error:
             raise corrupt(folder, "expected the folder of a part, found none") from error
         try:
@@ -70,13 +70,13 @@ class PartReader:
             raise
 
     @classmethod
-    def open(cls, folder: Path, expected_sha256: str | None = None) -> Self:
+    def open(cls, folder: Path, expected_sha256: str | None = None, folder_fd: int | None = None) -> Self:
         """A reader of a part whose files are all there, with their exact sizes.
 
         Raises:
             CorruptCheckpoint: they are not, or as the constructor.
         """
-        reader = cls(folder, expected_sha256)
+        reader = cls(folder, expected_sha256, folder_fd)
         try:
             for problem in reader.misfits():
                 raise corrupt(*problem)
@@ -249,7 +249,7 @@ class PartReader:
             try:
                 fd = disk.open_file(self.folder_fd, name)
             except OSError as error:
-                yield Problem(self.folder / name, _no_file(error, file.bytes))
+                yield Problem(self.folder / name, no_file(error, file.bytes))
                 continue
             size = os.fstat(fd).st_size
             os.close(fd)
@@ -304,9 +304,9 @@ class PartReader:
 
     def _describe(self, expected_sha256: str | None) -> None:
         hidden = f"{layout.FOLDER}/{PART}"
-        name = hidden if (self.folder / hidden).exists() else PART
+        name = hidden if os.path.lexists(self.folder / hidden) else PART
         path = self.folder / name
-        raw = self._small(name, strict.MAX_BYTES)
+        raw = read_small(self.folder, self.folder_fd, name, strict.MAX_BYTES)
         digest = hashlib.sha256(raw).hexdigest()
         if expected_sha256 is not None and digest != expected_sha256:
             raise corrupt(path, f"expected the sha256 {expected_sha256}, got {digest}")
@@ -332,7 +332,7 @@ class PartReader:
     def _read_sums(self) -> None:
         name = f"{description.prefix(self._part.part)}{SUMS}"
         entry = self._part.sums
-        raw = self._small(name, entry.bytes, exactly=True)
+        raw = read_small(self.folder, self.folder_fd, name, entry.bytes, exactly=True)
         digest = hashlib.sha256(raw).hexdigest()
         if digest != entry.sha256:
             raise corrupt(self.folder / name, f"expected the sha256 {entry.sha256}, got {digest}")
@@ -393,30 +393,13 @@ class PartReader:
         if total != self.records["tickets"]:
             raise corrupt(self.folder / name, f"expected {self.records['tickets']} rows, got {total}")
 
-    def _small(self, name: str, limit: int, *, exactly: bool = False) -> bytes:
-        path = self.folder / name
-        try:
-            fd = disk.open_file(self.folder_fd, name)
-        except OSError as error:
-            raise corrupt(path, _no_file(error, limit if exactly else None)) from error
-        try:
-            size = os.fstat(fd).st_size
-            if size > limit or (exactly and size != limit):
-                raise corrupt(path, f"expected {'' if exactly else 'at most '}{limit} bytes, got {size}")
-            raw = bytearray(size)
-            if disk.read(fd, memoryview(raw), 0) != size:
-                raise corrupt(path, f"expected {size} bytes, the file has become shorter")
-            return bytes(raw)
-        finally:
-            os.close(fd)
-
     def _fill(self, name: str, view: memoryview, offset: int) -> None:
         fd = self._open.get(name)
         if fd is None:
             try:
                 fd = disk.open_file(self.folder_fd, name)
             except OSError as error:
-                raise corrupt(self.folder / name, _no_file(error, self._files[name].bytes)) from error
+                raise corrupt(self.folder / name, no_file(error, self._files[name].bytes)) from error
             self._open[name] = fd
             if len(self._open) > MAX_OPEN:
                 os.close(self._open.popitem(last=False)[1])
@@ -453,13 +436,3 @@ class PartReader:
         return Problem(
             self.folder / name, f"expected the checksum {expected:016x} of a block, got another", block * sums.BLOCK
         )
-
-
-def _no_file(error: OSError, nbytes: int | None) -> str:
-    """What to say of a file that does not open. Passes on what is no damage: no permission, an I/O error."""
-    size = "" if nbytes is None else f" of {nbytes} bytes"
-    if error.errno == errno.ENOENT:
-        return f"expected a file{size}, found none"
-    if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENOTSUP, errno.ENXIO):
-        return f"expected a regular file{size}, got something else"
-    raise error

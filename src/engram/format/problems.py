@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 from engram.errors import CorruptCheckpoint
+from engram.format import disk
 
-__all__ = ["Problem", "corrupt", "problem_of"]
+__all__ = ["Problem", "corrupt", "no_file", "problem_of", "read_small"]
 
 
 class Problem(NamedTuple):
@@ -33,3 +36,36 @@ def problem_of(error: CorruptCheckpoint) -> Problem:
     """What ``corrupt`` was told."""
     problem = error.args[0]
     return problem if isinstance(problem, Problem) else Problem(Path(), str(error).removesuffix("."))
+
+
+def no_file(error: OSError, nbytes: int | None = None) -> str:
+    """What to say of a file that does not open. Passes on what is no damage: no permission, an I/O error."""
+    size = "" if nbytes is None else f" of {nbytes} bytes"
+    if error.errno == errno.ENOENT:
+        return f"expected a file{size}, found none"
+    if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENOTSUP, errno.ENXIO):
+        return f"expected a regular file{size}, got something else"
+    raise error
+
+
+def read_small(folder: Path, folder_fd: int, name: str, limit: int, *, exactly: bool = False) -> bytes:
+    """The bytes of a file of an open folder: at most ``limit``, or exactly that many.
+
+    Raises:
+        CorruptCheckpoint: it is missing, not a regular file, or of another size.
+    """
+    path = folder / name
+    try:
+        fd = disk.open_file(folder_fd, name)
+    except OSError as error:
+        raise corrupt(path, no_file(error, limit if exactly else None)) from error
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit or (exactly and size != limit):
+            raise corrupt(path, f"expected {'' if exactly else 'at most '}{limit} bytes, got {size}")
+        raw = bytearray(size)
+        if disk.read(fd, memoryview(raw), 0) != size:
+            raise corrupt(path, f"expected {size} bytes, the file has become shorter")
+        return bytes(raw)
+    finally:
+        os.close(fd)
