@@ -19,8 +19,10 @@ from torch import Tensor
 
 from engram import _native, collate, expanders, samplers, storages, writers
 from engram._later import refuse
+from engram.checkpoint import buffers
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
+from engram.format.checkpoints import Checkpoint, finish_dump, replacing
 from engram.pinning import pinning_for
 from engram.state import check_keys, checked, integer, saved, tensor_in, typed
 from engram.store import Key
@@ -50,6 +52,9 @@ _LATER = {
     "transport": "remote buffers",
     "transport_options": "remote buffers",
 }
+
+#: Entries of a state that lie in the part of a checkpoint that is the buffer's own.
+_IN_BUFFER = ("batch_size", "lane", "consume_after_n_samples")
 
 #: Entries of a state.
 _STATE = (
@@ -940,20 +945,26 @@ class ReplayBuffer:
         Cost: O(bytes of the rows), which are copied.
         """
         with self._storage.paused:
-            prefetched = self._prefetch_state()
-            sampler = self._bound_sampler()
-            return {
-                "_storage": self._storage.state_dict(without=getattr(sampler, "own_indexes", ())),
-                "_sampler": saved(sampler, "_sampler"),
-                "_writer": saved(self._writer, "_writer"),
-                "_transforms": self._transform.state_dict(),
-                "_batch_size": self._batch_size,
-                "_lane": self._lane,
-                "_consume_after_n_samples": None,
-                "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
-                "_default_rng": torch.default_generator.get_state(),
-                "_prefetch_state": prefetched,
-            }
+            state = self._state_but_rows()
+            return {"_storage": self._storage.state_dict(without=self._sampler_indexes()), **state}
+
+    def _state_but_rows(self) -> dict[str, Any]:
+        """All of :meth:`state_dict` but the storage's."""
+        return {
+            "_sampler": saved(self._bound_sampler(), "_sampler"),
+            "_writer": saved(self._writer, "_writer"),
+            "_transforms": self._transform.state_dict(),
+            "_batch_size": self._batch_size,
+            "_lane": self._lane,
+            "_consume_after_n_samples": None,
+            "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
+            "_default_rng": torch.default_generator.get_state(),
+            "_prefetch_state": self._prefetch_state(),
+        }
+
+    def _sampler_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Names and kinds of the storage's indexes that the sampler's state has."""
+        return getattr(self._bound_sampler(), "own_indexes", ())
 
     def load_state_dict(self, state_dict: dict[str, Any], *, default_rng: bool = False) -> None:
         """Take over a saved state: every later operation gives what it would have given then.
@@ -1047,6 +1058,103 @@ class ReplayBuffer:
         if state is not None:
             raise TypeError(f"{type(self).__name__}: _prefetch_state: expected None, got a {type(state).__name__}.")
         return lambda: None
+
+    # ---- files ---------------------------------------------------------------------------------------------------------
+
+    def dumps(self, path: str | os.PathLike[str], *, prefetch: str = "save") -> None:
+        """Save the buffer as a folder, which in one step replaces one that was saved there.
+
+        All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
+        storage. Of rows that were never written nothing is saved. Writers, of all processes, wait meanwhile; readers do not.
+
+        Args:
+            path: a free name, an empty folder, or what an earlier call has made.
+            prefetch: ``"drop"`` leaves out batches that were drawn ahead: then the saved buffer draws them anew.
+
+        Raises:
+            FileExistsError: something else lies there.
+            TypeError: something that is neither a tensor nor a plain value; names the way to it.
+            ValueError: ``prefetch`` is neither ``"save"`` nor ``"drop"``.
+            OSError: no space, or an I/O error. What lay there before still does.
+
+        >>> import tempfile, torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(100)) for _ in range(2))
+        >>> _ = rb.extend(torch.arange(10))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rb.dumps(f"{folder}/replay")
+        ...     other.loads(f"{folder}/replay")
+        >>> other[:3]
+        tensor([0, 1, 2])
+        """
+        if prefetch not in ("save", "drop"):
+            raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        with replacing(Path(path)) as folder, self._storage.paused:
+            parts = self.parts()
+            if prefetch == "drop":
+                parts.states["prefetch"] = {"batches": None}
+            rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
+            infos = [rows.info, *buffers.write_parts(folder, parts)]
+            finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
+
+    def loads(self, path: str | os.PathLike[str], *, default_rng: bool = False) -> None:
+        """Take over what :meth:`dumps` saved: every later operation gives what it would have given then.
+
+        Args:
+            path: the folder.
+            default_rng: as for :meth:`load_state_dict`.
+
+        Raises:
+            CorruptCheckpoint: damaged; names file and byte. IncompatibleCheckpoint: saved by other kinds of components, or as
+                :meth:`load_state_dict`. Nothing is changed; but where nothing was stored rows are checked while they are read, and
+                nothing is stored if that fails.
+            OSError: no space for the rows, or an I/O error. The buffer is empty then, if it was not already.
+        """
+        with Checkpoint(Path(path)) as checkpoint:
+            self.checked_parts(checkpoint, default_rng=default_rng)()
+
+    dump = save = dumps
+    load = loads
+
+    def parts(self) -> buffers.Parts:
+        """All of the state but the storage's, as the parts of a checkpoint."""
+        state = self._state_but_rows()
+        states = {
+            "sampler": state["_sampler"],
+            "writer": state["_writer"],
+            "transforms": state["_transforms"],
+            "buffer": {name: state[f"_{name}"] for name in _IN_BUFFER},
+            "rng": {"generator": state["_rng"], "default": state["_default_rng"]},
+            "prefetch": {"batches": state["_prefetch_state"]},
+        }
+        return buffers.Parts(states, self._kinds())
+
+    def _kinds(self) -> dict[str, str]:
+        components = {"sampler": self._sampler, "writer": self._writer, "transforms": self._transform, "buffer": self}
+        kinds = {part: type(component).__name__ for part, component in components.items()}
+        return {**kinds, "rng": "Generator", "prefetch": "Prefetcher"}
+
+    def checked_parts(self, checkpoint: Checkpoint, rank: int = 0, *, default_rng: bool = False) -> Callable[[], None]:
+        """Check a rank's parts of a checkpoint; what takes them over, which must be called before the checkpoint is closed.
+
+        Raises: as :meth:`loads`. Nothing is changed.
+        """
+        reader = buffers.open_storage(checkpoint, rank)
+        take_storage = self._storage.checked_part(reader)
+        states = buffers.read_parts(checkpoint, rank, self._kinds())
+        where = str(checkpoint.shard_folder(rank))
+        for part, names in (("buffer", _IN_BUFFER), ("rng", ("generator", "default")), ("prefetch", ("batches",))):
+            check_keys(states[part], names, f"{where}: {part}")
+        state = {
+            "_sampler": states["sampler"],
+            "_writer": states["writer"],
+            "_transforms": states["transforms"],
+            **{f"_{name}": states["buffer"][name] for name in _IN_BUFFER},
+            "_rng": states["rng"]["generator"],
+            "_default_rng": states["rng"]["default"],
+            "_prefetch_state": states["prefetch"]["batches"],
+        }
+        return self._checked_rest(state, self._storage.capacity_of(reader), take_storage, default_rng=default_rng)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

@@ -95,7 +95,9 @@ def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
     assert found == placed
     assert {reason: count["steps"] for reason, count in plan.dropped.items()} == dropped
     for unit in ("episodes", "steps"):
-        assert plan.kept[unit] + sum(c[unit] for c in plan.dropped.values()) == sum(c[unit] for c in plan.saved.values())
+        assert plan.kept[unit] + sum(c[unit] for c in plan.dropped.values()) == sum(
+            c[unit] for c in plan.saved.values()
+        )
     ends = {}
     for rank, lane, position, steps in zip(plan.rank, plan.lane, plan.position, plan.steps, strict=True):
         assert position == ends.get((rank, lane), 0)  # one behind the other
@@ -109,7 +111,9 @@ def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 4), st.integers(1, 3))
 def test_loads_differ_by_no_more_than_the_longest_at_every_point_of_time(steps, ranks, lanes):
     ends = np.cumsum(steps, dtype=np.int64)
-    table = np.stack([np.zeros_like(ends), ends - np.array(steps, np.int64), ends, ends, np.full_like(ends, FIRST | LAST)], 1)
+    table = np.stack(
+        [np.zeros_like(ends), ends - np.array(steps, np.int64), ends, ends, np.full_like(ends, FIRST | LAST)], 1
+    )
     for newest in range(len(steps) + 1):
         plan = make_plan([Source(1 << 20, table[len(steps) - newest :])], [Target(lanes, 10_000)] * ranks)
         load = np.zeros((ranks, lanes), np.int64)

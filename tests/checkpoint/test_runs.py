@@ -23,7 +23,9 @@ def oracle(lanes, numbers, ids, ends, cut, starts, columns):
                     continue
                 before = lane * length + (place - columns) % length
                 has_before = place - columns >= position - live and numbers[before] != 0
-                ended = has_before and ((ends is not None and ends[before]) or (ids is not None and ids[row] != ids[before]))
+                ended = has_before and (
+                    (ends is not None and ends[before]) or (ids is not None and ids[row] != ids[before])
+                )
                 marked = starts is not None and starts[row]
                 if run is None or ended or marked:
                     if starts is not None:
@@ -66,7 +68,11 @@ def test_runs_are_those_of_a_plain_loop(data):
     def flags():
         return np.array(data.draw(st.lists(st.booleans(), min_size=capacity, max_size=capacity)))
 
-    ids = np.array(data.draw(st.lists(st.integers(0, 2), min_size=capacity, max_size=capacity))) if data.draw(st.booleans()) else None
+    ids = (
+        np.array(data.draw(st.lists(st.integers(0, 2), min_size=capacity, max_size=capacity)))
+        if data.draw(st.booleans())
+        else None
+    )
     ends = flags() if data.draw(st.booleans()) else None
     cut = flags() if ends is not None and data.draw(st.booleans()) else None
     starts = flags() if data.draw(st.booleans()) else None
@@ -102,5 +108,10 @@ def test_kinds():
     runs = find_runs(np.array([[21, 12]]), np.arange(1, 13), lambda rows: Marks(ends=ends[rows], starts=starts[rows]))
     kinds = count_kinds(runs)
     assert {kind: tuple(count.values()) for kind, count in kinds.items()} == {
-        "complete": (1, 3), "open": (1, 2), "headless": (1, 6), "both": (0, 0), "mid": (0, 0), "orphan": (1, 1),
+        "complete": (1, 3),
+        "open": (1, 2),
+        "headless": (1, 6),
+        "both": (0, 0),
+        "mid": (0, 0),
+        "orphan": (1, 1),
     }

@@ -189,4 +189,3 @@ def _deal(
         for entry in full:
             heapq.heappush(ranks, entry)
     return to_rank, to_lane
-

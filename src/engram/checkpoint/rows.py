@@ -15,8 +15,8 @@ from engram.checkpoint.components import described_state, read_state
 from engram.checkpoint.runs import Marks, count_kinds, find_runs
 from engram.errors import CorruptStore
 from engram.format import layout
-from engram.format.checkpoints import Count, Cut, Totals
 from engram.format import schema as schemas
+from engram.format.checkpoints import Count, Cut, Totals
 from engram.format.parts import Geometry, PartField, PartWriter, schema_sum, segment_layout
 from engram.format.problems import corrupt
 from engram.format.tables import OPEN
@@ -176,7 +176,9 @@ def write_tables(
 def marks_of(store: Store, roles: Sequence[str]) -> Callable[[NDArray[np.int64]], Marks]:
     """What rows of a store say of trajectories, by the roles of its fields."""
     by_role = {role: store.tensors[i] for i, role in enumerate(roles) if role != "data"}
-    first = next((t for field, t in zip(store.schema.fields, store.tensors, strict=True) if field.key == ("is_init",)), None)
+    first = next(
+        (t for field, t in zip(store.schema.fields, store.tensors, strict=True) if field.key == ("is_init",)), None
+    )
 
     def column(tensor: Tensor | None, rows: NDArray[np.int64]) -> Tensor | None:
         if tensor is None:

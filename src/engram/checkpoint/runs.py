@@ -113,7 +113,12 @@ def _track(
     has_last = ends[last] | (np.append(over, False)[end] & np.append(there, False)[end])
     from_the_beginning = position == live
     has_first = starts[first] if knows_starts else np.where(first == 0, from_the_beginning, follows[first])
-    flags = HAS_FIRST * has_first + HAS_LAST * has_last + TRUNCATED * (cut[last] & ends[last]) + OPEN * (~has_last & (end == steps))
+    flags = (
+        HAS_FIRST * has_first
+        + HAS_LAST * has_last
+        + TRUNCATED * (cut[last] & ends[last])
+        + OPEN * (~has_last & (end == steps))
+    )
     time = np.minimum.accumulate(numbers[row[last]][::-1])[::-1]
     place = position - live + column
     return np.stack([np.full(len(first), lane), place + first * columns, place + end * columns, time, flags], 1)
@@ -142,5 +147,6 @@ def count_kinds(runs: NDArray[np.int64], columns: int = 1) -> dict[str, dict[str
     kinds = kinds_of(runs, columns)
     steps = (runs[:, 2] - runs[:, 1]) // columns
     return {
-        kind: {"episodes": int((kinds == i).sum()), "steps": int(steps[kinds == i].sum())} for i, kind in enumerate(KINDS)
+        kind: {"episodes": int((kinds == i).sum()), "steps": int(steps[kinds == i].sum())}
+        for i, kind in enumerate(KINDS)
     }
