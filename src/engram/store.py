@@ -701,12 +701,21 @@ class Store:
 
         Cost: O(capacity), a word per row.
         """
-        clock = self.core.next_ticket
+        clock, write_count = self.core.next_ticket, self.core.write_count
+        return StoreState(self.lane_words(), self.numbers_before(clock), clock, write_count)
+
+    def lane_words(self) -> Tensor:
+        """The ``lanes`` of a :class:`StoreState`. Cost: O(lanes)."""
         lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
-        numbers = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
-        write_count = self.core.write_count
+        self.core.read_words(0, lanes.data_ptr(), 0)
+        return lanes
+
+    def numbers_before(self, clock: int) -> Tensor:
+        """The ``numbers`` of a :class:`StoreState`, of rows that were written before ``clock`` and still are as they were then."""
+        lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
+        numbers = torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
         self.core.read_words(clock, lanes.data_ptr(), numbers.data_ptr())
-        return StoreState(lanes, numbers, clock, write_count)
+        return numbers
 
     @contextlib.contextmanager
     def replacing(self, state: StoreState) -> Iterator[None]:
