@@ -1115,6 +1115,19 @@ class Store:
         except IndexError as error:
             raise RowError(f"read: {error}.") from error
 
+    def copy_rows(self, rows: Tensor, expected: Tensor, columns: Sequence[Tensor]) -> list[int]:
+        """Copy rows into given memory: the positions whose row has another ticket, or had when it was copied.
+
+        Args:
+            rows: int64 ``[n]``, CPU. expected: int64 ``[n]`` ticket numbers.
+            columns: uint8 ``[n, row bytes]``, CPU, one per field.
+        """
+        addresses = tuple([column.data_ptr() for column in columns])
+        moved: list[int] = self.core.gather(
+            rows.data_ptr(), len(rows), self._which, addresses, expected.data_ptr(), 0
+        )
+        return moved
+
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
         """Draw ``n`` live rows uniformly, with replacement, and copy them: one native call.
 
@@ -1280,6 +1293,12 @@ class DeviceStore(Store):
         with self._lock:
             _, moved = super().read(rows, expected=expected, which=())
             return self._take(rows, self._which if which is None else which), moved
+
+    def copy_rows(self, rows: Tensor, expected: Tensor, columns: Sequence[Tensor]) -> list[int]:
+        found, moved = self.read(rows, expected=expected)
+        for column, value in zip(columns, found, strict=True):
+            column.copy_(value.cpu().reshape(len(rows), -1).view(torch.uint8).view(column.shape))
+        return moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
         rows, numbers = _native.empty_rows(n), _native.empty_rows(n)

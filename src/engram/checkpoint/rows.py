@@ -31,7 +31,18 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.store import Store
 
-__all__ = ["SavedRows", "fill", "nothing_saved", "read_rows_state", "save_flat"]
+__all__ = [
+    "TABLES",
+    "Boundaries",
+    "SavedRows",
+    "described",
+    "fill",
+    "nothing_saved",
+    "read_rows_state",
+    "save_flat",
+    "ticket_words",
+    "write_tables",
+]
 
 _HERE = Path()
 #: What a ticket says of a row that is whole, and of one of which nothing was saved.
@@ -40,7 +51,7 @@ _COMMITTED, _VOID = 2, 3
 _PIECE = 16 << 20
 _STEP_FIRST, _STEP_LAST = 0, 2
 #: Entries of a state that are tables of their own.
-_TABLES = ("lanes", "numbers")
+TABLES = ("lanes", "numbers")
 
 
 class SavedRows(NamedTuple):
@@ -88,9 +99,9 @@ def save_flat(folder: Path, kind: str, store: Store, state: dict[str, Any], role
     _write_flat(part, store, numbers)
     whole = np.zeros(store.capacity, np.int64)
     whole[: len(numbers)] = numbers
-    totals = write_tables(part, store, state["lanes"].numpy(), whole, numbers, roles)
+    totals = write_tables(part, store, state["lanes"].numpy(), whole, numbers, Boundaries(store.schema, roles).marks_now(store))
     geometry, fields = described(store.schema, roles)
-    rest = {name: value for name, value in state.items() if name not in _TABLES}
+    rest = {name: value for name, value in state.items() if name not in TABLES}
     info = part.finish(described_state(part, rest, "storage"), geometry=geometry, schema=fields)
     return SavedRows(info, Cut(state["clock"]), totals, schema_sum(fields))
 
@@ -146,8 +157,7 @@ def write_tables(
     lanes: NDArray[np.int64],
     numbers: NDArray[np.int64],
     stored: NDArray[np.int64],
-    roles: Sequence[str],
-    marks: Callable[[NDArray[np.int64]], Marks] | None = None,
+    marks: Callable[[NDArray[np.int64]], Marks],
 ) -> Totals:
     """Write lanes, tickets and trajectories.
 
@@ -156,16 +166,14 @@ def write_tables(
         store: whose they are.
         lanes, numbers: as :class:`StoreState` has them.
         stored: numbers of the rows that the files hold, in their order.
-        roles: of each field.
-        marks: what rows say of trajectories; default: as they are in the store now.
+        marks: what rows say of trajectories.
     """
     columns = int(np.prod(store.schema.columns))
-    runs = find_runs(lanes, numbers, marks or marks_of(store, roles), columns=columns)
+    runs = find_runs(lanes, numbers, marks, columns=columns)
     lanes = lanes.copy()
     lanes[:, 2] = 0
     lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
-    words = np.where(stored != 0, stored << 2 | _COMMITTED, _VOID)
-    for name, table in (("lanes", lanes), ("tickets", words), ("trajectories", runs)):
+    for name, table in (("lanes", lanes), ("tickets", ticket_words(stored)), ("trajectories", runs)):
         raw = np.ascontiguousarray(table, dtype="<i8")
         with part.file(f"{layout.FOLDER}/{name}.bin", raw.nbytes) as file:
             file.write(raw)
@@ -173,39 +181,47 @@ def write_tables(
     return Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs), **kinds)
 
 
-def marks_of(store: Store, roles: Sequence[str]) -> Callable[[NDArray[np.int64]], Marks]:
-    """What rows of a store say of trajectories, by the roles of its fields."""
-    by_role = {role: store.tensors[i] for i, role in enumerate(roles) if role != "data"}
-    first = next(
-        (t for field, t in zip(store.schema.fields, store.tensors, strict=True) if field.key == ("is_init",)), None
-    )
+def ticket_words(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tickets as they are saved: of rows that are whole, or void."""
+    return np.where(numbers != 0, numbers << 2 | _COMMITTED, _VOID).astype("<i8")
 
-    def column(tensor: Tensor | None, rows: NDArray[np.int64]) -> Tensor | None:
-        if tensor is None:
-            return None
-        return tensor[torch.from_numpy(rows).to(tensor.device)].cpu().reshape(len(rows), -1)
 
-    def true(tensor: Tensor | None, rows: NDArray[np.int64], value: int | None = None) -> NDArray[np.bool_] | None:
-        values = column(tensor, rows)
-        if values is None:
-            return None
-        found: NDArray[np.bool_] = ((values != 0) if value is None else (values == value)).any(1).numpy()
-        return found
+class Boundaries:
+    """Which fields of a store say where trajectories begin and end."""
 
-    def marks(rows: NDArray[np.int64]) -> Marks:
-        step_type = by_role.get("step_type")
-        ids = column(by_role.get("traj_id"), rows)
-        cut, over = true(by_role.get("truncated"), rows), true(by_role.get("terminated"), rows)
-        ends = [true(by_role.get("done"), rows), cut, over, true(step_type, rows, _STEP_LAST)]
-        starts = [true(first, rows), true(step_type, rows, _STEP_FIRST)]
+    def __init__(self, schema: Schema, roles: Sequence[str]) -> None:
+        by_role = {role: number for number, role in enumerate(roles)}
+        first = {field.key: number for number, field in enumerate(schema.fields)}.get(("is_init",))
+        names = ("traj_id", "done", "terminated", "truncated", "step_type")
+        found = {name: by_role[name] for name in names if name in by_role}
+        if first is not None:
+            found["is_init"] = first
+        self._names = tuple(found)
+        self.which = tuple(found.values())
+        """Numbers of the fields."""
+
+    def marks(self, columns: Sequence[Tensor]) -> Marks:
+        """What rows say, from those fields of them, ``[n, *shape]`` each."""
+        flat = {name: column.cpu().flatten(1) for name, column in zip(self._names, columns, strict=True)}
+        types = flat.get("step_type")
+        true = {name: (column != 0).any(1).numpy() for name, column in flat.items()}
+        ids, cut, over = flat.get("traj_id"), true.get("truncated"), true.get("terminated")
+        last, first = (None if types is None else (types == kind).any(1).numpy() for kind in (_STEP_LAST, _STEP_FIRST))
         return Marks(
             None if ids is None else ids.contiguous().view(torch.uint8).numpy(),
-            _any(ends),
+            _any([true.get("done"), cut, over, last]),
             cut if cut is None or over is None else cut & ~over,
-            _any(starts),
+            _any([true.get("is_init"), first]),
         )
 
-    return marks
+    def marks_now(self, store: Store) -> Callable[[NDArray[np.int64]], Marks]:
+        """What the rows of a store say, which nobody must be writing to."""
+
+        def marks(rows: NDArray[np.int64]) -> Marks:
+            at = torch.from_numpy(rows)
+            return self.marks([store.tensors[i][at.to(store.device)] for i in self.which])
+
+        return marks
 
 
 def _any(flags: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_] | None:

@@ -254,6 +254,36 @@ class Storage(Dumpable):
         check_kind(reader, "storage", *self._loads)
         return self.checked_state(read_state(reader))
 
+    def prepare_cut(self) -> Callable[[], dict[str, Any]]:
+        """What notes all that :meth:`save_cut` needs of one moment, while writers are :attr:`paused`: as fast as can be."""
+        return self.state_dict
+
+    def save_cut(
+        self,
+        folder: Path,
+        cut: dict[str, Any],
+        *,
+        roles: Mapping[Any, str] | None = None,
+        parent: PartReader | None = None,
+        paranoid: bool = False,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> SavedRows:
+        """Write all that was stored at a cut into a new folder, as a part of a checkpoint. Others may be writing.
+
+        Args:
+            folder: where.
+            cut: what :meth:`prepare_cut` noted.
+            roles: what fields mean, by key, where they are not called as usual.
+            parent: the same part of an older checkpoint of this very storage: what did not change is linked.
+            paranoid: compare what is linked with what is stored.
+            progress: called with how many bytes were done.
+        """
+        return nothing_saved(write_part(folder, "storage", type(self).__name__, cut), cut["clock"], len(cut["numbers"]))
+
+    def lineage(self) -> Any:
+        """Equal as long as the tickets of an older checkpoint mean the rows that are stored now."""
+        return None
+
     def capacity_of(self, reader: PartReader) -> int:
         """Rows that there will be when a part that was checked is taken over."""
         return self.max_size if reader.geometry is None else reader.geometry.capacity

@@ -19,6 +19,7 @@ from engram import _native
 from engram._later import refuse
 from engram.checkpoint.components import check_blocks, check_kind, write_part
 from engram.checkpoint.roles import roles_of
+from engram.checkpoint.segments import save_segments
 from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore, RowError
 from engram.format import layout
@@ -565,18 +566,27 @@ class TensorStorage(Storage):
                 "passes": {},
                 "windows": {},
             }
-        indexes = store.all_indexes()
-        state = store.state()
-        live = state.numbers.nonzero()
+        words = self._words(store, store.all_indexes(), without)
+        numbers = store.numbers_before(words["clock"])
+        live = numbers.nonzero()
         last = int(live[-1]) + 1 if len(live) else 0
+        return {**words, "numbers": numbers[:last].clone()}
+
+    def _words(
+        self,
+        store: Store,
+        indexes: Mapping[tuple[str, str], Any],
+        without: Collection[tuple[str, str]],
+        room: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """All that is said of the rows but their tickets. ``room``: for the leaves of priorities, by name."""
         passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == PASSES}
         return {
             "schema": schemas.encode(store.schema).decode(),
-            "lanes": state.lanes,
-            "numbers": state.numbers[:last].clone(),
-            "clock": state.clock,
-            "write_count": state.write_count,
-            "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without),
+            "clock": store.core.next_ticket,
+            "lanes": store.lane_words(),
+            "write_count": int(store.core.write_count),
+            "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, room),
             "passes": {name: walk for name, walk in passes.items() if (name, PASSES) not in without},
             "windows": dict(store.windows),
         }
@@ -674,6 +684,48 @@ class TensorStorage(Storage):
         if store is None:
             return nothing_saved(write_part(folder, "storage", kind, state), 1, 0)
         return save_flat(folder, kind, store, state, roles_of(store.schema.fields, roles))
+
+    def prepare_cut(self) -> Callable[[], dict[str, Any]]:
+        store = self.memory
+        if store is None:
+            return self.state_without_rows
+        indexes = store.all_indexes()
+        # Pages are taken now, so that writers wait for a copy only.
+        room = {name: torch.zeros(store.capacity, dtype=torch.float64) for name in _of_kind(indexes, PRIORITIES)}
+
+        def cut() -> dict[str, Any]:
+            return self._words(store, indexes, (), room)
+
+        return cut
+
+    def save_cut(
+        self,
+        folder: Path,
+        cut: dict[str, Any],
+        *,
+        roles: Mapping[Any, str] | None = None,
+        parent: PartReader | None = None,
+        paranoid: bool = False,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> SavedRows:
+        store, kind = self.memory, type(self).__name__
+        if cut["schema"] is None or store is None:
+            return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
+        state = {**cut, "numbers": store.numbers_before(cut["clock"])}
+        return save_segments(
+            folder,
+            kind,
+            store,
+            state,
+            roles_of(store.schema.fields, roles),
+            base=0 if store.replaced is None else store.replaced[1] - store.replaced[0],
+            parent=parent,
+            paranoid=paranoid,
+            progress=progress,
+        )
+
+    def lineage(self) -> Any:
+        return None if self.memory is None else (id(self.memory), self.memory.replaced)
 
     def checked_part(self, reader: PartReader) -> Callable[[], None]:
         check_kind(reader, "storage", *self._loads)
