@@ -387,8 +387,9 @@ class ReplayBuffer:
             columns = storage.memory.sample_uniform(key, batch_size, with_rows, self._tracks)
             info = {"index_generation": columns.pop()} if self._tracks else {}
             return self._finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
-        if self._sample_natively is not None and storage.memory is not None and storage.memory.is_native:
-            columns, rows, info = self._sample_natively(storage, key, batch_size, numbered=self._tracks)
+        natively, memory = self._sample_natively, getattr(storage, "memory", None)
+        if natively is not None and memory is not None and (memory.is_native or self._draws_windows):
+            columns, rows, info = natively(storage, key, batch_size, numbered=self._tracks)
             return self._finish(columns, rows.numel(), rows, info, return_info)
         columns, rows, info = self._draw(batch_size, key.value)
         return self._finish(columns, rows.numel(), rows, info, return_info)
