@@ -14,6 +14,7 @@ from engram import (
     IncompatibleStore,
     LazyTensorStorage,
     NoSampleable,
+    NStep,
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
@@ -382,6 +383,16 @@ def test_a_copy_of_a_buffer_finds_its_boundaries_again():
     rb.sample(3)
     again = copy.deepcopy(rb)
     assert torch.equal(again.sample(9)["unique"], rb.sample(9)["unique"])
+
+
+@pytest.mark.parametrize("inner", [RandomSampler(), SliceSampler(slice_len=2)])
+def test_expanders_are_refused(inner):
+    with pytest.raises(RuntimeError, match='NStep: expected a tensor storage on the CPU.*on meta.*device="cpu"'):
+        TensorDictReplayBuffer(storage=LazyTensorStorage(9, device="meta"), sampler=NStep(inner, 2, 1.0))
+    rb = TensorDictReplayBuffer(storage=OnDevice(9), sampler=NStep(inner, 2, 1.0))  # as with device="auto"
+    rb.extend(steps_of(torch.Generator(), 9, 0))
+    with pytest.raises(RuntimeError, match="NStep: expected a tensor storage on the CPU"):
+        rb.sample(4)
 
 
 def test_windows_beside_writers():

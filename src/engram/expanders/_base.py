@@ -265,12 +265,15 @@ class Expander:
         """
         if not hasattr(storage, "structure") or (storage.device is not None and storage.device.type != "cpu"):
             where = f"a {type(storage).__name__}" + (f" on {storage.device}" if storage.device is not None else "")
-            raise RuntimeError(
-                f"{type(self).__name__}: expected a tensor storage on the CPU, whose rows have neighbours that can be read, "
-                f"got {where}. Use LazyTensorStorage or LazyMemmapStorage."
-            )
+            raise RuntimeError(self._elsewhere(where))
         if hasattr(self.sampler, "bind"):
             self.sampler.bind(storage)
+
+    def _elsewhere(self, where: str) -> str:
+        return (
+            f"{type(self).__name__}: expected a tensor storage on the CPU, whose rows have neighbours that can be read, got {where}. "
+            'Use LazyTensorStorage or LazyMemmapStorage with device="cpu", and a DeviceLoader for batches on an accelerator.'
+        )
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
@@ -295,6 +298,8 @@ class Expander:
         return bound
 
     def _find(self, memory: Store) -> _Bound:
+        if not memory.is_native:  # device="auto", and the first row was elsewhere
+            raise RuntimeError(self._elsewhere(f"rows on {memory.device}"))
         kind, fields = memory.schema.structure.kind, memory.schema.fields
         if kind not in ("tensordict", "tensorclass", "dict"):
             raise RuntimeError(f"sample: {type(self).__name__}: expected rows whose fields have keys, got a {kind}.")
@@ -372,10 +377,7 @@ class Expander:
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:  # noqa: ARG002 - the protocol's
         """Refused: rows alone are not what an expander is for. Raises ``RuntimeError``."""
-        raise RuntimeError(
-            f"{type(self).__name__}: expected a tensor storage on the CPU, whose rows have neighbours that can be read. Use "
-            "LazyTensorStorage or LazyMemmapStorage."
-        )
+        raise RuntimeError(self._elsewhere("a storage of other rows"))
 
     def sample_natively(
         self, storage: Any, key: DrawKey, n: int, *, numbered: bool = False

@@ -15,6 +15,7 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
+from engram._devices import existing_device
 from engram._later import refuse
 from engram.errors import RowError
 from engram.format import layout
@@ -160,7 +161,7 @@ class TensorStorage(Storage):
                 f"{name}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}."
             )
         self._device_argument = str(device)
-        self._device = torch.device("cpu" if device == "auto" else device)
+        self._device = torch.device("cpu") if device == "auto" else existing_device(device, f"{name}: device")
         self.ndim = ndim
         self._lanes = lanes
         self._requested = max_size
@@ -536,6 +537,11 @@ class LazyTensorStorage(TensorStorage):
 
     Raises:
         ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``.
+        RuntimeError: no such device on this machine.
+
+    On an accelerator rows are drawn by the CPU and moved by torch, in one process; a lock orders its threads. Slice samplers work as
+    on the CPU: of the fields that say where trajectories end the host keeps a copy, so a write of data that is on the device waits
+    for these few bytes. Expanders and ``share()`` need the CPU.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
