@@ -297,10 +297,11 @@ class Expander:
                     bound = self._bound = self._find(memory)
         return bound
 
-    def _find(self, memory: Store) -> _Bound:
+    def _check_rows(self, memory: Store) -> None:
+        """Raise ``RuntimeError`` unless rows are steps on the CPU with keys."""
         if not memory.is_native:  # device="auto", and the first row was elsewhere
             raise RuntimeError(self._elsewhere(f"rows on {memory.device}"))
-        kind, fields = memory.schema.structure.kind, memory.schema.fields
+        kind = memory.schema.structure.kind
         if kind not in ("tensordict", "tensorclass", "dict"):
             raise RuntimeError(f"sample: {type(self).__name__}: expected rows whose fields have keys, got a {kind}.")
         own = memory.schema.structure.batch
@@ -309,6 +310,10 @@ class Expander:
                 f"sample: {type(self).__name__}: expected rows that are one step each, got TensorDicts of batch size {list(own)}: "
                 "their steps may belong to different trajectories. Use a storage with ndim > 1, or lanes."
             )
+
+    def _find(self, memory: Store) -> _Bound:
+        self._check_rows(memory)
+        fields = memory.schema.fields
         reading = Reading(fields)
         for expander in self._chain()[0]:
             expander.change(reading)
