@@ -198,8 +198,8 @@ class _SliceSampler(NativeSampler):
         else:
             boundaries = boundaries_of(memory, self.traj_key, self.end_key, self.end_keys)
             table = shared_table(memory, self.index, boundaries, length)
-        marks, apart = (self._marks_in(memory, fields, apart=apart) for apart in (False, True))
-        return Bound(memory, table, field, marks, apart)
+        marks = self._marks_in(memory, fields, apart=False)
+        return Bound(memory, table, field, marks, apart=self._marks_in(memory, fields, apart=True))
 
     def _place_static(self, bound: Bound, extent: Extent) -> None:
         """Static boundaries belong to the live rows in row order; a write can only make them too few or too many.
