@@ -41,7 +41,6 @@ __all__ = ["ReplayBuffer"]
 _LATER = {
     "prefetch": "background prefetching",
     "sample_unit": "expanders",
-    "transform_factory": "the transform argument",
     "dim_extend": "the storage (until then: storage.ndim - 1)",
     "checkpointer": "checkpoints",
     "consume_after_n_samples": "a ConsumingSampler",
@@ -85,13 +84,16 @@ class ReplayBuffer:
         collate_fn: applied to every batch: tensor storages hand it the gathered batch, list storages the list of items.
             Default: nothing; list storages stack tensors and TensorDicts.
         transform: applied to batches after collating (``forward``) and to data before writing (``inv``): see :class:`Compose`.
+        transform_factory: makes the transform, without arguments, in place of ``transform``: where buffers are made of a shared
+            description, each needs one of its own. Called once, at once.
         batch_size: default of :meth:`sample`; needed to iterate.
         pin_memory: batches lie in page-locked memory, every CPU tensor of them and of ``info``: see docs/pinning.md. Without
             an accelerator one warning, and ordinary memory.
         generator: a CPU ``torch.Generator`` that drives every draw. Default: torch's, at the moment of each draw.
 
     Raises:
-        TypeError: a component of the wrong kind, or an argument of TorchRL's that is not supported yet (named).
+        TypeError: a component of the wrong kind, or an argument of TorchRL's that is not supported yet (named); ``transform`` and
+            ``transform_factory`` both.
         ValueError: ``size`` and the storage's ``max_size`` differ; ``batch_size`` below 1.
 
     >>> import torch
@@ -118,6 +120,7 @@ class ReplayBuffer:
         writer: Writer | Callable[[], Writer] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
+        transform_factory: Callable[[], Any] | None = None,
         batch_size: int | None = None,
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
@@ -125,6 +128,13 @@ class ReplayBuffer:
         **later: Any,
     ) -> None:
         refuse(type(self).__name__, later, _LATER)
+        if transform_factory is not None and not callable(transform_factory):
+            raise TypeError(
+                f"{type(self).__name__}: transform_factory: expected a callable that makes a transform, got "
+                f"{type(transform_factory).__name__}."
+            )
+        if transform_factory is not None and transform is not None:
+            raise TypeError(f"{type(self).__name__}: expected one of transform and transform_factory, got both.")
         if batch_size is not None:
             _check_batch_size(batch_size)
         if size is not None:
@@ -145,7 +155,7 @@ class ReplayBuffer:
         self._storage: Any = made
         self._batch_size = batch_size
         self._collate_fn = collate_fn
-        self._transform = Compose.of(transform)
+        self._transform = Compose.of(transform if transform_factory is None else transform_factory())
         self._pinning = pinning
         self._lane = 0
         self._iterator: Iterator[Any] | None = None
@@ -407,8 +417,9 @@ class ReplayBuffer:
             columns = storage.memory.sample_uniform(key, batch_size, with_rows, self._tracks)
             info = {"index_generation": columns.pop()} if self._tracks else {}
             return self._finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
-        if self._sample_natively is not None and storage.memory is not None and storage.memory.is_native:
-            columns, rows, info = self._sample_natively(storage, key, batch_size, numbered=self._tracks)
+        natively, memory = self._sample_natively, getattr(storage, "memory", None)
+        if natively is not None and memory is not None and (memory.is_native or self._draws_windows):
+            columns, rows, info = natively(storage, key, batch_size, numbered=self._tracks)
             return self._finish(columns, rows.numel(), rows, info, return_info)
         columns, rows, info = self._draw(batch_size, key.value)
         return self._finish(columns, rows.numel(), rows, info, return_info)

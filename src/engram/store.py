@@ -742,6 +742,7 @@ class Store:
             self.core.begin_replacing(False)
             try:
                 yield
+                self._refilled()
                 self.core.replaced(state.clock, lanes.data_ptr(), numbers.data_ptr())
                 self.core.write_count = state.write_count
                 for (_, kind), index in self.indexes.items():
@@ -749,6 +750,9 @@ class Store:
             except BaseException:
                 self.core.begin_replacing(False)
                 raise
+
+    def _refilled(self) -> None:
+        """The rows were replaced, past the core."""
 
     # ---- writers that look first -------------------------------------------------------------------------------------
 
@@ -996,6 +1000,10 @@ class Store:
         """Zeroed private memory for an index, as bytes; pages are taken when they are first touched."""
         return private_block(nbytes).tensor
 
+    def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
+        """Fields where the core reads them, for an index: their numbers there, and CPU tensors ``[C, *row shape]``."""
+        return tuple(numbers), [self.tensors[number] for number in numbers]
+
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
@@ -1123,9 +1131,7 @@ class Store:
             columns: uint8 ``[n, row bytes]``, CPU, one per field.
         """
         addresses = tuple([column.data_ptr() for column in columns])
-        moved: list[int] = self.core.gather(
-            rows.data_ptr(), len(rows), self._which, addresses, expected.data_ptr(), 0
-        )
+        moved: list[int] = self.core.gather(rows.data_ptr(), len(rows), self._which, addresses, expected.data_ptr(), 0)
         return moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
@@ -1215,7 +1221,8 @@ class Store:
 class DeviceStore(Store):
     """Rows on an accelerator, moved by torch; tickets and cursors stay on the host.
 
-    Within one process only. A lock orders reads and writes: torch cannot look at tickets between copies.
+    Within one process only. A lock orders reads and writes: torch cannot look at tickets between copies. Fields that an index
+    reads have a copy on the host, which the core moves before the index hears of it: what a store on the CPU does with all.
     """
 
     is_native = False
@@ -1223,7 +1230,10 @@ class DeviceStore(Store):
     def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self._lock = _fork.rlock()
+        #: By number of the field, in the order in which the core has them.
+        self._copies: dict[int, Tensor] = {}
         super().__init__(schema, tensors, control, tickets)
+        self.layout = _native.Layout([])
 
     @classmethod
     def on(cls, schema: Schema, device: torch.device) -> DeviceStore:
@@ -1243,9 +1253,32 @@ class DeviceStore(Store):
         with self._lock, super().paused():  # in between, rows have tickets already and no data yet
             yield
 
+    def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
+        """As :meth:`Store.on_host`. A field that is asked for first is copied; from then on every write of it is, too."""
+        with self._lock:
+            for number in numbers:
+                if number not in self._copies:
+                    field = self.schema.fields[number]
+                    copy = _private_field(field, self.capacity).copy_(self.tensors[number])
+                    self.core.add_field(copy.data_ptr(), field.row_bytes)
+                    self._copies[number] = copy
+            self.layout = _native.Layout(dlpack_specs([self.schema.fields[number] for number in self._copies]))
+            order = list(self._copies)
+            return tuple(order.index(number) for number in numbers), [self._copies[number] for number in numbers]
+
+    def _refilled(self) -> None:
+        for number, copy in self._copies.items():
+            copy.copy_(self.tensors[number])
+
+    def _for_core(self, which: Sequence[int], columns: Sequence[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
+        """What the core has of some fields: their numbers there, in order, and the columns as it reads them."""
+        given = dict(zip(which, columns, strict=True))
+        there = [(place, given[number]) for place, number in enumerate(self._copies) if number in given]
+        return tuple(place for place, _ in there), [column.detach().to("cpu").contiguous() for _, column in there]
+
     def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
         with self._lock:
-            row, number = self.core.append_row(lane, ())
+            row, number = super().append_row(lane, self._for_core(self._which, columns)[1])
             for tensor, column in zip(self.tensors, columns, strict=True):
                 tensor[row] = column.detach()
         return row, number
@@ -1253,7 +1286,8 @@ class DeviceStore(Store):
     def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
         with self._lock:
             filled, _ = self.core.extent()
-            write = self._write(plan, n, (), ())
+            which, copied = self._for_core(self._which, columns)
+            write = self._write(plan, n, which, tuple([column.data_ptr() for column in copied]))
             rows = write.rows
             if plan.rows is not None:
                 self._clear_gaps(filled)
@@ -1271,7 +1305,7 @@ class DeviceStore(Store):
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
         with self._lock:
-            write = super().edit(rows, (), ())
+            write = super().edit(rows, *self._for_core(which, columns))
             self._put(rows, which, columns)
         return write
 
@@ -1301,14 +1335,10 @@ class DeviceStore(Store):
         return moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        rows, numbers = _native.empty_rows(n), _native.empty_rows(n)
         with self._lock:
-            try:
-                self.core.sample_uniform(key.value, n, (), rows.data_ptr(), numbers.data_ptr())
-            except _native.NothingLive as error:
-                raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
+            rows, *numbers = super().sample_uniform(key, n, True, with_numbers)[len(self._copies) :]
             columns = self._take(rows, self._which)
-        return [*columns, *[rows] * with_rows, *[numbers.to(self.device)] * with_numbers]
+        return [*columns, *[rows] * with_rows, *(tickets.to(self.device) for tickets in numbers)]
 
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         index = rows.to(self.device)

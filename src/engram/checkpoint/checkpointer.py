@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from engram.checkpoint import buffers
 from engram.checkpoint.report import bar
+
+from engram.checkpoint import buffers
 from engram.errors import CorruptCheckpoint
 from engram.format import series
 from engram.format.checkpoints import Checkpoint, rank_folder
@@ -271,7 +271,9 @@ class Checkpointer:
             raise
         manifest = series.decide(attempt, self._epoch)
         if manifest is None or manifest.status != "complete":
-            raise CorruptCheckpoint(f"save: {attempt.name}: {'; '.join(manifest.reasons) if manifest else 'no decision'}.")
+            raise CorruptCheckpoint(
+                f"save: {attempt.name}: {'; '.join(manifest.reasons) if manifest else 'no decision'}."
+            )
         self._parent = _Parent(attempt, lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
         series.set_latest(self.root, attempt.name, self._epoch)

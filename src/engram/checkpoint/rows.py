@@ -99,7 +99,9 @@ def save_flat(folder: Path, kind: str, store: Store, state: dict[str, Any], role
     _write_flat(part, store, numbers)
     whole = np.zeros(store.capacity, np.int64)
     whole[: len(numbers)] = numbers
-    totals = write_tables(part, store, state["lanes"].numpy(), whole, numbers, Boundaries(store.schema, roles).marks_now(store))
+    totals = write_tables(
+        part, store, state["lanes"].numpy(), whole, numbers, Boundaries(store.schema, roles).marks_now(store)
+    )
     geometry, fields = described(store.schema, roles)
     rest = {name: value for name, value in state.items() if name not in TABLES}
     info = part.finish(described_state(part, rest, "storage"), geometry=geometry, schema=fields)

@@ -118,9 +118,7 @@ def save_segments(
         progress((it.end - it.begin) * store.schema.row_bytes)
     saved = np.where(numbers != 0, numbers - base, 0)
     stored = [saved[it.first_row : it.first_row + it.rows] for it in sorted(segments)]
-    totals = write_tables(
-        part, store, lanes, saved, np.concatenate(stored) if stored else saved[:0], roles, marks
-    )
+    totals = write_tables(part, store, lanes, saved, np.concatenate(stored) if stored else saved[:0], roles, marks)
     rest = {name: value for name, value in state.items() if name not in TABLES}
     clock = rest["clock"] = state["clock"] - base
     lost = committed - int(np.count_nonzero(numbers))
@@ -150,7 +148,11 @@ def _marks_now(store: Store, roles: Sequence[str], numbers: NDArray[np.int64]) -
         )
         numbers[piece[moved]] = 0
         said.append(fields.marks(columns))
-    every = Marks(*(None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True))) if said else Marks()  # type: ignore[arg-type]
+    every = (
+        Marks(*(None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True)))
+        if said
+        else Marks()
+    )  # type: ignore[arg-type]
 
     def marks(asked: NDArray[np.int64]) -> Marks:
         at = place[asked]

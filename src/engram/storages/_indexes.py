@@ -24,7 +24,11 @@ def saved_priorities(
     room: Mapping[str, Tensor] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The states of priorities, by name. Copies; ``room``: for leaves, by name."""
-    return {name: index.state((room or {}).get(name)) for name, index in sorted(indexes.items()) if (name, KIND) not in without}
+    return {
+        name: index.state((room or {}).get(name))
+        for name, index in sorted(indexes.items())
+        if (name, KIND) not in without
+    }
 
 
 def checked_priorities(

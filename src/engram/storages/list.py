@@ -9,6 +9,7 @@ import torch
 from tensordict import is_tensor_collection, is_tensorclass
 from torch import Tensor
 
+from engram._devices import existing_device
 from engram._later import refuse
 from engram._tensordict import find
 from engram.errors import IncompatibleCheckpoint, RowError
@@ -56,7 +57,7 @@ class ListStorage(Storage):
         if max_size is not None and max_size < 1:
             raise ValueError(f"ListStorage: max_size: expected at least 1 row, got {max_size}.")
         self._max_size = max_size
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
         self._items: list[Any] = []
         self._numbers: list[int] = []
         self._next = 1

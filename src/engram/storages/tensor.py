@@ -16,11 +16,12 @@ from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram import _native
+from engram._devices import existing_device
 from engram._later import refuse
 from engram.checkpoint.components import check_blocks, check_kind, write_part
 from engram.checkpoint.roles import roles_of
-from engram.checkpoint.segments import save_segments
 from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
+from engram.checkpoint.segments import save_segments
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore, RowError
 from engram.format import layout
 from engram.format import schema as schemas
@@ -190,7 +191,7 @@ class TensorStorage(Storage):
                 f"{name}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}."
             )
         self._device_argument = str(device)
-        self._device = torch.device("cpu" if device == "auto" else device)
+        self._device = torch.device("cpu") if device == "auto" else existing_device(device, f"{name}: device")
         self.ndim = ndim
         self._lanes = lanes
         self._requested = max_size
@@ -803,6 +804,11 @@ class LazyTensorStorage(TensorStorage):
 
     Raises:
         ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``.
+        RuntimeError: no such device on this machine.
+
+    On an accelerator rows are drawn by the CPU and moved by torch, in one process; a lock orders its threads. Slice samplers work as
+    on the CPU: of the fields that say where trajectories end the host keeps a copy, so a write of data that is on the device waits
+    for these few bytes. Expanders and ``share()`` need the CPU.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
