@@ -26,6 +26,7 @@ MODULES = sorted(
 NAMES = [
     "Changes",
     "Compose",
+    "CorruptCheckpoint",
     "CorruptStore",
     "DEFAULT_DONE_KEYS",
     "DTypeCastTransform",
@@ -40,6 +41,7 @@ NAMES = [
     "ForkedHandle",
     "FrameStack",
     "ImmutableDatasetWriter",
+    "IncompatibleCheckpoint",
     "IncompatibleStore",
     "LazyMemmapStorage",
     "LazyTensorStorage",

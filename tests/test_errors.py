@@ -15,6 +15,8 @@ BUILTINS = {
     "IncompatibleStore": ValueError,
     "CorruptStore": RuntimeError,
     "UncleanStore": RuntimeError,
+    "IncompatibleCheckpoint": ValueError,
+    "CorruptCheckpoint": RuntimeError,
 }
 
 

@@ -13,9 +13,11 @@ from engram._version import __version__
 if TYPE_CHECKING:
     from engram._native import num_threads, set_num_threads
     from engram.errors import (
+        CorruptCheckpoint,
         CorruptStore,
         EngramError,
         ForkedHandle,
+        IncompatibleCheckpoint,
         IncompatibleStore,
         NoSampleable,
         PriorityError,
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "Changes",
     "Compose",
+    "CorruptCheckpoint",
     "CorruptStore",
     "DEFAULT_DONE_KEYS",
     "DTypeCastTransform",
@@ -80,6 +83,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "ForkedHandle",
     "FrameStack",
     "ImmutableDatasetWriter",
+    "IncompatibleCheckpoint",
     "IncompatibleStore",
     "LazyMemmapStorage",
     "LazyTensorStorage",
@@ -128,9 +132,11 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
 _HOME = {
     "engram._native": ("num_threads", "set_num_threads"),
     "engram.errors": (
+        "CorruptCheckpoint",
         "CorruptStore",
         "EngramError",
         "ForkedHandle",
+        "IncompatibleCheckpoint",
         "IncompatibleStore",
         "NoSampleable",
         "PriorityError",

@@ -11,7 +11,9 @@
     ├── ForkedHandle       RuntimeError   a store that a forked child could not share with its parent
     ├── IncompatibleStore  ValueError     another schema, geometry, format version or platform
     ├── CorruptStore       RuntimeError   a missing, truncated or changed file
-    └── UncleanStore       RuntimeError   left open when the machine went down
+    ├── UncleanStore       RuntimeError   left open when the machine went down
+    ├── IncompatibleCheckpoint ValueError  another schema, capacity or configuration, or a newer format
+    └── CorruptCheckpoint  RuntimeError   a damaged or hostile checkpoint
 
 Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, ``ValueError``, ``RuntimeError``,
 ``OSError``), as PyTorch RL users know them. Whatever raises has changed nothing, unless it says so.
@@ -20,9 +22,11 @@ Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, 
 from __future__ import annotations
 
 __all__ = [
+    "CorruptCheckpoint",
     "CorruptStore",
     "EngramError",
     "ForkedHandle",
+    "IncompatibleCheckpoint",
     "IncompatibleStore",
     "NoSampleable",
     "PriorityError",
@@ -74,3 +78,11 @@ class UncleanStore(EngramError, RuntimeError):
 
     ``ReplayBuffer.open(dir, unclean="accept")`` takes it as it is.
     """
+
+
+class IncompatibleCheckpoint(EngramError, ValueError):
+    """A checkpoint with another schema, geometry or configuration, in a newer format, or in a layout that is not read."""
+
+
+class CorruptCheckpoint(EngramError, RuntimeError):
+    """A checkpoint with a missing, truncated, changed or hostile file. Nothing in it was modified."""
