@@ -285,6 +285,14 @@ def test_a_structure_that_differs_is_not_taken(tmp_path):
     structure = Structure.of({"a": torch.rand(4), "index": torch.arange(4)}, batched=True, call="test")
     like = Schema(4, 1, (), structure.fields, structure.root)
     assert dump.schema(like).structure.kind == "tensordict", "a dict is no TensorDict"
+    other = Schema(
+        4,
+        1,
+        (),
+        (Field(("a",), "float32", (0,)),),
+        Node("tensordict", children={"a": Node("leaf", field=0)}, batch=(0,)),
+    )
+    assert dump.schema(other, without=("index",)).structure.batch == (), "nor is one of another batch size"
     assert [f.key for f in dump.schema(like, without=("index",)).fields] == [("a",), ("index",)], "the target has it"
     assert [f.key for f in dump.schema(without=("index",)).fields] == [("a",)]
     with pytest.raises(IncompatibleCheckpoint, match="besides"):
@@ -672,6 +680,11 @@ def test_bytes_that_are_no_bools(plain):
         dump.read_rows(("next", "done"), torch.empty(3, dtype=torch.bool))
 
 
+def test_descriptions_may_say_more_than_we_know(plain):
+    edit("buffer_metadata.json", note=json.loads('{"a":' * 15 + "1" + "}" * 15), number=(1 << 63) - 1)(plain)
+    assert quietly_read(plain).batch_size == 4
+
+
 def test_names_of_older_versions(tmp_path):
     """They were not encoded."""
     path = make_dump(tmp_path / "dump", {"a b": torch.arange(4), "c:d": {"e<": torch.arange(4)}}, 4)
@@ -739,11 +752,13 @@ def test_pickled_parts_of_tensorclasses_are_named(plain):
     put(folder / "other.pickle", b"?")
     meta = json.loads((plain / "storage" / "meta.json").read_text())
     put(plain / "storage" / "meta.json", {"labelled": {"type": "Labelled"}, **meta})
-    with pytest.warns(
-        UserWarning, match=r"storage/labelled: what is no tensor in .*Labelled \(note, other\.pickle, a pickle\)"
+    with (
+        pytest.warns(
+            UserWarning, match=r"storage/labelled: what is no tensor in .*Labelled \(note, other\.pickle, a pickle\)"
+        ),
+        watched() as events,
     ):
-        with watched() as events:
-            dump = read(plain)
+        dump = read(plain)
     assert list(faults(events)) == []
     assert dump.structure.children["labelled"].type == f"{__name__}:Labelled"
     assert dump.fields[0] == Field(("labelled", "value"), "int64", ())
@@ -846,10 +861,12 @@ DAMAGE = {
     "half a surrogate": Damage(edit(META, **{"\ud800": leaf(ENTRIES["obs"])}), META),
     "duplicate key": Damage(text(META, '"device": "cpu"', '"device": "cpu", "device": "cpu"'), META),
     "NaN": Damage(text(STATE, "0.6", "NaN"), STATE),
+    "NaN anywhere": Damage(edit(META, note=float("nan")), META),
     "infinite": Damage(text(STATE, "0.6", "1e999"), STATE),
-    "deep": Damage(edit(META, deep=json.loads('{"a":' * 20 + "1" + "}" * 20)), META),
+    "int beyond 64 bits": Damage(edit(META, note=1 << 63), META),
+    "deep": Damage(edit("buffer_metadata.json", note=json.loads('{"a":' * 16 + "1" + "}" * 16)), "buffer_metadata.json"),
     "very deep": Damage(text(META, '"cpu"', "[" * 100_000 + "]" * 100_000), META),
-    "huge JSON": Damage(edit(META, note=" " * (1 << 20)), META),
+    "huge JSON": Damage(bytes_of(META, lambda raw: raw + b" " * (1 << 20)), META),
     "no object": Damage(lambda path: put(path / LENGTH, b"[]"), LENGTH),
     "not UTF-8": Damage(lambda path: put(path / LENGTH, b'{"\xff": 1}'), LENGTH),
     "length beyond capacity": Damage(edit(LENGTH, len=11), LENGTH),
