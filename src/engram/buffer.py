@@ -17,7 +17,7 @@ import torch
 from tensordict import LazyStackedTensorDict, is_tensor_collection
 from torch import Tensor
 
-from engram import _native, collate, expanders, samplers, storages, writers
+from engram import _native, collate, expanders, priorities, samplers, storages, writers
 from engram._later import refuse
 from engram.checkpoint import buffers
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
@@ -959,10 +959,10 @@ class ReplayBuffer:
             state = self._state_but_rows()
             return {"_storage": self._storage.state_dict(without=self._sampler_indexes()), **state}
 
-    def _state_but_rows(self) -> dict[str, Any]:
+    def _state_but_rows(self, *, with_sampler: bool = True) -> dict[str, Any]:
         """All of :meth:`state_dict` but the storage's."""
         return {
-            "_sampler": saved(self._bound_sampler(), "_sampler"),
+            "_sampler": saved(self._bound_sampler(), "_sampler") if with_sampler else {},
             "_writer": saved(self._writer, "_writer"),
             "_transforms": self._transform.state_dict(),
             "_batch_size": self._batch_size,
@@ -972,6 +972,13 @@ class ReplayBuffer:
             "_default_rng": torch.default_generator.get_state(),
             "_prefetch_state": self._prefetch_state(),
         }
+
+    def _sampler_index(self) -> str | None:
+        """The name of the priorities that are all of the sampler's state; None: it has another one."""
+        own = self._sampler_indexes()
+        return (
+            own[0][0] if self._storage.memory is not None and [kind for _, kind in own] == [priorities.KIND] else None
+        )
 
     def _sampler_indexes(self) -> tuple[tuple[str, str], ...]:
         """Names and kinds of the storage's indexes that the sampler's state has."""
@@ -1127,9 +1134,15 @@ class ReplayBuffer:
     dump = save = dumps
     load = loads
 
-    def parts(self) -> buffers.Parts:
-        """All of the state but the storage's, as the parts of a checkpoint."""
-        state = self._state_but_rows()
+    def parts(self, *, of_a_cut: bool = False) -> buffers.Parts:
+        """All of the state but the storage's, as the parts of a checkpoint.
+
+        ``of_a_cut``: priorities are in the storage's; the sampler's says under which name.
+        """
+        index = self._sampler_index() if of_a_cut else None
+        state = self._state_but_rows(with_sampler=index is None)
+        if index is not None:
+            state["_sampler"] = {buffers.INDEX: index}
         states = {
             "sampler": state["_sampler"],
             "writer": state["_writer"],
@@ -1145,14 +1158,20 @@ class ReplayBuffer:
         kinds = {part: type(component).__name__ for part, component in components.items()}
         return {**kinds, "rng": "Generator", "prefetch": "Prefetcher"}
 
-    def checked_parts(self, checkpoint: Checkpoint, rank: int = 0, *, default_rng: bool = False) -> Callable[[], None]:
+    def checked_parts(
+        self, checkpoint: Checkpoint, rank: int = 0, *, default_rng: bool = False, close_open: bool = False
+    ) -> Callable[[], None]:
         """Check a rank's parts of a checkpoint; what takes them over, which must be called before the checkpoint is closed.
+
+        ``close_open``: trajectories that go on end where they are.
 
         Raises: as :meth:`loads`. Nothing is changed.
         """
         reader = buffers.open_storage(checkpoint, rank)
-        take_storage = self._storage.checked_part(reader)
+        take_storage = self._storage.checked_part(reader, close_open=close_open)
         states = buffers.read_parts(checkpoint, rank, self._kinds())
+        if buffers.INDEX in states["sampler"]:
+            states["sampler"] = buffers.index_state(reader, states["sampler"])
         where = str(checkpoint.shard_folder(rank))
         for part, names in (("buffer", _IN_BUFFER), ("rng", ("generator", "default")), ("prefetch", ("batches",))):
             check_keys(states[part], names, f"{where}: {part}")

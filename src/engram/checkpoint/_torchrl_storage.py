@@ -11,9 +11,8 @@ import msgspec
 
 from engram.checkpoint._folder import convert
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.layout import encode_key
+from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS, MAX_FIELDS, Field, Node, validate_key
-from engram.storages._structure import SINGLE
 
 if TYPE_CHECKING:
     from collections.abc import Collection

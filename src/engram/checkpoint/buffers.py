@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartInfo, PartReader
 
-__all__ = ["STORAGE", "Parts", "open_storage", "read_parts", "write_parts"]
+__all__ = ["INDEX", "STORAGE", "Parts", "index_state", "open_storage", "read_parts", "write_parts"]
 
 STORAGE = "storage"
+#: In a sampler's state: the name of the storage's priorities, which are all of that state.
+INDEX = "index_of_storage"
 
 
 class Parts(NamedTuple):
@@ -53,6 +55,16 @@ def read_parts(checkpoint: Checkpoint, rank: int, kinds: Mapping[str, str]) -> d
         except KeyError as error:
             raise _missing(checkpoint, rank, name) from error
     return states
+
+
+def index_state(storage: PartReader, sampler: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a sampler that lies in the storage's part. Raises ``CorruptCheckpoint``: it does not."""
+    name = sampler[INDEX]
+    found = storage.state.get("priorities", {})
+    if not isinstance(name, str) or not isinstance(found, dict) or name not in found:
+        raise corrupt(storage.folder, f"expected the priorities {name!r:.100} of the sampler, found none")
+    state: dict[str, Any] = read_state(storage)["priorities"][name]
+    return state
 
 
 def open_storage(checkpoint: Checkpoint, rank: int) -> PartReader:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import logging
 import os
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from engram.checkpoint.report import bar
-
+from engram._progress import bytes_bar
 from engram.checkpoint import buffers
+from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint
 from engram.format import series
 from engram.format.checkpoints import Checkpoint, rank_folder
+from engram.format.problems import corrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,6 +50,14 @@ class SaveReport(NamedTuple):
     """For how long writers waited."""
     seconds: float
 
+    def __str__(self) -> str:
+        episodes = ", ".join(f"{count['episodes']} {kind}" for kind, count in self.episodes.items())
+        return (
+            f"{self.name}: {self.steps} rows (episodes: {episodes or 'none'}; {self.lost_rows} overwritten meanwhile), "
+            f"{self.bytes_written / 1e6:.1f} MB written and {self.bytes_linked / 1e6:.1f} MB linked in {self.seconds:.2f} s, "
+            f"writers waited {self.paused_s * 1e3:.1f} ms"
+        )
+
 
 class RestoreReport(NamedTuple):
     """What was loaded."""
@@ -58,6 +70,9 @@ class RestoreReport(NamedTuple):
     passed_over: list[Problem]
     """Newer ones that were damaged or not complete."""
     seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
 
 
 class Entry(NamedTuple):
@@ -292,7 +307,7 @@ class Checkpointer:
             paused,
             time.perf_counter() - started,
         )
-        _log.info("engram: saved %s", report)
+        _log.info("saved %s", report)
         return report
 
     def _refuse(self, attempt: Path, error: BaseException) -> None:
@@ -318,7 +333,7 @@ class Checkpointer:
             if parent is not None:
                 checkpoint = stack.enter_context(Checkpoint(parent.path))
                 reader = stack.enter_context(checkpoint.part(0, buffers.STORAGE))
-            progress = stack.enter_context(bar("saving", storage.nbytes))
+            progress = stack.enter_context(bytes_bar("saving", storage.nbytes))
             rows = storage.save_cut(
                 folder / buffers.STORAGE,
                 state,
@@ -357,3 +372,93 @@ class Checkpointer:
             CorruptCheckpoint: that of ``step`` is damaged, or every one is. As ``loads``.
             IncompatibleCheckpoint: as ``loads``.
         """
+        started = time.perf_counter()
+        if resume not in ("env_reset", "exact"):
+            raise ValueError(f"restore: resume: expected 'env_reset' or 'exact', got {resume!r}.")
+        if verify not in ("read", "full"):
+            raise ValueError(f"restore: verify: expected 'read' or 'full', got {verify!r}.")
+        path, passed_over = self._found(step)
+        with Checkpoint(path) as checkpoint:
+            if verify == "full":
+                for problem in checkpoint.problems("full"):
+                    raise corrupt(*problem)
+            take = self._buffer.checked_parts(checkpoint, default_rng=default_rng, close_open=resume == "env_reset")
+            take()
+            manifest, totals = checkpoint.manifest, checkpoint.shard(0).totals
+        self._parent = _Parent(path, self._buffer.storage.lineage())
+        report = RestoreReport(
+            path.name, manifest.step, path, totals.steps, manifest.user, passed_over, time.perf_counter() - started
+        )
+        _log.info("restored %s", report)
+        return report
+
+    def _found(self, step: int | None) -> tuple[Path, list[Problem]]:
+        """The checkpoint to load, and what was passed over."""
+        if step is None:
+            path, passed_over = series.latest(self.root)
+            if path is None:
+                if passed_over:
+                    raise CorruptCheckpoint(
+                        f"restore: {self.root}: no checkpoint is whole: {'; '.join(map(str, passed_over))}"
+                    )
+                raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint, found none.")
+            for problem in passed_over:
+                warnings.warn(f"restore: {path.name} is loaded, and not: {problem}", stacklevel=3)
+            return path, passed_over
+        named = [name for name in series.names(self.root) if name.step == step]
+        if not named:
+            steps = sorted({name.step for name in series.names(self.root)})
+            raise FileNotFoundError(
+                f"restore: {self.root}: expected a checkpoint of one of the steps {steps}, got {step}."
+            )
+        problems: builtins.list[Problem] = []
+        for name in named:
+            wrong = series.look(self.root / str(name))
+            if wrong is None:
+                return self.root / str(name), problems
+            problems.append(wrong)
+        raise CorruptCheckpoint(f"restore: no checkpoint of step {step} is whole: {'; '.join(map(str, problems))}")
+
+    # ---- the series ------------------------------------------------------------------------------------------------------
+
+    def list(self) -> builtins.list[Entry]:
+        """All checkpoints, the newest first, and what is wrong with those that cannot be loaded. Sizes are compared, not sums."""
+        return [
+            Entry(str(name), name.step, self.root / str(name), series.look(self.root / str(name)))
+            for name in series.names(self.root)
+        ]
+
+    def verify(self, name: str, level: Literal["meta", "read", "full"] = "full") -> builtins.list[Problem]:
+        """What is wrong with a checkpoint; nothing, if it is empty.
+
+        Args:
+            name: as :meth:`list` has it.
+            level: ``"meta"``: digests and sizes; ``"read"``: every block too; ``"full"``: and files that do not belong there.
+
+        Raises:
+            FileNotFoundError: no such checkpoint. ValueError: no such level.
+        """
+        if level not in ("meta", "read", "full"):
+            raise ValueError(f"verify: level: expected 'meta', 'read' or 'full', got {level!r}.")
+        if name not in map(str, series.names(self.root)):
+            raise FileNotFoundError(
+                f"verify: {self.root}: expected one of {[str(n) for n in series.names(self.root)]}, got {name!r}."
+            )
+        wrong = series.look(self.root / name)
+        if wrong is not None:
+            return [wrong]
+        with Checkpoint(self.root / name) as checkpoint:
+            return [*checkpoint.problems(level)]
+
+    def prune(self, keep: int | None = None) -> builtins.list[str]:
+        """Remove all but the newest checkpoints; never the last good one. Names of those that were removed.
+
+        Args:
+            keep: how many good ones stay. Default: as the constructor was told.
+
+        Raises:
+            ValueError: below 1. RuntimeError: a later process has taken this folder over. OSError: something cannot be removed.
+        """
+        if self._epoch is None:
+            self._epoch = series.claim_epoch(self.root)
+        return series.prune(self.root, self._keep if keep is None else keep, self._epoch)

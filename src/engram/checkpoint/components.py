@@ -114,7 +114,7 @@ def described_state(writer: PartWriter, state: dict[str, Any], where: str) -> di
         if value.dtype not in _NAMES or value.layout is not torch.strided:
             raise TypeError(f"{where}: expected dense tensors of {', '.join(DTYPES)}, got one of {value.dtype}.")
         plain = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-        raw = plain.reshape(-1).view(torch.uint8).numpy()
+        raw = plain.reshape(-1).view(torch.uint8).numpy().data
         return {"$array": writer.array(_NAMES[value.dtype], tuple(plain.shape), raw)}
 
     _check_keys(state, where)
@@ -158,5 +158,5 @@ def _array(reader: PartReader, number: int) -> Tensor:
     if not hasattr(torch, array.dtype):
         raise corrupt(reader.folder, f"expected a dtype that this torch has, got {array.dtype}")
     made = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="cpu")
-    reader.read(number, 0, made.reshape(-1).view(torch.uint8).numpy())
+    reader.read(number, 0, made.reshape(-1).view(torch.uint8).numpy().data)
     return made

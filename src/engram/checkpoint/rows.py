@@ -178,9 +178,10 @@ def write_tables(
     for name, table in (("lanes", lanes), ("tickets", ticket_words(stored)), ("trajectories", runs)):
         raw = np.ascontiguousarray(table, dtype="<i8")
         with part.file(f"{layout.FOLDER}/{name}.bin", raw.nbytes) as file:
-            file.write(raw)
-    kinds = {kind: Count(**count) for kind, count in count_kinds(runs, columns).items()}
-    return Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs), **kinds)
+            file.write(raw.data)
+    totals = Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs))
+    counted = count_kinds(runs, columns).items()
+    return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
 
 
 def ticket_words(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -204,7 +205,7 @@ class Boundaries:
 
     def marks(self, columns: Sequence[Tensor]) -> Marks:
         """What rows say, from those fields of them, ``[n, *shape]`` each."""
-        flat = {name: column.cpu().flatten(1) for name, column in zip(self._names, columns, strict=True)}
+        flat = {name: column.cpu().reshape(len(column), -1) for name, column in zip(self._names, columns, strict=True)}
         types = flat.get("step_type")
         true = {name: (column != 0).any(1).numpy() for name, column in flat.items()}
         ids, cut, over = flat.get("traj_id"), true.get("truncated"), true.get("terminated")
@@ -234,8 +235,10 @@ def _any(flags: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_] | None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_rows_state(reader: PartReader) -> dict[str, Any]:
+def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str, Any]:
     """The storage's state without rows, from its part; every block of it is checked.
+
+    ``close_open``: a row that holds nothing follows the trajectories that go on, so they end there.
 
     Raises:
         CorruptCheckpoint: a block has another sum, or a table says what no store does.
@@ -253,7 +256,8 @@ def read_rows_state(reader: PartReader) -> dict[str, Any]:
         raise corrupt(path, "expected geometry and fields as its schema has them")
     name = f"{layout.FOLDER}/lanes.bin"
     lanes = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 4).copy()
-    lanes[:, 2] = 0  # the run tables say it
+    goes_on = lanes[:, 2] != 0
+    lanes[:, 2] = 0  # whoever needs it finds it in the rows
     words = np.frombuffer(reader.read_all(f"{layout.FOLDER}/tickets.bin"), "<i8")
     if not np.isin(words & 3, (_COMMITTED, _VOID)).all() or (words < 0).any():
         raise corrupt(reader.folder / layout.FOLDER / "tickets.bin", "expected tickets of whole or void rows")
@@ -266,7 +270,24 @@ def read_rows_state(reader: PartReader) -> dict[str, Any]:
         for segment in reader.segments():
             numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]
             at += segment.rows
+    if close_open:
+        in_order = lanes[:, 1] == np.minimum(lanes[:, 0], geometry.lane_length)  # and not written by number
+        numbers = _closed(lanes, np.flatnonzero(goes_on & in_order), numbers, geometry)
     return {**state, "lanes": torch.from_numpy(lanes), "numbers": torch.from_numpy(numbers)}
+
+
+def _closed(
+    lanes: NDArray[np.int64], which: NDArray[np.int64], numbers: NDArray[np.int64], geometry: Geometry
+) -> NDArray[np.int64]:
+    """Leaves out the next row of some lanes (with columns one of each). Changes ``lanes``; the new numbers."""
+    step = int(np.prod(geometry.columns))
+    left_out = which * geometry.lane_length + lanes[which, 0] % geometry.lane_length
+    lanes[which, 0] += step
+    lanes[which, 1] = np.minimum(lanes[which, 1] + step, geometry.lane_length)
+    numbers = np.append(numbers, np.zeros(max(0, int(left_out.max(initial=-1)) + step - len(numbers)), np.int64))
+    for i in range(step):
+        numbers[left_out + i] = 0
+    return numbers
 
 
 def fill(reader: PartReader) -> Callable[[Sequence[Tensor]], None]:
@@ -293,10 +314,10 @@ def _read_rows(reader: PartReader, name: str, offset: int, tensor: Tensor, begin
     if not size:
         return
     if tensor.is_cpu:
-        reader.read(name, offset, tensor[begin:end].reshape(-1).view(torch.uint8).numpy())
+        reader.read(name, offset, tensor[begin:end].reshape(-1).view(torch.uint8).numpy().data)
         return
     step = max(1, _PIECE // size)
     for i in range(begin, end, step):
         piece = torch.empty_like(tensor[i : min(i + step, end)], device="cpu")
-        reader.read(name, offset + (i - begin) * size, piece.reshape(-1).view(torch.uint8).numpy())
+        reader.read(name, offset + (i - begin) * size, piece.reshape(-1).view(torch.uint8).numpy().data)
         tensor[i : i + len(piece)] = piece.to(tensor.device)

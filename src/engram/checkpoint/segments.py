@@ -117,8 +117,8 @@ def save_segments(
         segments.append(SegmentRows(it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
         progress((it.end - it.begin) * store.schema.row_bytes)
     saved = np.where(numbers != 0, numbers - base, 0)
-    stored = [saved[it.first_row : it.first_row + it.rows] for it in sorted(segments)]
-    totals = write_tables(part, store, lanes, saved, np.concatenate(stored) if stored else saved[:0], roles, marks)
+    in_order = np.concatenate([saved[:0], *(saved[it.first_row : it.first_row + it.rows] for it in sorted(segments))])
+    totals = write_tables(part, store, lanes, saved, in_order, marks)
     rest = {name: value for name, value in state.items() if name not in TABLES}
     clock = rest["clock"] = state["clock"] - base
     lost = committed - int(np.count_nonzero(numbers))
@@ -131,7 +131,7 @@ def save_segments(
 def _sum(numbers: NDArray[np.int64], base: int) -> int:
     """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
     words = ticket_words(np.where(numbers != 0, numbers - base, 0))
-    return int(xxhash.xxh3_64_intdigest(words))
+    return int(xxhash.xxh3_64_intdigest(words.data))
 
 
 def _marks_now(store: Store, roles: Sequence[str], numbers: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], Marks]:
@@ -148,17 +148,19 @@ def _marks_now(store: Store, roles: Sequence[str], numbers: NDArray[np.int64]) -
         )
         numbers[piece[moved]] = 0
         said.append(fields.marks(columns))
-    every = (
-        Marks(*(None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True)))
-        if said
-        else Marks()
-    )  # type: ignore[arg-type]
+    every = _joined(said) if said else Marks()
 
     def marks(asked: NDArray[np.int64]) -> Marks:
         at = place[asked]
-        return Marks(*(None if column is None else column[at] for column in every))
+        columns: list[Any] = [None if column is None else column[at] for column in every]
+        return Marks(*columns)
 
     return marks
+
+
+def _joined(said: Sequence[Marks]) -> Marks:
+    columns: list[Any] = [None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True)]
+    return Marks(*columns)
 
 
 class _Rows:
@@ -184,7 +186,7 @@ class _Rows:
         for column in columns:
             column[moved] = 0
         numbers[moved] = 0
-        return memoryview(room.numpy())
+        return room.numpy().data
 
 
 def _compare(reader: _Rows, it: _Range, numbers: NDArray[np.int64], parent: PartReader, name: str) -> None:

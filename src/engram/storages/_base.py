@@ -246,8 +246,10 @@ class Storage(Dumpable):
         state = self.state_dict(without=without)
         return nothing_saved(write_part(folder, "storage", type(self).__name__, state), state["clock"], len(self))
 
-    def checked_part(self, reader: PartReader) -> Callable[[], None]:
+    def checked_part(self, reader: PartReader, *, close_open: bool = False) -> Callable[[], None]:
         """Check a part; what takes it over. Rows are read only then, if nothing is stored here.
+
+        ``close_open``: the trajectories that go on at the ends of lanes end there; the next row of such a lane is left out.
 
         Raises: as :meth:`loads`. Nothing is changed.
         """

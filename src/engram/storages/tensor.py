@@ -728,9 +728,9 @@ class TensorStorage(Storage):
     def lineage(self) -> Any:
         return None if self.memory is None else (id(self.memory), self.memory.replaced)
 
-    def checked_part(self, reader: PartReader) -> Callable[[], None]:
+    def checked_part(self, reader: PartReader, *, close_open: bool = False) -> Callable[[], None]:
         check_kind(reader, "storage", *self._loads)
-        take = self.checked_without_rows(read_rows_state(reader))
+        take = self.checked_without_rows(read_rows_state(reader, close_open=close_open))
         if len(self):
             check_blocks(reader)
         return lambda: take(fill(reader))
