@@ -58,7 +58,7 @@ class Incomplete(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The trajectories that are kept, in the order of their places: by rank, lane and position. All int64 ``[K]``."""
+    """The trajectories that are kept, in the order of their places: by rank, lane and position. Arrays are int64 ``[K]``."""
 
     rank: NDArray[np.int64]
     lane: NDArray[np.int64]
@@ -70,6 +70,8 @@ class Plan(NamedTuple):
     steps: NDArray[np.int64]
     truncated: NDArray[np.bool_]
     """Its last step is to be marked as one."""
+    ranks: int
+    """That load."""
     saved: dict[str, dict[str, int]]
     """Episodes and steps of each kind."""
     dropped: dict[str, dict[str, int]]
@@ -79,7 +81,7 @@ class Plan(NamedTuple):
     def digest(self) -> str:
         """sha256 of what goes where: the same on all ranks, or they must not go on."""
         sha = hashlib.sha256()
-        for array in self[:7]:
+        for array in (self.rank, self.lane, self.position, self.source, self.run, self.steps, self.truncated):
             sha.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         return sha.hexdigest()
 
@@ -140,6 +142,7 @@ def make_plan(
         number[kept],
         steps[kept],
         (kind[kept] == KINDS.index("open")) & (incomplete.open == "truncate"),
+        len(targets),
         saved,
         dropped,
     )

@@ -36,6 +36,7 @@ __all__ = [
     "Boundaries",
     "SavedRows",
     "described",
+    "dtype_of",
     "fill",
     "nothing_saved",
     "read_rows_state",
@@ -66,6 +67,12 @@ class SavedRows(NamedTuple):
 def nothing_saved(info: PartInfo, clock: int, steps: int) -> SavedRows:
     """Of a storage without fields: never written, or a list."""
     return SavedRows(info, Cut(clock), Totals(steps=steps, episodes=0), schema_sum(()))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name, one of ``DTYPES``."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def described(schema: Schema, roles: Sequence[Any]) -> tuple[Geometry, list[PartField]]:
