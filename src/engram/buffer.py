@@ -1014,6 +1014,9 @@ class ReplayBuffer:
         def take() -> None:
             take_storage()
             self._storage.notify(None, None)
+            with contextlib.suppress(OSError):  # the rows are there; the next write notes it
+                if not self._recorded:
+                    self._record()
             self._bound_sampler()  # to what was allocated just now
             take_sampler()
             take_writer()

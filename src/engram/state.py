@@ -112,8 +112,8 @@ def check_keys(state: Any, names: Iterable[str], where: str) -> None:
         raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
     expected = sorted(names)
     if sorted(map(str, state)) != expected:
-        wanted = f"a state with {', '.join(expected)}" if expected else "an empty state"
-        raise KeyError(f"{where}: expected {wanted}; got {sorted(map(str, state))}.")
+        wanted = f"a state with {expected}" if expected else "an empty state"
+        raise KeyError(f"{where}: expected {wanted}, got {sorted(map(str, state))}.")
 
 
 def typed(state: dict[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:

@@ -40,7 +40,7 @@ from engram.format.schema import DTYPES
 from engram.types import Changes, Extent, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -936,6 +936,13 @@ class Store:
                 f"index {name!r}: expected the {kind} of {known}, as it was made, got {config}. Give another index=… name."
             )
         return index
+
+    def count_windows(self, windows: Mapping[str, int]) -> None:
+        """Let tables of trajectories count windows of these lengths: those that are there, and those to come."""
+        with self._indexes_lock:
+            self.windows = {**self.windows, **windows}
+            for (name, _), (_, table) in self._indexes.items():
+                table.count(self.windows[name])
 
     def before_fork(self) -> int | None:
         """A lock that parent and child have together, until the child is a participant of its own."""

@@ -620,8 +620,6 @@ class TensorStorage(Storage):
         saved = tensor_in(state, "numbers", torch.int64, (None,), where)
         if len(saved) > schema.capacity:
             raise ValueError(f"{where}: numbers: expected at most {schema.capacity}, got {len(saved)}.")
-        if len(torch.unique(saved[saved != 0])) != len(saved.nonzero()):
-            raise ValueError(f"{where}: numbers: expected each ticket once.")
         numbers = torch.zeros(schema.capacity, dtype=torch.int64, device="cpu")
         numbers[: len(saved)] = saved
         length = schema.capacity // schema.lanes
@@ -653,7 +651,7 @@ class TensorStorage(Storage):
                 with store.replacing(StoreState(lanes, numbers, clock, write_count)):
                     fill(store.tensors)
                 store.replaced = (clock, int(store.core.next_ticket))
-                store.windows = {**store.windows, **windows}
+                store.count_windows(windows)
                 for name, tree in trees.items():
                     tree.restore(entries[name])
                 for name, index in walked.items():
