@@ -6,7 +6,7 @@ import random
 import torch
 from tensordict import TensorDict
 
-from engram import NoSampleable, PrioritizedSampler, PrioritizedSliceSampler
+from engram import ListStorage, NoSampleable, PrioritizedSampler, PrioritizedSliceSampler
 
 
 def through_a_file(state):
@@ -182,6 +182,9 @@ class Twins:
         row = int(self.pair[0].storage.extent().rows(torch.tensor([rank]))[0])
 
         def do(rb):
+            if isinstance(rb.storage, ListStorage):
+                rb[row] = rows(1, 90_000 + row)[0]
+                return
             rb.set_at_("score", torch.tensor([value], dtype=torch.float64), torch.tensor([row]))
             rb.mark_update(torch.tensor([row]))
 

@@ -59,6 +59,7 @@ _STATE = (
     "_transforms",
     "_batch_size",
     "_lane",
+    "_iterating",
     "_consume_after_n_samples",
     "_rng",
     "_default_rng",
@@ -555,13 +556,13 @@ class ReplayBuffer:
             raise RuntimeError("iteration: expected a batch size: pass ReplayBuffer(batch_size=…).")
         return self._batches()
 
-    def _batches(self) -> Iterator[Any]:
-        if hasattr(self._sampler, "ran_out"):
+    def _batches(self, *, begun: bool = False) -> Iterator[Any]:
+        """``begun``: go on behind a batch that was handed out, perhaps the last of its pass."""
+        if not begun and hasattr(self._sampler, "ran_out"):
             self._sampler.ran_out = False
-        while True:
+        while not (begun and getattr(self._sampler, "ran_out", False)):
+            begun = True
             yield self.sample()
-            if getattr(self._sampler, "ran_out", False):
-                return
 
     def next(self) -> Any:
         """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device."""
@@ -928,10 +929,10 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """All state, as tensors and plain values: copies, which ``torch.save`` and the like carry.
 
-        Keys: ``_storage`` (rows, their order, cursors and indexes), ``_sampler`` (with the index that it draws from),
-        ``_writer``, ``_transforms``, ``_batch_size``, ``_lane``, ``_consume_after_n_samples``, ``_rng`` (``[state, device]`` of the
-        generator that was given, else None), ``_default_rng`` (state of torch's) and ``_prefetch_state``. Writers, of all processes,
-        wait meanwhile.
+        Keys: ``_storage`` (rows, their order, cursors, indexes), ``_sampler`` (with the index that it draws from),
+        ``_writer``, ``_transforms``, ``_batch_size``, ``_lane``, ``_iterating`` (whether :meth:`next` is amid a pass),
+        ``_consume_after_n_samples``, ``_rng`` (``[state, device]`` of the generator that was given, else None), ``_default_rng``
+        (the state of torch's) and ``_prefetch_state``. Writers, of all processes, wait meanwhile.
 
         Raises:
             TypeError: something that is neither a tensor nor a plain value, in items of a list or in the state of a component of
@@ -949,6 +950,7 @@ class ReplayBuffer:
                 "_transforms": self._transform.state_dict(),
                 "_batch_size": self._batch_size,
                 "_lane": self._lane,
+                "_iterating": self._iterator is not None,
                 "_consume_after_n_samples": None,
                 "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
                 "_default_rng": torch.default_generator.get_state(),
@@ -998,6 +1000,7 @@ class ReplayBuffer:
         elif getattr(self._sampler, "drop_last", False):
             raise ValueError(f"{name}: _batch_size: expected an int, as drop_last needs one, got None.")
         lane = integer(state, "_lane", 0, self._storage.lanes, name)
+        iterating = typed(state, "_iterating", bool, name)
         if state["_consume_after_n_samples"] is not None:
             raise TypeError(f"{name}: _consume_after_n_samples: expected None: a ConsumingSampler will carry it.")
         rng = self._checked_rng(state["_rng"])
@@ -1021,7 +1024,8 @@ class ReplayBuffer:
             take_sampler()
             take_writer()
             take_transforms()
-            self._batch_size, self._lane, self._iterator = batch_size, lane, None
+            self._batch_size, self._lane = batch_size, lane
+            self._iterator = self._batches(begun=True) if iterating else None
             if rng is not None:
                 self._generator = self._generator or torch.Generator()
                 self._generator.set_state(rng.get_state())
