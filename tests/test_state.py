@@ -1004,6 +1004,57 @@ def test_states_of_a_buffer_at_work():
         assert state["_storage"]["write_count"] == position
 
 
+class Watching(Newest):
+    """Lets another thread write while its state is made or taken over, and notes whether that waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.rb, self.waited, self.thread = None, [], None
+
+    def write(self):
+        self.thread = threading.Thread(target=self.rb.add, args=(rows(1)[0],))
+        self.thread.start()
+        self.thread.join(0.1)
+        self.waited.append(self.thread.is_alive())
+
+    def state_dict(self):
+        self.write()
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("storage", ["ram", "memmap", "list", "device"])
+def test_writers_wait_for_a_state(storage):
+    rb = buffer(STORAGES[storage](), Watching(), n=3)
+    rb.sampler.rb = rb
+    state = rb.state_dict()
+    rb.sampler.thread.join()
+    assert rb.sampler.waited == [True]
+    assert len(rb) == 4
+    assert len(state["_storage"]["numbers"]) == 3
+    assert state["_sampler"] == {"rows": [0, 1, 2]}
+    rb.close()
+
+
+@pytest.mark.parametrize("storage", ["ram", "memmap", "device"])
+def test_writers_wait_for_a_load(storage):
+    rb = buffer(STORAGES[storage](), Watching(), n=3)
+    rb.sampler.rb = rb
+    state = rb.storage.state_dict()
+    take = rb.storage.checked_without_rows({name: value for name, value in state.items() if name != "rows"})
+
+    def fill(tensors):
+        assert len(rb) == 0, "nobody reads what is just being filled"
+        rb.sampler.write()
+        for tensor, field in zip(tensors, state["rows"], strict=True):
+            tensor[:3] = field
+
+    take(fill)
+    rb.sampler.thread.join()
+    assert rb.sampler.waited == [True]
+    assert rb["step"].tolist() == [0, 1, 2, 0]
+    rb.close()
+
+
 def test_trees():
     tree = {"a": [1, None, {"b": torch.ones(2)}], "c": "x", "d": 1.5, "e": True}
     assert bits(mapped(tree, lambda tensor: tensor * 0)) == bits(

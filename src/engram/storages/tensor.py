@@ -589,8 +589,7 @@ class TensorStorage(Storage):
             raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(rows)}.")
         named = {field.name: value for field, value in zip(fields, rows, strict=True)}
         kept = [
-            tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows").clone()
-            for field in fields
+            tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows") for field in fields
         ]
 
         def fill(tensors: Sequence[Tensor]) -> None:
