@@ -39,21 +39,15 @@ from engram import (
     TensorStorage,
     VecNorm,
 )
+from engram.priorities import PriorityIndex
 from engram.state import copied, mapped
-from engram.store import DeviceStore
 from tests.components import Backwards, Newest
+from tests.test_store_device import OnDevice
 from tests.twins import Twins, bits, contents, rows, through_a_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:sample. batch_size", "ignore:.* has no priorities")
 
 L = 12
-
-
-class OnDevice(LazyTensorStorage):
-    """Rows that torch moves, as on an accelerator."""
-
-    def _allocate(self, schema):
-        return DeviceStore.on(schema, torch.device("cpu"))
 
 
 STORAGES = {
@@ -1032,6 +1026,28 @@ def test_writers_wait_for_a_state(storage):
     assert len(rb) == 4
     assert len(state["_storage"]["numbers"]) == 3
     assert state["_sampler"] == {"rows": [0, 1, 2]}
+    rb.close()
+
+
+@pytest.mark.parametrize("storage", ["ram", "memmap", "list", "device"])
+@pytest.mark.parametrize("n", [0, 2])
+def test_writers_wait_until_all_is_taken_over(storage, n, monkeypatch):
+    """A row that is written before the priorities are there is not one that the state says nothing of."""
+    rb = buffer(STORAGES[storage](), PrioritizedSampler(L, 1.0, 0.5, eps=0.0), n=n)
+    state = buffer(STORAGES[storage](), PrioritizedSampler(L, 1.0, 0.5, eps=0.0), n=4).state_dict()
+    restore, threads = PriorityIndex.restore, []
+
+    def late(index, state):
+        threads.append(threading.Thread(target=rb.add, args=(rows(1)[0],)))
+        threads[0].start()
+        threads[0].join(0.1)
+        restore(index, state)
+
+    monkeypatch.setattr(PriorityIndex, "restore", late)
+    rb.load_state_dict(state)
+    threads[0].join()
+    assert len(rb) == 5
+    assert rb.sampler.state_dict()["leaves"][:6].tolist() == [1, 1, 1, 1, 1, 0]
     rb.close()
 
 

@@ -1015,23 +1015,27 @@ class ReplayBuffer:
             take_sampler = checked(sampler, state["_sampler"], f"{name}: _sampler")
 
         def take() -> None:
-            take_storage()
-            self._storage.notify(None, None)
+            self._storage.allocate_for(state["_storage"])
+            with (
+                self._storage.paused
+            ):  # whoever wrote in between would write rows that the sampler's state does not know
+                take_storage()
+                self._storage.notify(None, None)
+                self._bound_sampler()  # to what was allocated just now
+                take_sampler()
+                take_writer()
+                take_transforms()
+                self._batch_size, self._lane = batch_size, lane
+                self._iterator = self._batches(begun=True) if iterating else None
+                if rng is not None:
+                    self._generator = self._generator or torch.Generator()
+                    self._generator.set_state(rng.get_state())
+                if default_rng:
+                    torch.default_generator.set_state(default.get_state())
+                take_prefetched()
             with contextlib.suppress(OSError):  # the rows are there; the next write notes it
                 if not self._recorded:
                     self._record()
-            self._bound_sampler()  # to what was allocated just now
-            take_sampler()
-            take_writer()
-            take_transforms()
-            self._batch_size, self._lane = batch_size, lane
-            self._iterator = self._batches(begun=True) if iterating else None
-            if rng is not None:
-                self._generator = self._generator or torch.Generator()
-                self._generator.set_state(rng.get_state())
-            if default_rng:
-                torch.default_generator.set_state(default.get_state())
-            take_prefetched()
 
         return take
 

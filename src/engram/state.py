@@ -70,7 +70,7 @@ def saved(component: Any, where: str) -> dict[str, Any]:
     state = component.state_dict()
     if not isinstance(state, dict):
         raise TypeError(f"{where}: expected a dict from state_dict, got a {type(state).__name__}.")
-    copy: dict[str, Any] = copied(state, where)
+    copy: dict[str, Any] = state if hasattr(component, "checked_state") else copied(state, where)  # ours are copies
     return copy
 
 

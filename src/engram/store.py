@@ -1236,6 +1236,10 @@ class DeviceStore(Store):
         return row, number
 
     def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
+        fields = self.schema.fields
+        columns = [
+            column.reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)
+        ]  # perhaps one row
         with self._lock:
             filled, _ = self.core.extent()
             write = self._write(plan, n, (), ())

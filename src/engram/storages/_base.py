@@ -203,6 +203,9 @@ class Storage:
         """Check a state; what takes it over."""
         raise NotImplementedError
 
+    def allocate_for(self, state_dict: dict[str, Any]) -> None:
+        """Take the memory that a state needs which has been checked, if there is none yet. Raises ``OSError``: no space."""
+
     def capacity_after(self, state_dict: dict[str, Any]) -> int:
         """Rows that there may be once a state was taken over that has been checked."""
         raise NotImplementedError
