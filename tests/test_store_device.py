@@ -535,3 +535,13 @@ class TestCuda:
             assert again.device.type == "cuda"
             assert (batch == again.cpu()).all()
             assert torch.equal(torch.stack(info["index"]), torch.stack(info_too["index"]).cpu())
+
+
+def test_the_first_row_may_come_alone():
+    """The first ``add`` takes the way of ``extend``, whose columns then have no batch dimension."""
+
+    rb = ReplayBuffer(storage=OnDevice(3))
+    for row in ({"a": torch.tensor(1.0), "b": torch.arange(1, 4)}, {"a": torch.tensor(2.0), "b": torch.arange(4, 7)}):
+        rb.add(row)
+    assert rb[:]["a"].tolist() == [1, 2]
+    assert rb[:]["b"].tolist() == [[1, 2, 3], [4, 5, 6]]

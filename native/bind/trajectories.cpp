@@ -252,6 +252,8 @@ void bind_trajectories(nb::module_& m) {
       .def("catch_up", &Trajectories::catch_up, "steps"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Looks at up to so many steps of each lane that are new; how many are left.")
       .def("forget", &Trajectories::forget, nb::call_guard<nb::gil_scoped_release>())
+      .def("count", &Trajectories::count, "window"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Windows of that length are counted from now on.")
       .def("after_fork", &Trajectories::after_fork, "In a child that was forked off, before anything else.")
       .def("sample", &sample, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a, "marks"_a,
            "n windows with replacement, in new tensors: one per field, or none with an empty layout; int64 rows, marks, and "

@@ -368,6 +368,18 @@ std::uint64_t Trajectories::catch_up(std::uint64_t steps) {
 
 void Trajectories::forget() {
   const std::lock_guard<std::mutex> guard(mutex_);
+  forget_all();
+}
+
+void Trajectories::count(std::uint64_t window) {
+  check(window > 0, "a window of at least one step");
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (window == window_) return;
+  window_ = window;
+  forget_all();
+}
+
+void Trajectories::forget_all() {
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
     forget_lane(lane);
     lanes_[lane] = LaneState{};

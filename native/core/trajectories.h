@@ -103,6 +103,10 @@ class Trajectories final : public Index {
   /// Forgets what is known: the next call looks at every row again.
   void forget();
 
+  /// From now on windows of that length are counted, as `window` of the constructor says. Forgets what is known, unless they are
+  /// counted already.
+  void count(std::uint64_t window);
+
   /// In a child that was forked off: a thread of the parent that was at work here does not exist.
   void after_fork();
 
@@ -221,6 +225,7 @@ class Trajectories final : public Index {
   void settle();
   void changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatters);
 
+  void forget_all();
   Window window_at(std::int64_t row, const Shape& shape) const;
   bool append(Drawn& drawn, const Window& window, bool whole) const;
 

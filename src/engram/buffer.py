@@ -53,7 +53,7 @@ _LATER = {
 }
 
 #: Entries of a state that lie in the part of a checkpoint that is the buffer's own.
-_IN_BUFFER = ("batch_size", "lane", "consume_after_n_samples")
+_IN_BUFFER = ("batch_size", "lane", "iterating", "consume_after_n_samples")
 
 #: Entries of a state.
 _STATE = (
@@ -63,6 +63,7 @@ _STATE = (
     "_transforms",
     "_batch_size",
     "_lane",
+    "_iterating",
     "_consume_after_n_samples",
     "_rng",
     "_default_rng",
@@ -571,13 +572,13 @@ class ReplayBuffer:
             raise RuntimeError("iteration: expected a batch size: pass ReplayBuffer(batch_size=…).")
         return self._batches()
 
-    def _batches(self) -> Iterator[Any]:
-        if hasattr(self._sampler, "ran_out"):
+    def _batches(self, *, begun: bool = False) -> Iterator[Any]:
+        """``begun``: go on behind a batch that was handed out, perhaps the last of its pass."""
+        if not begun and hasattr(self._sampler, "ran_out"):
             self._sampler.ran_out = False
-        while True:
+        while not (begun and getattr(self._sampler, "ran_out", False)):
+            begun = True
             yield self.sample()
-            if getattr(self._sampler, "ran_out", False):
-                return
 
     def next(self) -> Any:
         """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device."""
@@ -944,10 +945,10 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """All state, as tensors and plain values: copies, which ``torch.save`` and the like carry.
 
-        Keys: ``_storage`` (rows, their order, cursors and indexes), ``_sampler`` (with the index that it draws from),
-        ``_writer``, ``_transforms``, ``_batch_size``, ``_lane``, ``_consume_after_n_samples``, ``_rng`` (``[state, device]`` of the
-        generator that was given, else None), ``_default_rng`` (state of torch's) and ``_prefetch_state``. Writers, of all processes,
-        wait meanwhile.
+        Keys: ``_storage`` (rows, their order, cursors, indexes), ``_sampler`` (with the index that it draws from),
+        ``_writer``, ``_transforms``, ``_batch_size``, ``_lane``, ``_iterating`` (whether :meth:`next` is amid a pass),
+        ``_consume_after_n_samples``, ``_rng`` (``[state, device]`` of the generator that was given, else None), ``_default_rng``
+        (the state of torch's) and ``_prefetch_state``. Writers, of all processes, wait meanwhile.
 
         Raises:
             TypeError: something that is neither a tensor nor a plain value, in items of a list or in the state of a component of
@@ -967,6 +968,7 @@ class ReplayBuffer:
             "_transforms": self._transform.state_dict(),
             "_batch_size": self._batch_size,
             "_lane": self._lane,
+            "_iterating": self._iterator is not None,
             "_consume_after_n_samples": None,
             "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
             "_default_rng": torch.default_generator.get_state(),
@@ -1010,15 +1012,14 @@ class ReplayBuffer:
         name = type(self).__name__
         check_keys(state, _STATE, name)
         take_storage = checked(self._storage, state["_storage"], f"{name}: _storage")
-        capacity = self._storage.capacity_after(state["_storage"])
-        return self._checked_rest(state, capacity, take_storage, default_rng=default_rng)
+        return self._checked_rest(state, state["_storage"], take_storage, default_rng=default_rng)
 
     def _checked_rest(
-        self, state: dict[str, Any], capacity: int, take_storage: Callable[[], None], *, default_rng: bool
+        self, state: dict[str, Any], of_storage: dict[str, Any], take_storage: Callable[[], None], *, default_rng: bool
     ) -> Callable[[], None]:
         """Check all but the storage's state; what takes all over.
 
-        ``capacity``: rows that the storage will have.
+        ``of_storage``: the plain values of that one.
         """
         name = type(self).__name__
         batch_size = typed(state, "_batch_size", (int, type(None)), name)
@@ -1027,6 +1028,7 @@ class ReplayBuffer:
         elif getattr(self._sampler, "drop_last", False):
             raise ValueError(f"{name}: _batch_size: expected an int, as drop_last needs one, got None.")
         lane = integer(state, "_lane", 0, self._storage.lanes, name)
+        iterating = typed(state, "_iterating", bool, name)
         if state["_consume_after_n_samples"] is not None:
             raise TypeError(f"{name}: _consume_after_n_samples: expected None: a ConsumingSampler will carry it.")
         rng = self._checked_rng(state["_rng"])
@@ -1036,24 +1038,31 @@ class ReplayBuffer:
         take_writer = checked(self._writer, state["_writer"], f"{name}: _writer")
         take_transforms = checked(self._transform, state["_transforms"], f"{name}: _transforms")
         if hasattr(sampler, "own_indexes"):
-            take_sampler = sampler.checked_state(state["_sampler"], capacity)
+            take_sampler = sampler.checked_state(state["_sampler"], self._storage.capacity_after(of_storage))
         else:
             take_sampler = checked(sampler, state["_sampler"], f"{name}: _sampler")
 
         def take() -> None:
-            take_storage()
-            self._storage.notify(None, None)
-            self._bound_sampler()  # to what was allocated just now
-            take_sampler()
-            take_writer()
-            take_transforms()
-            self._batch_size, self._lane, self._iterator = batch_size, lane, None
-            if rng is not None:
-                self._generator = self._generator or torch.Generator()
-                self._generator.set_state(rng.get_state())
-            if default_rng:
-                torch.default_generator.set_state(default.get_state())
-            take_prefetched()
+            self._storage.allocate_for(of_storage)
+            # Whoever wrote in between would write rows that the sampler's state does not know.
+            with self._storage.paused:
+                take_storage()
+                self._storage.notify(None, None)
+                self._bound_sampler()  # to what was allocated just now
+                take_sampler()
+                take_writer()
+                take_transforms()
+                self._batch_size, self._lane = batch_size, lane
+                self._iterator = self._batches(begun=True) if iterating else None
+                if rng is not None:
+                    self._generator = self._generator or torch.Generator()
+                    self._generator.set_state(rng.get_state())
+                if default_rng:
+                    torch.default_generator.set_state(default.get_state())
+                take_prefetched()
+            with contextlib.suppress(OSError):  # the rows are there; the next write notes it
+                if not self._recorded:
+                    self._record()
 
         return take
 
@@ -1184,7 +1193,7 @@ class ReplayBuffer:
             "_default_rng": states["rng"]["default"],
             "_prefetch_state": states["prefetch"]["batches"],
         }
-        return self._checked_rest(state, self._storage.capacity_of(reader), take_storage, default_rng=default_rng)
+        return self._checked_rest(state, reader.state, take_storage, default_rng=default_rng)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

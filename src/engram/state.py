@@ -70,7 +70,7 @@ def saved(component: Any, where: str) -> dict[str, Any]:
     state = component.state_dict()
     if not isinstance(state, dict):
         raise TypeError(f"{where}: expected a dict from state_dict, got a {type(state).__name__}.")
-    copy: dict[str, Any] = copied(state, where)
+    copy: dict[str, Any] = state if hasattr(component, "checked_state") else copied(state, where)  # ours are copies
     return copy
 
 
@@ -112,8 +112,8 @@ def check_keys(state: Any, names: Iterable[str], where: str) -> None:
         raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
     expected = sorted(names)
     if sorted(map(str, state)) != expected:
-        wanted = f"a state with {', '.join(expected)}" if expected else "an empty state"
-        raise KeyError(f"{where}: expected {wanted}; got {sorted(map(str, state))}.")
+        wanted = f"a state with {expected}" if expected else "an empty state"
+        raise KeyError(f"{where}: expected {wanted}, got {sorted(map(str, state))}.")
 
 
 def typed(state: dict[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:

@@ -40,7 +40,7 @@ from engram.format.schema import DTYPES
 from engram.types import Changes, Extent, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -950,6 +950,13 @@ class Store:
             )
         return index
 
+    def count_windows(self, windows: Mapping[str, int]) -> None:
+        """Let tables of trajectories count windows of these lengths: those that are there, and those to come."""
+        with self._indexes_lock:
+            self.windows = {**self.windows, **windows}
+            for (name, _), (_, table) in self._indexes.items():
+                table.count(self.windows[name])
+
     def before_fork(self) -> int | None:
         """A lock that parent and child have together, until the child is a participant of its own."""
         if self.directory is None or self.closed:
@@ -1284,6 +1291,10 @@ class DeviceStore(Store):
         return row, number
 
     def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
+        fields = self.schema.fields
+        columns = [
+            column.reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)
+        ]  # perhaps one row
         with self._lock:
             filled, _ = self.core.extent()
             which, copied = self._for_core(self._which, columns)

@@ -1,5 +1,5 @@
 from engram.format import series
-from engram.format.checkpoints import Checkpoint, Count, Cut, Totals, finish_dump, rank_folder, replacing
+from engram.format.checkpoints import Checkpoint, Cut, Totals, finish_dump, rank_folder, replacing
 from tests.format import checkpoint_folders as made
 
 

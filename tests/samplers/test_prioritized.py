@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 import engram
 from engram import (
+    IncompatibleCheckpoint,
     IncompatibleStore,
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -740,7 +741,7 @@ def test_a_priority_of_zero_is_copied(storage, how):
     other = how(how(rb))
     assert leaves(other).tolist() == leaves(rb).tolist()
     assert leaves(other)[:4].tolist() == [1, 0, 3**0.5, 1]
-    assert not leaves(other).signbit().any()
+    assert not other.sampler.priorities().leaves(10).signbit().any()
     other.extend(list(torch.arange(7)) if storage is ListStorage else torch.arange(7))
     assert leaves(other)[1] == 0  # row 0 was the last one
     state = other.sampler.state_dict()
@@ -831,13 +832,23 @@ def test_state_dict():
     rb.update_priority(torch.arange(10), torch.arange(10.0))
     state = rb.sampler.state_dict()
     state["leaves"][0] += 0  # a copy
+    with pytest.raises(IncompatibleCheckpoint, match=r"alpha: expected 0.7 as here, got 0.3. Set alpha=0.3 first."):
+        other.sampler.load_state_dict(state)
+    assert other.sampler.alpha == 0.7
+    other.sampler.alpha = 0.3
     other.sampler.load_state_dict(state)
     assert torch.equal(leaves(other), leaves(rb))
     assert (other.sampler.alpha, other.sampler.default_priority) == (0.3, 9.0)
     for change, error in (
-        ({"eps": 1.0}, ValueError),
-        ({"leaves": torch.zeros(3)}, ValueError),
-        ({"leaves": torch.full((10,), -1.0)}, ValueError),
+        ({"eps": 1.0}, IncompatibleCheckpoint),
+        ({"max_priority_within_buffer": True}, IncompatibleCheckpoint),
+        ({"leaves": torch.zeros(3)}, TypeError),
+        ({"leaves": torch.zeros(3, dtype=torch.float64)}, IncompatibleCheckpoint),
+        ({"leaves": torch.zeros(0, dtype=torch.float64)}, IncompatibleCheckpoint),
+        ({"highest": 1e999}, ValueError),
+        ({"highest": "9"}, TypeError),
+        ({"leaves": torch.full((10,), -1.0, dtype=torch.float64)}, PriorityError),
+        ({"leaves": torch.full((10,), 1e300, dtype=torch.float64)}, PriorityError),
         ({"alpha": -1.0}, ValueError),
         ({"more": 1}, KeyError),
     ):
@@ -845,7 +856,7 @@ def test_state_dict():
             other.sampler.load_state_dict({**state, **change})
         assert torch.equal(leaves(other), leaves(rb))
     with pytest.raises(RuntimeError, match="expected a storage with rows"):
-        made(rows=0).sampler.load_state_dict(state)
+        made(rows=0, alpha=0.3).sampler.load_state_dict(state)
 
 
 def test_buffers_by_their_names():

@@ -303,6 +303,7 @@ class Windows(TrajectoryMachine):
     def load(self):
         state, (self.alpha, self.beta, self.highest, leaves) = self.saved
         self.leaves = {row: leaves.get(row, 0.0) for row in self.rings.live()}
+        self.rb.sampler.alpha = self.alpha
         self.rb.sampler.load_state_dict(state)
 
     @rule(n=st.integers(1, 6))

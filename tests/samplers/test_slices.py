@@ -592,7 +592,7 @@ def test_a_pass_takes_every_trajectory_once():
     assert Counter(number for _ in range(3 * 20) for number in numbers(rb, 4, 2)) == dict.fromkeys(range(5), 20)
     starts = Counter()
     for _ in range(400):
-        rb.sampler.load_state_dict({"key": 0, "version": 0, "visited": 0, "count": 0, "ran_out": False})
+        rb.sampler.load_state_dict({"key": 0, "version": 0, "visited": 0, "count": 0, "clock": 0, "ran_out": False})
         starts.update(first for _, number, first in windows(rb.sample(10), 2) if number == 3)
     assert len(starts) == 8
     assert_uniform(starts.values())

@@ -12,7 +12,7 @@ from torch import Tensor
 from engram.errors import IncompatibleCheckpoint, NoSampleable, RowError
 from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of
 from engram.samplers._base import NativeSampler
-from engram.state import check_keys, copied
+from engram.state import check_keys
 from engram.store import check_index_name
 from engram.types import Draw
 
@@ -356,13 +356,12 @@ class PrioritizedSampler(NativeSampler):
             raise RuntimeError(f"{where}: expected a storage with rows before their priorities are loaded.")
         if capacity is None and index is not None and not leaves:
             raise IncompatibleCheckpoint(f"{where}: leaves: expected those of {rows} rows, got 0.")
-        state = copied(state_dict, where)
 
         def take() -> None:
             self._config = config
             index = self._attached()
             if index is not None:
-                index.restore(state)
+                index.restore(state_dict)
 
         return take
 

@@ -208,6 +208,9 @@ class Storage(Dumpable):
         """Check a state; what takes it over."""
         raise NotImplementedError
 
+    def allocate_for(self, state_dict: dict[str, Any]) -> None:
+        """Take the memory that a state needs which has been checked, if there is none yet. Raises ``OSError``: no space."""
+
     def capacity_after(self, state_dict: dict[str, Any]) -> int:
         """Rows that there may be once a state was taken over that has been checked."""
         raise NotImplementedError
@@ -285,10 +288,6 @@ class Storage(Dumpable):
     def lineage(self) -> Any:
         """Equal as long as the tickets of an older checkpoint mean the rows that are stored now."""
         return None
-
-    def capacity_of(self, reader: PartReader) -> int:
-        """Rows that there will be when a part that was checked is taken over."""
-        return self.max_size if reader.geometry is None else reader.geometry.capacity
 
     def loads(self, path: str | Path) -> None:
         """Replace what is stored by what :meth:`dumps` saved. Samplers hear of an emptied storage.

@@ -604,8 +604,7 @@ class TensorStorage(Storage):
             raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(rows)}.")
         named = {field.name: value for field, value in zip(fields, rows, strict=True)}
         kept = [
-            tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows").clone()
-            for field in fields
+            tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows") for field in fields
         ]
 
         def fill(tensors: Sequence[Tensor]) -> None:
@@ -627,7 +626,7 @@ class TensorStorage(Storage):
         if typed(state, "schema", (str, type(None)), where) is None:
             if any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
-            return lambda _: self.empty(keep_write_count=False)
+            return lambda _: self._forget_all()
         schema = self._checked_schema(state["schema"])
         clock = integer(state, "clock", 1, 1 << 61, where)
         write_count = integer(state, "write_count", 0, 1 << 62, where)
@@ -635,8 +634,6 @@ class TensorStorage(Storage):
         saved = tensor_in(state, "numbers", torch.int64, (None,), where)
         if len(saved) > schema.capacity:
             raise ValueError(f"{where}: numbers: expected at most {schema.capacity}, got {len(saved)}.")
-        if len(torch.unique(saved[saved != 0])) != len(saved.nonzero()):
-            raise ValueError(f"{where}: numbers: expected each ticket once.")
         numbers = torch.zeros(schema.capacity, dtype=torch.int64, device="cpu")
         numbers[: len(saved)] = saved
         length = schema.capacity // schema.lanes
@@ -653,13 +650,12 @@ class TensorStorage(Storage):
             check_keys(walks[name], ("key", "rows", "visited"), f"{where}: passes: {name!r}")
         passes = {name: checked_walk(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
         indexes = {} if self.memory is None else _of_kind(self.memory.all_indexes(), PRIORITIES)
-        entries = copied(state["priorities"], f"{where}: priorities")
+        entries = state["priorities"]
         priorities = checked_priorities(entries, indexes, schema.capacity, f"{where}: priorities")
 
         def take(fill: Callable[[Sequence[Tensor]], None]) -> None:
             with self._lock:
-                if self.memory is None:
-                    self._adopt(self._allocate(schema), Structure.from_schema(schema))
+                self.allocate_for(state)
                 store = self.store
                 trees = {name: PriorityIndex.of_store(store, name, made)[0] for name, (made, _) in priorities.items()}
                 walked = {}
@@ -668,7 +664,7 @@ class TensorStorage(Storage):
                 with store.replacing(StoreState(lanes, numbers, clock, write_count)):
                     fill(store.tensors)
                 store.replaced = (clock, int(store.core.next_ticket))
-                store.windows = {**store.windows, **windows}
+                store.count_windows(windows)
                 for name, tree in trees.items():
                     tree.restore(entries[name])
                 for name, index in walked.items():
@@ -734,6 +730,21 @@ class TensorStorage(Storage):
         if len(self):
             check_blocks(reader)
         return lambda: take(fill(reader))
+
+    def _forget_all(self) -> None:
+        """As :meth:`empty`, also while the store is paused."""
+        store = self.memory
+        if store is not None:
+            lanes = torch.zeros((store.lanes, 4), dtype=torch.int64, device="cpu")
+            numbers = torch.zeros(store.capacity, dtype=torch.int64, device="cpu")
+            with store.replacing(StoreState(lanes, numbers, 1, 0)):
+                pass
+
+    def allocate_for(self, state_dict: dict[str, Any]) -> None:
+        with self._lock:
+            if self.memory is None and state_dict["schema"] is not None:
+                schema = self._checked_schema(state_dict["schema"])
+                self._adopt(self._allocate(schema), Structure.from_schema(schema))
 
     def capacity_after(self, state_dict: dict[str, Any]) -> int:
         schema = state_dict["schema"]

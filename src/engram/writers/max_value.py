@@ -28,7 +28,8 @@ __all__ = ["TensorDictMaxValueWriter"]
 
 def _sum(x: Tensor) -> Tensor:
     """Sums of rows that follow from their numbers alone: torch's depend on how many rows, strides and threads there are."""
-    return torch.from_numpy(np.add.reduce(x.contiguous().numpy(), axis=1))
+    with np.errstate(invalid="ignore"):  # of both infinities: then it is NaN, which is noticed
+        return torch.from_numpy(np.add.reduce(x.contiguous().numpy(), axis=1))
 
 
 #: ``[n, m]`` to ``[n]``. A NaN among a row's numbers makes its rank NaN.
