@@ -205,7 +205,6 @@ class TestGenerator:
 
 
 LATER = {
-    "prefetch": (3, "prefetch"),
     "sample_unit": (object(), "expander"),
     "transform_factory": (lambda: None, "transform"),
     "dim_extend": (1, "storage"),

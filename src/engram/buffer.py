@@ -10,19 +10,22 @@ import time
 import warnings
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
 from torch import Tensor
 
 from engram import _native, collate, expanders, samplers, storages, writers
 from engram._later import refuse
+from engram._tensordict import children
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
 from engram.pinning import pinning_for
-from engram.store import Key
+from engram.prefetch import Prefetcher, Steps
+from engram.store import Copied, Key, ThreadKey
 from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["ReplayBuffer"]
 
 _LATER = {
-    "prefetch": "background prefetching",
     "sample_unit": "expanders",
     "transform_factory": "the transform argument",
     "dim_extend": "the storage (until then: storage.ndim - 1)",
@@ -49,6 +51,15 @@ _LATER = {
     "transport": "remote buffers",
     "transport_options": "remote buffers",
 }
+
+#: Samplers whose draws have no end, and those whose place in a pass can be taken back.
+_WITHOUT_PASSES = (
+    samplers.RandomSampler,
+    samplers.PrioritizedSampler,
+    samplers.SliceSampler,
+    samplers.PrioritizedSliceSampler,
+)
+_WALKERS = (samplers.SamplerWithoutReplacement, samplers.SliceSamplerWithoutReplacement)
 
 #: Reads of one row that keeps moving: tries in a row, before there are pauses.
 _TRIES = 8
@@ -65,14 +76,16 @@ class ReplayBuffer:
         collate_fn: applied to every batch: tensor storages hand it the gathered batch, list storages the list of items.
             Default: nothing; list storages stack tensors and TensorDicts.
         transform: applied to batches after collating (``forward``) and to data before writing (``inv``): see :class:`Compose`.
-        batch_size: default of :meth:`sample`; needed to iterate.
+        batch_size: default of :meth:`sample`; needed to iterate and to prefetch.
+        prefetch: batches asked for ahead of the one that :meth:`sample` returns: see docs/prefetch.md. Default, 0: none.
         pin_memory: batches lie in page-locked memory, every CPU tensor of them and of ``info``: see docs/pinning.md. Without
             an accelerator one warning, and ordinary memory.
         generator: a CPU ``torch.Generator`` that drives every draw. Default: torch's, at the moment of each draw.
 
     Raises:
         TypeError: a component of the wrong kind, or an argument of TorchRL's that is not supported yet (named).
-        ValueError: ``size`` and the storage's ``max_size`` differ; ``batch_size`` below 1.
+        ValueError: ``size`` and the storage's ``max_size`` differ; ``batch_size`` below 1; ``prefetch`` below 0, or without
+            ``batch_size``.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -99,6 +112,7 @@ class ReplayBuffer:
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
         batch_size: int | None = None,
+        prefetch: int | None = None,
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         shared: bool = False,
@@ -107,6 +121,7 @@ class ReplayBuffer:
         refuse(type(self).__name__, later, _LATER)
         if batch_size is not None:
             _check_batch_size(batch_size)
+        depth = _depth(prefetch, batch_size, type(self).__name__)
         if size is not None:
             if type(size) is not int:
                 raise TypeError(f"{type(self).__name__}: size: expected an int, got {type(size).__name__}.")
@@ -131,11 +146,12 @@ class ReplayBuffer:
         self._iterator: Iterator[Any] | None = None
         self._warned_batch_size = False
         self._shut_down = False
-        self._key = Key()
+        self._key = ThreadKey()
+        self._prefetcher = Prefetcher(depth, self._steps) if depth else None
         self._recorded = self._looked_for_record = False
         self._generator: torch.Generator | None = None
-        self.set_rng(generator)
         self._sampler: Any = None
+        self.set_rng(generator)
         self._writer: Any = None
         self._take_sampler(_instance(sampler, Sampler, "sampler", samplers.RandomSampler))
         self._take_writer(_instance(writer, Writer, "writer", self._default_writer))
@@ -168,6 +184,8 @@ class ReplayBuffer:
 
     def _add(self, data: Any, lane: int | None, accept: Callable[[int | None], None] | None) -> Any:
         """``add``. ``accept`` hears how many rows it will be (None: the data does not say) and may refuse: nothing is written."""
+        if self._prefetcher is not None:
+            self._prefetcher.settle(self)
         if self._transform.writes:
             return self._add_transformed(data, lane, accept)
         storage = self._storage
@@ -231,6 +249,7 @@ class ReplayBuffer:
 
     def _extend(self, data: Any, lane: int | Tensor | None, accept: Callable[[int | None], None] | None) -> Tensor:
         """``extend``. ``accept``: as for ``_add``."""
+        self._settle()
         dims = self._storage.ndim
         if self._transform.writes and _rows_of(data, dims) != 0:
             data = self._transform.inv(_containers_anew(data))
@@ -338,6 +357,7 @@ class ReplayBuffer:
         """
         if self._read_only:
             raise RuntimeError(f"empty: the buffer is read-only ({type(self._writer).__name__}).")
+        self._drop_ahead("empty")
         self._storage.empty(keep_write_count=not empty_write_count)
         self._storage.notify(None, None)
 
@@ -347,7 +367,7 @@ class ReplayBuffer:
         """Draw a batch.
 
         Args:
-            batch_size: rows; default the constructor's.
+            batch_size: rows; default the constructor's, and nothing else with ``prefetch``.
             return_info: return ``(batch, info)``; ``info["index"]`` is int64 ``[B]`` (with ``ndim > 1`` a tuple of those).
 
         Returns:
@@ -355,9 +375,10 @@ class ReplayBuffer:
             replacement may return fewer rows at the end of a pass.
 
         Raises:
-            RuntimeError: no batch size is known; the buffer was shut down.
+            RuntimeError: no batch size is known; the buffer was shut down; with ``prefetch``, it was closed, or one of its own
+                transforms is calling.
             NoSampleable: the buffer is empty (a ``RuntimeError``).
-            ValueError: ``batch_size`` below 1.
+            ValueError: ``batch_size`` below 1, or with ``prefetch`` another one than the constructor's.
 
         Cost: O(bytes of the batch): two native calls at most. Releases the GIL; may be called from several threads.
         """
@@ -367,6 +388,9 @@ class ReplayBuffer:
             batch_size = self._resolve_batch_size(batch_size)
         if self._shut_down:
             raise RuntimeError("sample: the buffer was shut down.")
+        prefetcher = self._prefetcher
+        if prefetcher is not None:
+            return self._prefetched(prefetcher, batch_size, return_info)
         key = self._draw_key()
         if self._pinning is None:
             return self._sampled(key, batch_size, return_info)
@@ -387,11 +411,20 @@ class ReplayBuffer:
             columns = storage.memory.sample_uniform(key, batch_size, with_rows, self._tracks)
             info = {"index_generation": columns.pop()} if self._tracks else {}
             return self._finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
-        if self._sample_natively is not None and storage.memory is not None and storage.memory.is_native:
-            columns, rows, info = self._sample_natively(storage, key, batch_size, numbered=self._tracks)
-            return self._finish(columns, rows.numel(), rows, info, return_info)
-        columns, rows, info = self._draw(batch_size, key.value)
+        columns, rows, info = self._read_batch(key, batch_size)
         return self._finish(columns, rows.numel(), rows, info, return_info)
+
+    def _read_batch(self, key: Key, n: int) -> tuple[Any, Tensor, dict[str, Any]]:
+        """Draw with a key, and copy the rows: ``(columns, rows, info)``."""
+        storage: Any = self._storage
+        if self._draws_natively and storage.memory is not None:
+            columns = storage.memory.sample_uniform(key, n, True, self._tracks)
+            info = {"index_generation": columns.pop()} if self._tracks else {}
+            return columns, columns.pop(), info
+        if self._sample_natively is not None and storage.memory is not None and storage.memory.is_native:
+            columns, rows, info = self._sample_natively(storage, key, n, numbered=self._tracks)
+            return columns, rows, info
+        return self._draw(n, key.value)
 
     def _finish(self, columns: Any, n: int, rows: Tensor | None, info: dict[str, Any], return_info: bool) -> Any:
         """From ``n`` rows that were read to what the user gets; ``rows`` may be None where nobody asked for them."""
@@ -405,6 +438,79 @@ class ReplayBuffer:
         data = self._attached(data, n, rows, info)
         sample = (data, self._info(rows, info)) if return_info else data
         return sample if self._pinning is None else self._pinning(sample, device)
+
+    # ---- batches ahead -------------------------------------------------------------------------------------------------
+
+    def _prefetched(self, prefetcher: Prefetcher, batch_size: int, return_info: bool) -> Any:
+        """The first of the batches ahead."""
+        if prefetcher.lazy:
+            try:
+                key = prefetcher.turns.popleft()
+            except IndexError:  # more threads than turns
+                return self._sampled(self._draw_key(), batch_size, return_info)
+            start = perf_counter()
+            try:
+                return self._sampled(key, batch_size, return_info)
+            finally:
+                if self._generator is None:  # _ask_ahead, without a call
+                    key.draw()
+                else:
+                    key.draw(generator=self._generator)
+                prefetcher.turns.append(key)
+                if prefetcher.dear or perf_counter() - start > prefetcher.dear_s:
+                    prefetcher.took(perf_counter() - start)
+        (data, rows, info), last = prefetcher.next(self)
+        if last:
+            self._sampler.ran_out = True
+        if not return_info:
+            return data
+        return data, (info if rows is None else self._info(rows, info))
+
+    def _ask_ahead(self, key: Key) -> None:
+        if self._generator is None:
+            key.draw()
+        else:
+            key.draw(generator=self._generator)
+
+    def _read_ahead(self, key: Key) -> tuple[Any, Any]:
+        assert self._batch_size is not None
+        before = self._sampler.state_dict() if self._walks_alone else None
+        if self._pinning is None or self._transform.reads or not self._bare:
+            return self._read_batch(key, self._batch_size), before
+        with self._pinning.gathering():
+            return self._read_batch(key, self._batch_size), before
+
+    def _finish_ahead(self, read: Any) -> Any:
+        """``(data, rows, info)``, whose info is made when somebody asks for it; pinned, it is complete, and the rows are None."""
+        columns, rows, info = read
+        if self._pinning is None:
+            return self._finish(columns, rows.numel(), rows, info, False), rows, info
+        data, info = self._finish(columns, rows.numel(), rows, info, True)
+        return data, None, info
+
+    def _pass_ended(self) -> bool:
+        """Whether the batch read last ended a pass. The sampler says so when that batch is handed out."""
+        ended = self._passes and bool(getattr(self._sampler, "ran_out", False))
+        if ended:
+            self._sampler.ran_out = False
+        return ended
+
+    _steps = Steps(ask=_ask_ahead, read=_read_ahead, finish=_finish_ahead, ended=_pass_ended)
+
+    def _settle(self) -> None:
+        """What happens to the buffer now is not for batches that were asked for before."""
+        if self._prefetcher is not None:
+            self._prefetcher.settle(self)
+
+    def _drop_ahead(self, call: str, *, keys: bool = True) -> None:
+        """Forget the batches ahead. Their rows go back to a pass, unless other processes walk it, too."""
+        if self._prefetcher is None:
+            return
+        before = self._prefetcher.drop(call, keys=keys)
+        if before is not None and self._walks_alone:
+            ran_out = self._sampler.ran_out
+            self._sampler.load_state_dict(before)
+            self._sampler.ran_out = ran_out
 
     def _attached(self, data: Any, n: int, rows: Any, info: dict[str, Any]) -> Any:  # noqa: ARG002 - TensorDict buffers do
         """The batch with the entries that say which rows it holds."""
@@ -519,6 +625,11 @@ class ReplayBuffer:
                 )
             return self._batch_size
         _check_batch_size(batch_size)
+        if warn and self._prefetcher is not None and batch_size != self._batch_size:
+            raise ValueError(
+                f"sample: batch_size: expected the prefetched {self._batch_size}, got {batch_size}. Sample from another ReplayBuffer "
+                "over the same storage, or without prefetch."
+            )
         if warn and not self._warned_batch_size and self._batch_size not in (None, batch_size):
             self._warned_batch_size = True
             warnings.warn(
@@ -545,7 +656,7 @@ class ReplayBuffer:
             self._sampler.ran_out = False
         while True:
             yield self.sample()
-            if getattr(self._sampler, "ran_out", False):
+            if getattr(self._sampler, "ran_out", False) and not self._prefetcher:
                 return
 
     def next(self) -> Any:
@@ -697,6 +808,7 @@ class ReplayBuffer:
     def _check_editable(self, call: str) -> None:
         if self._read_only:
             raise RuntimeError(f"{call}: the buffer is read-only ({type(self._writer).__name__}).")
+        self._settle()
 
     def read_all_in_order(self, end: int | None = None) -> Any:
         """``rb[:end]``: live rows in row order."""
@@ -715,15 +827,21 @@ class ReplayBuffer:
         writing, None or no rows hold everything back. What it raises comes through, with a note which one it was; nothing is
         written then. The containers it is given are its own, and of what was read the tensors, too.
 
+        Prefetched batches are dropped.
+
         Raises:
             RuntimeError: no transform.
         """
+        self._drop_ahead("append_transform")
         self._transform.append(transform, invert=invert)
+        self._choose_paths()
         return self
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
         """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range."""
+        self._drop_ahead("insert_transform")
         self._transform.insert(index, transform, invert=invert)
+        self._choose_paths()
         return self
 
     @property
@@ -735,11 +853,14 @@ class ReplayBuffer:
     @property
     def sampler(self) -> Any:
         """What chooses rows to read."""
+        if not self._draws_natively:
+            self._settle()  # it may be changed now
         return self._sampler
 
     @property
     def writer(self) -> Any:
         """What chooses where new rows go."""
+        self._settle()  # it may write now
         return self._writer
 
     @property
@@ -751,6 +872,11 @@ class ReplayBuffer:
     def batch_size(self) -> int | None:
         """Default batch size."""
         return self._batch_size
+
+    @property
+    def prefetch(self) -> int:
+        """Batches asked for ahead."""
+        return 0 if self._prefetcher is None else self._prefetcher.depth
 
     @property
     def dim_extend(self) -> int:
@@ -791,9 +917,11 @@ class ReplayBuffer:
         ([0, 1, 2], True)
         """
         if shared and not self.shared:
+            self._settle()
             self._storage.share()
             if hasattr(self._sampler, "moved"):
                 self._sampler.moved()
+            self._choose_paths()
             with contextlib.suppress(OSError):  # it is shared by now; the next write notes this again
                 self._record()
         return self
@@ -804,6 +932,7 @@ class ReplayBuffer:
         made = _instance(storage, storages.Storage, "storage", None)
         if hasattr(self._writer, "register_storage"):
             self._writer.register_storage(made)  # first: it may refuse
+        self._drop_ahead("set_storage")
         self._storage = made
         previous.detach(self)
         self._storage.attach(self)
@@ -818,14 +947,18 @@ class ReplayBuffer:
     def set_sampler(self, sampler: Sampler) -> Any:
         """Swap the sampler; the previous one is returned."""
         previous = self._sampler
-        self._take_sampler(_instance(sampler, Sampler, "sampler", None))
+        made = _instance(sampler, Sampler, "sampler", None)
+        self._drop_ahead("set_sampler")
+        self._take_sampler(made)
         self._record()
         return previous
 
     def set_writer(self, writer: Writer) -> Any:
         """Swap the writer; the previous one is returned. Cursors belong to the store: the next write goes on there."""
         previous = self._writer
-        self._take_writer(_instance(writer, Writer, "writer", None))
+        made = _instance(writer, Writer, "writer", None)
+        self._drop_ahead("set_writer")
+        self._take_writer(made)
         self._record()
         return previous
 
@@ -835,6 +968,8 @@ class ReplayBuffer:
             raise ValueError(
                 f"generator: expected a CPU generator, got one on {generator.device}. Rows are drawn on the CPU."
             )
+        if self._sampler is not None:
+            self._drop_ahead("set_rng", keys=False)
         self._generator = generator
 
     def _take_sampler(self, sampler: Any) -> None:
@@ -867,6 +1002,14 @@ class ReplayBuffer:
         self._sample_natively = getattr(self._sampler, "sample_natively", None) if tensors else None
         self._appends = tensors and getattr(type(self._writer), "place", None) is writers.RoundRobinWriter.place
         self._bare = tensors and self._collate_fn is None
+        self._passes = type(self._sampler) not in _WITHOUT_PASSES
+        inner = self._sampler
+        while isinstance(inner, expanders.Expander):
+            inner = inner.sampler
+        self._walks_alone = isinstance(inner, _WALKERS) and not self.shared
+        if self._prefetcher is not None:
+            plainly = self._draws_natively and self._pinning is None and not self._transform.reads
+            self._prefetcher.draws(plainly=plainly, passes=self._passes, kept=not self.shared)
 
     def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
         """New priorities of rows; a sampler without priorities warns and does nothing.
@@ -889,6 +1032,7 @@ class ReplayBuffer:
 
     def _bound_sampler(self) -> Any:
         """The sampler, which may have served another storage meanwhile."""
+        self._settle()
         if hasattr(self._sampler, "bind"):
             self._sampler.bind(self._storage)
         return self._sampler
@@ -924,6 +1068,7 @@ class ReplayBuffer:
             "sampler": _recorded(self._sampler, _SAMPLERS),
             "writer": _recorded(self._writer, _WRITERS),
             "batch_size": self._batch_size,
+            "prefetch": self.prefetch,
             **self._record_more(),
         }
         files.overwrite(store.directory / layout.FOLDER / layout.BUFFER, json.dumps(record).encode())
@@ -948,6 +1093,7 @@ class ReplayBuffer:
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
         batch_size: int | None = None,
+        prefetch: int | None = None,
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         unclean: str = "refuse",
@@ -955,13 +1101,13 @@ class ReplayBuffer:
     ) -> ReplayBuffer:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
-        Buffer class, sampler, writer and batch size are those of the buffer that last wrote to it; an argument replaces one. If its
-        process died, rows that were half written are set aside and that is logged. Within one process, a store that is open
-        already is attached to.
+        Buffer class, sampler, writer, batch size and prefetch are those of the buffer that last wrote to it; an argument replaces
+        one. If its process died, rows that were half written are set aside and that is logged. Within one process, a store that is
+        open already is attached to.
 
         Args:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.
-            sampler, writer, collate_fn, transform, batch_size, pin_memory, generator: as for the constructor.
+            sampler, writer, collate_fn, transform, batch_size, prefetch, pin_memory, generator: as for the constructor.
             unclean: ``"accept"`` takes a store that was open when the machine went down; ``"refuse"`` raises.
 
         Raises:
@@ -991,6 +1137,7 @@ class ReplayBuffer:
                 "sampler": sampler if sampler is not None else _made_again(record.get("sampler"), _SAMPLERS, "sampler"),
                 "writer": writer if writer is not None else _made_again(record.get("writer"), _WRITERS, "writer"),
                 "batch_size": batch_size if batch_size is not None else _recorded_batch_size(record),
+                "prefetch": prefetch if prefetch is not None else _recorded_prefetch(record),
                 **buffer_class.open_arguments(record),
             }
             rb: ReplayBuffer = buffer_class(
@@ -1015,8 +1162,11 @@ class ReplayBuffer:
         """Let go of files and locks; a temporary folder is removed. Repeatable; tensors handed out stay valid.
 
         Called when the buffer is collected or the program ends, too. Where several buffers of this process use one store,
-        it is the last one that closes it.
+        it is the last one that closes it. With ``prefetch`` the batches ahead are dropped, the threads end, which is waited for
+        but for seconds at most, and sampling is refused from then on.
         """
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self._storage.close()
 
     def start(self) -> Self:
@@ -1038,23 +1188,36 @@ class ReplayBuffer:
         return "direct"
 
     def synchronize(self) -> None:
-        """Wait for queued work: there is none."""
+        """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises."""
+        if self._prefetcher is not None:
+            self._prefetcher.wait()
 
-    def shutdown(self, timeout: float | None = None) -> None:  # noqa: ARG002 - nothing is queued here
-        """Refuse sampling from now on. Repeatable. ``timeout`` is for queued work, of which there is none."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Refuse sampling from now on, and end the threads of ``prefetch``. Repeatable.
+
+        Args:
+            timeout: seconds to wait for what threads are at; None: until it is done.
+        """
         self._shut_down = True
+        if self._prefetcher is not None:
+            self._prefetcher.close(timeout)
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ("_key", "_iterator", "_generator", "_sample_natively")
+        prefetcher = self._prefetcher
+        ahead = None if prefetcher is None or self.shared else prefetcher.saved(self)  # first: it reads
+        left = ("_key", "_iterator", "_generator", "_sample_natively", "_prefetcher")
         state = {k: v for k, v in self.__dict__.items() if k not in left}
+        state["_prefetch"] = self.prefetch, None if ahead is None else _by_value(ahead)
         # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
         state["_generator_state"] = None if self._generator is None else self._generator.get_state().numpy()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         generator_state = state.pop("_generator_state")
+        depth, ahead = state.pop("_prefetch")
         self.__dict__.update(state)
-        self._key = Key()
+        self._key = ThreadKey()
+        self._prefetcher = Prefetcher(depth, self._steps) if depth else None
         self._iterator = None
         self._generator = None
         if generator_state is not None:
@@ -1062,6 +1225,8 @@ class ReplayBuffer:
             self._generator.set_state(torch.from_numpy(generator_state))
         self._storage.attach(self)
         self._take_sampler(self._sampler)
+        if self._prefetcher is not None and ahead is not None:
+            self._prefetcher.restore(_from_value(ahead))
 
     # ---- seeing it -----------------------------------------------------------------------------------------------------
 
@@ -1078,7 +1243,7 @@ class ReplayBuffer:
         stats: dict[str, float] = {
             "size": size,
             "write_count": self.write_count,
-            "prefetch_queue_size": 0,
+            "prefetch_queue_size": 0 if self._prefetcher is None else len(self._prefetcher),
             "initialized": 1,
             "lanes": self.lanes,
         }
@@ -1120,6 +1285,8 @@ class ReplayBuffer:
             facts.append(("transform", repr(self._transform)))
         if self._batch_size is not None:
             facts.append(("batch_size", str(self._batch_size)))
+        if self._prefetcher is not None:
+            facts.append(("prefetch", str(self.prefetch)))
         return facts
 
     def __repr__(self) -> str:
@@ -1205,6 +1372,15 @@ def _recorded_batch_size(record: dict[str, Any]) -> int | None:
     return batch_size
 
 
+def _recorded_prefetch(record: dict[str, Any]) -> int | None:
+    depth: int | None = record.get("prefetch")
+    try:
+        _depth(depth, 1, "open")
+    except (TypeError, ValueError) as error:
+        raise CorruptStore(f"open: the recorded value is none: {error}") from error
+    return depth
+
+
 def _read_record(directory: Path) -> dict[str, Any]:
     path = directory / layout.FOLDER / layout.BUFFER
     if not path.exists():
@@ -1250,6 +1426,19 @@ def _check_batch_size(batch_size: Any) -> None:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
 
 
+def _depth(prefetch: Any, batch_size: int | None, call: str) -> int:
+    """Batches to ask for ahead."""
+    if prefetch is None or prefetch is False:
+        return 0
+    if type(prefetch) is not int:
+        raise TypeError(f"{call}: prefetch: expected an int, a number of batches, got {type(prefetch).__name__}.")
+    if prefetch < 0:
+        raise ValueError(f"{call}: prefetch: expected at least 0 batches, got {prefetch}.")
+    if prefetch and batch_size is None:
+        raise ValueError(f"{call}: prefetch={prefetch}: expected a batch size, too: pass batch_size=….")
+    return prefetch
+
+
 def _is_key(index: Any) -> bool:
     return isinstance(index, str) or (
         isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
@@ -1267,12 +1456,43 @@ def _entry(data: Any, key: Any) -> Any:
 
 def _map_tensors(data: Any, change: Callable[[Any], Any]) -> Any:
     """Apply ``change`` to every tensor, array or TensorDict of a pytree."""
+    return change(data) if _has_dims(data) else _map_nested(data, lambda value: _map_tensors(value, change))
+
+
+class _ByValue(NamedTuple):
+    """A TensorDict on its way through a copy."""
+
+    entries: dict[str, Any]
+    batch_size: torch.Size
+    device: torch.device | None
+    names: list[str | None] | None
+
+
+def _by_value(data: Any) -> Any:
+    """Batches for a copy: copies of their tensors, which go by value (see ``Copied``); other objects as they are."""
+    if type(data) is TensorDict:
+        names = data.names if any(data.names) else None
+        return _ByValue(_by_value(children(data)), data.batch_size, data.device, names)
+    if isinstance(data, Tensor):
+        return Copied(data.detach().clone())
+    return _map_nested(data, _by_value)
+
+
+def _from_value(data: Any) -> Any:
+    """Batches again."""
+    if isinstance(data, _ByValue):
+        entries, batch_size, device, names = data
+        return TensorDict(_from_value(entries), batch_size=batch_size, device=device, names=names)
+    return data.tensor if isinstance(data, Copied) else _map_nested(data, _from_value)
+
+
+def _map_nested(data: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(data, dict):
-        return {key: _map_tensors(value, change) for key, value in data.items()}
+        return {key: change(value) for key, value in data.items()}
     if isinstance(data, tuple | list):
-        values = [_map_tensors(value, change) for value in data]
+        values = [change(value) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    return change(data) if _has_dims(data) else data
+    return data
 
 
 def _containers_anew(data: Any) -> Any:
