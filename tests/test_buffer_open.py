@@ -353,6 +353,9 @@ def test_no_record_means_defaults(folder):
         (lambda record: {**record, "writer": {"type": "RoundRobinWriter", "config": {"track": 1}}}, CorruptStore),
         (lambda record: {**record, "batch_size": "many"}, CorruptStore),
         (lambda record: {**record, "batch_size": -3}, CorruptStore),
+        (lambda record: {**record, "prefetch": "many"}, CorruptStore),
+        (lambda record: {**record, "prefetch": -3}, CorruptStore),
+        (lambda record: {**record, "prefetch": 3, "batch_size": None}, CorruptStore),
     ],
 )
 def test_a_damaged_record(folder, change, kind):

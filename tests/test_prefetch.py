@@ -9,12 +9,17 @@ import signal
 import threading
 import time
 import traceback
+from collections import deque
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engram import (
+    DeviceLoader,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -24,12 +29,15 @@ from engram import (
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
+    RewardToGo,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
+    pinning,
 )
+from engram.pinning import HostMemory
 from engram.prefetch import Prefetcher
 from tests import fresh
 from tests.components import Newest
@@ -44,8 +52,10 @@ SAMPLERS = {
     "slices-pass": lambda: SliceSamplerWithoutReplacement(slice_len=4),
     "prioritized-slices": lambda: PrioritizedSliceSampler(ROWS, 0.7, 0.5, slice_len=4),
     "custom": Newest,
+    "expander": lambda: RewardToGo(RandomSampler(), reward_key="reward", traj_key="episode"),
+    "expander-pass": lambda: RewardToGo(SamplerWithoutReplacement(), reward_key="reward", traj_key="episode"),
 }
-PASSES = ("pass", "pass-in-order", "slices-pass")
+PASSES = ("pass", "pass-in-order", "slices-pass", "expander-pass")
 
 
 def made_by(who, monkeypatch):
@@ -69,7 +79,7 @@ def threads(monkeypatch):
 
 def data(first=0, n=ROWS):
     step = torch.arange(first, first + n)
-    return TensorDict({"x": step, "episode": step // 6}, [n])
+    return TensorDict({"x": step, "episode": step // 6, "reward": step[:, None].float()}, [n])
 
 
 def buffer(depth, sampler=RandomSampler, storage=LazyTensorStorage, *, seed=5, filled=True, batch=BATCH, **kwargs):
@@ -177,6 +187,37 @@ def test_a_program_brings_the_same_batches_whoever_makes_them(sampler, monkeypat
         return out
 
     assert drawn("threads") == drawn("caller")
+
+
+OPERATIONS = st.lists(st.sampled_from(["sample", "sample", "extend", "add", "edit", "prioritize"]), max_size=25)
+
+
+@pytest.mark.parametrize("makers", ["caller", "threads", "as-it-comes"])
+@pytest.mark.parametrize("name", ["uniform", "prioritized", "slices", "custom", "expander"])
+@settings(max_examples=15, deadline=None)
+@given(operations=OPERATIONS, depth=st.integers(1, 4))
+def test_batches_show_the_buffer_as_it_was_when_they_were_asked_for(name, makers, operations, depth):
+    """The oracle samples without prefetching, and ahead."""
+    with pytest.MonkeyPatch.context() as patch:
+        if makers != "as-it-comes":
+            made_by(makers, patch)
+        rb, plain = buffer(depth, SAMPLERS[name]), buffer(0, SAMPLERS[name])
+        asked = deque()
+        for number, operation in enumerate(operations):
+            if operation == "sample":
+                while len(asked) <= depth:
+                    asked.append(plain.sample()["x"].tolist())
+                assert rb.sample()["x"].tolist() == asked.popleft()
+            for one in (rb, plain):
+                if operation == "extend":
+                    one.extend(data(100 * number, 7))
+                elif operation == "add":
+                    one.add(data(100 * number, 1)[0])
+                elif operation == "edit":
+                    one.set_("x", -one["x"])
+                elif operation == "prioritize" and name == "prioritized":
+                    one.update_priority(torch.arange(ROWS), (torch.arange(ROWS) + number) % 7 + 1.0)
+        rb.close()
 
 
 def test_several_threads_take_each_batch_once(who):
@@ -798,14 +839,87 @@ def test_processes_share_a_pass():
     assert out == "70 70 [0, 0]"
 
 
-def test_open_takes_it(tmp_path):
-    rb = ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=tmp_path / "store"), batch_size=4)
+@pytest.mark.parametrize(
+    ("recorded", "given", "depth"), [(None, 2, 2), (3, None, 3), (3, 1, 1), (3, 0, 0), (None, None, 0)]
+)
+def test_open_takes_it_or_what_was_recorded(recorded, given, depth, tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=tmp_path / "store"), batch_size=4, prefetch=recorded)
     rb.extend(torch.arange(20))
     rb.close()
-    again = ReplayBuffer.open(tmp_path / "store", prefetch=2)
+    again = ReplayBuffer.open(tmp_path / "store", prefetch=given)
     assert again.sample().shape == (4,)
-    assert again.stats()["prefetch_queue_size"] == 2
+    assert again.prefetch == again.stats()["prefetch_queue_size"] == depth
     again.close()
+
+
+def test_a_loader_hands_out_the_whole_pass(who):
+    for return_info in (False, True):
+        loader = DeviceLoader(buffer(2, SamplerWithoutReplacement, batch=25), "cpu", return_info=return_info)
+        for _ in range(2):
+            batches = [one[0] if return_info else one for one in loader]
+            assert [len(batch) for batch in batches] == [25, 25, 10]
+
+
+# ---- pinning ---------------------------------------------------------------------------------------------------------------
+
+
+class Memory(HostMemory):
+    """Ordinary tensors that count as pinned."""
+
+    def __init__(self):
+        self.made, self.threads = {}, set()
+
+    def empty(self, shape, dtype):
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        self.made[tensor.data_ptr()] = tensor
+        self.threads.add(threading.current_thread())
+        return tensor
+
+    def is_pinned(self, tensor):
+        return tensor.data_ptr() in self.made
+
+
+@pytest.mark.parametrize("transform", [None, lambda td: td.set("y", td["x"] + 1)])
+def test_batches_are_pinned_by_whoever_makes_them(transform, who, monkeypatch):
+    memory = Memory()
+    monkeypatch.setattr(pinning, "host_memory", lambda: memory)
+    rb, plain = buffer(2, transform=transform, pin_memory=True), buffer(0, transform=transform)
+    for number in range(6):
+        batch, info = rb.sample(return_info=True)
+        assert all(memory.is_pinned(leaf) for leaf in (*batch.values(), *info.values()))
+        assert batch["index"] is info["index"]
+        assert batch["x"].tolist() == plain.sample()["x"].tolist()
+        assert number or memory.threads  # or nothing would be shown
+    if who != "as-it-comes":
+        assert (memory.threads == {threading.main_thread()}) == (who == "caller")
+
+
+# ---- pickles between processes -----------------------------------------------------------------------------------------------
+
+
+def test_batches_go_to_processes_by_value(who):
+    """A tensor's file descriptor would be another's by the time that the receiver looks."""
+    rb = buffer(2)
+    rb.sample()
+    sent = bytes(ForkingPickler.dumps(rb))
+    expected = rows_of(rb, 4)
+    for _ in range(2):
+        assert rows_of(pickle.loads(sent), 4) == expected
+
+
+def test_batches_of_other_kinds_survive_too(who):
+    def nested(td):
+        inner = TensorDict({"z": td["x"][:, None] * torch.ones(3)}, [len(td), 3], names=["batch", "time"])
+        return {"td": inner, "many": (td["x"], [1, "two"]), "scale": torch.ones((), requires_grad=True) * 2}
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(ROWS), batch_size=BATCH, prefetch=1, transform=nested)
+    rb.extend(data())
+    rb.sample()
+    one, other = copy.deepcopy(rb).sample(), rb.sample()
+    assert torch.equal(one["td"]["z"], other["td"]["z"])
+    assert (one["td"].batch_size, one["td"].names) == (other["td"].batch_size, ["batch", "time"])
+    assert one["many"][0].tolist() == other["many"][0].tolist()
+    assert one["many"][1] == [1, "two"]
 
 
 # ---- who makes them --------------------------------------------------------------------------------------------------------

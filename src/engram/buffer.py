@@ -474,7 +474,7 @@ class ReplayBuffer:
 
     def _read_ahead(self, key: Key) -> tuple[Any, Any]:
         assert self._batch_size is not None
-        before = self._sampler.state_dict() if self._walks_alone else None
+        before = self._sampler.state_dict() if self._walks and not self.shared else None
         if self._pinning is None or self._transform.reads or not self._bare:
             return self._read_batch(key, self._batch_size), before
         with self._pinning.gathering():
@@ -507,7 +507,7 @@ class ReplayBuffer:
         if self._prefetcher is None:
             return
         before = self._prefetcher.drop(call, keys=keys)
-        if before is not None and self._walks_alone:
+        if before is not None and not self.shared:
             ran_out = self._sampler.ran_out
             self._sampler.load_state_dict(before)
             self._sampler.ran_out = ran_out
@@ -1006,7 +1006,7 @@ class ReplayBuffer:
         inner = self._sampler
         while isinstance(inner, expanders.Expander):
             inner = inner.sampler
-        self._walks_alone = isinstance(inner, _WALKERS) and not self.shared
+        self._walks = isinstance(inner, _WALKERS)
         if self._prefetcher is not None:
             plainly = self._draws_natively and self._pinning is None and not self._transform.reads
             self._prefetcher.draws(plainly=plainly, passes=self._passes, kept=not self.shared)
@@ -1133,11 +1133,13 @@ class ReplayBuffer:
             buffer_class = _BUFFERS.get(str(record.get("buffer", "ReplayBuffer")))
             if buffer_class is None:
                 raise TypeError(f"open: the store was used by an unknown buffer class {record.get('buffer')!r}.")
+            if batch_size is None:
+                batch_size = _recorded_batch_size(record)
             arguments: dict[str, Any] = {
                 "sampler": sampler if sampler is not None else _made_again(record.get("sampler"), _SAMPLERS, "sampler"),
                 "writer": writer if writer is not None else _made_again(record.get("writer"), _WRITERS, "writer"),
-                "batch_size": batch_size if batch_size is not None else _recorded_batch_size(record),
-                "prefetch": prefetch if prefetch is not None else _recorded_prefetch(record),
+                "batch_size": batch_size,
+                "prefetch": prefetch if prefetch is not None else _recorded_prefetch(record, batch_size),
                 **buffer_class.open_arguments(record),
             }
             rb: ReplayBuffer = buffer_class(
@@ -1372,13 +1374,11 @@ def _recorded_batch_size(record: dict[str, Any]) -> int | None:
     return batch_size
 
 
-def _recorded_prefetch(record: dict[str, Any]) -> int | None:
-    depth: int | None = record.get("prefetch")
+def _recorded_prefetch(record: dict[str, Any], batch_size: int | None) -> int:
     try:
-        _depth(depth, 1, "open")
+        return _depth(record.get("prefetch"), batch_size, "what was recorded")
     except (TypeError, ValueError) as error:
-        raise CorruptStore(f"open: the recorded value is none: {error}") from error
-    return depth
+        raise CorruptStore(f"open: {error}") from error
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
