@@ -1,5 +1,6 @@
 """Batches made ahead: the oracle is the same buffer without them."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -36,6 +37,7 @@ from engram import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     pinning,
+    prefetch,
 )
 from engram.pinning import HostMemory
 from engram.prefetch import Prefetcher
@@ -336,6 +338,27 @@ def test_a_batch_is_ready_while_the_current_one_trains(threads):
         rb.sample()
 
 
+def test_threads_draw_one_after_the_other(threads):
+    """Samplers are not asked to draw twice at a time, nor out of order, by threads that sleep meanwhile."""
+    keys, inside = [], []
+
+    class Slow(Newest):
+        def draw(self, extent, batch_size, key):
+            inside.append(key)
+            assert len(inside) == 1
+            keys.append(key)
+            time.sleep(0.001 * random.random())
+            inside.pop()
+            return super().draw(extent, batch_size, key)
+
+    rb = buffer(4, Slow)
+    rows_of(rb, 20)
+    rb.close()
+    drawn, keys = keys[:20], []
+    rows_of(buffer(0, Slow), 20)
+    assert drawn == keys
+
+
 def test_batches_come_in_order_however_long_they_take(threads):
     lengths = iter([0.03, 0.0, 0.02, 0.0] * 10)
 
@@ -512,6 +535,28 @@ def test_an_empty_buffer_and_then_a_full_one(sampler, who):
                 one.sample()
         one.extend(data())
     assert rows_of(rb, 12) == rows_of(plain, 12)
+
+
+def test_a_draw_that_is_tried_again_waits_for_the_threads(threads):
+    inside = []
+
+    class Moody(Newest):
+        def draw(self, extent, batch_size, key):
+            inside.append(key)
+            try:
+                assert len(inside) == 1
+                time.sleep(0.002)
+                if threading.current_thread() is not threading.main_thread() and key % 2:
+                    raise NoSampleable
+                return super().draw(extent, batch_size, key)
+            finally:
+                inside.pop()
+
+    rb = buffer(4, Moody)
+    for _ in range(30):
+        with contextlib.suppress(NoSampleable):  # of a batch that was asked for in its turn
+            rb.sample()
+    rb.close()
 
 
 def test_nothing_to_draw_for_a_while(who):
@@ -793,6 +838,31 @@ def test_a_forked_child(shared, who):
     rb.close()
 
 
+def test_a_fork_does_not_wait_for_ever(threads, monkeypatch):
+    """The child makes itself what a thread of its parent is at."""
+    monkeypatch.setattr(prefetch, "LEAVE_S", 0.05)
+    go = threading.Event()
+
+    def stuck(td):
+        if threading.current_thread() is not threading.main_thread():
+            go.wait(20)
+        return td
+
+    rb, expected = buffer(2, transform=stuck), rows_of(buffer(0), 5)
+    rb.sample()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            made_by("caller", monkeypatch)  # a thread of the child would wait, too
+            code = 0 if rows_of(rb, 4) == expected[1:] else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    go.set()
+    assert rows_of(rb, 4) == expected[1:]
+
+
 def test_fork_beside_busy_threads(threads):
     rb = buffer(3, SamplerWithoutReplacement, batch=1, transform=lambda td: time.sleep(0.002) or td)
     for _ in range(8):
@@ -867,7 +937,7 @@ class Memory(HostMemory):
     """Ordinary tensors that count as pinned."""
 
     def __init__(self):
-        self.made, self.threads = {}, set()
+        self.made, self.threads, self.copied = {}, set(), False
 
     def empty(self, shape, dtype):
         tensor = torch.empty(tuple(shape), dtype=dtype)
@@ -876,6 +946,7 @@ class Memory(HostMemory):
         return tensor
 
     def is_pinned(self, tensor):
+        self.copied |= tensor.data_ptr() not in self.made
         return tensor.data_ptr() in self.made
 
 
@@ -890,6 +961,7 @@ def test_batches_are_pinned_by_whoever_makes_them(transform, who, monkeypatch):
         assert batch["index"] is info["index"]
         assert batch["x"].tolist() == plain.sample()["x"].tolist()
         assert number or memory.threads  # or nothing would be shown
+    assert memory.copied == (transform is not None)  # else rows are gathered there
     if who != "as-it-comes":
         assert (memory.threads == {threading.main_thread()}) == (who == "caller")
 

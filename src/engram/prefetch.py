@@ -42,7 +42,7 @@ class Steps(NamedTuple):
 class _Batch:
     """One that was asked for."""
 
-    __slots__ = ("before", "drawn", "error", "key", "last", "made", "mode", "raw", "reading", "ready", "there")
+    __slots__ = ("before", "drawn", "error", "key", "last", "made", "making", "mode", "raw", "reading", "there")
 
     def __init__(self, key: Key) -> None:
         self.key = key
@@ -54,16 +54,16 @@ class _Batch:
         self.there = False
         """Whether it needs nothing any more: it is made, or its error is what the caller gets."""
         self.reading: threading.Lock | None = None
-        """Held until a thread has read it; None: no thread was asked to."""
-        self.ready: threading.Lock | None = None
-        """Held until a thread has done what it can."""
+        """Held while a thread is to read it."""
+        self.making: threading.Lock | None = None
+        """Held while a thread is to do what it can."""
         self.mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad
 
     def hand_over(self) -> None:
         """From now on a thread has it, which sees the gradient mode of this call."""
-        self.reading, self.ready = threading.Lock(), threading.Lock()
+        self.reading, self.making = threading.Lock(), threading.Lock()
         self.reading.acquire()
-        self.ready.acquire()
+        self.making.acquire()
         if torch.is_inference_mode_enabled():
             self.mode = torch.inference_mode
         elif not torch.is_grad_enabled():
@@ -82,11 +82,23 @@ class _Batch:
         """Where there was nothing to draw, there may be when its turn comes."""
         self.error, self.there = error, self.drawn or not isinstance(error, NoSampleable)
 
+    def was_read(self) -> None:
+        held, self.reading = self.reading, None
+        if held is not None:
+            held.release()
+
+    def let_go(self) -> None:
+        """No thread has it any more."""
+        self.was_read()
+        held, self.making = self.making, None
+        if held is not None:
+            held.release()
+
     def wait(self, limit_s: float = -1) -> None:
-        _pass_through(self.ready, limit_s)
+        _wait_for(self.making, limit_s)
 
 
-def _pass_through(held: threading.Lock | None, limit_s: float = -1) -> None:
+def _wait_for(held: threading.Lock | None, limit_s: float = -1) -> None:
     if held is not None and held.acquire(timeout=limit_s):
         held.release()
 
@@ -125,7 +137,7 @@ class _Crew:
             while True:
                 task = self.tasks.get_nowait()
                 if task is not None:
-                    _let_go(task[0])
+                    task[0].let_go()
         except queue.Empty:
             pass
         for _ in self.threads:
@@ -137,12 +149,6 @@ class _Crew:
         for thread in self.threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(None if deadline is None else max(0.0, deadline - monotonic()))
-
-
-def _let_go(batch: _Batch) -> None:
-    for held in (batch.reading, batch.ready):
-        if held is not None:
-            held.release()
 
 
 def _work(crew: _Crew) -> None:
@@ -162,7 +168,7 @@ def _work_once(crew: _Crew) -> bool:
         except BaseException as error:  # noqa: BLE001 - whoever takes the batch gets it
             batch.fail(error)
         finally:
-            batch.reading.release()  # type: ignore[union-attr]
+            batch.was_read()
     try:
         if batch.drawn and not batch.there:
             with batch.mode():
@@ -170,7 +176,7 @@ def _work_once(crew: _Crew) -> bool:
     except BaseException as error:  # noqa: BLE001
         batch.fail(error)
     finally:
-        batch.ready.release()  # type: ignore[union-attr]
+        batch.let_go()
     return True
 
 
@@ -311,7 +317,7 @@ class Prefetcher:
         """Whether another batch may be read behind one: there was something to draw, and the pass goes on."""
         if tail.reading is not None and not self._passes:
             return True
-        _pass_through(tail.reading)
+        _wait_for(tail.reading)
         if tail.drawn and not tail.last:
             tail.last = self._steps.ended(source)  # other processes may have taken the rest of it
         return (tail.drawn or tail.there) and not tail.last
@@ -338,6 +344,7 @@ class Prefetcher:
 
     def _make(self, batch: _Batch, source: Any) -> None:
         """By the caller. What a step raises is kept for the batch's turn."""
+        self._wait_for_threads()
         batch.error = None
         start = perf_counter()
         try:
@@ -367,9 +374,13 @@ class Prefetcher:
                         self._begin(source)
                 finally:
                     self._making = False
+        self._wait_for_threads()
+
+    def _wait_for_threads(self) -> None:
+        """Until they have read what they were given."""
         pending = self._pending
         if pending is not None:
-            _pass_through(pending.reading)
+            _wait_for(pending.reading)
 
     def drop(self, call: str, *, keys: bool = True) -> Any:
         """Drop what is ahead. The random bits it was made of come again, so that all later ones are those of any other depth;
@@ -462,7 +473,7 @@ class Prefetcher:
         self._making = self._threaded = False
         self.dear = 0
         for batch in self._ahead:
-            batch.reading = batch.ready = None
+            batch.reading = batch.making = None
         if not self._kept:
             self._forget()
             self._keys.clear()
