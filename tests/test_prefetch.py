@@ -338,7 +338,7 @@ def test_a_batch_is_ready_while_the_current_one_trains(threads):
         rb.sample()
 
 
-def test_threads_draw_one_after_the_other(threads):
+def test_threads_draw_one_after_the_other(threads, monkeypatch):
     """Samplers are not asked to draw twice at a time, nor out of order, by threads that sleep meanwhile."""
     keys, inside = [], []
 
@@ -351,6 +351,9 @@ def test_threads_draw_one_after_the_other(threads):
             inside.pop()
             return super().draw(extent, batch_size, key)
 
+    monkeypatch.setattr(
+        "engram.buffer._WITHOUT_PASSES", (Slow,)
+    )  # else each draw is waited for before the next is asked for
     rb = buffer(4, Slow)
     rows_of(rb, 20)
     rb.close()
@@ -391,6 +394,7 @@ def test_writes_do_not_change_what_is_ahead(depth, sampler, who):
         lambda rb: rb.__setitem__(slice(None), data(1000)),
         lambda rb: rb.update_({"x": torch.full((ROWS,), -1)}),
         lambda rb: [rb.add(data(1000, 1)[0]) for _ in range(ROWS)],
+        lambda rb: rb.writer.extend(data(1000)),
     ],
 )
 def test_edits_do_not_either(change, who):
@@ -537,7 +541,7 @@ def test_an_empty_buffer_and_then_a_full_one(sampler, who):
     assert rows_of(rb, 12) == rows_of(plain, 12)
 
 
-def test_a_draw_that_is_tried_again_waits_for_the_threads(threads):
+def test_a_draw_that_is_tried_again_waits_for_the_threads(threads, monkeypatch):
     inside = []
 
     class Moody(Newest):
@@ -552,6 +556,7 @@ def test_a_draw_that_is_tried_again_waits_for_the_threads(threads):
             finally:
                 inside.pop()
 
+    monkeypatch.setattr("engram.buffer._WITHOUT_PASSES", (Moody,))
     rb = buffer(4, Moody)
     for _ in range(30):
         with contextlib.suppress(NoSampleable):  # of a batch that was asked for in its turn
@@ -701,6 +706,30 @@ def test_close_while_another_thread_waits(threads):
     assert not waiting.is_alive()
     assert len(got) == 1  # the batch, which was begun, or that there is none
     assert gone()
+
+
+def test_what_comes_too_late_for_the_threads_is_let_go():
+    """Else a call that hands a batch over while another thread closes the buffer would wait for ever."""
+    crew = prefetch._Crew(1, None)
+    crew.start()
+    crew.stop()
+    crew.join(5)
+    batch = prefetch._Batch(None)
+    batch.hand_over()
+    crew.hand(batch, None)
+    batch.wait(5)
+    assert batch.making is None
+    assert not batch.there
+
+
+def test_without_threads_the_caller_goes_on(threads, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    rb = buffer(2, SamplerWithoutReplacement)
+    assert rows_of(rb, 9) == rows_of(buffer(0, SamplerWithoutReplacement), 9)
+    rb.close()
 
 
 def test_a_buffer_that_is_dropped_takes_its_threads_along(threads):

@@ -116,14 +116,12 @@ class _Crew:
             threading.Thread(target=_work, args=(self,), name=f"engram-prefetch-{i}", daemon=True) for i in range(size)
         ]
 
-    def start(self) -> bool:
-        """False: the machine has no more threads, or the interpreter ends."""
+    def start(self) -> None:
         try:
             for thread in self.threads:
                 thread.start()
-        except RuntimeError:
+        except RuntimeError:  # the machine has no more threads, or the interpreter ends
             self.stop()
-        return not self.stopped
 
     def hand(self, batch: _Batch, source: Any) -> None:
         self.tasks.put((batch, source))
