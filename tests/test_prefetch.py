@@ -1026,18 +1026,36 @@ def test_batches_of_other_kinds_survive_too(who):
 # ---- who makes them --------------------------------------------------------------------------------------------------------
 
 
-def busy(seconds):
-    def burn(td):
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            pass
-        return td
+class Clock:
+    """Time passes when it is told to: else a busy machine would decide."""
 
-    return burn
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def lasting(self, *seconds):
+        """A transform that takes so long, each time, and the last of these from then on."""
+        left = list(seconds)
+
+        def transform(data):
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+            return data
+
+        return transform
 
 
-def test_cheap_batches_are_the_callers():
-    rb = buffer(2, transform=lambda td: td)
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("engram.prefetch.perf_counter", clock)
+    monkeypatch.setattr("engram.buffer.perf_counter", clock)
+    return clock
+
+
+def test_cheap_batches_are_the_callers(clock):
+    rb = buffer(2, transform=clock.lasting(190e-6))
     seen = set()
     rb.append_transform(lambda td: (seen.add(threading.current_thread()), td)[1])
     rows_of(rb, 50)
@@ -1045,36 +1063,34 @@ def test_cheap_batches_are_the_callers():
     assert not engaged(rb)
 
 
-def test_dear_ones_go_to_threads_until_the_buffer_is_another():
-    rb = buffer(2, transform=busy(0.0005))
+def test_dear_ones_go_to_threads_until_the_buffer_is_another(clock):
+    rb = buffer(2, transform=clock.lasting(210e-6))
     rows_of(rb, 5)  # and two ahead
     assert not engaged(rb)
-    rows_of(rb, 1)
+    rows_of(rb, 2)
+    assert engaged(rb)
     assert rb._prefetcher._threaded
     rb.set_sampler(RandomSampler())
     rows_of(rb, 1)
     assert not rb._prefetcher._threaded
 
 
-def test_one_cheap_batch_among_dear_ones_keeps_them_with_the_caller():
-    lengths = iter([0.0005] * 7 + [0.0] + [0.0005] * 7 + [0.0] * 20)
-
-    def uneven(td):
-        return busy(next(lengths))(td)
-
-    rb = buffer(2, transform=uneven)
-    rows_of(rb, 18)
+def test_one_cheap_batch_among_dear_ones_keeps_them_with_the_caller(clock):
+    rb = buffer(2, transform=clock.lasting(*[210e-6] * 7, 0, *[210e-6] * 7, 0))
+    rows_of(rb, 30)
     assert not engaged(rb)
 
 
-def test_large_uniform_batches_go_to_threads_too(monkeypatch):
-    monkeypatch.setattr(Prefetcher, "dear_s", 50e-6)
-    rb = ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=2000, prefetch=2)
-    rb.extend(torch.zeros(4000, 1000))
+def test_dear_uniform_batches_go_to_threads_too(clock):
+    """Those that nothing is done to are timed by the call itself."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=3, prefetch=2, collate_fn=clock.lasting(210e-6))
+    rb.extend(torch.arange(10))
     for _ in range(7):
         rb.sample()
-    assert not rb._prefetcher._threaded
+    assert rb._prefetcher.lazy
+    rb.sample()
+    assert not rb._prefetcher.lazy
     for _ in range(3):
         rb.sample()
-    assert rb._prefetcher._threaded
+    assert engaged(rb)
     assert rb.stats()["prefetch_queue_size"] == 2
