@@ -88,7 +88,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     **_every((f"prefetch/wait/device/{depth}" for depth in (1, 2)), "prefetch=0", Floor("share", 0.1)),
     **_every((f"prefetch/nothing-to-hide/{k}" for k in ("stepped", "tight")), "prefetch=0", Floor("value", 20)),
     **_every(
-        (f"prefetch/small/{kind}/{s}" for kind in ("tensor", "dict", "tensordict") for s in _WARM),
+        (f"prefetch/small/{kind}/{s}" for kind in ("dict", "tensordict") for s in _WARM),
         "prefetch=0",
         Floor("share", 1.05),
     ),
