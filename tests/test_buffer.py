@@ -205,7 +205,6 @@ class TestGenerator:
 
 
 LATER = {
-    "prefetch": (3, "prefetch"),
     "sample_unit": (object(), "expander"),
     "dim_extend": (1, "storage"),
     "checkpointer": (object(), "checkpoint"),

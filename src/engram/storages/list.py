@@ -13,11 +13,11 @@ from engram._devices import existing_device
 from engram._later import refuse
 from engram._tensordict import find
 from engram.errors import IncompatibleCheckpoint, RowError
+from engram.packing import pack, unpack
 from engram.priorities import PriorityConfig, PriorityIndex
 from engram.state import check_keys, integer, tensor_in, typed
 from engram.storages._base import Rows, Storage, check_count, one_or_many
 from engram.storages._indexes import checked_priorities, saved_priorities
-from engram.storages._packing import pack, unpack
 from engram.storages._structure import describe
 from engram.store import check_index_name
 from engram.types import Extent, Plan, Write
