@@ -304,12 +304,13 @@ class PartReader:
 
     def _describe(self, expected_sha256: str | None) -> None:
         hidden = f"{layout.FOLDER}/{PART}"
-        name = hidden if os.path.lexists(self.folder / hidden) else PART
+        in_sight = os.path.lexists(self.folder / PART) or not os.path.lexists(self.folder / layout.FOLDER)
+        name = PART if in_sight else hidden
         path = self.folder / name
         raw = read_small(self.folder, self.folder_fd, name, strict.MAX_BYTES)
         digest = hashlib.sha256(raw).hexdigest()
         if expected_sha256 is not None and digest != expected_sha256:
-            raise corrupt(path, f"expected the sha256 {expected_sha256}, got {digest}")
+            raise corrupt(path, f"expected the sha256 {expected_sha256} that shard.json names, got {digest}")
         self.sha256 = digest
         self._part = strict.decode(raw, path, Part)
         try:
@@ -335,7 +336,7 @@ class PartReader:
         raw = read_small(self.folder, self.folder_fd, name, entry.bytes, exactly=True)
         digest = hashlib.sha256(raw).hexdigest()
         if digest != entry.sha256:
-            raise corrupt(self.folder / name, f"expected the sha256 {entry.sha256}, got {digest}")
+            raise corrupt(self.folder / name, f"expected the sha256 {entry.sha256} that {PART} names, got {digest}")
         self._sums = sums.unpack(raw)
 
     def _entries(self) -> Iterator[tuple[str, int, int]]:
