@@ -12,6 +12,7 @@ from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint
 from engram.format.parts import PartWriter
 from engram.format.verify import verify
+from tests import stress
 from tests.format import checkpoint_folders as made
 from tests.format.system_calls import ERRORS, Disk, counted, failing_at, killed_at
 
@@ -106,12 +107,13 @@ def fresh(tmp_path):
     return tmp_path / "now"
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("ready", OPERATIONS, indirect=True)
 def test_killed_before_every_call(ready, tmp_path):
     folder = fresh(tmp_path)
     calls = counted(lambda: ready.act(folder)).calls
     assert calls > 100
-    for number in range(1, calls + 2):
+    for number in sorted({*range(1, calls + 1, stress.size(3, 1)), calls, calls + 1}):
         folder = fresh(tmp_path)
         assert killed_at(number, lambda: ready.act(folder)) == (number <= calls)
         ready.check(folder, done=number > calls)
@@ -119,6 +121,7 @@ def test_killed_before_every_call(ready, tmp_path):
             ready.afterwards(folder)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("code", ERRORS[:2], ids=errno.errorcode.get)
 @pytest.mark.parametrize("ready", [Dump, FirstDump], indirect=True)
 def test_every_call_of_a_dump_fails(ready, tmp_path, code):
@@ -126,7 +129,7 @@ def test_every_call_of_a_dump_fails(ready, tmp_path, code):
     names = os.listdir(folder)
     shim = counted(lambda: ready.act(folder))
     tidy = 0
-    for number in range(1, shim.calls + 1):
+    for number in range(1, shim.calls + 1, stress.size(2, 1)):
         folder = fresh(tmp_path)
         open_files = len(os.listdir("/proc/self/fd"))
         error = failing_at(number, code, lambda: ready.act(folder))
@@ -139,7 +142,7 @@ def test_every_call_of_a_dump_fails(ready, tmp_path, code):
             tidy += not left
         if number % 4 == 0:
             ready.afterwards(folder)
-    assert tidy > shim.calls // 2
+    assert tidy > shim.calls // stress.size(4, 2)
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
@@ -154,7 +157,7 @@ def test_every_call_of_a_rank_fails(tmp_path, code):
     folder = fresh(tmp_path)
     attempt = series.begin(folder, step=20, epoch=1, world=2, trigger="t")
     calls = counted(lambda: rank(attempt)).calls
-    for number in range(1, calls + 1, 2 if code == errno.EIO else 5):
+    for number in range(1, calls + 1, 3 if code == errno.EIO else 5):
         folder = fresh(tmp_path)
         attempt = series.begin(folder, step=20, epoch=1, world=2, trigger="t")
         made.vote(attempt, 1, 2, seed=20)
@@ -178,16 +181,19 @@ def states(operation, tmp_path):
     folder = fresh(tmp_path)
     log = counted(lambda: operation.act(folder)).log
     model = Disk(folder, tmp_path / "before")
+    draws = 0
     for number in range(len(log) + 1):
-        for how in ("lost", "zeroed", "random"):
+        for how in stress.size(("lost", "zeroed" if number % 2 else "random"), ("lost", "zeroed", *["random"] * 30)):
             target = tmp_path / "crashed"
             shutil.rmtree(target, ignore_errors=True)
-            model.crash(target, how, number)
+            model.crash(target, how, draws)
+            draws += 1
             yield target, number == len(log)
         if number < len(log):
             model.apply(*log[number])
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("ready", OPERATIONS, indirect=True)
 def test_power_is_lost_at_every_call(ready, tmp_path):
     """Whatever was not synced may be gone, or there without its bytes."""

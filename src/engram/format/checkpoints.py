@@ -20,7 +20,7 @@ import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
-from engram.format.part_reader import PartReader, is_part
+from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
@@ -458,7 +458,7 @@ class Checkpoint:
             with self._open_part(rank, entry, PartReader.open) as part:
                 yield part
 
-    def problems(self, level: Literal["meta", "read", "full"]) -> Iterator[Problem]:
+    def problems(self, level: Level) -> Iterator[Problem]:
         """What is wrong with it. ``meta``: digests and sizes. ``read``: every block too. ``full``: and what else lies there."""
         if level == "full":
             yield from self._strangers()
@@ -471,11 +471,7 @@ class Checkpoint:
             for entry in shard.parts:
                 try:
                     with self._open_part(rank, entry, PartReader) as part:
-                        yield from part.misfits()
-                        if level != "meta":
-                            yield from part.damage()
-                        if level == "full":
-                            yield from part.strangers()
+                        yield from part.problems(level)
                 except CorruptCheckpoint as error:
                     yield problem_of(error)
 

@@ -9,7 +9,7 @@ from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoin
 from engram.format import control, disk, files, layout, schema, series
 from engram.format.checkpoints import ATTEMPT, MANIFEST, SHARD, Checkpoint
 from engram.format.description import PART, SUMS
-from engram.format.part_reader import PartReader
+from engram.format.part_reader import Level, PartReader
 from engram.format.problems import Problem, problem_of, read_small
 
 if TYPE_CHECKING:
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
     from engram.format.checkpoints import Manifest
 
-__all__ = ["LEVELS", "Kind", "Level", "Report", "kind_of", "store_header", "verify"]
+__all__ = ["Kind", "Report", "kind_of", "store_header", "verify"]
 
 Kind = Literal["store", "dump", "checkpoint", "attempt", "part", "series"]
-Level = Literal["meta", "read", "full"]
-LEVELS: tuple[Level, ...] = ("meta", "read", "full")
 
 
 class Report(NamedTuple):
@@ -139,11 +137,7 @@ def _found(path: Path, kind: Kind, level: Level) -> Iterator[Problem]:
             yield wrong
     elif kind == "part":
         with PartReader(path) as part:
-            yield from part.misfits()
-            if level != "meta":
-                yield from part.damage()
-            if level == "full":
-                yield from part.strangers()
+            yield from part.problems(level)
     else:
         with Checkpoint(path) as checkpoint:
             yield from checkpoint.problems(level)
