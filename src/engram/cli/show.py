@@ -56,7 +56,7 @@ def _value(value: Any) -> RenderableType:
         return _rows(value)
     if isinstance(value, float):
         return Text(f"{value:.6g}")
-    return Text("–" if value in (None, "", [], {}) else str(value))
+    return Text("–" if value in (None, "", [], (), {}) else str(value))
 
 
 def _rows(rows: list[dict[str, Any]]) -> Table:
