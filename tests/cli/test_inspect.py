@@ -96,6 +96,13 @@ def test_a_live_store(tmp_path):
     assert found(tmp_path / "s")["clean"]
 
 
+def test_a_live_store_with_rows_that_are_empty(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(12, scratch_dir=tmp_path / "s"))
+    rb.extend({"a": torch.zeros(3, 0), "b": torch.arange(3)})
+    assert found(tmp_path / "s")["problems"] == []
+    rb.close()
+
+
 DAMAGES = {
     ".engram/store.json": b"{}",
     ".engram/control": 20,
