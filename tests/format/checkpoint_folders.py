@@ -1,10 +1,19 @@
 """Small parts, dumps and series for the tests of ``format/``: made of every kind of file there is."""
 
 import random
-import struct
 from array import array
 
-from engram.format.parts import Geometry, PartField, PartWriter, SegmentRows, schema_sum, segment_layout
+from engram.format import series
+from engram.format.checkpoints import Count, Cut, Totals, finish_dump, rank_folder, replacing
+from engram.format.parts import (
+    Geometry,
+    PartField,
+    PartReader,
+    PartWriter,
+    SegmentRows,
+    schema_sum,
+    segment_layout,
+)
 from engram.format.tables import HAS_FIRST, HAS_LAST, OPEN, Lane, Trajectory, pack_lanes, pack_trajectories
 
 SCHEMA = (
@@ -93,8 +102,55 @@ def write_index(folder, leaves=None, name="", part="sampler"):
     return writer.finish(state)
 
 
-def records(raw, code):
-    return list(struct.iter_unpack(code, raw))
-
-
 SCHEMA_SUM = schema_sum(SCHEMA)
+
+
+TOTALS = Totals(steps=ROWS, episodes=3, complete=Count(1, 7), open=Count(1, 5), headless=Count(1, 15))
+
+
+def write_dump(path, seed=0, user=None):
+    with replacing(path) as folder:
+        parts = [
+            write_flat(folder / "storage", seed),
+            write_index(folder / "sampler"),
+            write_index(folder / "indexes/000", name="critic", part="index"),
+        ]
+        return finish_dump(
+            folder, parts, cut=Cut(41), totals=TOTALS, schema_sum=SCHEMA_SUM, step=seed, user=user or {"seed": seed}
+        )
+
+
+def vote(folder, rank, world, seed=0, parent=None):
+    own = folder / rank_folder(rank, world)
+    parts = [write_segments(own / "storage", seed, parent), write_index(own / "sampler")]
+    return series.accept(folder, rank, parts, layout="segments", cut=Cut(41), totals=TOTALS, schema_sum=SCHEMA_SUM)
+
+
+def save(root, step, epoch, world=1, parent=None):
+    """A whole save of a series, segments of lane 0 linked from ``parent``, a folder."""
+    folder = series.begin(root, step=step, epoch=epoch, world=world, trigger="period", parent=parent and parent.name)
+    for rank in range(world):
+        if parent is None:
+            vote(folder, rank, world, seed=step)
+        else:
+            with PartReader.open(parent / rank_folder(rank, world) / "storage") as reader:
+                vote(folder, rank, world, seed=step, parent=reader)
+    made = series.decide(folder, epoch)
+    assert made is not None
+    if made.status == "complete":
+        series.set_latest(root, made.name, epoch)
+    return folder
+
+
+def tree(folder):
+    """Content of every file, to be compared with later: and nobody may have touched it."""
+    return {
+        str(path.relative_to(folder)): (path.read_bytes() if path.is_file() else None, path.lstat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def rewrite(path, raw):
+    path.chmod(0o600)
+    path.write_bytes(raw)
+    path.chmod(0o400)

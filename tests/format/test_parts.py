@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engram.errors import CorruptCheckpoint
 from engram.format import sums
-from engram.format.parts import PartReader, PartWriter, segment_layout
+from engram.format.parts import PartReader, PartWriter, is_part, segment_layout
 from engram.format.schema import DTYPES
 from tests.format import checkpoint_folders as made
 
@@ -178,3 +178,124 @@ def flip(path, at, bit=0):
     path.chmod(0o600)
     path.write_bytes(raw)
     path.chmod(0o400)
+
+
+def writer(tmp_path, part="writer"):
+    return PartWriter(tmp_path / "p", part, "W")
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda file: file.write(b"12345"), r"at most 4 more bytes, got 5\. Nothing was written"),
+        (lambda file: file.skip(5), "at most 4 more bytes, got 5"),
+        (lambda file: file.skip(-1), "got -1"),
+        (lambda file: (file.write(b"123"), file.close()), "expected 4 bytes, got 3"),
+        (lambda file: (file.write(b"1234"), file.close(), file.write(b"1")), "the file is closed"),
+    ],
+)
+def test_more_or_less_than_a_file_was_to_hold(tmp_path, act, says):
+    part = writer(tmp_path)
+    file = part.file("000.bin", 4)
+    with pytest.raises(ValueError, match=says):
+        act(file)
+    file._abandon()
+
+
+def test_a_part_with_a_file_that_failed_cannot_be_finished(tmp_path, monkeypatch):
+    part = writer(tmp_path)
+    file = part.file("000.bin", 4)
+    with pytest.raises(ValueError, match="expected a complete file"):
+        part.finish({})
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
+    with pytest.raises(OSError, match="broken"):
+        file.write(b"1234")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="an earlier write to it failed"):
+        file.write(b"1234")
+    file.close()
+    with pytest.raises(ValueError, match="expected a complete file"):
+        part.finish({})
+    with pytest.raises(FileExistsError, match="not begun before"):
+        part.file("000.bin", 4)
+    assert not is_part(tmp_path / "p")
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:7], offset))
+    made.write_index(tmp_path / "p")
+    monkeypatch.undo()
+    with PartReader.open(tmp_path / "p") as part:
+        part.verify()
+
+
+def test_a_file_system_that_takes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="took no bytes"):
+        made.write_index(tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "says"),
+    [
+        ({"a": {"$array": 1}}, ValueError, r"state\.a: expected .*one of 1 arrays"),
+        ({"a": {"$array": True}}, ValueError, r"state\.a"),
+        ({"a": [{"$array": 0, "b": 1}]}, ValueError, r"state\.a\[0\]"),
+        ({"$type": "x"}, ValueError, "begin with"),
+        ({"a": object()}, TypeError, r"\$\.state\.a: expected None"),
+        ({"a": float("inf")}, ValueError, "finite"),
+    ],
+)
+def test_states_that_cannot_be_kept(tmp_path, state, kind, says):
+    part = writer(tmp_path)
+    part.array("uint8", (2,), b"ab")
+    with pytest.raises(kind, match=says):
+        part.finish(state)
+    assert not is_part(tmp_path / "p")
+
+
+def test_what_no_part_can_hold(tmp_path):
+    part = writer(tmp_path)
+    with pytest.raises(TypeError, match="expected one of the dtypes bool, .* got 'object'"):
+        part.array("object", (1,), b"a")
+    with pytest.raises(ValueError, match=r"expected 3 bytes of uint8, got the shape \[2\]"):
+        part.array("uint8", (2,), b"abc")
+    with pytest.raises(ValueError, match=r"part: expected 1 to 128 letters.* got '\.\./x'"):
+        PartWriter(tmp_path / "q", "../x", "W")
+    with part.file("stranger.bin", 1) as file:
+        file.write(b"x")
+    with pytest.raises(ValueError, match=r"differs: \['stranger\.bin'\]"):
+        part.finish({})
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_copies_from_other_files(tmp_path, monkeypatch, shared):
+    raw = made.noise(3 * sums.BLOCK + 100)
+    (tmp_path / "source").write_bytes(b"head" + raw)
+    if not shared:
+        monkeypatch.setattr(os, "copy_file_range", lambda *_: (_ for _ in ()).throw(OSError(18, "EXDEV")))
+    fd = os.open(tmp_path / "source", os.O_RDONLY)
+    part = writer(tmp_path)
+    part._arrays.append(("uint8", (len(raw) + 1,)))
+    with part.file("000.bin", len(raw) + 1) as file:
+        file.write(b"x")
+        file.copy_from(fd, 4, len(raw))
+    part.finish({})
+    with PartReader.open(tmp_path / "p") as reader:
+        assert reader.read_all(0) == b"x" + raw
+    other = PartWriter(tmp_path / "q", "writer", "W").file("000.bin", 10)
+    with pytest.raises(EOFError, match="the file ends after"):
+        other.copy_from(fd, len(raw), 10)
+    os.close(fd)
+
+
+def test_a_storage_without_rows(tmp_path):
+    """Of a list, or one that was never written: arrays only, where storages keep them."""
+    part = PartWriter(tmp_path / "storage", "storage", "ListStorage")
+    number = part.array("int64", (1,), bytes(8))
+    part.finish({"offsets": {"$array": number}})
+    with PartReader.open(tmp_path / "storage") as reader:
+        reader.verify()
+        assert reader.schema is None
+        assert list(reader.files) == [".engram/000.bin"]

@@ -1,16 +1,25 @@
-"""The command line: ``engram demo``, ``engram doctor``. Starts without torch; each command loads what it needs."""
+"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``verify``. Starts without torch; each command loads what it needs."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
 from engram._version import __version__
 from engram.demo.task import MOST_ACTORS, SAMPLERS
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.format.problems import Problem
+
 __all__ = ["main"]
+
+T = TypeVar("T")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -66,3 +75,65 @@ def doctor() -> None:
         healthy &= ok
         click.echo(f"{'ok ' if ok else 'BAD'}  {name:<16} {value}")
     sys.exit(0 if healthy else 1)
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def inspect(path: Path, as_json: bool) -> None:
+    """Say what lies at PATH: a checkpoint, a folder of them, a dump, a part of one, or a live store.
+
+    Reads descriptions, tables and priorities, no rows. Exit code: 0, 1 if something is damaged, 2 if nothing of engram's is there.
+    """
+    from engram.format.describe import describe
+
+    found = _usable(lambda: describe(path))
+    if as_json:
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        from engram.cli.show import show_description
+
+        show_description(found)
+    sys.exit(1 if found["problems"] else 0)
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--level",
+    type=click.Choice(["meta", "read", "full"]),
+    default="full",
+    show_default=True,
+    help="meta: descriptions and sizes. read: every block too. full: and no file that is not listed.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) -> None:
+    """Check a checkpoint, a folder of them, a dump, a part of one, or a live store, and change nothing.
+
+    Exit code: 0 if all is good, 1 if something is damaged, 2 if nothing of engram's is there.
+    """
+    from engram.format import verify as verifying
+
+    report = _usable(lambda: verifying.verify(path, level))
+    if as_json:
+        found = {"path": str(path), "kind": report.kind, "level": report.level, "good": report.good}
+        found |= {"problems": _listed(report.problems), "notes": _listed(report.notes)}
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        from engram.cli.show import show_report
+
+        show_report(report)
+    sys.exit(0 if report.good else 1)
+
+
+def _usable(act: Callable[[], T]) -> T:
+    """What ``act`` returns; whatever is not there, or may not be read, is the caller's mistake."""
+    try:
+        return act()
+    except OSError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+
+
+def _listed(problems: list[Problem]) -> list[dict[str, Any]]:
+    return [{"file": str(it.path), "offset": it.offset, "what": it.what} for it in problems]

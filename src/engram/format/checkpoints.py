@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
-from engram.format.part_reader import PartReader, is_part
+from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
@@ -123,7 +124,10 @@ class Shard(strict.Document, frozen=True, kw_only=True):
 
 
 class Manifest(strict.Document, frozen=True, kw_only=True):
-    """The decision on an attempt. Two processes that decide write the same bytes."""
+    """The decision on an attempt. Two processes that decide write the same bytes.
+
+    No digest names this file, so it holds a sum of itself.
+    """
 
     name: str
     """Of the folder; empty: a dump, which may be moved."""
@@ -138,7 +142,24 @@ class Manifest(strict.Document, frozen=True, kw_only=True):
     schema_sum: str
     shards: tuple[ShardEntry, ...]
     user: dict[str, Any]
+    sum: str = ""
+    """xxh3-64 of the text without it."""
     format: Literal["engram.checkpoint"] = "engram.checkpoint"
+
+    def encode(self) -> bytes:
+        """The text of the file. Raises as ``strict.encode``."""
+        bare = strict.encode(msgspec.structs.replace(self, sum=""))
+        return strict.encode(msgspec.structs.replace(self, sum=xxhash.xxh3_64_hexdigest(bare)))
+
+    @classmethod
+    def decode(cls, raw: bytes, path: Path) -> Manifest:
+        """What the text says. Raises as ``strict.decode``, and ``CorruptCheckpoint`` if it is not what was written."""
+        manifest = strict.decode(raw, path, cls)
+        bare = strict.encode({**strict.parse(raw), "sum": ""})  # with what a newer engram may have added
+        expected = xxhash.xxh3_64_hexdigest(bare)
+        if manifest.sum != expected:
+            raise corrupt(path, f"expected the checksum {expected}, got {manifest.sum!r:.100}")
+        return manifest
 
 
 def rank_folder(rank: int, world: int) -> str:
@@ -234,7 +255,7 @@ def finish_dump(
         shards=(ShardEntry(0, len(raw), hashlib.sha256(raw).hexdigest()),),
         user=dict(user or {}),
     )
-    raw_manifest = strict.encode(manifest)
+    raw_manifest = manifest.encode()
     disk.put(folder / SHARD, raw)
     disk.put(folder / MANIFEST, raw_manifest)
     sync_parts(folder, shard)
@@ -312,7 +333,7 @@ def _is_dump(path: Path) -> bool:
     """Whether a manifest of ours lies there, and it is a dump's. A damaged one is nobody's."""
     try:
         raw = (path / MANIFEST).read_bytes()
-        return strict.decode(raw, path / MANIFEST, Manifest).name == ""
+        return Manifest.decode(raw, path / MANIFEST).name == ""
     except (OSError, CorruptCheckpoint, IncompatibleCheckpoint):
         return False
 
@@ -375,7 +396,7 @@ class Checkpoint:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise corrupt(folder, "expected the folder of a checkpoint, found none") from error
         try:
-            raw = strict.encode(manifest) if manifest else read_small(folder, self._fd, MANIFEST, strict.MAX_BYTES)
+            raw = manifest.encode() if manifest else read_small(folder, self._fd, MANIFEST, strict.MAX_BYTES)
             #: Names the whole checkpoint.
             self.sha256 = hashlib.sha256(raw).hexdigest()
             self.manifest = self._decode(raw)
@@ -437,7 +458,7 @@ class Checkpoint:
             with self._open_part(rank, entry, PartReader.open) as part:
                 yield part
 
-    def problems(self, level: Literal["meta", "read", "full"]) -> Iterator[Problem]:
+    def problems(self, level: Level) -> Iterator[Problem]:
         """What is wrong with it. ``meta``: digests and sizes. ``read``: every block too. ``full``: and what else lies there."""
         if level == "full":
             yield from self._strangers()
@@ -450,11 +471,7 @@ class Checkpoint:
             for entry in shard.parts:
                 try:
                     with self._open_part(rank, entry, PartReader) as part:
-                        yield from part.misfits()
-                        if level != "meta":
-                            yield from part.damage()
-                        if level == "full":
-                            yield from part.strangers()
+                        yield from part.problems(level)
                 except CorruptCheckpoint as error:
                     yield problem_of(error)
 
@@ -465,7 +482,7 @@ class Checkpoint:
 
     def _decode(self, raw: bytes) -> Manifest:
         path = self.folder / MANIFEST
-        manifest = strict.decode(raw, path, Manifest)
+        manifest = Manifest.decode(raw, path)
         if manifest.status != "complete":
             raise corrupt(
                 path, f"expected a complete checkpoint, this attempt was aborted: {', '.join(manifest.reasons)}"
@@ -524,7 +541,7 @@ def read_shard(folder: Path, folder_fd: int, name: str, entry: ShardEntry | None
     raw = read_small(folder, folder_fd, name, limit, exactly=entry is not None)
     digest = hashlib.sha256(raw).hexdigest()
     if entry is not None and digest != entry.sha256:
-        raise corrupt(path, f"expected the sha256 {entry.sha256}, got {digest}")
+        raise corrupt(path, f"expected the sha256 {entry.sha256} that {MANIFEST} names, got {digest}")
     shard = strict.decode(raw, path, Shard)
     names = [part.folder for part in shard.parts]
     if names != sorted(set(names)) or not all(map(_PART_FOLDER.fullmatch, names)):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Field, Schema
 
 __all__ = [
+    "ALIVE",
     "BUFFER",
     "CONTROL",
     "FOLDER",

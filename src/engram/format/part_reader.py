@@ -7,7 +7,7 @@ import math
 import os
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["PartReader", "is_part"]
+__all__ = ["Level", "PartReader", "is_part"]
+
+Level = Literal["meta", "read", "full"]
 
 #: Files that a reader keeps open.
 MAX_OPEN = 16
@@ -290,26 +292,36 @@ class PartReader:
             if name not in (folders if is_folder else known):
                 yield Problem(self.folder / name, "expected nothing here: the part does not list it")
 
+    def problems(self, level: Level) -> Iterator[Problem]:
+        """All that is wrong, each file named once. ``meta``: sizes. ``read``: every block too. ``full``: and strangers."""
+        named: set[Path] = set()
+        looks = {"meta": [self.misfits], "read": [self.misfits, self.damage]}
+        for look in looks.get(level, [self.misfits, self.damage, self.strangers]):
+            for problem in look():
+                if problem.path not in named:
+                    named.add(problem.path)
+                    yield problem
+
     def verify(self) -> None:
         """Read and check everything; whatever else lies in the folder is an error too.
 
         Raises:
             CorruptCheckpoint: the first thing that is wrong.
         """
-        for problems in (self.misfits(), self.strangers(), self.damage()):
-            for problem in problems:
-                raise corrupt(*problem)
+        for problem in self.problems("full"):
+            raise corrupt(*problem)
 
     # -- inside --
 
     def _describe(self, expected_sha256: str | None) -> None:
         hidden = f"{layout.FOLDER}/{PART}"
-        name = hidden if os.path.lexists(self.folder / hidden) else PART
+        in_sight = os.path.lexists(self.folder / PART) or not os.path.lexists(self.folder / layout.FOLDER)
+        name = PART if in_sight else hidden
         path = self.folder / name
         raw = read_small(self.folder, self.folder_fd, name, strict.MAX_BYTES)
         digest = hashlib.sha256(raw).hexdigest()
         if expected_sha256 is not None and digest != expected_sha256:
-            raise corrupt(path, f"expected the sha256 {expected_sha256}, got {digest}")
+            raise corrupt(path, f"expected the sha256 {expected_sha256} that shard.json names, got {digest}")
         self.sha256 = digest
         self._part = strict.decode(raw, path, Part)
         try:
@@ -335,7 +347,7 @@ class PartReader:
         raw = read_small(self.folder, self.folder_fd, name, entry.bytes, exactly=True)
         digest = hashlib.sha256(raw).hexdigest()
         if digest != entry.sha256:
-            raise corrupt(self.folder / name, f"expected the sha256 {entry.sha256}, got {digest}")
+            raise corrupt(self.folder / name, f"expected the sha256 {entry.sha256} that {PART} names, got {digest}")
         self._sums = sums.unpack(raw)
 
     def _entries(self) -> Iterator[tuple[str, int, int]]:

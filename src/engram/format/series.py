@@ -349,7 +349,7 @@ def decision(folder: Path) -> Manifest | None:
         return None
     fd = _open(folder)
     try:
-        return strict.decode(read_small(folder, fd, MANIFEST, strict.MAX_BYTES), folder / MANIFEST, Manifest)
+        return Manifest.decode(read_small(folder, fd, MANIFEST, strict.MAX_BYTES), folder / MANIFEST)
     finally:
         os.close(fd)
 
@@ -385,7 +385,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
         reasons = [f"{give_up}: no vote of ranks {missing}"[:10_000]]
     if not reasons:
         reasons = _unfit(folder, attempt, given)
-    disk.publish(folder / MANIFEST, strict.encode(_manifest(attempt, given, reasons)))
+    disk.publish(folder / MANIFEST, _manifest(attempt, given, reasons).encode())
     disk.sync_folder(folder.parent)
     return decision(folder)
 

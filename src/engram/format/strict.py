@@ -7,6 +7,7 @@ int64: 64-bit sums are hex strings.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -81,7 +82,7 @@ def decode(raw: bytes, path: Path, kind: type[D]) -> D:
     expected = _format_of(kind)
     if not isinstance(tree, dict) or tree.get("format") != expected:
         found = tree.get("format") if isinstance(tree, dict) else type(tree).__name__
-        raise corrupt(path, f"expected the format {expected!r}, got {found!r}")
+        raise corrupt(path, f"expected the format {expected!r}, got {found!r:.100}")
     version = tree.get("version")
     if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int and v >= 0 for v in version)):
         raise corrupt(path, f"expected a version [major, minor], got {version!r:.100}")
@@ -114,6 +115,7 @@ def encode(value: msgspec.Struct | dict[str, Any]) -> bytes:
     return raw
 
 
+@functools.cache  # msgspec evaluates all annotations to say it
 def _format_of(kind: type[Document]) -> str:
     (field,) = (field for field in msgspec.structs.fields(kind) if field.name == "format")
     return str(field.default)

@@ -1,0 +1,70 @@
+"""The control block of a directory store, read without the core: what ``native/core/control.h`` writes."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+__all__ = ["FIXED_BYTES", "Header", "control_bytes", "filled", "parse"]
+
+_HEADER = struct.Struct("=8sIIII9Q")
+_MAGIC = b"engram\0\1"
+_BYTE_ORDER = 0x01020304
+_LANE = struct.Struct("=QQQ40x")
+_CLEAN_AT = 4096 + 56
+
+#: Bytes before the lanes: header, lock page, counters, participants.
+FIXED_BYTES = 3 * 4096 + 256 * 128
+
+
+class Header(NamedTuple):
+    """What never changes of a store, and whether it was closed in order."""
+
+    capacity: int
+    lanes: int
+    lane_length: int
+    schema_sum: int
+    """xxh3-64 of ``store.json``."""
+    clean: bool
+    """Closed by its last owner. False: open now, or its processes died."""
+
+
+def control_bytes(lanes: int) -> int:
+    """Size of the block of a store with that many lanes."""
+    return FIXED_BYTES + lanes * _LANE.size
+
+
+def parse(raw: bytes) -> Header:
+    """The header of a block, of which ``raw`` holds the fixed part.
+
+    Raises:
+        ValueError: not a control block, of another machine or version, or its checksum does not match.
+    """
+    magic, major, _, order, crc, _, capacity, lanes, length, *rest = _HEADER.unpack_from(raw)
+    if magic != _MAGIC or order != _BYTE_ORDER:
+        raise ValueError("not a control block of this byte order")
+    if major != 1:
+        raise ValueError(f"expected format 1, got {major}")
+    if crc != _crc32c(raw[:20] + bytes(4) + raw[24 : _HEADER.size]):
+        raise ValueError("the header's checksum does not match")
+    if lanes < 1 or lanes * length != capacity:
+        raise ValueError(f"{lanes} lanes of {length} rows are not the capacity {capacity}")
+    (clean,) = struct.unpack_from("=Q", raw, _CLEAN_AT)
+    return Header(capacity, lanes, length, rest[-1], clean == 1)
+
+
+def filled(raw: bytes, header: Header) -> list[int]:
+    """Rows inside each lane's extent, those that hold nothing included. ``raw``: the lanes."""
+    found = []
+    for cursor, base, high in _LANE.iter_unpack(raw):
+        found.append(min(max(max(cursor, high) - base, 0), header.lane_length))
+    return found
+
+
+def _crc32c(raw: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in raw:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF

@@ -1,0 +1,230 @@
+"""What lies on disk, in words and numbers: schema, sizes, rows, trajectories, priorities. Reads no rows and changes nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import sys
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
+from engram.format import control, disk, files, layout, schema, series, tables
+from engram.format.checkpoints import Checkpoint
+from engram.format.part_reader import PartReader
+from engram.format.verify import kind_of, store_header, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["LEAVES", "describe"]
+
+#: Where the state of a part keeps its priorities: an array of float64, one per row.
+LEAVES = "leaves"
+
+_CHUNK = 1 << 20
+_PRIORITIES = struct.Struct("=8sQQdddd")
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """A description of a dump, a checkpoint, a series, a part or a live store, of JSON values.
+
+    ``problems`` in it lists what is damaged, as by ``verify`` at level ``meta``. What cannot be read is left out.
+
+    Raises:
+        FileNotFoundError: nothing of ours lies there.
+        OSError: no permission, an I/O error.
+
+    Cost: reads tables and priorities, in pieces of 1 MiB.
+    """
+    kind = kind_of(path)
+    found: dict[str, Any] = {"path": str(path), "kind": kind}
+    report = verify(path, "meta")
+    try:
+        if kind == "store":
+            found |= _store(path)
+        elif kind == "series":
+            found |= _series(path)
+        elif kind == "part":
+            with PartReader(path) as part:
+                found |= _part(part)
+        elif kind == "attempt":
+            found |= msgspec.to_builtins(series.read_attempt(path))
+        else:
+            with Checkpoint(path) as checkpoint:
+                found |= _checkpoint(checkpoint)
+    except (CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore):
+        assert report.problems, "what cannot be read is a problem"
+    found["problems"] = [str(problem) for problem in report.problems]
+    found["notes"] = [str(note) for note in report.notes]
+    return found
+
+
+def _fields(fields: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "key": list(field.key),
+            "dtype": field.dtype,
+            "shape": list(field.shape),
+            "row_bytes": field.row_bytes,
+            **({"role": field.role} if hasattr(field, "role") else {}),
+        }
+        for field in fields
+    ]
+
+
+def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    shards = []
+    for rank in range(manifest.world):
+        found: dict[str, Any] = {"rank": rank}
+        try:
+            shard = checkpoint.shard(rank)
+            found |= {"cut": msgspec.to_builtins(shard.cut), "totals": msgspec.to_builtins(shard.totals)}
+            found |= {"layout": shard.layout, "parts": {}}
+            for part in checkpoint.parts(rank):
+                found["parts"][part.folder.relative_to(checkpoint.shard_folder(rank)).as_posix()] = _part(part)
+        except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
+            found["problem"] = str(error)
+        shards.append(found)
+    return {
+        "name": manifest.name,
+        "sha256": checkpoint.sha256,
+        "step": manifest.step,
+        "world": manifest.world,
+        "trigger": manifest.trigger,
+        "parent": manifest.parent,
+        "user": manifest.user,
+        "shards": shards,
+    }
+
+
+def _part(part: PartReader) -> dict[str, Any]:
+    found: dict[str, Any] = {"part": part.part, "type": part.type, "name": part.name, "bytes": sum(part.files.values())}
+    if part.geometry is not None:
+        found["geometry"] = msgspec.to_builtins(part.geometry)
+    if part.schema is not None:
+        found["fields"] = _fields(part.schema)
+        found["segment_rows"] = part.segment_rows
+    if "lanes" in part.records:
+        lanes = part.lanes()
+        found["rows"] = sum(lane.live_rows for lane in lanes)
+        found["lanes"] = {
+            "open": sum(lane.is_open for lane in lanes),
+            "fewest_rows": min(lane.live_rows for lane in lanes),
+            "most_rows": max(lane.live_rows for lane in lanes),
+        }
+    if "trajectories" in part.records:
+        found["trajectories"] = _trajectories(part.trajectories())
+    leaves = part.state.get(LEAVES)
+    if isinstance(leaves, dict) and part.array(leaves["$array"]).dtype == "float64":
+        number = leaves["$array"]
+        numbers = {key: part.state[key] for key in ("alpha", "beta", "eps", "max_priority") if key in part.state}
+        found["priorities"] = numbers | _priorities(
+            part.array(number).nbytes, lambda into, offset: part.read(number, offset, into)
+        )
+    return found
+
+
+def _trajectories(every: Iterator[tables.Trajectory]) -> dict[str, Any]:
+    kinds = {"complete": 0, "open": 0, "headless": 0, "other": 0}
+    count = shortest = longest = 0
+    for it in every:
+        count += 1
+        length = it.end - it.first
+        shortest = length if count == 1 else min(shortest, length)
+        longest = max(longest, length)
+        ends = (bool(it.flags & tables.HAS_FIRST), bool(it.flags & tables.HAS_LAST))
+        kind = {(True, True): "complete", (True, False): "open", (False, True): "headless"}.get(ends, "other")
+        kinds[kind] += 1
+    return {"count": count, "shortest": shortest, "longest": longest, **kinds}
+
+
+def _priorities(nbytes: int, read: Callable[[memoryview, int], None]) -> dict[str, Any]:
+    """Of the leaves above zero: how many, the smallest and the largest. Of all: the sum."""
+    live, total, smallest, largest = 0, 0.0, math.inf, 0.0
+    chunk = memoryview(bytearray(min(_CHUNK, nbytes)))
+    for at in range(0, nbytes, _CHUNK):
+        piece = chunk[: min(_CHUNK, nbytes - at)]
+        read(piece, at)
+        leaves = array("d")
+        leaves.frombytes(piece)
+        if sys.byteorder == "big":
+            leaves.byteswap()
+        positive = [leaf for leaf in leaves if leaf > 0]
+        if positive:
+            live += len(positive)
+            total += math.fsum(positive)
+            positive.sort()
+            smallest, largest = min(smallest, positive[0]), max(largest, positive[-1])
+    return {"drawable": live, "sum": total, "min": smallest if live else None, "max": largest if live else None}
+
+
+def _series(root: Path) -> dict[str, Any]:
+    rows = []
+    for name in series.names(root):
+        folder = root / str(name)
+        row: dict[str, Any] = {"name": str(name), "step": name.step, "epoch": name.epoch}
+        wrong = series.look(folder)
+        if wrong is None:
+            with Checkpoint(folder) as checkpoint:
+                totals = [checkpoint.shard(rank).totals for rank in range(checkpoint.manifest.world)]
+                row |= {
+                    "status": "complete",
+                    "world": checkpoint.manifest.world,
+                    "steps": sum(total.steps for total in totals),
+                    "episodes": sum(total.episodes for total in totals),
+                    "bytes": sum(total.bytes_logical for total in totals),
+                    "bytes_linked": sum(total.bytes_linked for total in totals),
+                }
+        else:
+            row["status"] = wrong.what
+        rows.append(row)
+    newest = next((row["name"] for row in rows if row["status"] == "complete"), None)
+    return {"epoch": series.newest_epoch(root), "latest": newest, "checkpoints": rows}
+
+
+def _store(path: Path) -> dict[str, Any]:
+    folder = path / layout.FOLDER
+    decoded = schema.decode(files.read_small(folder / layout.STORE, schema.MAX_BYTES), str(folder / layout.STORE))
+    header = store_header(path)
+    lanes = bytearray(control.control_bytes(header.lanes) - control.FIXED_BYTES)
+    _read_file(folder / layout.CONTROL, memoryview(lanes), control.FIXED_BYTES)
+    filled = control.filled(bytes(lanes), header)
+    return {
+        "capacity": decoded.capacity,
+        "lanes": {"count": decoded.lanes, "fewest_rows": min(filled), "most_rows": max(filled)},
+        "columns": list(decoded.columns),
+        "rows": sum(filled),
+        "clean": header.clean,
+        "row_bytes": decoded.row_bytes,
+        "bytes": decoded.row_bytes * decoded.capacity,
+        "fields": _fields(decoded.fields),
+        "indexes": [_index(index) for index in sorted((folder / layout.INDEXES).glob("*/[!.]*"))],
+    }
+
+
+def _index(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": path.parent.name, "kind": path.name, "bytes": path.lstat().st_size}
+    page = bytearray(4096)
+    if path.name != "priorities" or found["bytes"] < len(page):
+        return found
+    _read_file(path, memoryview(page), 0)
+    magic, leaves, _, eps, alpha, beta, highest = _PRIORITIES.unpack_from(page)
+    if magic == b"engprio\1" and leaves * 8 <= found["bytes"] - len(page):
+        found |= {"alpha": alpha, "beta": beta, "eps": eps, "max_priority": highest}
+        found |= _priorities(leaves * 8, lambda into, offset: _read_file(path, into, len(page) + offset))
+    return found
+
+
+def _read_file(path: Path, into: memoryview, offset: int) -> None:
+    fd = files.open_regular(path, os.O_RDONLY)
+    try:
+        if disk.read(fd, into, offset) != len(into):
+            raise CorruptStore(f"{path}: expected {offset + len(into)} bytes, the file has become shorter.")
+    finally:
+        os.close(fd)

@@ -1,0 +1,206 @@
+"""Checking what lies on disk: a dump, a checkpoint, a series of them, a part, or a live store. Changes nothing."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
+from engram.format import control, disk, files, layout, schema, series
+from engram.format.checkpoints import ATTEMPT, MANIFEST, SHARD, Checkpoint
+from engram.format.description import PART, SUMS
+from engram.format.part_reader import Level, PartReader
+from engram.format.problems import Problem, problem_of, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from engram.format.checkpoints import Manifest
+
+__all__ = ["Kind", "Report", "kind_of", "store_header", "verify"]
+
+Kind = Literal["store", "dump", "checkpoint", "attempt", "part", "series"]
+
+
+class Report(NamedTuple):
+    """What was found."""
+
+    path: Path
+    kind: Kind
+    level: Level
+    problems: list[Problem]
+    """What is damaged; empty: it is good."""
+    notes: list[Problem]
+    """What is no damage: attempts that were aborted or not decided, a hint that is out of date."""
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+
+def kind_of(path: Path) -> Kind:
+    """What lies there, or did before a file of it went.
+
+    Raises:
+        FileNotFoundError: nothing of ours.
+        OSError: no folder, or no permission.
+    """
+    lies = set(os.listdir(path))
+    hidden = set(os.listdir(path / layout.FOLDER)) if layout.FOLDER in lies else set()
+    if ATTEMPT in lies or any(name.startswith("rank-") for name in lies):
+        return "checkpoint" if MANIFEST in lies else "attempt"
+    if lies & {MANIFEST, SHARD}:
+        return "dump"
+    if (lies | hidden) & {PART, SUMS}:
+        return "part"
+    if hidden & {layout.STORE, layout.CONTROL}:
+        return "store"
+    if series.is_series(path):
+        return "series"
+    raise FileNotFoundError(
+        f"{path}: expected a checkpoint, a folder of checkpoints, a dump or a store, found none. "
+        "If one was meant to be there, all that says so is gone."
+    )
+
+
+def verify(path: Path, level: Level = "full") -> Report:
+    """Look at everything below ``path``.
+
+    Args:
+        path: of any kind that ``kind_of`` knows.
+        level: ``meta``: descriptions, digests, and the exact size of every file. ``read``: every block of a checkpoint too.
+            ``full``: and no file that is not listed. A live store changes, and has no sums: it is looked at as by ``meta``.
+
+    Raises:
+        FileNotFoundError: nothing of ours lies there.
+        OSError: no permission, an I/O error.
+
+    Cost: reads every byte once, but for ``meta``; memory does not depend on the size.
+    """
+    kind = kind_of(path)
+    notes: list[Problem] = []
+    problems: list[Problem] = []
+    try:
+        if kind == "series":
+            problems, notes = _series(path, level)
+        else:
+            problems.extend(_found(path, kind, level))
+    except CorruptCheckpoint as error:
+        problems.append(problem_of(error))
+    except (CorruptStore, IncompatibleStore, IncompatibleCheckpoint) as error:
+        problems.append(_said(path, error))
+    return Report(path, kind, level, problems, notes)
+
+
+def store_header(path: Path) -> control.Header:
+    """The header of a live store.
+
+    Raises:
+        CorruptStore: it is damaged, or not of its description.
+    """
+    folder = path / layout.FOLDER
+    description = files.read_small(folder / layout.STORE, schema.MAX_BYTES)
+    decoded = schema.decode(description, str(folder / layout.STORE))
+    files.check_size(folder / layout.CONTROL, control.control_bytes(decoded.lanes))
+    fd = files.open_regular(folder / layout.CONTROL, os.O_RDONLY)
+    try:
+        raw = bytearray(control.FIXED_BYTES)
+        disk.read(fd, memoryview(raw), 0)
+        header = control.parse(bytes(raw))
+    except ValueError as error:
+        raise CorruptStore(f"{folder / layout.CONTROL}: {error}.") from error
+    finally:
+        os.close(fd)
+    if (header.capacity, header.lanes, header.schema_sum) != (
+        decoded.capacity,
+        decoded.lanes,
+        schema.fingerprint(description),
+    ):
+        raise CorruptStore(
+            f"{folder / layout.CONTROL}: expected the header of this store's description, got another's."
+        )
+    return header
+
+
+def _said(path: Path, error: Exception) -> Problem:
+    """What an exception says that names its file itself."""
+    return Problem(path, str(error).removeprefix(f"{path}: ").removesuffix("."))
+
+
+def _found(path: Path, kind: Kind, level: Level) -> Iterator[Problem]:
+    if kind == "store":
+        yield from _store(path)
+    elif kind == "attempt":
+        wrong = series.look(path)
+        if wrong is not None:
+            yield wrong
+    elif kind == "part":
+        with PartReader(path) as part:
+            yield from part.problems(level)
+    else:
+        with Checkpoint(path) as checkpoint:
+            yield from checkpoint.problems(level)
+            if not checkpoint.is_dump:
+                yield from _attempt(path, checkpoint.manifest)
+
+
+def _attempt(path: Path, manifest: Manifest) -> Iterator[Problem]:
+    """The one file that no digest names: the manifest repeats it."""
+    try:
+        attempt = series.read_attempt(path)
+    except CorruptCheckpoint as error:
+        yield problem_of(error)
+        return
+    for entry in ("name", "step", "world", "trigger", "parent", "user"):
+        expected, got = getattr(manifest, entry), getattr(attempt, entry)
+        if expected != got:
+            yield Problem(path / ATTEMPT, f"expected the {entry} {expected!r:.100} of the manifest, got {got!r:.100}")
+
+
+def _series(root: Path, level: Level) -> tuple[list[Problem], list[Problem]]:
+    problems: list[Problem] = []
+    notes: list[Problem] = []
+    for name in series.names(root):
+        folder = root / str(name)
+        try:
+            made = series.decision(folder)
+        except CorruptCheckpoint as error:
+            problems.append(problem_of(error))
+            continue
+        except IncompatibleCheckpoint as error:
+            problems.append(_said(folder, error))
+            continue
+        if made is None or made.status == "aborted":
+            notes += filter(None, [series.look(folder)])
+        else:
+            problems += verify(folder, level).problems
+    hint = root / series.LATEST
+    notes += [problem for problem in series.latest(root)[1] if problem.path == hint]
+    return problems, notes
+
+
+def _store(path: Path) -> Iterator[Problem]:
+    """A store that may be in use: what never changes of it, and the sizes of its files."""
+    store_header(path)
+    folder = path / layout.FOLDER
+    decoded = schema.decode(files.read_small(folder / layout.STORE, schema.MAX_BYTES), str(folder / layout.STORE))
+    fields = [field for field in decoded.fields if field.row_bytes]  # empty rows have no file
+    sizes = {layout.field_path(path, field.key): field.row_bytes * decoded.capacity for field in fields}
+    sizes[folder / layout.TICKETS] = decoded.capacity * 8
+    sizes[folder / layout.ALIVE] = 0
+    for file, nbytes in sizes.items():
+        try:
+            files.check_size(file, nbytes)
+        except CorruptStore as error:
+            yield _said(file, error)
+    fd = disk.open_folder(path)
+    try:
+        for file, raw in layout.meta_files(path, decoded).items():
+            try:
+                if read_small(path, fd, file.relative_to(path).as_posix(), schema.MAX_BYTES) != raw:
+                    yield Problem(file, "expected what the store's description says, got something else")
+            except CorruptCheckpoint as error:
+                yield problem_of(error)
+    finally:
+        os.close(fd)

@@ -1,0 +1,176 @@
+"""``engram inspect`` and ``engram verify``."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from engram import LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
+from engram.cli import main
+from engram.format import series
+from tests.format import checkpoint_folders as made
+
+
+def call(*arguments):
+    result = CliRunner().invoke(main, [*map(str, arguments)], env={"COLUMNS": "200"})
+    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def found(path):
+    result = call("inspect", path, "--json")
+    assert call("inspect", path).exit_code == result.exit_code
+    return json.loads(result.output)
+
+
+def test_a_dump(tmp_path):
+    made.write_dump(tmp_path / "d", seed=4)
+    dump = found(tmp_path / "d")
+    assert (dump["kind"], dump["step"], dump["world"], dump["user"]) == ("dump", 4, 1, {"seed": 4})
+    (shard,) = dump["shards"]
+    assert shard["totals"]["steps"] == 27
+    assert sorted(shard["parts"]) == ["indexes/000", "sampler", "storage"]
+    storage = shard["parts"]["storage"]
+    assert storage["rows"] == 27
+    assert storage["lanes"] == {"open": 1, "fewest_rows": 7, "most_rows": 20}
+    assert [field["key"] for field in storage["fields"]] == [["next", "reward"], ["observation"], ["done"]]
+    assert storage["trajectories"] == {
+        "count": 3,
+        "shortest": 5,
+        "longest": 15,
+        "complete": 1,
+        "open": 1,
+        "headless": 1,
+        "other": 0,
+    }
+    assert shard["parts"]["sampler"]["priorities"] == {
+        "alpha": 0.6, "beta": 0.4, "eps": 1e-8, "max_priority": None, "drawable": 2, "sum": 2.5, "min": 0.5, "max": 2.0,
+    }  # fmt: skip
+    assert shard["parts"]["indexes/000"]["name"] == "critic"
+    text = call("inspect", tmp_path / "d").output
+    for word in ("next.reward", "float32", "PrioritizedSampler", "headless"):
+        assert word in text
+
+
+def test_a_series(tmp_path):
+    epoch = series.claim_epoch(tmp_path)
+    parent = made.save(tmp_path, 10, epoch)
+    folder = made.save(tmp_path, 20, epoch, parent=parent)
+    series.begin(tmp_path, step=30, epoch=epoch, world=2, trigger="t")
+    described = found(tmp_path)
+    assert (described["kind"], described["epoch"], described["latest"]) == ("series", 1, folder.name)
+    assert [row["status"] for row in described["checkpoints"]] == [
+        "undecided: 0 of 2 ranks voted for it",
+        "complete",
+        "complete",
+    ]
+    assert described["checkpoints"][1]["bytes_linked"] > 0
+    assert found(folder)["kind"] == "checkpoint"
+    assert found(folder / "rank-00000-of-00001/storage")["kind"] == "part"
+    report = json.loads(call("verify", tmp_path, "--json").output)
+    assert report["good"]
+    assert "undecided" in report["notes"][0]["what"]
+    assert call("verify", tmp_path).output.startswith("note: ")
+    assert call("verify", tmp_path / series.names(tmp_path)[0].__str__()).exit_code == 1
+
+
+def test_a_live_store(tmp_path):
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(12, scratch_dir=tmp_path / "s", lanes=3),
+        sampler=PrioritizedSampler(12, 1.0, 1.0, 0.0),
+    )
+    rb.extend(torch.arange(10.0), lane=[0] * 6 + [1] * 4)
+    rb.update_priority(torch.arange(4), torch.tensor([0.5, 0.0, 2.0, 1.0]))
+    store = found(tmp_path / "s")
+    assert (store["kind"], store["capacity"], store["rows"], store["clean"]) == ("store", 12, len(rb), False)
+    assert store["lanes"] == {"count": 3, "fewest_rows": 0, "most_rows": 4}
+    (index,) = store["indexes"]
+    assert (index["name"], index["alpha"], index["max_priority"]) == ("main", 1.0, 2.0)
+    assert (index["drawable"], index["min"], index["max"], index["sum"]) == (7, 0.5, 2.0, 3.5 + 4)
+    assert call("verify", tmp_path / "s").output.startswith("ok  store")
+    rb.close()
+    assert found(tmp_path / "s")["clean"]
+
+
+def test_a_live_store_with_rows_that_are_empty(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(12, scratch_dir=tmp_path / "s"))
+    rb.extend({"a": torch.zeros(3, 0), "b": torch.arange(3)})
+    assert found(tmp_path / "s")["problems"] == []
+    rb.close()
+
+
+DAMAGES = {
+    ".engram/store.json": b"{}",
+    ".engram/control": 20,
+    ".engram/tickets": -8,
+    ".engram/alive": 1,
+    "meta.json": b"{}",
+    "_-single-tensor-_.memmap": -1,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_store(tmp_path, name):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(12, scratch_dir=tmp_path / "s"))
+    rb.extend(torch.arange(10.0))
+    rb.close()
+    path, damage = tmp_path / "s" / name, DAMAGES[name]
+    if isinstance(damage, bytes):
+        path.write_bytes(damage)
+    elif name.endswith("control"):
+        raw = bytearray(path.read_bytes())
+        raw[damage + 12] ^= 1
+        path.write_bytes(raw)
+    else:
+        os.truncate(path, path.stat().st_size + damage)
+    report = json.loads((result := call("verify", tmp_path / "s", "--json")).output)
+    assert result.exit_code == 1
+    assert name.rpartition("/")[2] in report["problems"][0]["file"] + report["problems"][0]["what"]
+    assert call("inspect", tmp_path / "s").exit_code == 1
+    path.unlink()
+    assert call("verify", tmp_path / "s").exit_code == 1
+
+
+def test_exit_codes(tmp_path):
+    made.write_dump(tmp_path / "d")
+    assert call("verify", tmp_path / "d").exit_code == 0
+    path = tmp_path / "d/storage/observation.memmap"
+    raw = bytearray(path.read_bytes())
+    raw[5] ^= 1
+    made.rewrite(path, raw)
+    assert call("verify", tmp_path / "d", "--level", "meta").exit_code == 0
+    assert call("verify", tmp_path / "d", "--level", "read").exit_code == 1
+    result = call("verify", tmp_path / "d", "--json")
+    assert result.exit_code == 1
+    (problem,) = json.loads(result.output)["problems"]
+    assert (problem["file"], problem["offset"]) == (str(path), 0)
+    assert "DAMAGED" in call("verify", tmp_path / "d").output
+    assert call("inspect", tmp_path / "d").exit_code == 0  # rows are not read
+    os.truncate(path, 3) if path.chmod(0o600) is None else None
+    assert call("inspect", tmp_path / "d").exit_code == 1
+    for command in ("inspect", "verify"):
+        for nothing in (tmp_path, tmp_path / "missing", path):
+            assert call(command, nothing).exit_code == 2
+        assert call(command).exit_code == 2
+    assert call("verify", tmp_path / "d", "--level", "most").exit_code == 2
+
+
+def test_both_start_without_torch(tmp_path):
+    made.write_dump(tmp_path / "d")
+    program = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from engram.cli import main\n"
+        "for arguments in (['inspect'], ['verify'], ['inspect', '--json']):\n"
+        "    result = CliRunner().invoke(main, [*arguments, sys.argv[1]])\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "print(sorted({'torch', 'tensordict', 'numpy'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "d")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
