@@ -1016,9 +1016,8 @@ class ReplayBuffer:
 
         def take() -> None:
             self._storage.allocate_for(state["_storage"])
-            with (
-                self._storage.paused
-            ):  # whoever wrote in between would write rows that the sampler's state does not know
+            # Whoever wrote in between would write rows that the sampler's state does not know.
+            with self._storage.alone():
                 take_storage()
                 self._storage.notify(None, None)
                 self._bound_sampler()  # to what was allocated just now
