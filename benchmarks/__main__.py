@@ -16,6 +16,7 @@ from benchmarks import (
     bench_frames,
     bench_indexes,
     bench_memory,
+    bench_prefetch,
     bench_sampling,
     bench_sharing,
     bench_writing,
@@ -32,6 +33,7 @@ BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "frames": bench_frames.run,
     "memory": bench_memory.run,
     "sharing": bench_sharing.run,
+    "prefetch": bench_prefetch.run,
 }
 RESULTS = Path(__file__).parent / "results"
 QUICK_SHARE = 0.2

@@ -85,6 +85,13 @@ FLOORS: dict[tuple[str, str], Floor] = {
     **_every(("sharing/prioritized/tensor", "sharing/prioritized/memmap"), "private", Floor("share", 1.2)),
     **_every((f"sharing/reverb/{k}" for k in ("write", "sample", "prioritized")), "Reverb", Floor("times", 50)),
     ("sharing/recovery", "100 ms"): Floor("value", 100),
+    **_every((f"prefetch/wait/device/{depth}" for depth in (1, 2)), "prefetch=0", Floor("share", 0.1)),
+    **_every((f"prefetch/nothing-to-hide/{k}" for k in ("stepped", "tight")), "prefetch=0", Floor("value", 20)),
+    **_every(
+        (f"prefetch/small/{kind}/{s}" for kind in ("dict", "tensordict") for s in _WARM),
+        "prefetch=0",
+        Floor("share", 1.05),
+    ),
     ("frames/2-threads", "copy_"): Floor("share", 1.3),
     ("frames/2-threads", "TorchRL"): Floor("times", 8),
     ("frames/two-against-one", "one thread"): Floor("times", 1.6),

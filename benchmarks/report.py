@@ -107,7 +107,9 @@ def _comparison(row: Row, one: Comparison) -> tuple[str, str, str, str]:
 def _ratio(row: Row, one: Comparison) -> str:
     middle, low, high = one.measured.median, one.measured.low, one.measured.high
     if one.kind == "value":
-        return f"{middle:.1f} \\[{low:.1f}–{high:.1f}] ms" if row.unit == "ms" else f"{middle:.2f} bytes per row"
+        if row.unit in ("ms", "µs"):
+            return f"{middle:.1f} \\[{low:.1f}–{high:.1f}] {row.unit}"
+        return f"{middle:.2f} bytes per row"
     theirs = "" if one.against in LIBRARIES else f" ({_with_unit(row.spreads[one.against].median, row.unit)})"
     if one.kind == "times":
         return f"{_times(middle)}× \\[{_times(low)}–{_times(high)}] {one.against}{theirs}"

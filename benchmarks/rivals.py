@@ -113,6 +113,7 @@ def torch_like(
     collate_fn: Any = None,
     buffer: str = "ReplayBuffer",
     shared: bool = False,
+    prefetch: int = 0,
     **more: Any,
 ) -> Any:
     """An empty buffer of engram or TorchRL, which take the same arguments; ``storage`` is a key of
@@ -133,6 +134,7 @@ def torch_like(
         batch_size=batch_size,
         collate_fn=collate_fn,
         **({"shared": True} if shared else {}),
+        **({"prefetch": prefetch} if prefetch else {}),
     )
 
 

@@ -25,12 +25,14 @@ class Side:
     """One competitor: ``call`` is the unit of work; its result is dropped inside the clock, as a user's would
     be.
 
-    ``prepare`` runs before each of the side's blocks, outside the clock (setting the number of threads).
+    ``prepare`` runs before each of the side's blocks, outside the clock (setting the number of threads); ``between`` after each
+    call, outside the clock too.
     """
 
     name: str
     call: Callable[[], object]
     prepare: Callable[[], object] | None = None
+    between: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,28 @@ def _block(side: Side, effort: Effort, clock: Callable[[], int]) -> int:
     if effort.rest_s:
         time.sleep(effort.rest_s)
     call = side.call
+    if side.between is not None:
+        return _with_breaks(call, side.between, effort, clock)
     for _ in range(effort.lead):
         call()
     start = clock()
     for _ in range(effort.calls):
         call()
     return clock() - start
+
+
+def _with_breaks(
+    call: Callable[[], object], between: Callable[[], object], effort: Effort, clock: Callable[[], int]
+) -> int:
+    """As ``_block``, something else being done after each call."""
+    elapsed_ns = 0
+    for number in range(-effort.lead, effort.calls):
+        start = clock()
+        call()
+        if number >= 0:
+            elapsed_ns += clock() - start
+        between()
+    return elapsed_ns
 
 
 def once(call: Callable[[], T]) -> tuple[float, T]:

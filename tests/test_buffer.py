@@ -205,9 +205,7 @@ class TestGenerator:
 
 
 LATER = {
-    "prefetch": (3, "prefetch"),
     "sample_unit": (object(), "expander"),
-    "transform_factory": (lambda: None, "transform"),
     "dim_extend": (1, "storage"),
     "checkpointer": (object(), "checkpoint"),
     "consume_after_n_samples": (2, "ConsumingSampler"),

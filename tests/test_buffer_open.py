@@ -233,11 +233,11 @@ def test_unclean_is_one_of_two(folder):
     assert len(ReplayBuffer.open(folder, unclean="accept")) == 3
 
 
-@pytest.mark.parametrize("later", [{"prefetch": 3}])
+@pytest.mark.parametrize("later", [{"checkpointer": 3}])
 def test_arguments_that_come_later(folder, later):
     written(folder)
     (name,) = later
-    with pytest.raises(TypeError, match=f"open.*'{name}'.*prefetch"):
+    with pytest.raises(TypeError, match=f"open.*'{name}'.*checkpoint"):
         ReplayBuffer.open(folder, **later)
     assert len(ReplayBuffer.open(folder, **dict.fromkeys(later))) == 3
 
@@ -353,6 +353,9 @@ def test_no_record_means_defaults(folder):
         (lambda record: {**record, "writer": {"type": "RoundRobinWriter", "config": {"track": 1}}}, CorruptStore),
         (lambda record: {**record, "batch_size": "many"}, CorruptStore),
         (lambda record: {**record, "batch_size": -3}, CorruptStore),
+        (lambda record: {**record, "prefetch": "many"}, CorruptStore),
+        (lambda record: {**record, "prefetch": -3}, CorruptStore),
+        (lambda record: {**record, "prefetch": 3, "batch_size": None}, CorruptStore),
     ],
 )
 def test_a_damaged_record(folder, change, kind):

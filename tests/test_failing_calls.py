@@ -165,7 +165,7 @@ def test_space_that_is_not_reserved_kills(tmp_path):
     """Negative control: with ftruncate in the place of fallocate, a write to a full file system is SIGBUS."""
     status, program = in_tmpfs(
         """
-        files._fallocate = lambda fd, nbytes: os.ftruncate(fd, nbytes) is None
+        files.fallocate = lambda fd, nbytes: os.ftruncate(fd, nbytes) is None
         mount(40)
         rb = ReplayBuffer(storage=LazyMemmapStorage(100_000, scratch_dir=folder + "/store"))
         rb.extend(torch.arange(100))

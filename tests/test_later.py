@@ -2,10 +2,10 @@ import pytest
 
 from engram._later import refuse
 
-LATER = {"prefetch": "background prefetching", "shared": "shared buffers"}
+LATER = {"checkpointer": "checkpoints", "shared": "shared buffers"}
 
 
-@pytest.mark.parametrize("arguments", [{}, {"prefetch": None}, {"prefetch": False, "shared": None}])
+@pytest.mark.parametrize("arguments", [{}, {"checkpointer": None}, {"checkpointer": False, "shared": None}])
 def test_values_that_mean_off_are_accepted(arguments):
     refuse("ReplayBuffer", arguments, LATER)
 
@@ -14,9 +14,9 @@ def test_values_that_mean_off_are_accepted(arguments):
 def test_what_is_not_there_yet_is_named_with_what_will_carry_it(value):
     with pytest.raises(
         TypeError,
-        match=r"^ReplayBuffer: the argument 'prefetch' is not supported yet; it will come with background prefetching\.$",
+        match=r"^ReplayBuffer: the argument 'checkpointer' is not supported yet; it will come with checkpoints\.$",
     ):
-        refuse("ReplayBuffer", {"shared": None, "prefetch": value}, LATER)
+        refuse("ReplayBuffer", {"shared": None, "checkpointer": value}, LATER)
 
 
 @pytest.mark.parametrize("value", [None, False, 3])

@@ -833,7 +833,8 @@ BROKEN = [
     (("_rng",), [torch.zeros(3), "cpu"], TypeError),
     (("_rng",), [torch.get_rng_state(), "cuda"], ValueError),
     (("_default_rng",), None, TypeError),
-    (("_prefetch_state",), {"queue": []}, TypeError),
+    (("_prefetch_state",), {"queue": []}, KeyError),
+    (("_prefetch_state",), [], TypeError),
 ]
 
 

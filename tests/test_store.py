@@ -767,7 +767,7 @@ def test_stray_bytes_in_the_words_never_crash(folder, tmp_path):
 # ---- no space, no permission -----------------------------------------------------------------------------------------
 
 FAIL_AT = {
-    "reserving space": (files, "_fallocate", errno.ENOSPC),
+    "reserving space": (files, "fallocate", errno.ENOSPC),
     "opening": (os, "open", errno.EMFILE),
     "making a folder": (os, "mkdir", errno.EDQUOT),
     "writing through": (os, "fsync", errno.EIO),

@@ -179,6 +179,42 @@ def test_given_to_the_constructor():
     assert len(rb.transform) == 1
 
 
+def test_a_factory_makes_one_for_every_buffer():
+    made = []
+
+    def factory():
+        made.append(Times(2, 3))
+        return made[-1]
+
+    first, second = (
+        kind(storage=LazyTensorStorage(5), transform_factory=factory) for kind in (ReplayBuffer, TensorDictReplayBuffer)
+    )
+    assert [first.transform[0], second.transform[0]] == made
+    assert made[0] is not made[1]
+    first.extend(torch.ones(3))
+    assert first[:].tolist() == [6, 6, 6]
+    assert len(made) == 2
+    steps = ReplayBuffer(storage=LazyTensorStorage(5), transform_factory=lambda: Compose(Times(2), Times(5))).transform
+    assert (len(steps), steps.forward(1)) == (2, 10)
+    assert len(ReplayBuffer(5, transform_factory=lambda: None).transform) == 0
+    assert len(ReplayBuffer(5, transform_factory=None, transform=Times()).transform) == 1
+
+
+def test_bad_factories():
+    def broken():
+        raise ZeroDivisionError("mine")
+
+    for wrong, error, text in (
+        ({"transform_factory": Times()}, TypeError, "transform_factory: expected a callable .* got Times"),
+        ({"transform_factory": Times, "transform": Times()}, TypeError, "one of transform and transform_factory"),
+        ({"transform_factory": lambda: 3}, RuntimeError, "got int"),
+        ({"transform_factory": broken}, ZeroDivisionError, "mine"),
+    ):
+        with pytest.raises(error, match=text):
+            ReplayBuffer(storage=LazyTensorStorage(5), **wrong)
+    assert ReplayBuffer(5, transform_factory=Times).transform[0].forward(3) == 3  # a class is a factory
+
+
 def test_inserted_before_another(rb):
     rb.append_transform(lambda x: x + 10)
     assert rb.insert_transform(0, lambda x: x * 2) is rb

@@ -113,6 +113,10 @@ void bind_store(nb::module_& m) {
           },
           "control"_a, "control_bytes"_a, "tickets"_a, "tickets_bytes"_a, "fields"_a, "row_bytes"_a,
           "participant"_a = 0)
+      .def("add_field", [](Store& self, Address data, std::uint64_t row_bytes) {
+             self.add_field({at<std::byte>(data), row_bytes});
+           }, "data"_a, "row_bytes"_a,
+           "One field more, which holds what the live rows have; nobody else may be using the store meanwhile.")
       .def(
           "append_row",
           [](Store& self, std::uint64_t lane, const nb::tuple& columns) {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -46,12 +47,14 @@ struct Marks {
   bool real;             // no padding: [n]
 };
 
-// Windows in new tensors: one per field, the rows, then marks, weights and tickets as they are added.
+// Windows in new tensors: one per field of the layout, which are those of the store or none; the rows, then marks, weights and
+// tickets as they are added.
 class Sampled {
  public:
   Sampled(const Store& store, const Layout& layout, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length,
           bool padded)
-      : store_(store), stride_(padded ? length : 0) {
+      : store_(store), fields_(layout.specs().size()), stride_(padded ? length : 0) {
+    check(fields_ == 0 || fields_ == store.fields(), "a layout of all fields, or of none");
     constexpr std::uint64_t kMost = std::uint64_t{1} << 40;
     check(n < kMost && (!padded || n == 0 || length < kMost / n), "a batch of more rows than there is memory");
     const auto make_room = [&](std::uint64_t places) -> WindowRoom {
@@ -60,9 +63,9 @@ class Sampled {
       rooms_.add(layout, most_);
       rooms_.add(kNumbers, most_);
       numbers_.resize(places);
-      return {rooms_.first(store.fields()), rows(), numbers_.data()};
+      return {rooms_.first(fields_), rows(), numbers_.data()};
     };
-    lengths_ = read_windows(store, choose, n, length, padded, make_room);
+    lengths_ = read_windows(store, fields_ == 0 ? std::span<const std::uint64_t>{} : store.all(), choose, n, length, padded, make_room);
     for (const std::uint64_t steps : lengths_) total_ += places(steps);
   }
 
@@ -100,7 +103,7 @@ class Sampled {
  private:
   enum class Step { none, first, last };
 
-  std::int64_t* rows() const { return rooms_.at<std::int64_t>(store_.fields()); }
+  std::int64_t* rows() const { return rooms_.at<std::int64_t>(fields_); }
   std::uint64_t places(std::uint64_t steps) const { return std::max(steps, stride_); }
 
   template <class T>
@@ -115,7 +118,7 @@ class Sampled {
       std::fill_n(to, total_, std::uint8_t{0});
     } else {
       const auto field = static_cast<std::uint64_t>(stored);
-      check(field < store_.fields() && store_.row_bytes(field) == 1, "a stored flag of one byte");
+      check(field < fields_ && store_.row_bytes(field) == 1, "a stored flag of one byte");
       std::copy_n(rooms_.at<std::uint8_t>(field), total_, to);
     }
     if (step == Step::none) return;
@@ -131,6 +134,7 @@ class Sampled {
   }
 
   const Store& store_;
+  std::uint64_t fields_;  // that are read
   std::int64_t most_ = 0;  // places while they are read
   std::uint64_t stride_, total_ = 0;
   std::vector<std::uint64_t> lengths_;
@@ -252,7 +256,8 @@ void bind_trajectories(nb::module_& m) {
            "Windows of that length are counted from now on.")
       .def("after_fork", &Trajectories::after_fork, "In a child that was forked off, before anything else.")
       .def("sample", &sample, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a, "marks"_a,
-           "n windows with replacement, in new tensors: one per field, int64 rows, marks, and tickets if numbered.")
+           "n windows with replacement, in new tensors: one per field, or none with an empty layout; int64 rows, marks, and "
+           "tickets if numbered.")
       .def("sample_pass", &sample_pass, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a,
            "marks"_a, "state"_a, "shuffle"_a, "drop_last"_a, "As draw_pass and sample: (pass, tensors).")
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a,

@@ -278,10 +278,13 @@ void Control::read_words(std::uint64_t clock, LaneWords* lanes, std::int64_t* nu
     const std::uint64_t end = std::max(l.cursor.load(std::memory_order_acquire), base);
     lanes[i] = {static_cast<std::int64_t>(end - base), static_cast<std::int64_t>(filled(i)), {0, 0}};
   }
-  for (std::uint64_t row = 0; row < capacity(); ++row) {
-    const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
-    const bool there = is_committed(word) && number_of(word) < clock && inside(row);
-    numbers[row] = there ? static_cast<std::int64_t>(number_of(word)) : 0;
+  for (std::uint64_t i = 0; numbers != nullptr && i < geometry_.lanes; ++i) {
+    const std::uint64_t first = i * geometry_.lane_length, end = first + filled(i);
+    for (std::uint64_t row = first; row < end; ++row) {
+      const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
+      const bool there = is_committed(word) && number_of(word) < clock;
+      numbers[row] = there ? static_cast<std::int64_t>(number_of(word)) : 0;
+    }
   }
 }
 

@@ -72,6 +72,12 @@ Store::Store(Control control, std::vector<Field> fields, std::uint64_t participa
   for (const Field& field : fields_) row_bytes_ += field.row_bytes;
 }
 
+void Store::add_field(Field field) {
+  all_.push_back(fields_.size());
+  fields_.push_back(field);
+  row_bytes_ += field.row_bytes;
+}
+
 // After a fence: either this sees an index that was just attached, or that index, when it looks around, sees what was just
 // committed.
 template <class Tell>

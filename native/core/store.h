@@ -39,6 +39,10 @@ class Store {
   /// before the first write. Throws Stalled: the table is full.
   void join(std::shared_ptr<Participants> participants);
 
+  /// One field more, which holds what the live rows have: reads and writes move it from now on, after all others. To be
+  /// called while nobody else uses the store.
+  void add_field(Field field);
+
   /// Called by a write that finds that another process has made an index, before the write is told to the indexes: it
   /// attaches what is new.
   void on_new_index(std::function<void()> attach) { on_new_index_ = std::move(attach); }

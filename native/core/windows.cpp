@@ -55,14 +55,14 @@ class Chosen {
 };
 
 // Windows that were read into places of equal size, moved together.
-void close_gaps(const Store& store, const std::vector<Slot>& slots, std::uint64_t stride, bool padded,
-                const WindowRoom& room) {
+void close_gaps(const Store& store, std::span<const std::uint64_t> which, const std::vector<Slot>& slots,
+                std::uint64_t stride, bool padded, const WindowRoom& room) {
   std::uint64_t to = 0;
   for (std::uint64_t i = 0; i < slots.size(); ++i) {
     const std::uint64_t from = i * stride, n = slots[i].steps == 0 ? 0 : padded ? stride : slots[i].steps;
     if (from != to && n > 0) {
-      for (std::uint64_t f = 0; f < store.fields(); ++f) {
-        const std::uint64_t bytes = store.row_bytes(f);
+      for (std::uint64_t f = 0; f < which.size(); ++f) {
+        const std::uint64_t bytes = store.row_bytes(which[f]);
         if (bytes > 0) std::memmove(room.fields[f] + to * bytes, room.fields[f] + from * bytes, n * bytes);
       }
       std::copy_n(room.rows + from, n, room.rows + to);
@@ -74,8 +74,9 @@ void close_gaps(const Store& store, const std::vector<Slot>& slots, std::uint64_
 
 }  // namespace
 
-std::vector<std::uint64_t> read_windows(const Store& store, const ChooseWindows& choose, std::uint64_t n,
-                                        std::uint64_t length, bool padded, const MakeRoom& make_room) {
+std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std::uint64_t> which,
+                                        const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded,
+                                        const MakeRoom& make_room) {
   Chosen chosen(choose, length);
   std::vector<Slot> slots = chosen.more(n, 0);
   std::uint64_t stride = 0;  // places of each window, while they are read
@@ -89,7 +90,7 @@ std::vector<std::uint64_t> read_windows(const Store& store, const ChooseWindows&
     }
     std::vector<std::uint64_t> moved;
     for (const std::int64_t place :
-         store.gather(room.rows, slots.size() * stride, store.all(), room.fields, room.numbers, nullptr)) {
+         store.gather(room.rows, slots.size() * stride, which, room.fields, room.numbers, nullptr)) {
       const std::uint64_t i = static_cast<std::uint64_t>(place) / stride;
       if (moved.empty() || moved.back() != i) moved.push_back(i);
     }
@@ -99,8 +100,8 @@ std::vector<std::uint64_t> read_windows(const Store& store, const ChooseWindows&
     const std::uint64_t at = i * stride;
     chosen.put(slots[i], stride, room.rows + at, room.numbers + at);
     std::vector<std::byte*> fields(room.fields.size());
-    for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = room.fields[f] + at * store.row_bytes(f);
-    return store.gather(room.rows + at, stride, store.all(), fields, room.numbers + at, nullptr).empty();
+    for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = room.fields[f] + at * store.row_bytes(which[f]);
+    return store.gather(room.rows + at, stride, which, fields, room.numbers + at, nullptr).empty();
   };
   std::vector<std::uint64_t> moved = read_all();
   const Deadline deadline;
@@ -124,7 +125,7 @@ std::vector<std::uint64_t> read_windows(const Store& store, const ChooseWindows&
       std::erase_if(moved, [&](std::uint64_t i) { return slots[i].steps == 0 || stands(i); });
     }
   }
-  close_gaps(store, slots, stride, padded, room);
+  close_gaps(store, which, slots, stride, padded, room);
   std::vector<std::uint64_t> lengths;
   for (const Slot& slot : slots) {
     if (slot.steps > 0) lengths.push_back(slot.steps);

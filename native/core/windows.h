@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <vector>
 
 #include "priorities.h"
@@ -24,11 +25,12 @@ struct WindowRoom {
 /// Makes room for so many rows; the room that was made before is not needed any more.
 using MakeRoom = std::function<WindowRoom(std::uint64_t rows)>;
 
-/// Reads n windows of at most `length` steps, one behind the other; with `padded` each takes `length` places, its last step
-/// repeated. Meanwhile each needs as many places as the longest of them. Returns their lengths, without padding. Throws
-/// Stalled: some moved at every try for 5 s.
-std::vector<std::uint64_t> read_windows(const Store& store, const ChooseWindows& choose, std::uint64_t n,
-                                        std::uint64_t length, bool padded, const MakeRoom& make_room);
+/// Reads fields `which` of n windows of at most `length` steps, one behind the other; with `padded` each takes `length`
+/// places, its last step repeated. Meanwhile each needs as many places as the longest of them. Returns their lengths, without
+/// padding. Throws Stalled: some moved at every try for 5 s.
+std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std::uint64_t> which,
+                                        const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded,
+                                        const MakeRoom& make_room);
 
 /// n windows whose first steps are drawn by priority, with replacement, among the rows where a window may begin: a pure
 /// function of key, tree, table and tickets. Empty if there is none. O(rows) where hardly any row of high priority may begin

@@ -1,4 +1,5 @@
 // A store that is paused: writers wait, and none is at work.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -53,8 +54,10 @@ TEST(nothing_changes_while_a_store_is_paused) {
   for (int round = 0; round < 200; ++round) {
     store.pause();
     const std::uint64_t clock = store.control().counters().next_ticket.load();
+    std::fill(first.begin(), first.end(), 0);
     store.control().read_words(clock, lanes.data(), first.data());
     std::this_thread::yield();
+    std::fill(second.begin(), second.end(), 0);
     store.control().read_words(~std::uint64_t{0}, later.data(), second.data());
     EXPECT_EQ(store.control().counters().next_ticket.load(), clock);
     EXPECT(first == second);

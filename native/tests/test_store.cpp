@@ -507,6 +507,41 @@ TEST(a_store_without_fields_keeps_the_words_alone) {
   for (std::uint64_t i = 0; i < 100; ++i) EXPECT_EQ(of[i], (Indices{4, 5, 3})[static_cast<std::uint64_t>(drawn[i])]);
 }
 
+TEST(a_field_that_is_added_moves_with_the_others) {
+  const Heap heap(geometry(1, 4), {8});
+  Store store(heap.view(), {}, 0);
+  store.append(0, 3, {}, nullptr);
+  for (std::uint64_t row = 0; row < 3; ++row) describe(heap.fields[0].data + row * 8, 8, 70 + row);
+  store.add_field(heap.fields[0]);
+  EXPECT_EQ(store.fields(), 1u);
+  EXPECT_EQ(store.all().size(), 1u);
+  Rows written(heap.fields, 2);
+  for (std::uint64_t i = 0; i < 2; ++i) written.describe(i, 80 + i);
+  store.append(0, 2, written.in, nullptr);
+  Rows read(heap.fields, 4);
+  EXPECT(store.gather(rows_from(0, 4).data(), 4, store.all(), read.out, nullptr, nullptr).empty());
+  for (std::uint64_t i = 0; i < 4; ++i) EXPECT_EQ(*read.id(i), (Sizes{81, 71, 72, 80})[i]);
+  EXPECT_THROWS(std::invalid_argument, store.append(0, 1, {}, nullptr));
+  const std::int64_t row = 2;
+  store.scatter(&row, 1, {}, {}, false);  // an edit of fields that lie elsewhere
+  EXPECT(store.gather(&row, 1, store.all(), read.out, nullptr, nullptr).empty());
+  EXPECT_EQ(*read.id(0), 72u);
+}
+
+TEST(zeros_of_a_gap_reach_a_field_that_was_added) {
+  const Heap heap(geometry(1, 4), {8});
+  Store store(heap.view(), {}, 0);
+  store.add_field(heap.fields[0]);
+  std::memset(heap.fields[0].data, 0x5A, 4 * 8);
+  Rows written(heap.fields, 1);
+  written.describe(0, 9);
+  const std::int64_t row = 2;
+  store.scatter(&row, 1, store.all(), written.in, true);
+  Rows read(heap.fields, 3);
+  EXPECT(store.gather(rows_from(0, 3).data(), 3, store.all(), read.out, nullptr, nullptr).empty());
+  for (std::uint64_t i = 0; i < 3; ++i) EXPECT_EQ(*read.id(i), i == 2 ? 9u : 0u);
+}
+
 TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
   // Row 1 is in the hands of a writer that never comes back: everything else of the batches is written, and the wait
   // ends. Beside it a writer that does come back.

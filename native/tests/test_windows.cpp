@@ -69,7 +69,7 @@ struct World {
 /// Room for windows, and what they must hold.
 struct Read {
   Read(World& w, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded) {
-    lengths = read_windows(w.store, choose, n, length, padded, [&](std::uint64_t places) {
+    lengths = read_windows(w.store, w.store.all(), choose, n, length, padded, [&](std::uint64_t places) {
       made.push_back(places);
       batch.emplace(w.heap.fields, places);
       rows.assign(places, -7);
@@ -157,6 +157,39 @@ TEST(others_come_for_windows_that_moved) {
   EXPECT((asked == std::vector<std::uint64_t>{4, 3, 1}));
   EXPECT((read.rows == Indices{0, 1, 2, 3, 14, 15, 16, 17, 13, 14, 15, 16, 22, 23, 24, 25}));
   EXPECT_EQ(w.control.counters().redraws - redraws, 4u);
+}
+
+TEST(of_fields_that_are_not_asked_for_only_the_tickets_are_looked_at) {
+  World w(geometry(1, 64));
+  w.append(0, 1, 9);
+  w.append(0, 2, 3);
+  for (const bool none : {true, false}) {
+    const std::uint64_t kOnly[] = {kEpisode};
+    const std::span<const std::uint64_t> which(kOnly, none ? 0 : 1);
+    std::vector<std::byte> episodes;
+    std::vector<std::byte*> out;
+    Indices rows, numbers;
+    const auto choose = [&](std::uint64_t, std::uint64_t attempt) {
+      if (attempt == 0) return stale(w.at({0, 4, 9}, {4, false}), 4, 8);
+      return w.at({5}, {4, false});
+    };
+    const auto lengths = read_windows(w.store, which, choose, 3, 4, false, [&](std::uint64_t places) {
+      episodes.assign(places * 8, std::byte{0x5A});
+      rows.assign(places, -7);
+      numbers.assign(places, -7);
+      out = {episodes.data()};
+      return WindowRoom{Batch(out).first(which.size()), rows.data(), numbers.data()};
+    });
+    EXPECT((lengths == std::vector<std::uint64_t>{4, 4, 3}));
+    EXPECT((Indices(rows.begin(), rows.begin() + 11) == Indices{0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11}));
+    for (std::uint64_t i = 0; i < 11; ++i) {
+      EXPECT_EQ(ticket(static_cast<std::uint64_t>(numbers[i]), State::committed),
+                w.control.word(static_cast<std::uint64_t>(rows[i])).load());
+      std::uint64_t episode = 0;
+      std::memcpy(&episode, episodes.data() + i * 8, 8);
+      EXPECT_EQ(episode, none ? 0x5A5A5A5A5A5A5A5Aull : i < 8 ? 1 : 2);
+    }
+  }
 }
 
 TEST(shorter_ones_and_none_may_come_instead) {

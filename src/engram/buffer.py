@@ -10,20 +10,26 @@ import time
 import warnings
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
 from torch import Tensor
 
-from engram import _native, collate, expanders, samplers, storages, writers
+from engram import _native, collate, expanders, priorities, samplers, storages, writers
 from engram._later import refuse
+from engram._tensordict import children
+from engram.checkpoint import buffers
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
+from engram.format.checkpoints import Checkpoint, finish_dump, replacing
+from engram.packing import pack, unpack
 from engram.pinning import pinning_for
-from engram.state import check_keys, checked, integer, saved, tensor_in, typed
-from engram.store import Key
+from engram.prefetch import Prefetcher, Steps
+from engram.state import check_keys, checked, copied, integer, saved, tensor_in, typed
+from engram.store import Copied, Key, ThreadKey
 from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
@@ -37,9 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayBuffer"]
 
 _LATER = {
-    "prefetch": "background prefetching",
     "sample_unit": "expanders",
-    "transform_factory": "the transform argument",
     "dim_extend": "the storage (until then: storage.ndim - 1)",
     "checkpointer": "checkpoints",
     "consume_after_n_samples": "a ConsumingSampler",
@@ -50,6 +54,9 @@ _LATER = {
     "transport": "remote buffers",
     "transport_options": "remote buffers",
 }
+
+#: Entries of a state that lie in the part of a checkpoint that is the buffer's own.
+_IN_BUFFER = ("batch_size", "lane", "iterating", "consume_after_n_samples")
 
 #: Entries of a state.
 _STATE = (
@@ -66,6 +73,15 @@ _STATE = (
     "_prefetch_state",
 )
 
+#: Samplers whose draws have no end, and those whose place in a pass can be taken back.
+_WITHOUT_PASSES = (
+    samplers.RandomSampler,
+    samplers.PrioritizedSampler,
+    samplers.SliceSampler,
+    samplers.PrioritizedSliceSampler,
+)
+_WALKERS = (samplers.SamplerWithoutReplacement, samplers.SliceSamplerWithoutReplacement)
+
 #: Reads of one row that keeps moving: tries in a row, before there are pauses.
 _TRIES = 8
 
@@ -81,14 +97,19 @@ class ReplayBuffer:
         collate_fn: applied to every batch: tensor storages hand it the gathered batch, list storages the list of items.
             Default: nothing; list storages stack tensors and TensorDicts.
         transform: applied to batches after collating (``forward``) and to data before writing (``inv``): see :class:`Compose`.
-        batch_size: default of :meth:`sample`; needed to iterate.
+        transform_factory: makes the transform, without arguments, in place of ``transform``: where buffers are made of a shared
+            description, each needs one of its own. Called once, at once.
+        batch_size: default of :meth:`sample`; needed to iterate and to prefetch.
+        prefetch: batches asked for ahead of the one that :meth:`sample` returns: see docs/prefetch.md. Default, 0: none.
         pin_memory: batches lie in page-locked memory, every CPU tensor of them and of ``info``: see docs/pinning.md. Without
             an accelerator one warning, and ordinary memory.
         generator: a CPU ``torch.Generator`` that drives every draw. Default: torch's, at the moment of each draw.
 
     Raises:
-        TypeError: a component of the wrong kind, or an argument of TorchRL's that is not supported yet (named).
-        ValueError: ``size`` and the storage's ``max_size`` differ; ``batch_size`` below 1.
+        TypeError: a component of the wrong kind, or an argument of TorchRL's that is not supported yet (named); ``transform`` and
+            ``transform_factory`` both.
+        ValueError: ``size`` and the storage's ``max_size`` differ; ``batch_size`` below 1; ``prefetch`` below 0, or without
+                ``batch_size``.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -114,15 +135,25 @@ class ReplayBuffer:
         writer: Writer | Callable[[], Writer] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
+        transform_factory: Callable[[], Any] | None = None,
         batch_size: int | None = None,
+        prefetch: int | None = None,
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         shared: bool = False,
         **later: Any,
     ) -> None:
         refuse(type(self).__name__, later, _LATER)
+        if transform_factory is not None and not callable(transform_factory):
+            raise TypeError(
+                f"{type(self).__name__}: transform_factory: expected a callable that makes a transform, got "
+                f"{type(transform_factory).__name__}."
+            )
+        if transform_factory is not None and transform is not None:
+            raise TypeError(f"{type(self).__name__}: expected one of transform and transform_factory, got both.")
         if batch_size is not None:
             _check_batch_size(batch_size)
+        depth = _depth(prefetch, batch_size, type(self).__name__)
         if size is not None:
             if type(size) is not int:
                 raise TypeError(f"{type(self).__name__}: size: expected an int, got {type(size).__name__}.")
@@ -141,17 +172,18 @@ class ReplayBuffer:
         self._storage: Any = made
         self._batch_size = batch_size
         self._collate_fn = collate_fn
-        self._transform = Compose.of(transform)
+        self._transform = Compose.of(transform if transform_factory is None else transform_factory())
         self._pinning = pinning
         self._lane = 0
         self._iterator: Iterator[Any] | None = None
         self._warned_batch_size = False
         self._shut_down = False
-        self._key = Key()
+        self._key = ThreadKey()
+        self._prefetcher = Prefetcher(depth, self._steps) if depth else None
         self._recorded = self._looked_for_record = False
         self._generator: torch.Generator | None = None
-        self.set_rng(generator)
         self._sampler: Any = None
+        self.set_rng(generator)
         self._writer: Any = None
         self._take_sampler(_instance(sampler, Sampler, "sampler", samplers.RandomSampler))
         self._take_writer(_instance(writer, Writer, "writer", self._default_writer))
@@ -184,6 +216,8 @@ class ReplayBuffer:
 
     def _add(self, data: Any, lane: int | None, accept: Callable[[int | None], None] | None) -> Any:
         """``add``. ``accept`` hears how many rows it will be (None: the data does not say) and may refuse: nothing is written."""
+        if self._prefetcher is not None:
+            self._prefetcher.settle(self)
         if self._transform.writes:
             return self._add_transformed(data, lane, accept)
         storage = self._storage
@@ -247,6 +281,7 @@ class ReplayBuffer:
 
     def _extend(self, data: Any, lane: int | Tensor | None, accept: Callable[[int | None], None] | None) -> Tensor:
         """``extend``. ``accept``: as for ``_add``."""
+        self._settle()
         dims = self._storage.ndim
         if self._transform.writes and _rows_of(data, dims) != 0:
             data = self._transform.inv(_containers_anew(data))
@@ -354,6 +389,7 @@ class ReplayBuffer:
         """
         if self._read_only:
             raise RuntimeError(f"empty: the buffer is read-only ({type(self._writer).__name__}).")
+        self._drop_ahead("empty")
         self._storage.empty(keep_write_count=not empty_write_count)
         self._storage.notify(None, None)
 
@@ -363,7 +399,7 @@ class ReplayBuffer:
         """Draw a batch.
 
         Args:
-            batch_size: rows; default the constructor's.
+            batch_size: rows; default the constructor's, and nothing else with ``prefetch``.
             return_info: return ``(batch, info)``; ``info["index"]`` is int64 ``[B]`` (with ``ndim > 1`` a tuple of those).
 
         Returns:
@@ -371,9 +407,10 @@ class ReplayBuffer:
             replacement may return fewer rows at the end of a pass.
 
         Raises:
-            RuntimeError: no batch size is known; the buffer was shut down.
+            RuntimeError: no batch size is known; the buffer was shut down; with ``prefetch``, it was closed, or one of its own
+                transforms is calling.
             NoSampleable: the buffer is empty (a ``RuntimeError``).
-            ValueError: ``batch_size`` below 1.
+            ValueError: ``batch_size`` below 1, or with ``prefetch`` another one than the constructor's.
 
         Cost: O(bytes of the batch): two native calls at most. Releases the GIL; may be called from several threads.
         """
@@ -383,6 +420,9 @@ class ReplayBuffer:
             batch_size = self._resolve_batch_size(batch_size)
         if self._shut_down:
             raise RuntimeError("sample: the buffer was shut down.")
+        prefetcher = self._prefetcher
+        if prefetcher is not None:
+            return self._prefetched(prefetcher, batch_size, return_info)
         key = self._draw_key()
         if self._pinning is None:
             return self._sampled(key, batch_size, return_info)
@@ -403,11 +443,21 @@ class ReplayBuffer:
             columns = storage.memory.sample_uniform(key, batch_size, with_rows, self._tracks)
             info = {"index_generation": columns.pop()} if self._tracks else {}
             return self._finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
-        if self._sample_natively is not None and storage.memory is not None and storage.memory.is_native:
-            columns, rows, info = self._sample_natively(storage, key, batch_size, numbered=self._tracks)
-            return self._finish(columns, rows.numel(), rows, info, return_info)
-        columns, rows, info = self._draw(batch_size, key.value)
+        columns, rows, info = self._read_batch(key, batch_size)
         return self._finish(columns, rows.numel(), rows, info, return_info)
+
+    def _read_batch(self, key: Key, n: int) -> tuple[Any, Tensor, dict[str, Any]]:
+        """Draw with a key, and copy the rows: ``(columns, rows, info)``."""
+        storage: Any = self._storage
+        if self._draws_natively and storage.memory is not None:
+            columns = storage.memory.sample_uniform(key, n, True, self._tracks)
+            info = {"index_generation": columns.pop()} if self._tracks else {}
+            return columns, columns.pop(), info
+        natively, memory = self._sample_natively, getattr(storage, "memory", None)
+        if natively is not None and memory is not None and (memory.is_native or self._draws_windows):
+            columns, rows, info = natively(storage, key, n, numbered=self._tracks)
+            return columns, rows, info
+        return self._draw(n, key.value)
 
     def _finish(self, columns: Any, n: int, rows: Tensor | None, info: dict[str, Any], return_info: bool) -> Any:
         """From ``n`` rows that were read to what the user gets; ``rows`` may be None where nobody asked for them."""
@@ -421,6 +471,79 @@ class ReplayBuffer:
         data = self._attached(data, n, rows, info)
         sample = (data, self._info(rows, info)) if return_info else data
         return sample if self._pinning is None else self._pinning(sample, device)
+
+    # ---- batches ahead -------------------------------------------------------------------------------------------------
+
+    def _prefetched(self, prefetcher: Prefetcher, batch_size: int, return_info: bool) -> Any:
+        """The first of the batches ahead."""
+        if prefetcher.lazy:
+            try:
+                key = prefetcher.turns.popleft()
+            except IndexError:  # more threads than turns
+                return self._sampled(self._draw_key(), batch_size, return_info)
+            start = perf_counter()
+            try:
+                return self._sampled(key, batch_size, return_info)
+            finally:
+                if self._generator is None:  # _ask_ahead, without a call
+                    key.draw()
+                else:
+                    key.draw(generator=self._generator)
+                prefetcher.turns.append(key)
+                if prefetcher.dear or perf_counter() - start > prefetcher.dear_s:
+                    prefetcher.took(perf_counter() - start)
+        (data, rows, info), last = prefetcher.next(self)
+        if last:
+            self._sampler.ran_out = True
+        if not return_info:
+            return data
+        return data, (info if rows is None else self._info(rows, info))
+
+    def _ask_ahead(self, key: Key) -> None:
+        if self._generator is None:
+            key.draw()
+        else:
+            key.draw(generator=self._generator)
+
+    def _read_ahead(self, key: Key) -> tuple[Any, Any]:
+        assert self._batch_size is not None
+        before = self._sampler.state_dict() if self._walks and not self.shared else None
+        if self._pinning is None or self._transform.reads or not self._bare:
+            return self._read_batch(key, self._batch_size), before
+        with self._pinning.gathering():
+            return self._read_batch(key, self._batch_size), before
+
+    def _finish_ahead(self, read: Any) -> Any:
+        """``(data, rows, info)``, whose info is made when somebody asks for it; pinned, it is complete, and the rows are None."""
+        columns, rows, info = read
+        if self._pinning is None:
+            return self._finish(columns, rows.numel(), rows, info, False), rows, info
+        data, info = self._finish(columns, rows.numel(), rows, info, True)
+        return data, None, info
+
+    def _pass_ended(self) -> bool:
+        """Whether the batch read last ended a pass. The sampler says so when that batch is handed out."""
+        ended = self._passes and bool(getattr(self._sampler, "ran_out", False))
+        if ended:
+            self._sampler.ran_out = False
+        return ended
+
+    _steps = Steps(ask=_ask_ahead, read=_read_ahead, finish=_finish_ahead, ended=_pass_ended)
+
+    def _settle(self) -> None:
+        """What happens to the buffer now is not for batches that were asked for before."""
+        if self._prefetcher is not None:
+            self._prefetcher.settle(self)
+
+    def _drop_ahead(self, call: str, *, keys: bool = True) -> None:
+        """Forget the batches ahead. Their rows go back to a pass, unless other processes walk it, too."""
+        if self._prefetcher is None:
+            return
+        before = self._prefetcher.drop(call, keys=keys)
+        if before is not None and not self.shared:
+            ran_out = self._sampler.ran_out
+            self._sampler.load_state_dict(before)
+            self._sampler.ran_out = ran_out
 
     def _attached(self, data: Any, n: int, rows: Any, info: dict[str, Any]) -> Any:  # noqa: ARG002 - TensorDict buffers do
         """The batch with the entries that say which rows it holds."""
@@ -535,6 +658,11 @@ class ReplayBuffer:
                 )
             return self._batch_size
         _check_batch_size(batch_size)
+        if warn and self._prefetcher is not None and batch_size != self._batch_size:
+            raise ValueError(
+                f"sample: batch_size: expected the prefetched {self._batch_size}, got {batch_size}. Sample from another ReplayBuffer "
+                "over the same storage, or without prefetch."
+            )
         if warn and not self._warned_batch_size and self._batch_size not in (None, batch_size):
             self._warned_batch_size = True
             warnings.warn(
@@ -560,7 +688,7 @@ class ReplayBuffer:
         """``begun``: go on behind a batch that was handed out, perhaps the last of its pass."""
         if not begun and hasattr(self._sampler, "ran_out"):
             self._sampler.ran_out = False
-        while not (begun and getattr(self._sampler, "ran_out", False)):
+        while not begun or self._prefetcher or not getattr(self._sampler, "ran_out", False):
             begun = True
             yield self.sample()
 
@@ -713,6 +841,7 @@ class ReplayBuffer:
     def _check_editable(self, call: str) -> None:
         if self._read_only:
             raise RuntimeError(f"{call}: the buffer is read-only ({type(self._writer).__name__}).")
+        self._settle()
 
     def read_all_in_order(self, end: int | None = None) -> Any:
         """``rb[:end]``: live rows in row order."""
@@ -731,15 +860,21 @@ class ReplayBuffer:
         writing, None or no rows hold everything back. What it raises comes through, with a note which one it was; nothing is
         written then. The containers it is given are its own, and of what was read the tensors, too.
 
+        Prefetched batches are dropped.
+
         Raises:
             RuntimeError: no transform.
         """
+        self._drop_ahead("append_transform")
         self._transform.append(transform, invert=invert)
+        self._choose_paths()
         return self
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
         """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range."""
+        self._drop_ahead("insert_transform")
         self._transform.insert(index, transform, invert=invert)
+        self._choose_paths()
         return self
 
     @property
@@ -751,11 +886,14 @@ class ReplayBuffer:
     @property
     def sampler(self) -> Any:
         """What chooses rows to read."""
+        if not self._draws_natively:
+            self._settle()  # it may be changed now
         return self._sampler
 
     @property
     def writer(self) -> Any:
         """What chooses where new rows go."""
+        self._settle()  # it may write now
         return self._writer
 
     @property
@@ -767,6 +905,11 @@ class ReplayBuffer:
     def batch_size(self) -> int | None:
         """Default batch size."""
         return self._batch_size
+
+    @property
+    def prefetch(self) -> int:
+        """Batches asked for ahead."""
+        return 0 if self._prefetcher is None else self._prefetcher.depth
 
     @property
     def dim_extend(self) -> int:
@@ -807,9 +950,11 @@ class ReplayBuffer:
         ([0, 1, 2], True)
         """
         if shared and not self.shared:
+            self._settle()
             self._storage.share()
             if hasattr(self._sampler, "moved"):
                 self._sampler.moved()
+            self._choose_paths()
             with contextlib.suppress(OSError):  # it is shared by now; the next write notes this again
                 self._record()
         return self
@@ -820,6 +965,7 @@ class ReplayBuffer:
         made = _instance(storage, storages.Storage, "storage", None)
         if hasattr(self._writer, "register_storage"):
             self._writer.register_storage(made)  # first: it may refuse
+        self._drop_ahead("set_storage")
         self._storage = made
         previous.detach(self)
         self._storage.attach(self)
@@ -834,14 +980,18 @@ class ReplayBuffer:
     def set_sampler(self, sampler: Sampler) -> Any:
         """Swap the sampler; the previous one is returned."""
         previous = self._sampler
-        self._take_sampler(_instance(sampler, Sampler, "sampler", None))
+        made = _instance(sampler, Sampler, "sampler", None)
+        self._drop_ahead("set_sampler")
+        self._take_sampler(made)
         self._record()
         return previous
 
     def set_writer(self, writer: Writer) -> Any:
         """Swap the writer; the previous one is returned. Cursors belong to the store: the next write goes on there."""
         previous = self._writer
-        self._take_writer(_instance(writer, Writer, "writer", None))
+        made = _instance(writer, Writer, "writer", None)
+        self._drop_ahead("set_writer")
+        self._take_writer(made)
         self._record()
         return previous
 
@@ -851,6 +1001,8 @@ class ReplayBuffer:
             raise ValueError(
                 f"generator: expected a CPU generator, got one on {generator.device}. Rows are drawn on the CPU."
             )
+        if self._sampler is not None:
+            self._drop_ahead("set_rng", keys=False)
         self._generator = generator
 
     def _take_sampler(self, sampler: Any) -> None:
@@ -883,6 +1035,14 @@ class ReplayBuffer:
         self._sample_natively = getattr(self._sampler, "sample_natively", None) if tensors else None
         self._appends = tensors and getattr(type(self._writer), "place", None) is writers.RoundRobinWriter.place
         self._bare = tensors and self._collate_fn is None
+        self._passes = type(self._sampler) not in _WITHOUT_PASSES
+        inner = self._sampler
+        while isinstance(inner, expanders.Expander):
+            inner = inner.sampler
+        self._walks = isinstance(inner, _WALKERS)
+        if self._prefetcher is not None:
+            plainly = self._draws_natively and self._pinning is None and not self._transform.reads
+            self._prefetcher.draws(plainly=plainly, passes=self._passes, kept=not self.shared)
 
     def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
         """New priorities of rows; a sampler without priorities warns and does nothing.
@@ -905,6 +1065,7 @@ class ReplayBuffer:
 
     def _bound_sampler(self) -> Any:
         """The sampler, which may have served another storage meanwhile."""
+        self._settle()
         if hasattr(self._sampler, "bind"):
             self._sampler.bind(self._storage)
         return self._sampler
@@ -941,21 +1102,35 @@ class ReplayBuffer:
         Cost: O(bytes of the rows), which are copied.
         """
         with self._storage.paused:
-            prefetched = self._prefetch_state()
-            sampler = self._bound_sampler()
-            return {
-                "_storage": self._storage.state_dict(without=getattr(sampler, "own_indexes", ())),
-                "_sampler": saved(sampler, "_sampler"),
-                "_writer": saved(self._writer, "_writer"),
-                "_transforms": self._transform.state_dict(),
-                "_batch_size": self._batch_size,
-                "_lane": self._lane,
-                "_iterating": self._iterator is not None,
-                "_consume_after_n_samples": None,
-                "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
-                "_default_rng": torch.default_generator.get_state(),
-                "_prefetch_state": prefetched,
-            }
+            state = self._state_but_rows()
+            return {"_storage": self._storage.state_dict(without=self._sampler_indexes()), **state}
+
+    def _state_but_rows(self, *, with_sampler: bool = True) -> dict[str, Any]:
+        """All of :meth:`state_dict` but the storage's."""
+        prefetched = self._prefetch_state()  # first: it draws what was asked for
+        return {
+            "_sampler": saved(self._bound_sampler(), "_sampler") if with_sampler else {},
+            "_writer": saved(self._writer, "_writer"),
+            "_transforms": self._transform.state_dict(),
+            "_batch_size": self._batch_size,
+            "_lane": self._lane,
+            "_iterating": self._iterator is not None,
+            "_consume_after_n_samples": None,
+            "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
+            "_default_rng": torch.default_generator.get_state(),
+            "_prefetch_state": prefetched,
+        }
+
+    def _sampler_index(self) -> str | None:
+        """The name of the priorities that are all of the sampler's state; None: it has another one."""
+        own = self._sampler_indexes()
+        return (
+            own[0][0] if self._storage.memory is not None and [kind for _, kind in own] == [priorities.KIND] else None
+        )
+
+    def _sampler_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Names and kinds of the storage's indexes that the sampler's state has."""
+        return getattr(self._bound_sampler(), "own_indexes", ())
 
     def load_state_dict(self, state_dict: dict[str, Any], *, default_rng: bool = False) -> None:
         """Take over a saved state: every later operation gives what it would have given then.
@@ -983,15 +1158,14 @@ class ReplayBuffer:
         name = type(self).__name__
         check_keys(state, _STATE, name)
         take_storage = checked(self._storage, state["_storage"], f"{name}: _storage")
-        capacity = self._storage.capacity_after(state["_storage"])
-        return self._checked_rest(state, capacity, take_storage, default_rng=default_rng)
+        return self._checked_rest(state, state["_storage"], take_storage, default_rng=default_rng)
 
     def _checked_rest(
-        self, state: dict[str, Any], capacity: int, take_storage: Callable[[], None], *, default_rng: bool
+        self, state: dict[str, Any], of_storage: dict[str, Any], take_storage: Callable[[], None], *, default_rng: bool
     ) -> Callable[[], None]:
         """Check all but the storage's state; what takes all over.
 
-        ``capacity``: rows that the storage will have.
+        ``of_storage``: the plain values of that one.
         """
         name = type(self).__name__
         batch_size = typed(state, "_batch_size", (int, type(None)), name)
@@ -1010,12 +1184,13 @@ class ReplayBuffer:
         take_writer = checked(self._writer, state["_writer"], f"{name}: _writer")
         take_transforms = checked(self._transform, state["_transforms"], f"{name}: _transforms")
         if hasattr(sampler, "own_indexes"):
-            take_sampler = sampler.checked_state(state["_sampler"], capacity)
+            take_sampler = sampler.checked_state(state["_sampler"], self._storage.capacity_after(of_storage))
         else:
             take_sampler = checked(sampler, state["_sampler"], f"{name}: _sampler")
 
         def take() -> None:
-            self._storage.allocate_for(state["_storage"])
+            self._drop_ahead("load", keys=False)
+            self._storage.allocate_for(of_storage)
             # Whoever wrote in between would write rows that the sampler's state does not know.
             with self._storage.alone():
                 take_storage()
@@ -1049,14 +1224,158 @@ class ReplayBuffer:
         return _checked_generator(rng[0], where)
 
     def _prefetch_state(self) -> dict[str, Any] | None:
-        """Batches that were drawn and not handed out: there are none."""
-        return None
+        """Batches that were asked for and not handed out, and the keys of those that come next; None: there are none."""
+        if not self._prefetcher:
+            return None
+        ahead = self._prefetcher.saved(self)
+        queue = []
+        for batch in ahead["batches"]:
+            made = batch.get("made")
+            known = None if made is None else pack([[part for part in made if part is not None]])
+            queue.append({"key": batch["key"], "made": known, "last": batch.get("last"), "before": batch.get("before")})
+        return {"version": 1, "capacity": self._prefetcher.depth, "queue": queue, "keys": ahead["keys"]}
 
     def _checked_prefetch(self, state: Any) -> Callable[[], None]:
-        """Check batches that were drawn and not handed out; what takes them over."""
-        if state is not None:
-            raise TypeError(f"{type(self).__name__}: _prefetch_state: expected None, got a {type(state).__name__}.")
-        return lambda: None
+        """Check batches that were asked for and not handed out; what takes them over."""
+        prefetcher, where = self._prefetcher, f"{type(self).__name__}: _prefetch_state"
+        if state is None:
+            return lambda: None
+        check_keys(state, ("version", "capacity", "queue", "keys"), where)
+        integer(state, "version", 1, 2, where)
+        depth = integer(state, "capacity", 1, 1 << 31, where)
+        if depth != self.prefetch:
+            raise RuntimeError(
+                f"{where}: expected a buffer with prefetch={depth}, as it was saved, got prefetch={self.prefetch}."
+            )
+        batches = [
+            self._checked_batch(entry, f"{where}: batch {i}")
+            for i, entry in enumerate(typed(state, "queue", list, where))
+        ]
+        keys = [_checked_key(key, f"{where}: keys") for key in typed(state, "keys", list, where)]
+        assert prefetcher is not None  # its depth is not 0
+        return lambda: prefetcher.restore({"batches": batches, "keys": keys})
+
+    def _checked_batch(self, entry: Any, where: str) -> dict[str, Any]:
+        check_keys(entry, ("key", "made", "last", "before"), where)
+        key = _checked_key(entry["key"], where)
+        if entry["made"] is None:
+            return {"key": key}
+        parts = unpack(entry["made"], None, where)
+        if len(parts) != 1 or len(parts[0]) not in (2, 3) or not isinstance(parts[0][-1], dict):
+            raise ValueError(f"{where}: made: expected a batch, perhaps rows, and info.")
+        data, *rows, info = parts[0]
+        before = copied(typed(entry, "before", (dict, type(None)), where), where)
+        last = typed(entry, "last", bool, where)
+        return {"key": key, "made": (data, rows[0] if rows else None, info), "last": last, "before": before}
+
+    # ---- files ---------------------------------------------------------------------------------------------------------
+
+    def dumps(self, path: str | os.PathLike[str], *, prefetch: str = "save") -> None:
+        """Save the buffer as a folder, which in one step replaces one that was saved there.
+
+        All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
+        storage. Of rows that were never written nothing is saved. Writers, of all processes, wait meanwhile; readers do not.
+
+        Args:
+            path: a free name, an empty folder, or what an earlier call has made.
+            prefetch: ``"drop"`` leaves out batches that were drawn ahead: then the saved buffer draws them anew.
+
+        Raises:
+            FileExistsError: something else lies there.
+            TypeError: something that is neither a tensor nor a plain value; names the way to it.
+            ValueError: ``prefetch`` is neither ``"save"`` nor ``"drop"``.
+            OSError: no space, or an I/O error. What lay there before still does.
+
+        >>> import tempfile, torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb, other = (ReplayBuffer(storage=LazyTensorStorage(100)) for _ in range(2))
+        >>> _ = rb.extend(torch.arange(10))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rb.dumps(f"{folder}/replay")
+        ...     other.loads(f"{folder}/replay")
+        >>> other[:3]
+        tensor([0, 1, 2])
+        """
+        if prefetch not in ("save", "drop"):
+            raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        with replacing(Path(path)) as folder, self._storage.paused:
+            parts = self.parts()
+            if prefetch == "drop":
+                parts.states["prefetch"] = {"batches": None}
+            rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
+            infos = [rows.info, *buffers.write_parts(folder, parts)]
+            finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
+
+    def loads(self, path: str | os.PathLike[str], *, default_rng: bool = False) -> None:
+        """Take over what :meth:`dumps` saved: every later operation gives what it would have given then.
+
+        Args:
+            path: the folder.
+            default_rng: as for :meth:`load_state_dict`.
+
+        Raises:
+            CorruptCheckpoint: damaged; names file and byte. IncompatibleCheckpoint: saved by other kinds of components, or as
+                :meth:`load_state_dict`. Nothing is changed; but where nothing was stored rows are checked while they are read, and
+                nothing is stored if that fails.
+            OSError: no space for the rows, or an I/O error. The buffer is empty then, if it was not already.
+        """
+        with Checkpoint(Path(path)) as checkpoint:
+            self.checked_parts(checkpoint, default_rng=default_rng)()
+
+    dump = save = dumps
+    load = loads
+
+    def parts(self, *, of_a_cut: bool = False) -> buffers.Parts:
+        """All of the state but the storage's, as the parts of a checkpoint.
+
+        ``of_a_cut``: priorities are in the storage's; the sampler's says under which name.
+        """
+        index = self._sampler_index() if of_a_cut else None
+        state = self._state_but_rows(with_sampler=index is None)
+        if index is not None:
+            state["_sampler"] = {buffers.INDEX: index}
+        states = {
+            "sampler": state["_sampler"],
+            "writer": state["_writer"],
+            "transforms": state["_transforms"],
+            "buffer": {name: state[f"_{name}"] for name in _IN_BUFFER},
+            "rng": {"generator": state["_rng"], "default": state["_default_rng"]},
+            "prefetch": {"batches": state["_prefetch_state"]},
+        }
+        return buffers.Parts(states, self._kinds())
+
+    def _kinds(self) -> dict[str, str]:
+        components = {"sampler": self._sampler, "writer": self._writer, "transforms": self._transform, "buffer": self}
+        kinds = {part: type(component).__name__ for part, component in components.items()}
+        return {**kinds, "rng": "Generator", "prefetch": "Prefetcher"}
+
+    def checked_parts(
+        self, checkpoint: Checkpoint, rank: int = 0, *, default_rng: bool = False, close_open: bool = False
+    ) -> Callable[[], None]:
+        """Check a rank's parts of a checkpoint; what takes them over, which must be called before the checkpoint is closed.
+
+        ``close_open``: trajectories that go on end where they are.
+
+        Raises: as :meth:`loads`. Nothing is changed.
+        """
+        reader = buffers.open_storage(checkpoint, rank)
+        take_storage = self._storage.checked_part(reader, close_open=close_open)
+        states = buffers.read_parts(checkpoint, rank, self._kinds())
+        if buffers.INDEX in states["sampler"]:
+            states["sampler"] = buffers.index_state(reader, states["sampler"])
+        where = str(checkpoint.shard_folder(rank))
+        for part, names in (("buffer", _IN_BUFFER), ("rng", ("generator", "default")), ("prefetch", ("batches",))):
+            check_keys(states[part], names, f"{where}: {part}")
+        state = {
+            "_sampler": states["sampler"],
+            "_writer": states["writer"],
+            "_transforms": states["transforms"],
+            **{f"_{name}": states["buffer"][name] for name in _IN_BUFFER},
+            "_rng": states["rng"]["generator"],
+            "_default_rng": states["rng"]["default"],
+            "_prefetch_state": states["prefetch"]["batches"],
+        }
+        return self._checked_rest(state, reader.state, take_storage, default_rng=default_rng)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -1074,6 +1393,7 @@ class ReplayBuffer:
             "sampler": _recorded(self._sampler, _SAMPLERS),
             "writer": _recorded(self._writer, _WRITERS),
             "batch_size": self._batch_size,
+            "prefetch": self.prefetch,
             **self._record_more(),
         }
         files.overwrite(store.directory / layout.FOLDER / layout.BUFFER, json.dumps(record).encode())
@@ -1098,6 +1418,7 @@ class ReplayBuffer:
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
         batch_size: int | None = None,
+        prefetch: int | None = None,
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         unclean: str = "refuse",
@@ -1105,13 +1426,13 @@ class ReplayBuffer:
     ) -> ReplayBuffer:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
-        Buffer class, sampler, writer and batch size are those of the buffer that last wrote to it; an argument replaces one. If its
-        process died, rows that were half written are set aside and that is logged. Within one process, a store that is open
-        already is attached to.
+        Buffer class, sampler, writer, batch size and prefetch are those of the buffer that last wrote to it; an argument replaces
+        one. If its process died, rows that were half written are set aside and that is logged. Within one process, a store that is
+        open already is attached to.
 
         Args:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.
-            sampler, writer, collate_fn, transform, batch_size, pin_memory, generator: as for the constructor.
+            sampler, writer, collate_fn, transform, batch_size, prefetch, pin_memory, generator: as for the constructor.
             unclean: ``"accept"`` takes a store that was open when the machine went down; ``"refuse"`` raises.
 
         Raises:
@@ -1137,10 +1458,13 @@ class ReplayBuffer:
             buffer_class = _BUFFERS.get(str(record.get("buffer", "ReplayBuffer")))
             if buffer_class is None:
                 raise TypeError(f"open: the store was used by an unknown buffer class {record.get('buffer')!r}.")
+            if batch_size is None:
+                batch_size = _recorded_batch_size(record)
             arguments: dict[str, Any] = {
                 "sampler": sampler if sampler is not None else _made_again(record.get("sampler"), _SAMPLERS, "sampler"),
                 "writer": writer if writer is not None else _made_again(record.get("writer"), _WRITERS, "writer"),
-                "batch_size": batch_size if batch_size is not None else _recorded_batch_size(record),
+                "batch_size": batch_size,
+                "prefetch": prefetch if prefetch is not None else _recorded_prefetch(record, batch_size),
                 **buffer_class.open_arguments(record),
             }
             rb: ReplayBuffer = buffer_class(
@@ -1165,8 +1489,11 @@ class ReplayBuffer:
         """Let go of files and locks; a temporary folder is removed. Repeatable; tensors handed out stay valid.
 
         Called when the buffer is collected or the program ends, too. Where several buffers of this process use one store,
-        it is the last one that closes it.
+        it is the last one that closes it. With ``prefetch`` the batches ahead are dropped, the threads end, which is waited for
+        but for seconds at most, and sampling is refused from then on.
         """
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self._storage.close()
 
     def start(self) -> Self:
@@ -1188,23 +1515,36 @@ class ReplayBuffer:
         return "direct"
 
     def synchronize(self) -> None:
-        """Wait for queued work: there is none."""
+        """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises."""
+        if self._prefetcher is not None:
+            self._prefetcher.wait()
 
-    def shutdown(self, timeout: float | None = None) -> None:  # noqa: ARG002 - nothing is queued here
-        """Refuse sampling from now on. Repeatable. ``timeout`` is for queued work, of which there is none."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Refuse sampling from now on, and end the threads of ``prefetch``. Repeatable.
+
+        Args:
+            timeout: seconds to wait for what threads are at; None: until it is done.
+        """
         self._shut_down = True
+        if self._prefetcher is not None:
+            self._prefetcher.close(timeout)
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ("_key", "_iterator", "_generator", "_sample_natively")
+        prefetcher = self._prefetcher
+        ahead = None if prefetcher is None or self.shared else prefetcher.saved(self)  # first: it reads
+        left = ("_key", "_iterator", "_generator", "_sample_natively", "_prefetcher")
         state = {k: v for k, v in self.__dict__.items() if k not in left}
+        state["_prefetch"] = self.prefetch, None if ahead is None else _by_value(ahead)
         # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
         state["_generator_state"] = None if self._generator is None else self._generator.get_state().numpy()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         generator_state = state.pop("_generator_state")
+        depth, ahead = state.pop("_prefetch")
         self.__dict__.update(state)
-        self._key = Key()
+        self._key = ThreadKey()
+        self._prefetcher = Prefetcher(depth, self._steps) if depth else None
         self._iterator = None
         self._generator = None
         if generator_state is not None:
@@ -1212,6 +1552,8 @@ class ReplayBuffer:
             self._generator.set_state(torch.from_numpy(generator_state))
         self._storage.attach(self)
         self._take_sampler(self._sampler)
+        if self._prefetcher is not None and ahead is not None:
+            self._prefetcher.restore(_from_value(ahead))
 
     # ---- seeing it -----------------------------------------------------------------------------------------------------
 
@@ -1228,7 +1570,7 @@ class ReplayBuffer:
         stats: dict[str, float] = {
             "size": size,
             "write_count": self.write_count,
-            "prefetch_queue_size": 0,
+            "prefetch_queue_size": 0 if self._prefetcher is None else len(self._prefetcher),
             "initialized": 1,
             "lanes": self.lanes,
         }
@@ -1270,6 +1612,8 @@ class ReplayBuffer:
             facts.append(("transform", repr(self._transform)))
         if self._batch_size is not None:
             facts.append(("batch_size", str(self._batch_size)))
+        if self._prefetcher is not None:
+            facts.append(("prefetch", str(self.prefetch)))
         return facts
 
     def __repr__(self) -> str:
@@ -1355,6 +1699,13 @@ def _recorded_batch_size(record: dict[str, Any]) -> int | None:
     return batch_size
 
 
+def _recorded_prefetch(record: dict[str, Any], batch_size: int | None) -> int:
+    try:
+        return _depth(record.get("prefetch"), batch_size, "what was recorded")
+    except (TypeError, ValueError) as error:
+        raise CorruptStore(f"open: {error}") from error
+
+
 def _read_record(directory: Path) -> dict[str, Any]:
     path = directory / layout.FOLDER / layout.BUFFER
     if not path.exists():
@@ -1379,6 +1730,11 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
         return known[name].from_config(config) if hasattr(known[name], "from_config") else known[name](**config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {error}.") from error
+
+
+def _checked_key(key: Any, where: str) -> int:
+    """64 bits, as an int. Raises ``TypeError``, ``ValueError``: they are none."""
+    return integer({"key": key}, "key", -(1 << 63), 1 << 64, where)
 
 
 def _checked_generator(state: Any, where: str) -> torch.Generator:
@@ -1410,6 +1766,19 @@ def _check_batch_size(batch_size: Any) -> None:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
 
 
+def _depth(prefetch: Any, batch_size: int | None, call: str) -> int:
+    """Batches to ask for ahead."""
+    if prefetch is None or prefetch is False:
+        return 0
+    if type(prefetch) is not int:
+        raise TypeError(f"{call}: prefetch: expected an int, a number of batches, got {type(prefetch).__name__}.")
+    if prefetch < 0:
+        raise ValueError(f"{call}: prefetch: expected at least 0 batches, got {prefetch}.")
+    if prefetch and batch_size is None:
+        raise ValueError(f"{call}: prefetch={prefetch}: expected a batch size, too: pass batch_size=….")
+    return prefetch
+
+
 def _is_key(index: Any) -> bool:
     return isinstance(index, str) or (
         isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
@@ -1427,12 +1796,43 @@ def _entry(data: Any, key: Any) -> Any:
 
 def _map_tensors(data: Any, change: Callable[[Any], Any]) -> Any:
     """Apply ``change`` to every tensor, array or TensorDict of a pytree."""
+    return change(data) if _has_dims(data) else _map_nested(data, lambda value: _map_tensors(value, change))
+
+
+class _ByValue(NamedTuple):
+    """A TensorDict on its way through a copy."""
+
+    entries: dict[str, Any]
+    batch_size: torch.Size
+    device: torch.device | None
+    names: list[str | None] | None
+
+
+def _by_value(data: Any) -> Any:
+    """Batches for a copy: copies of their tensors, which go by value (see ``Copied``); other objects as they are."""
+    if type(data) is TensorDict:
+        names = data.names if any(data.names) else None
+        return _ByValue(_by_value(children(data)), data.batch_size, data.device, names)
+    if isinstance(data, Tensor):
+        return Copied(data.detach().clone())
+    return _map_nested(data, _by_value)
+
+
+def _from_value(data: Any) -> Any:
+    """Batches again."""
+    if isinstance(data, _ByValue):
+        entries, batch_size, device, names = data
+        return TensorDict(_from_value(entries), batch_size=batch_size, device=device, names=names)
+    return data.tensor if isinstance(data, Copied) else _map_nested(data, _from_value)
+
+
+def _map_nested(data: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(data, dict):
-        return {key: _map_tensors(value, change) for key, value in data.items()}
+        return {key: change(value) for key, value in data.items()}
     if isinstance(data, tuple | list):
-        values = [_map_tensors(value, change) for value in data]
+        values = [change(value) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    return change(data) if _has_dims(data) else data
+    return data
 
 
 def _containers_anew(data: Any) -> Any:

@@ -233,8 +233,8 @@ class PriorityIndex:
         """float64 ``[n]``: ``(priority + eps) ** alpha`` of the first rows, 0 for rows that hold nothing. A copy."""
         return self._leaves(n, signs=False)
 
-    def _leaves(self, n: int, *, signs: bool) -> Tensor:
-        out = torch.empty(n, dtype=torch.float64, device="cpu")
+    def _leaves(self, n: int, *, signs: bool, room: Tensor | None = None) -> Tensor:
+        out = torch.empty(n, dtype=torch.float64, device="cpu") if room is None else room
         self.core.leaves(out.data_ptr(), n, signs)
         return out
 
@@ -245,11 +245,11 @@ class PriorityIndex:
         """How priorities become probabilities now."""
         return PriorityConfig(self.core.alpha, self.core.beta, self.core.eps, self.core.within_buffer)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, room: Tensor | None = None) -> dict[str, Any]:
         """``alpha, beta, eps, max_priority_within_buffer, highest`` and ``leaves``, float64 ``[rows]``, of which -0.0 is a
-        priority of zero: copies.
+        priority of zero: copies. ``room``: memory for the leaves.
         """
-        leaves = self._leaves(self.core.rows, signs=True)
+        leaves = self._leaves(self.core.rows, signs=True, room=room)
         return {**state_of(self.config), "highest": self.core.highest, "leaves": leaves}
 
     def restore(self, state: dict[str, Any]) -> None:

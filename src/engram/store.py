@@ -55,6 +55,7 @@ __all__ = [
     "Saved",
     "Store",
     "StoreState",
+    "ThreadKey",
     "check_index_name",
     "forget_temporary",
     "maker_of",
@@ -148,10 +149,9 @@ def check_index_name(name: Any, where: str = "index") -> None:
         raise ValueError(f"{where}: expected a name of 1 to 64 letters, digits, '-' or '_', got {name!r}.")
 
 
-class Key(threading.local):
-    """64 random bits, drawn anew for every sample; each thread has its own, so that none sees another's.
-
-    Drawing costs 0.6 µs; the core reads them at :attr:`address`, which saves a conversion.
+class Key:
+    """64 random bits, from which a sample follows. Drawing costs 0.6 µs; the core reads them at :attr:`address`, which saves a
+    conversion.
     """
 
     def __init__(self) -> None:
@@ -172,6 +172,10 @@ class Key(threading.local):
     def value(self) -> int:
         """The bits, as an int."""
         return int(self._bits)
+
+
+class ThreadKey(Key, threading.local):
+    """A key that is drawn anew for every sample; each thread has its own, so that none sees another's."""
 
 
 class Copied:
@@ -701,12 +705,21 @@ class Store:
 
         Cost: O(capacity), a word per row.
         """
-        clock = self.core.next_ticket
+        clock, write_count = self.core.next_ticket, self.core.write_count
+        return StoreState(self.lane_words(), self.numbers_before(clock), clock, write_count)
+
+    def lane_words(self) -> Tensor:
+        """The ``lanes`` of a :class:`StoreState`. Cost: O(lanes)."""
         lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
-        numbers = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
-        write_count = self.core.write_count
+        self.core.read_words(0, lanes.data_ptr(), 0)
+        return lanes
+
+    def numbers_before(self, clock: int) -> Tensor:
+        """The ``numbers`` of a :class:`StoreState`, of rows that were written before ``clock`` and still are as they were then."""
+        lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
+        numbers = torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
         self.core.read_words(clock, lanes.data_ptr(), numbers.data_ptr())
-        return StoreState(lanes, numbers, clock, write_count)
+        return numbers
 
     @contextlib.contextmanager
     def replacing(self, state: StoreState) -> Iterator[None]:
@@ -733,6 +746,7 @@ class Store:
             self.core.begin_replacing(False)
             try:
                 yield
+                self._refilled()
                 self.core.replaced(state.clock, lanes.data_ptr(), numbers.data_ptr())
                 self.core.write_count = state.write_count
                 for (_, kind), index in self.indexes.items():
@@ -740,6 +754,9 @@ class Store:
             except BaseException:
                 self.core.begin_replacing(False)
                 raise
+
+    def _refilled(self) -> None:
+        """The rows were replaced, past the core."""
 
     # ---- writers that look first -------------------------------------------------------------------------------------
 
@@ -994,6 +1011,10 @@ class Store:
         """Zeroed private memory for an index, as bytes; pages are taken when they are first touched."""
         return private_block(nbytes).tensor
 
+    def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
+        """Fields where the core reads them, for an index: their numbers there, and CPU tensors ``[C, *row shape]``."""
+        return tuple(numbers), [self.tensors[number] for number in numbers]
+
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
@@ -1113,6 +1134,17 @@ class Store:
         except IndexError as error:
             raise RowError(f"read: {error}.") from error
 
+    def copy_rows(self, rows: Tensor, expected: Tensor, columns: Sequence[Tensor]) -> list[int]:
+        """Copy rows into given memory: the positions whose row has another ticket, or had when it was copied.
+
+        Args:
+            rows: int64 ``[n]``, CPU. expected: int64 ``[n]`` ticket numbers.
+            columns: uint8 ``[n, row bytes]``, CPU, one per field.
+        """
+        addresses = tuple([column.data_ptr() for column in columns])
+        moved: list[int] = self.core.gather(rows.data_ptr(), len(rows), self._which, addresses, expected.data_ptr(), 0)
+        return moved
+
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
         """Draw ``n`` live rows uniformly, with replacement, and copy them: one native call.
 
@@ -1200,7 +1232,8 @@ class Store:
 class DeviceStore(Store):
     """Rows on an accelerator, moved by torch; tickets and cursors stay on the host.
 
-    Within one process only. A lock orders reads and writes: torch cannot look at tickets between copies.
+    Within one process only. A lock orders reads and writes: torch cannot look at tickets between copies. Fields that an index
+    reads have a copy on the host, which the core moves before the index hears of it: what a store on the CPU does with all.
     """
 
     is_native = False
@@ -1208,7 +1241,10 @@ class DeviceStore(Store):
     def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self._lock = _fork.rlock()
+        #: By number of the field, in the order in which the core has them.
+        self._copies: dict[int, Tensor] = {}
         super().__init__(schema, tensors, control, tickets)
+        self.layout = _native.Layout([])
 
     @classmethod
     def on(cls, schema: Schema, device: torch.device) -> DeviceStore:
@@ -1228,9 +1264,32 @@ class DeviceStore(Store):
         with self._lock, super().paused():  # in between, rows have tickets already and no data yet
             yield
 
+    def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
+        """As :meth:`Store.on_host`. A field that is asked for first is copied; from then on every write of it is, too."""
+        with self._lock:
+            for number in numbers:
+                if number not in self._copies:
+                    field = self.schema.fields[number]
+                    copy = _private_field(field, self.capacity).copy_(self.tensors[number])
+                    self.core.add_field(copy.data_ptr(), field.row_bytes)
+                    self._copies[number] = copy
+            self.layout = _native.Layout(dlpack_specs([self.schema.fields[number] for number in self._copies]))
+            order = list(self._copies)
+            return tuple(order.index(number) for number in numbers), [self._copies[number] for number in numbers]
+
+    def _refilled(self) -> None:
+        for number, copy in self._copies.items():
+            copy.copy_(self.tensors[number])
+
+    def _for_core(self, which: Sequence[int], columns: Sequence[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
+        """What the core has of some fields: their numbers there, in order, and the columns as it reads them."""
+        given = dict(zip(which, columns, strict=True))
+        there = [(place, given[number]) for place, number in enumerate(self._copies) if number in given]
+        return tuple(place for place, _ in there), [column.detach().to("cpu").contiguous() for _, column in there]
+
     def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
         with self._lock:
-            row, number = self.core.append_row(lane, ())
+            row, number = super().append_row(lane, self._for_core(self._which, columns)[1])
             for tensor, column in zip(self.tensors, columns, strict=True):
                 tensor[row] = column.detach()
         return row, number
@@ -1242,7 +1301,8 @@ class DeviceStore(Store):
         ]  # perhaps one row
         with self._lock:
             filled, _ = self.core.extent()
-            write = self._write(plan, n, (), ())
+            which, copied = self._for_core(self._which, columns)
+            write = self._write(plan, n, which, tuple([column.data_ptr() for column in copied]))
             rows = write.rows
             if plan.rows is not None:
                 self._clear_gaps(filled)
@@ -1260,7 +1320,7 @@ class DeviceStore(Store):
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
         with self._lock:
-            write = super().edit(rows, (), ())
+            write = super().edit(rows, *self._for_core(which, columns))
             self._put(rows, which, columns)
         return write
 
@@ -1283,15 +1343,17 @@ class DeviceStore(Store):
             _, moved = super().read(rows, expected=expected, which=())
             return self._take(rows, self._which if which is None else which), moved
 
+    def copy_rows(self, rows: Tensor, expected: Tensor, columns: Sequence[Tensor]) -> list[int]:
+        found, moved = self.read(rows, expected=expected)
+        for column, value in zip(columns, found, strict=True):
+            column.copy_(value.cpu().reshape(len(rows), -1).view(torch.uint8).view(column.shape))
+        return moved
+
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        rows, numbers = _native.empty_rows(n), _native.empty_rows(n)
         with self._lock:
-            try:
-                self.core.sample_uniform(key.value, n, (), rows.data_ptr(), numbers.data_ptr())
-            except _native.NothingLive as error:
-                raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
+            rows, *numbers = super().sample_uniform(key, n, True, with_numbers)[len(self._copies) :]
             columns = self._take(rows, self._which)
-        return [*columns, *[rows] * with_rows, *[numbers.to(self.device)] * with_numbers]
+        return [*columns, *[rows] * with_rows, *(tickets.to(self.device) for tickets in numbers)]
 
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         index = rows.to(self.device)

@@ -30,6 +30,20 @@ def test_prepare_and_lead_are_outside_the_clock():
     assert timing.blocks_us == {"A": [0.5]}  # 1,000 ns between two looks at the clock, two calls
 
 
+def test_what_comes_between_calls_is_outside_the_clock():
+    now = itertools.count(step=1000)
+    heard = []
+    side = Side("A", lambda: heard.append("call"), between=lambda: heard.append("between"))
+
+    def clock():
+        heard.append("clock")
+        return next(now)
+
+    timing = alternate([side], Effort(calls=2, blocks=1, warmup=0, lead=1), clock)
+    assert heard == ["clock", "call", "between"] + 2 * ["clock", "call", "clock", "between"]
+    assert timing.blocks_us == {"A": [1.0]}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_collector_is_off_inside_blocks_and_on_again_afterwards(fails):
     seen = []

@@ -7,8 +7,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from tensordict import TensorDict
 
-from engram import FrameStack, NStep, PrioritizedSampler, RandomSampler, RewardToGo, SamplerWithoutReplacement
-from tests.samplers.machine import SETTINGS, StoreMachine
+from engram import (
+    FrameStack,
+    NoSampleable,
+    NStep,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    RewardToGo,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
+from tests.samplers.machine import SETTINGS, StoreMachine, TrajectoryMachine
 
 GAMMA = 0.5  # sums of small integers are exact then
 
@@ -28,11 +39,17 @@ def next_frame_of(step):
 class ExpanderMachine(StoreMachine):
     """Which expanders there are, and in which order, is drawn too."""
 
-    def make_sampler(self, draw):
-        self.by_id = draw(st.booleans())
-        rules = {"traj_key": "episode"} if self.by_id else {"end_keys": [("next", "terminated"), ("next", "truncated")]}
+    def make_source(self, draw):
         sampler = draw(st.sampled_from([RandomSampler, SamplerWithoutReplacement, PrioritizedSampler]))
-        sampler = sampler(1000, 0.6, 0.4) if sampler is PrioritizedSampler else sampler()
+        return sampler(1000, 0.6, 0.4) if sampler is PrioritizedSampler else sampler()
+
+    def make_rules(self, draw):
+        self.by_id = draw(st.booleans())
+        return {"traj_key": "episode"} if self.by_id else {"end_keys": [("next", "terminated"), ("next", "truncated")]}
+
+    def make_sampler(self, draw):
+        rules = self.make_rules(draw)
+        sampler = self.make_source(draw)
         self.n, self.frames, self.padding = (
             draw(st.integers(1, 5)),
             draw(st.integers(1, 4)),
@@ -121,12 +138,58 @@ class ExpanderMachine(StoreMachine):
     @precondition(lambda self: self.rings.live())
     @rule()
     def update_priority(self):
-        batch = self.rb.sample(4)
+        try:
+            batch = self.rb.sample(12)
+        except NoSampleable:
+            return  # of windows; draw() knows whether there are some
         if "index_generation" in batch.keys():
             batch["td_error"] = torch.rand(len(batch)) + 0.1
             self.rb.update_tensordict_priority(batch)
             assert self.rb.stats()["priority_updates_dropped"] == 0
 
 
+class WindowExpanderMachine(ExpanderMachine, TrajectoryMachine):
+    """Around samplers of slices: the windows are theirs, and each step of them is what it is when it is drawn alone."""
+
+    def make_rules(self, draw):
+        self.arguments = self.boundaries(draw)
+        own = {"traj_key": "episode"} if self.by_id else {"end_keys": [("next", "done")]}
+        return draw(st.sampled_from([own, {}]))
+
+    def make_source(self, draw):
+        sampler = draw(st.sampled_from([SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler]))
+        self.may_be_empty = sampler is SliceSamplerWithoutReplacement  # a batch of trajectories that are too short
+        return (
+            sampler(1000, 0.6, 0.4, **self.arguments)
+            if sampler is PrioritizedSliceSampler
+            else sampler(**self.arguments)
+        )
+
+    @precondition(lambda self: self.rings.live())
+    @rule(windows=st.sampled_from([1, 3, 12]))
+    def draw(self, windows):
+        starts = self.starts()
+        try:
+            batch, info = self.rb.sample(windows * self.length, return_info=True)
+        except NoSampleable:
+            assert not starts or self.may_be_empty
+            return
+        rows, live, lasts = info["index"][0].tolist(), self.rings.live(), []
+        assert batch["where"].tolist() == [live[row].where for row in rows]
+        while len(lasts) < len(rows):
+            window, _ = starts[rows[len(lasts)]]
+            assert rows[len(lasts) : len(lasts) + len(window)] == window
+            lasts += [row == window[-1] for row in window]
+        expected = {row: self.expected(row) for row in set(rows)}
+        for key in expected[rows[0]].keys() - {("next", "truncated"), ("next", "done")}:
+            assert batch[key].tolist() == [expected[row][key] for row in rows], key
+        assert batch["next", "truncated"].flatten().tolist() == lasts
+        done = [expected[row]["next", "done"][0] or last for row, last in zip(rows, lasts, strict=True)]
+        assert batch["next", "done"].flatten().tolist() == done
+
+
 TestExpanders = pytest.mark.filterwarnings("ignore:sample. batch_size")(ExpanderMachine.TestCase)
 TestExpanders.settings = settings(SETTINGS, max_examples=60)
+
+TestExpandersOfWindows = pytest.mark.filterwarnings("ignore:sample. batch_size")(WindowExpanderMachine.TestCase)
+TestExpandersOfWindows.settings = settings(SETTINGS, max_examples=60)

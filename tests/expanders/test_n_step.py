@@ -18,14 +18,12 @@ from engram import (
     NoSampleable,
     NStep,
     PrioritizedSampler,
-    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     RewardToGo,
     RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
-    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
     WriterStalled,
@@ -385,19 +383,6 @@ def test_bad_keys():
             NStep(RandomSampler(), 2, 0.9, **more)
     with pytest.raises(ValueError, match="index"):
         NStep(RandomSampler(), 2, 0.9, index="a b")
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        SliceSampler(slice_len=2),
-        SliceSamplerWithoutReplacement(slice_len=2),
-        PrioritizedSliceSampler(9, 1, 1, slice_len=2),
-    ],
-)
-def test_windows_are_refused(sampler):
-    with pytest.raises(TypeError, match="which draws windows"):
-        NStep(sampler, 3, 0.9)
 
 
 def test_what_is_no_sampler():

@@ -963,13 +963,6 @@ def test_settings_may_change_between_draws():
     assert ends not in rb.sample(400).keys(include_nested=True)
 
 
-def test_rows_on_an_accelerator_are_refused():
-    """Their bytes are not where the table looks."""
-    rb = buffer(SliceSampler(slice_len=2), steps([5]), storage=LazyTensorStorage(10, device="meta"))
-    with pytest.raises(RuntimeError, match=r'expected rows on the CPU, got a storage on meta.*Use device="cpu"'):
-        rb.sample(4)
-
-
 def test_can_sample():
     rb = buffer(SliceSampler(slice_len=4))
     assert not rb.can_sample(4)

@@ -15,6 +15,7 @@ import engram
 from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     ReplayBuffer,
     RowError,
     TensorDictReplayBuffer,
@@ -849,8 +850,22 @@ def test_devices():
         for storage in (LazyTensorStorage(5, device=device), TensorStorage(torch.arange(5), device=device)):
             ReplayBuffer(storage=storage).extend(torch.arange(2))
             assert storage.device == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"LazyMemmapStorage: device: expected 'cpu'.*got 'cuda'"):
-        LazyMemmapStorage(5, device="cuda")
+    for device in ("cuda", "nowhere", object()):
+        with pytest.raises(ValueError, match=rf"LazyMemmapStorage: device: expected 'cpu'.*got '.*{str(device)[:5]}"):
+            LazyMemmapStorage(5, device=device)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nowhere", object()])
+def test_no_such_device(device):
+    for make in (
+        lambda: LazyTensorStorage(5, device=device),
+        lambda: TensorStorage(torch.arange(5), device=device),
+        lambda: ListStorage(5, device=device),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"Storage: device: (no such device, 'cuda:99'.*has cpu|expected a device)"
+        ):
+            make()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import torch
 
 from engram import _fork, _native, samplers
+from engram.checkpoint.components import Dumpable
 from engram.errors import NoSampleable, RowError, WriterStalled
 from engram.samplers._boundaries import ID_KEYS, Boundaries, as_key, as_keys, shared_table
 from engram.store import check_index_name, dlpack_specs
@@ -131,7 +132,7 @@ class _Bound(NamedTuple):
     """Then there are three more tensors: steps up to the observed row, up to the next one, and whether the former is the last."""
 
 
-class Expander:
+class Expander(Dumpable):
     """A sampler around a sampler. The inner one draws the rows; then every batch gets what the steps around them say.
 
     Rows, ``"index"``, ``"index_generation"`` and ``"priority_weight"`` are the inner sampler's, so priorities are updated as
@@ -142,13 +143,25 @@ class Expander:
     across the seam of a ring, where the newest row lies before the oldest. The rows around a drawn one are read under their
     tickets together with it: if one of them is overwritten meanwhile, all are read or drawn again.
 
+    Around a slice sampler every step of every window is expanded as if it had been drawn alone, so what it says may come from
+    behind the window, or before it, but never from another trajectory. Windows and their marks stay: ``("next", "truncated")`` is
+    true at the last step of a window, and ``("next", "done")`` there and where the expanded entry is.
+
     Entries that are not stored stand in the batches of TensorDict buffers, and in the ``info`` of all buffers.
     """
 
+    part = "sampler"
     #: What a store's record may name.
     known: ClassVar[dict[str, Any]] = {
         cls.__name__: cls
-        for cls in (samplers.RandomSampler, samplers.SamplerWithoutReplacement, samplers.PrioritizedSampler)
+        for cls in (
+            samplers.RandomSampler,
+            samplers.SamplerWithoutReplacement,
+            samplers.PrioritizedSampler,
+            samplers.PrioritizedSliceSampler,
+            samplers.SliceSampler,
+            samplers.SliceSamplerWithoutReplacement,
+        )
     }
 
     _rules: tuple[Key | None, tuple[Key, ...] | None, str | None]
@@ -170,10 +183,6 @@ class Expander:
         inner = sampler() if isinstance(sampler, type) else sampler
         if not isinstance(inner, Sampler):
             raise TypeError(f"{name}: sampler: expected a sampler, got {type(sampler).__name__}.")
-        if getattr(inner, "draws_windows", False):
-            raise TypeError(
-                f"{name}: sampler: expected one that draws rows, got a {type(inner).__name__}, which draws windows of steps."
-            )
         if index is not None:
             check_index_name(index, f"{name}: index")
         rules: tuple[Any, ...] = (as_key(traj_key, f"{name}: traj_key"), as_keys(end_keys, f"{name}: end_keys"), index)
@@ -185,6 +194,14 @@ class Expander:
                     f"got {rules}. Give them to the innermost expander only."
                 )
             rules = theirs
+        elif isinstance(inner, samplers.SliceSampler | samplers.SliceSamplerWithoutReplacement):
+            if not inner.recordable:
+                raise TypeError(
+                    f"{name}: sampler: expected windows of trajectories that the rows tell, got a {type(inner).__name__} with ends or "
+                    "trajectories of its own. Store them as a field, and name it with traj_key or end_key."
+                )
+            if rules == (None, None, None):
+                rules = (inner.traj_key, inner.end_keys or (inner.end_key and (inner.end_key,)), inner.index)
         self._rules = rules
         self.sampler: Any = inner
         self._unbind()
@@ -250,12 +267,15 @@ class Expander:
         """
         if not hasattr(storage, "structure") or (storage.device is not None and storage.device.type != "cpu"):
             where = f"a {type(storage).__name__}" + (f" on {storage.device}" if storage.device is not None else "")
-            raise RuntimeError(
-                f"{type(self).__name__}: expected a tensor storage on the CPU, whose rows have neighbours that can be read, "
-                f"got {where}. Use LazyTensorStorage or LazyMemmapStorage."
-            )
+            raise RuntimeError(self._elsewhere(where))
         if hasattr(self.sampler, "bind"):
             self.sampler.bind(storage)
+
+    def _elsewhere(self, where: str) -> str:
+        return (
+            f"{type(self).__name__}: expected a tensor storage on the CPU, whose rows have neighbours that can be read, got {where}. "
+            'Use LazyTensorStorage or LazyMemmapStorage with device="cpu", and a DeviceLoader for batches on an accelerator.'
+        )
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
@@ -279,8 +299,11 @@ class Expander:
                     bound = self._bound = self._find(memory)
         return bound
 
-    def _find(self, memory: Store) -> _Bound:
-        kind, fields = memory.schema.structure.kind, memory.schema.fields
+    def _check_rows(self, memory: Store) -> None:
+        """Raise ``RuntimeError`` unless rows are steps on the CPU with keys."""
+        if not memory.is_native:  # device="auto", and the first row was elsewhere
+            raise RuntimeError(self._elsewhere(f"rows on {memory.device}"))
+        kind = memory.schema.structure.kind
         if kind not in ("tensordict", "tensorclass", "dict"):
             raise RuntimeError(f"sample: {type(self).__name__}: expected rows whose fields have keys, got a {kind}.")
         own = memory.schema.structure.batch
@@ -289,6 +312,10 @@ class Expander:
                 f"sample: {type(self).__name__}: expected rows that are one step each, got TensorDicts of batch size {list(own)}: "
                 "their steps may belong to different trajectories. Use a storage with ndim > 1, or lanes."
             )
+
+    def _find(self, memory: Store) -> _Bound:
+        self._check_rows(memory)
+        fields = memory.schema.fields
         reading = Reading(fields)
         for expander in self._chain()[0]:
             expander.change(reading)
@@ -357,10 +384,7 @@ class Expander:
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:  # noqa: ARG002 - the protocol's
         """Refused: rows alone are not what an expander is for. Raises ``RuntimeError``."""
-        raise RuntimeError(
-            f"{type(self).__name__}: expected a tensor storage on the CPU, whose rows have neighbours that can be read. Use "
-            "LazyTensorStorage or LazyMemmapStorage."
-        )
+        raise RuntimeError(self._elsewhere("a storage of other rows"))
 
     def sample_natively(
         self, storage: Any, key: DrawKey, n: int, *, numbered: bool = False
@@ -372,8 +396,10 @@ class Expander:
             WriterStalled: a row or a step around it moved at every try.
             KeyError, TypeError, RuntimeError: the rows have not the fields that are needed.
         """
-        bound = self._bound_to(storage.memory)
         source = self._chain()[1]
+        if getattr(source, "draws_windows", False):
+            return self._sample_windows(storage, source, key, n, numbered=numbered)
+        bound = self._bound_to(storage.memory)
         extent = storage.extent()
         samplers.check_drawable(extent.size)
         if hasattr(source, "bind"):
@@ -384,11 +410,40 @@ class Expander:
         rows = draw.rows
         if moved:
             rows, info = self._read_again(storage, bound, source, draw, tensors, moved, waiting, key.value)
-        for at, dim in bound.stacked:
-            tensors[at] = _put_together(tensors[at], dim)
+        _stack(bound, tensors)
         numbers = tensors.pop()
         if numbered or draw.tickets is not None:
             info["index_generation"] = numbers
+        count = len(bound.memory.schema.fields)
+        info.update(zip(bound.names, tensors[count:], strict=True))
+        return tensors[:count], rows, info
+
+    def _sample_windows(
+        self, storage: Any, source: Any, key: DrawKey, n: int, *, numbered: bool
+    ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
+        """Windows are drawn and marked by their sampler; each of their steps is read as a row of its own.
+
+        Where a step around a row moved, that row is read again; where the row did, all windows are drawn again.
+        """
+
+        def read(draw: Draw) -> tuple[list[Tensor], list[int]]:
+            bound = self._bound_to(storage.memory)  # after the draw: the table counts the windows of whoever made it
+            tensors, moved, _ = _read(bound, draw)
+            tickets = draw.tickets
+            assert tickets is not None  # windows have them
+            for _ in range(_TRIES):
+                if not moved:
+                    break
+                places = torch.tensor(moved, device="cpu")
+                fresh, still, _ = _read(bound, Draw(draw.rows[places], tickets[places]))
+                for tensor, values in zip(tensors, fresh, strict=True):
+                    tensor[places] = values
+                moved = [moved[i] for i in still]
+            _stack(bound, tensors)
+            return tensors[:-1], moved
+
+        tensors, rows, info = source.sample_apart(storage, key, n, read, numbered=numbered)
+        bound = self._bound_to(storage.memory)
         count = len(bound.memory.schema.fields)
         info.update(zip(bound.names, tensors[count:], strict=True))
         return tensors[:count], rows, info
@@ -554,6 +609,11 @@ def _filling(column: Column, field: Field) -> bytes:
         return b""
     frame = torch.full((math.prod(field.shape),), column.padding, dtype=getattr(torch, field.dtype), device="cpu")
     return bytes(frame.view(torch.uint8).numpy().tobytes())
+
+
+def _stack(bound: _Bound, tensors: list[Tensor]) -> None:
+    for at, dim in bound.stacked:
+        tensors[at] = _put_together(tensors[at], dim)
 
 
 def _put_together(frames: Tensor, dim: int) -> Tensor:

@@ -30,7 +30,7 @@ class FrameStack(Expander):
     reinforcement learning", preprocessing.)
 
     Args:
-        sampler: what draws the rows: a sampler of rows, a class of one, or another expander.
+        sampler: what draws the rows: a sampler, also of slices, a class of one, or another expander.
         n: frames, at least 1.
         dim: dimension of a frame along which they are put together, negative: -3 for ``[C, H, W]``, -1 for ``[features]``. The
             first dimension of a frame costs no further copy.

@@ -39,7 +39,7 @@ class NStep(Expander):
     is summed; and there is no ``nonterminal``, as it is false for every return of one step.
 
     Args:
-        sampler: what draws the rows: a sampler of rows, a class of one, or another expander.
+        sampler: what draws the rows: a sampler, also of slices, a class of one, or another expander.
         n: steps, at least 1.
         gamma: discount in [0, 1].
         reward_key: float32 or float64 field of any shape.
@@ -48,10 +48,11 @@ class NStep(Expander):
             stored and no ``end_keys`` are given.
         end_keys: fields that are not zero at the last step of a trajectory; those that are not stored are skipped. Default
             ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``. They count beside a ``traj_key``, too.
-        index: name of the store's table of trajectories, ``"main"`` by default; slice samplers of the same name share it.
+        index: name of the store's table of trajectories, ``"main"`` by default; slice samplers of the same name share it. Around one
+            of those, keys and name are its own, if none of them is given.
 
     Raises:
-        TypeError: a sampler that draws windows, or none; arguments of the wrong type.
+        TypeError: no sampler, or one of slices with static boundaries; arguments of the wrong type.
         ValueError: ``n`` or ``gamma`` out of range; other boundaries than those of an expander inside.
 
     Raises (when it meets a storage, or when drawing):

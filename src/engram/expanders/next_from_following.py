@@ -153,7 +153,7 @@ class NextFromFollowing(Expander):
         traj_key, end_keys, index: as for :class:`NStep`.
 
     Raises: as :class:`NStep`.
-        TypeError: ``finals`` is none; a ``SamplerWithoutReplacement``, which cannot draw another row.
+        TypeError: ``finals`` is none; a ``SamplerWithoutReplacement`` or a slice sampler, which cannot draw another row.
         KeyError when drawing: rows that were written without the transform.
         RuntimeError when drawing: a final observation is not there any more (its storage is too small), or lies in another storage;
             an episode ends, by its id, at a row without end flag; the buffer is shared and ``finals.storage`` is not.
@@ -193,6 +193,11 @@ class NextFromFollowing(Expander):
             raise TypeError(
                 "NextFromFollowing: sampler: expected one with replacement: in place of a row whose next one is not written yet "
                 "another is drawn. Use RandomSampler or PrioritizedSampler."
+            )
+        if getattr(source, "draws_windows", False):
+            raise TypeError(
+                f"NextFromFollowing: sampler: expected one that draws rows, got a {type(source).__name__}: a window that holds a row whose "
+                "next one is not written yet has no other in its place. Store next observations, or use RandomSampler."
             )
         if any(isinstance(inner, NextFromFollowing) for inner in chain[:-1]):
             raise TypeError(

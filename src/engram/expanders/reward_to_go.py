@@ -32,7 +32,7 @@ class RewardToGo(Expander):
     Chen et al., "Decision Transformer", NeurIPS 2021.)
 
     Args:
-        sampler: what draws the rows: a sampler of rows, a class of one, or another expander.
+        sampler: what draws the rows: a sampler, also of slices, a class of one, or another expander.
         gamma: discount in [0, 1].
         reward_key: float32 or float64 field of any shape. Summed in double precision.
         out_key: name of the sum; that of the flag is the same with ``_complete`` behind it.

@@ -13,7 +13,16 @@ from pathlib import Path
 
 from engram.errors import CorruptStore
 
-__all__ = ["Creation", "check_size", "open_regular", "overwrite", "read_small", "reserve", "write_atomically"]
+__all__ = [
+    "Creation",
+    "check_size",
+    "fallocate",
+    "open_regular",
+    "overwrite",
+    "read_small",
+    "reserve",
+    "write_atomically",
+]
 
 _ZEROES = bytes(1 << 20)
 
@@ -30,7 +39,7 @@ def reserve(path: Path, nbytes: int) -> None:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        if nbytes and not _fallocate(fd, nbytes):
+        if nbytes and not fallocate(fd, nbytes):
             written = 0
             while written < nbytes:
                 written += os.write(fd, _ZEROES[: nbytes - written])
@@ -44,8 +53,8 @@ def reserve(path: Path, nbytes: int) -> None:
         os.close(fd)
 
 
-def _fallocate(fd: int, nbytes: int) -> bool:
-    """Reserve space with fallocate(2) itself: glibc's posix_fallocate emulates it badly where it is missing."""
+def fallocate(fd: int, nbytes: int) -> bool:
+    """Take the space of a file by the system call, since glibc emulates it badly where it is missing. False: it is."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if function is None:
         return False

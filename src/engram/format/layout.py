@@ -31,6 +31,7 @@ __all__ = [
     "FOLDER",
     "INDEXES",
     "MAKER",
+    "SINGLE",
     "STORE",
     "TEMPORARY",
     "TICKETS",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 FOLDER = ".engram"
+#: Key of the only field of rows that are tensors.
+SINGLE = "_-single-tensor-_"
 STORE = "store.json"
 CONTROL = "control"
 TICKETS = "tickets"

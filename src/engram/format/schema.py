@@ -9,18 +9,35 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import xxhash
 
 from engram.errors import CorruptStore, IncompatibleStore
+from engram.format import strict
 
-__all__ = ["DTYPES", "Field", "Node", "Schema", "decode", "encode", "fingerprint"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "DTYPES",
+    "MAX_DIMS",
+    "MAX_FIELDS",
+    "Field",
+    "Node",
+    "Schema",
+    "decode",
+    "encode",
+    "fingerprint",
+    "validate_fields",
+    "validate_geometry",
+    "validate_key",
+]
 
 FORMAT = "engram.store"
 VERSION = (1, 0)
-MAX_BYTES = 1 << 20
+MAX_BYTES = strict.MAX_BYTES
 MAX_FIELDS = 4096
 MAX_DIMS = 32
 MAX_DEPTH = 16
@@ -102,38 +119,14 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ValueError: what is wrong, and with which field.
         """
-        self._validate_geometry()
-        if not 1 <= len(self.fields) <= MAX_FIELDS:
-            raise ValueError(f"{len(self.fields)} fields, at least 1 and at most {MAX_FIELDS} are possible")
+        validate_geometry(self.capacity, self.lanes, self.columns)
         if self.format != FORMAT:
             raise ValueError(f"expected the format {FORMAT!r}, got {self.format!r}")
-        seen: set[tuple[str, ...]] = set()
-        for field in self.fields:
-            validate_key(field.key)
-            if field.key in seen:
-                raise ValueError(f"field {field.name} appears twice")
-            seen.add(field.key)
-            if field.dtype not in DTYPES:
-                raise ValueError(f"field {field.name}: unknown dtype {field.dtype}")
-            if len(field.shape) > MAX_DIMS or any(d < 0 for d in field.shape):
-                raise ValueError(f"field {field.name}: impossible shape {list(field.shape)}")
-            # Zeros count as ones: torch multiplies the other sizes too.
-            if math.prod(max(d, 1) for d in field.shape) * DTYPES[field.dtype] * self.capacity >= 1 << 62:
-                raise ValueError(f"field {field.name}: {self.capacity} rows of {field.row_bytes} bytes are too many")
+        validate_fields(self.fields, self.capacity)
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):
             raise ValueError("the structure does not name every field once")
-
-    def _validate_geometry(self) -> None:
-        if self.capacity < 1 or self.lanes < 1 or self.capacity % self.lanes:
-            raise ValueError(f"capacity {self.capacity} is not a positive multiple of {self.lanes} lanes")
-        if any(c < 1 for c in self.columns) or self.capacity % math.prod(self.columns):
-            raise ValueError(f"capacity {self.capacity} is not a multiple of the columns {self.columns}")
-        if self.lanes > (1 if self.columns else MAX_LANES):
-            raise ValueError(f"{self.lanes} lanes, at most {MAX_LANES} are possible, and 1 with columns")
-        if self.capacity >= 1 << 58:
-            raise ValueError(f"{self.capacity} rows are too many")
 
     def _collect_leaves(self, node: Node, path: tuple[str, ...], leaves: list[int]) -> list[tuple[int, ...]]:
         """Check a node and what is below it; the shapes of its leaves."""
@@ -163,6 +156,37 @@ def _validate_node(node: Node, path: tuple[str, ...]) -> None:
         raise ValueError(f"the structure has a {node.kind} of type {node.type!r} at {path}")
     if node.batch and (node.kind not in ("tensordict", "tensorclass") or min(node.batch) < 0):
         raise ValueError(f"the structure has a {node.kind} of batch size {list(node.batch)} at {path}")
+
+
+def validate_geometry(capacity: int, lanes: int, columns: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` for sizes that do not add up."""
+    if capacity < 1 or lanes < 1 or capacity % lanes:
+        raise ValueError(f"capacity {capacity} is not a positive multiple of {lanes} lanes")
+    if any(c < 1 for c in columns) or capacity % math.prod(columns):
+        raise ValueError(f"capacity {capacity} is not a multiple of the columns {columns}")
+    if lanes > (1 if columns else MAX_LANES):
+        raise ValueError(f"{lanes} lanes, at most {MAX_LANES} are possible, and 1 with columns")
+    if capacity >= 1 << 58:
+        raise ValueError(f"{capacity} rows are too many")
+
+
+def validate_fields(fields: Sequence[Field], rows: int) -> None:
+    """Raise ``ValueError`` for fields that no store of that many rows can have."""
+    if not 1 <= len(fields) <= MAX_FIELDS:
+        raise ValueError(f"{len(fields)} fields, at least 1 and at most {MAX_FIELDS} are possible")
+    seen: set[tuple[str, ...]] = set()
+    for field in fields:
+        validate_key(field.key)
+        if field.key in seen:
+            raise ValueError(f"field {field.name} appears twice")
+        seen.add(field.key)
+        if field.dtype not in DTYPES:
+            raise ValueError(f"field {field.name}: unknown dtype {field.dtype}")
+        if len(field.shape) > MAX_DIMS or any(d < 0 for d in field.shape):
+            raise ValueError(f"field {field.name}: impossible shape {list(field.shape)}")
+        # Zeros count as ones: torch multiplies the other sizes too.
+        if math.prod(max(d, 1) for d in field.shape) * DTYPES[field.dtype] * rows >= 1 << 62:
+            raise ValueError(f"field {field.name}: {rows} rows of {field.row_bytes} bytes are too many")
 
 
 def validate_key(key: tuple[str, ...]) -> None:
@@ -200,8 +224,8 @@ def decode(raw: bytes, path: str) -> Schema:
     if len(raw) > MAX_BYTES:
         raise CorruptStore(f"{path}: expected at most {MAX_BYTES} bytes, got {len(raw)}.")
     try:
-        tree = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constants)
-    except (ValueError, RecursionError) as error:
+        tree = strict.parse(raw, max_depth=2 * MAX_DEPTH + 4)  # a level of the structure is two of the text
+    except ValueError as error:
         raise CorruptStore(f"{path}: not readable as JSON ({error}).") from error
     version = tree.get("version") if isinstance(tree, dict) else None
     if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int and v >= 0 for v in version)):
@@ -217,14 +241,3 @@ def decode(raw: bytes, path: str) -> Schema:
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise CorruptStore(f"{path}: {error}.") from error
     return schema
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key appears twice")
-    return result
-
-
-def _no_constants(name: str) -> Any:
-    raise ValueError(f"{name} is not a number here")

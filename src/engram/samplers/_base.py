@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engram.checkpoint.components import Dumpable
 from engram.errors import NoSampleable
 from engram.state import check_keys
 
@@ -26,8 +27,10 @@ def check_drawable(size: int) -> None:
         raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
 
 
-class NativeSampler:
+class NativeSampler(Dumpable):
     """Base of the samplers that draw in the native core."""
+
+    part = "sampler"
 
     #: Whether :meth:`observe` does anything: the buffer calls it only then.
     listens = False

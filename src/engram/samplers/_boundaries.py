@@ -105,14 +105,13 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
     """The store's table of that name, made by a scan of the rows where there is none.
 
     Raises:
-        RuntimeError: the rows are not on the CPU.
         IncompatibleStore: the name stands for other boundaries.
     """
 
     def make() -> Any:
-        fields = [memory.tensors[number] for number in boundaries.which]
+        which, fields = memory.on_host(boundaries.which)
         counted = memory.windows.setdefault(name, window)
-        table = make_table(memory, boundaries.by_id, boundaries.which, fields, counted)
+        table = make_table(memory, boundaries.by_id, which, fields, counted)
         memory.core.attach(table)
         scan(table, memory)
         return table
@@ -121,16 +120,10 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
 
 
 def make_table(memory: Store, by_id: bool, which: Sequence[int], fields: Sequence[Tensor], window: int) -> Any:
-    """A table of its own over ``fields``, ``[C, ...]`` each, of which nothing is known yet.
+    """A table of its own over ``fields``, ``[C, ...]`` each and on the CPU, of which nothing is known yet.
 
-    Raises:
-        RuntimeError: the rows are not on the CPU.
+    ``which``: their numbers in the core; none of fields that no write moves.
     """
-    if memory.device.type != "cpu":
-        raise RuntimeError(
-            f"sample: expected rows on the CPU, got a storage on {memory.device}: trajectories are found there only, so far. "
-            'Use device="cpu" for the storage.'
-        )
     control, tickets = memory.words
     width = 1
     for size in memory.schema.columns:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from engram.samplers.slices import Marks
     from engram.store import Key, Store
+    from engram.types import Draw
 
 __all__ = ["PrioritizedSliceSampler"]
 
@@ -174,8 +175,8 @@ class PrioritizedSliceSampler(SliceSampler):
             raise NoSampleable(f"sample: {error}. {NOTHING}") from error
         return drawn
 
-    def _marks_in(self, store: Store, fields: dict[tuple[str, ...], int]) -> Marks:
-        marks = super()._marks_in(store, fields)
+    def _marks_in(self, store: Store, fields: dict[tuple[str, ...], int], *, apart: bool) -> Marks:
+        marks = super()._marks_in(store, fields, apart=apart)
         marks.places["priority_weight"] = marks.end
         return marks
 
@@ -188,9 +189,24 @@ class PrioritizedSliceSampler(SliceSampler):
         numbered: bool = True,
     ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
         """As :meth:`SliceSampler.sample_natively`, with weights and generations."""
-        columns, rows, info = super().sample_natively(storage, key, n, numbered=True)
+        return super().sample_natively(storage, key, n, numbered=True)
+
+    def sample_apart(
+        self,
+        storage: Any,
+        key: Key,
+        n: int,
+        read: Callable[[Draw], tuple[list[Tensor], list[int]]],
+        *,
+        numbered: bool = True,
+    ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
+        """As :meth:`SliceSampler.sample_apart`, with weights and generations."""
+        return super().sample_apart(storage, key, n, read, numbered=True)
+
+    def _info(self, marks: Marks, tensors: list[Tensor], *, numbered: bool) -> dict[Any, Tensor]:
+        info = super()._info(marks, tensors, numbered=numbered)
         info["priority_weight"] = info["priority_weight"].to(self.anchors.dtype)
-        return columns, rows, info
+        return info
 
     def _refuse(self, table: Any, length: int) -> NoReturn:
         trajectories, longest = table.census()

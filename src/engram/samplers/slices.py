@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from engram import _fork, _native
 from engram._later import refuse
-from engram.errors import NoSampleable
+from engram.errors import NoSampleable, WriterStalled
 from engram.samplers._base import NativeSampler
 from engram.samplers._boundaries import as_key, as_keys, boundaries_of, field_numbers, scan, shared_table, static_table
 from engram.state import check_keys, integer, typed
@@ -32,6 +33,10 @@ _LATER = {
     "step_key": "slices of interleaved trajectories",
 }
 _MASK = ("collector", "mask")
+#: A draw that reads no field.
+_NO_FIELDS = _native.Layout([])
+#: Draws of windows that keep moving: tries in a row, then with pauses.
+_TRIES = 8
 #: Of a mark: not wanted, or not added to a stored flag.
 _UNWANTED, _ALONE = -2, -1
 
@@ -42,7 +47,7 @@ class Marks(NamedTuple):
     wanted: Any
     """What the native core is asked for."""
     places: dict[Any, int]
-    """Entries that are among its tensors as they are."""
+    """Entries that are among the tensors as they are: columns, rows and what it marks, one behind the other."""
     merged: list[tuple[Any, Callable[[Tensor, Tensor], Tensor], int, int]]
     """Entries made of a stored field and a mark: ``(entry, how, place of the field, place of the mark)``."""
     end: int
@@ -60,6 +65,8 @@ class Bound(NamedTuple):
     static: Tensor | None
     """Memory of static boundaries."""
     marks: Marks
+    apart: Marks
+    """Where somebody else reads the columns."""
 
 
 #: What a sampler may be told at any time.
@@ -192,7 +199,8 @@ class _SliceSampler(NativeSampler):
         else:
             boundaries = boundaries_of(memory, self.traj_key, self.end_key, self.end_keys)
             table = shared_table(memory, self.index, boundaries, length)
-        return Bound(memory, table, field, self._marks_in(memory, fields))
+        marks = self._marks_in(memory, fields, apart=False)
+        return Bound(memory, table, field, marks, apart=self._marks_in(memory, fields, apart=True))
 
     def _place_static(self, bound: Bound, extent: Extent) -> None:
         """Static boundaries belong to the live rows in row order; a write can only make them too few or too many.
@@ -248,12 +256,12 @@ class _SliceSampler(NativeSampler):
         """The native core's draw: fields, rows, marks, tickets if asked for. ``arguments``: what all kinds of it take."""
         raise NotImplementedError
 
-    def sample_natively(
-        self, storage: Any, key: DrawKey, n: int, *, numbered: bool = False
-    ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
-        """Draw windows, read them and mark their ends in one native call: ``(columns, rows, info)``.
+    def _chosen(
+        self, storage: Any, layout: Any, key: DrawKey, n: int, *, numbered: bool, apart: bool
+    ) -> tuple[Marks, list[Tensor]]:
+        """Draw windows in one native call: the fields of a layout, which may be empty, rows, marks and tickets if numbered.
 
-        Windows of which a row moves while it is read are replaced by others.
+        Windows of which a row moves meanwhile are replaced by others.
         """
         if storage is not self._storage:
             self.bind(storage)
@@ -262,8 +270,8 @@ class _SliceSampler(NativeSampler):
         bound = self._bound
         if bound is None or bound.memory is not store:
             bound = self._bound_to(storage, length)
-        marks = bound.marks
-        arguments = (store.core, store.layout, key.address, count, shape, self.pad_output, numbered, marks.wanted)
+        marks = bound.apart if apart else bound.marks
+        arguments = (store.core, layout, key.address, count, shape, self.pad_output, numbered, marks.wanted)
         if bound.static is None:
             tensors = self._sample(bound.table, arguments)
         else:
@@ -271,23 +279,81 @@ class _SliceSampler(NativeSampler):
                 bound = self._bound_to(storage, length)
                 self._place_static(bound, storage.extent())
                 tensors = self._sample(bound.table, arguments)
-        fields = len(store.tensors)
-        rows = tensors[fields]
-        if not rows.numel():
+        if not len(tensors[0]):
             self._refuse(bound.table, length)
+        return marks, tensors
+
+    def _info(self, marks: Marks, tensors: list[Tensor], *, numbered: bool) -> dict[Any, Tensor]:
+        """What a batch says of its steps. ``tensors``: columns, rows, marks, and tickets if numbered."""
         info = {entry: tensors[place] for entry, place in marks.places.items()}
         for entry, how, field, mark in marks.merged:
             info[entry] = how(tensors[field], tensors[mark])
         if numbered:
             info["index_generation"] = tensors[-1]
-        return tensors[:fields], rows, info
+        return info
+
+    def sample_natively(
+        self, storage: Any, key: DrawKey, n: int, *, numbered: bool = False
+    ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
+        """Draw windows, read them and mark their ends in one native call: ``(columns, rows, info)``.
+
+        From an accelerator they are read by torch, after the draw.
+        """
+        store: Store = storage.memory
+        if not store.is_native:
+            return self.sample_apart(
+                storage, key, n, lambda draw: store.read(draw.rows, expected=draw.tickets), numbered=numbered
+            )
+        marks, tensors = self._chosen(storage, store.layout, key, n, numbered=numbered, apart=False)
+        fields = len(store.tensors)
+        return tensors[:fields], tensors[fields], self._info(marks, tensors, numbered=numbered)
+
+    def sample_apart(
+        self,
+        storage: Any,
+        key: DrawKey,
+        n: int,
+        read: Callable[[Draw], tuple[list[Tensor], list[int]]],
+        *,
+        numbered: bool = False,
+    ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
+        """As :meth:`sample_natively`, of columns that somebody else reads.
+
+        Args:
+            storage, key, n, numbered: as there.
+            read: gives one tensor per field (more may follow) of a draw's rows, and the places of those that do not hold the
+                draw's tickets any more. If there are any, all windows are drawn again.
+
+        Raises:
+            WriterStalled: there were some at every try for 5 s.
+        """
+        store: Store = storage.memory
+        deadline, attempt, bits = time.monotonic() + _native.wait_limit(), 0, key
+        while True:
+            marks, drawn = self._chosen(storage, _NO_FIELDS, bits, n, numbered=True, apart=True)
+            rows, *marked = drawn
+            columns, moved = read(Draw(rows, drawn[-1]))
+            if not moved:
+                break
+            attempt += 1
+            if attempt > _TRIES:
+                if time.monotonic() > deadline:
+                    raise WriterStalled(
+                        f"sample: row {int(rows[moved[0]])}, of a window, moved at every try for {_native.wait_limit():g} s."
+                    )
+                time.sleep(0.001)
+            bits = DrawKey.of((key.value + attempt * 0x9E3779B97F4A7C15) % (1 << 63))
+        there = [tensor.to(store.device) for tensor in marked]
+        info = self._info(marks, [*columns[: len(store.tensors)], rows, *there], numbered=True)
+        if not numbered:
+            del info["index_generation"]
+        return columns, rows, info
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         """Rows and tickets of the windows that :meth:`sample_natively` draws by the same key."""
         self._bound_to(self._storage, self._split(batch_size)[1])  # where the storage is none for windows, this says so
-        bits = DrawKey.of(key)
-        _, rows, info = self.sample_natively(self._storage, bits, batch_size, numbered=True)
-        return Draw(rows, info["index_generation"])
+        _, drawn = self._chosen(self._storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, apart=True)
+        return Draw(drawn[0], drawn[-1])
 
     def _refuse(self, table: Any, length: int) -> NoReturn:
         trajectories, longest = table.census()
@@ -306,11 +372,12 @@ class _SliceSampler(NativeSampler):
 
     # ---- marks -------------------------------------------------------------------------------------------------------
 
-    def _marks_in(self, store: Store, fields: dict[Key, int]) -> Marks:
+    def _marks_in(self, store: Store, fields: dict[Key, int], *, apart: bool) -> Marks:
         """What ``info`` holds beside the index, for the flags that a store has.
 
         Under :attr:`truncated_key` and its siblings ``done`` and ``terminated``, bool ``[B, 1]``; under :attr:`init_key`, if it
-        is stored, as it is stored; under ``("collector", "mask")``, with padding, bool ``[B]``.
+        is stored, as it is stored; under ``("collector", "mask")``, with padding, bool ``[B]``. ``apart``: the native core marks
+        columns of its own only, as it does not see the stored ones.
         """
         places: dict[Any, int] = {}
         merged: list[tuple[Any, Callable[[Tensor, Tensor], Tensor], int, int]] = []
@@ -321,7 +388,7 @@ class _SliceSampler(NativeSampler):
             ends, done = True, _ALONE
             places[_public(self.truncated_key)] = at
             number, entry = fields.get((*above, "done")), _public((*above, "done"))
-            if number is None or _is_flag(store, number, (), (1,)):
+            if number is None or (not apart and _is_flag(store, number, (), (1,))):
                 done, places[entry] = _ALONE if number is None else number, at + 1
             else:
                 merged.append((entry, _ended, number, at + 1))
@@ -335,7 +402,7 @@ class _SliceSampler(NativeSampler):
                 merged.append((entry, lambda stored, _: _as_flag(stored), number, number))
         if self.init_key is not None and self.init_key in fields:
             number, entry = fields[self.init_key], _public(self.init_key)
-            if _is_flag(store, number, (), (1,)):
+            if not apart and _is_flag(store, number, (), (1,)):
                 begun, begun_is_column = number, store.schema.fields[number].shape != ()
                 places[entry] = at
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor
 
 from engram import _fork
+from engram.checkpoint.components import Dumpable, check_kind, read_state, write_part
+from engram.checkpoint.rows import SavedRows, nothing_saved
 from engram.errors import RowError
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.format.parts import PartReader
     from engram.priorities import PriorityConfig, PriorityIndex
 
 __all__ = ["Rows", "Storage", "check_count"]
@@ -39,12 +43,13 @@ class Rows(NamedTuple):
     """The slice, where a live view shows these rows."""
 
 
-class Storage:
+class Storage(Dumpable):
     """Holds what is written. Base class of all storages, for type checks; custom storages are not supported yet.
 
     A storage may serve several buffers: what is written through one is seen by the samplers of all.
     """
 
+    part = "storage"
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
     ndim: int = 1
 
@@ -235,6 +240,77 @@ class Storage:
         """
         self.checked_state(state_dict)()
         self.notify(None, None)
+
+    # ---- files ---------------------------------------------------------------------------------------------------------
+
+    #: Classes whose dumps can be loaded here.
+    _loads: tuple[str, ...] = ()
+
+    def save_part(
+        self, folder: Path, *, without: Collection[tuple[str, str]] = (), roles: Mapping[Any, str] | None = None
+    ) -> SavedRows:
+        """Write all that is stored into a new folder, as a part of a checkpoint. Nobody must be writing.
+
+        Args:
+            folder: where.
+            without: as for :meth:`state_dict`.
+            roles: what fields mean, by key, where they are not called as usual.
+        """
+        state = self.state_dict(without=without)
+        return nothing_saved(write_part(folder, "storage", type(self).__name__, state), state["clock"], len(self))
+
+    def checked_part(self, reader: PartReader, *, close_open: bool = False) -> Callable[[], None]:
+        """Check a part; what takes it over. Rows are read only then, if nothing is stored here.
+
+        ``close_open``: the trajectories that go on at the ends of lanes end there; the next row of such a lane is left out.
+
+        Raises: as :meth:`loads`. Nothing is changed.
+        """
+        check_kind(reader, "storage", *self._loads)
+        return self.checked_state(read_state(reader))
+
+    def prepare_cut(self) -> Callable[[], dict[str, Any]]:
+        """What notes all that :meth:`save_cut` needs of one moment, while writers are :attr:`paused`: as fast as can be."""
+        return self.state_dict
+
+    def save_cut(
+        self,
+        folder: Path,
+        cut: dict[str, Any],
+        *,
+        roles: Mapping[Any, str] | None = None,
+        parent: PartReader | None = None,
+        paranoid: bool = False,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> SavedRows:
+        """Write all that was stored at a cut into a new folder, as a part of a checkpoint. Others may be writing.
+
+        Args:
+            folder: where.
+            cut: what :meth:`prepare_cut` noted.
+            roles: what fields mean, by key, where they are not called as usual.
+            parent: the same part of an older checkpoint of this very storage: what did not change is linked.
+            paranoid: compare what is linked with what is stored.
+            progress: called with how many bytes were done.
+        """
+        return nothing_saved(write_part(folder, "storage", type(self).__name__, cut), cut["clock"], len(cut["numbers"]))
+
+    def lineage(self) -> Any:
+        """Equal as long as the tickets of an older checkpoint mean the rows that are stored now."""
+        return None
+
+    def loads(self, path: str | Path) -> None:
+        """Replace what is stored by what :meth:`dumps` saved. Samplers hear of an emptied storage.
+
+        Raises:
+            CorruptCheckpoint: damaged; names file and byte. IncompatibleCheckpoint: as :meth:`load_state_dict`, or of another
+                kind of storage. Nothing is changed; but where nothing was stored rows are checked while they are read, and nothing
+                is stored if that fails.
+        """
+        super().loads(path)
+        self.notify(None, None)
+
+    load = loads
 
     def close(self) -> None:
         """Let go of files and locks. Repeatable."""

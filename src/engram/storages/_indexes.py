@@ -11,16 +11,24 @@ from engram.store import check_index_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from torch import Tensor
+
     from engram.priorities import PriorityConfig, PriorityIndex
 
 __all__ = ["check_names", "checked_priorities", "saved_priorities"]
 
 
 def saved_priorities(
-    indexes: Mapping[str, PriorityIndex], without: Collection[tuple[str, str]]
+    indexes: Mapping[str, PriorityIndex],
+    without: Collection[tuple[str, str]],
+    room: Mapping[str, Tensor] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The states of priorities, by name. Copies."""
-    return {name: index.state() for name, index in sorted(indexes.items()) if (name, KIND) not in without}
+    """The states of priorities, by name. Copies; ``room``: for leaves, by name."""
+    return {
+        name: index.state((room or {}).get(name))
+        for name, index in sorted(indexes.items())
+        if (name, KIND) not in without
+    }
 
 
 def checked_priorities(

@@ -17,16 +17,15 @@ from torch import Tensor
 from engram import _native
 from engram._tensordict import children as entries_of
 from engram._tensordict import wrap
+from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Node, Schema, validate_key
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["SINGLE", "Structure", "as_tensor", "at", "describe", "is_batched_collection", "leading_size"]
+__all__ = ["Structure", "as_tensor", "at", "describe", "is_batched_collection", "leading_size"]
 
-#: Key of the only field of a storage of plain tensors (TorchRL's name for it, so that its readers know it).
-SINGLE = "_-single-tensor-_"
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]."

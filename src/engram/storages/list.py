@@ -9,14 +9,15 @@ import torch
 from tensordict import is_tensor_collection, is_tensorclass
 from torch import Tensor
 
+from engram._devices import existing_device
 from engram._later import refuse
 from engram._tensordict import find
 from engram.errors import IncompatibleCheckpoint, RowError
+from engram.packing import pack, unpack
 from engram.priorities import PriorityConfig, PriorityIndex
 from engram.state import check_keys, integer, tensor_in, typed
 from engram.storages._base import Rows, Storage, check_count, one_or_many
 from engram.storages._indexes import checked_priorities, saved_priorities
-from engram.storages._packing import pack, unpack
 from engram.storages._structure import describe
 from engram.store import check_index_name
 from engram.types import Extent, Plan, Write
@@ -56,7 +57,7 @@ class ListStorage(Storage):
         if max_size is not None and max_size < 1:
             raise ValueError(f"ListStorage: max_size: expected at least 1 row, got {max_size}.")
         self._max_size = max_size
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
         self._items: list[Any] = []
         self._numbers: list[int] = []
         self._next = 1
@@ -242,6 +243,8 @@ class ListStorage(Storage):
                 "items": pack(self._items),
                 "priorities": saved_priorities(self._priorities, without),
             }
+
+    _loads = ("ListStorage",)
 
     def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         where = "ListStorage"

@@ -68,7 +68,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         **later: Any,
     ) -> None:
         refuse("LazyMemmapStorage", later, _LATER)
-        if torch.device(device).type != "cpu":
+        if str(device).split(":")[0] != "cpu":
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."
             )

@@ -16,7 +16,12 @@ from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram import _native
+from engram._devices import existing_device
 from engram._later import refuse
+from engram.checkpoint.components import check_blocks, check_kind, write_part
+from engram.checkpoint.roles import roles_of
+from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
+from engram.checkpoint.segments import save_segments
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore, RowError
 from engram.format import layout
 from engram.format import schema as schemas
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.format.parts import PartReader
     from engram.format.schema import Field
     from engram.priorities import PriorityConfig
 
@@ -185,7 +191,7 @@ class TensorStorage(Storage):
                 f"{name}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}."
             )
         self._device_argument = str(device)
-        self._device = torch.device("cpu" if device == "auto" else device)
+        self._device = torch.device("cpu") if device == "auto" else existing_device(device, f"{name}: device")
         self.ndim = ndim
         self._lanes = lanes
         self._requested = max_size
@@ -561,18 +567,27 @@ class TensorStorage(Storage):
                 "passes": {},
                 "windows": {},
             }
-        indexes = store.all_indexes()
-        state = store.state()
-        live = state.numbers.nonzero()
+        words = self._words(store, store.all_indexes(), without)
+        numbers = store.numbers_before(words["clock"])
+        live = numbers.nonzero()
         last = int(live[-1]) + 1 if len(live) else 0
+        return {**words, "numbers": numbers[:last].clone()}
+
+    def _words(
+        self,
+        store: Store,
+        indexes: Mapping[tuple[str, str], Any],
+        without: Collection[tuple[str, str]],
+        room: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """All that is said of the rows but their tickets. ``room``: for the leaves of priorities, by name."""
         passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == PASSES}
         return {
             "schema": schemas.encode(store.schema).decode(),
-            "lanes": state.lanes,
-            "numbers": state.numbers[:last].clone(),
-            "clock": state.clock,
-            "write_count": state.write_count,
-            "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without),
+            "clock": store.core.next_ticket,
+            "lanes": store.lane_words(),
+            "write_count": int(store.core.write_count),
+            "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, room),
             "passes": {name: walk for name, walk in passes.items() if (name, PASSES) not in without},
             "windows": dict(store.windows),
         }
@@ -656,6 +671,65 @@ class TensorStorage(Storage):
                     index.walk = passes[name]
 
         return take
+
+    _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
+
+    def save_part(
+        self, folder: Path, *, without: Collection[tuple[str, str]] = (), roles: Mapping[Any, str] | None = None
+    ) -> SavedRows:
+        state, store, kind = self.state_without_rows(without=without), self.memory, type(self).__name__
+        if store is None:
+            return nothing_saved(write_part(folder, "storage", kind, state), 1, 0)
+        return save_flat(folder, kind, store, state, roles_of(store.schema.fields, roles))
+
+    def prepare_cut(self) -> Callable[[], dict[str, Any]]:
+        store = self.memory
+        if store is None:
+            return self.state_without_rows
+        indexes = store.all_indexes()
+        # Pages are taken now, so that writers wait for a copy only.
+        room = {name: torch.zeros(store.capacity, dtype=torch.float64) for name in _of_kind(indexes, PRIORITIES)}
+
+        def cut() -> dict[str, Any]:
+            return self._words(store, indexes, (), room)
+
+        return cut
+
+    def save_cut(
+        self,
+        folder: Path,
+        cut: dict[str, Any],
+        *,
+        roles: Mapping[Any, str] | None = None,
+        parent: PartReader | None = None,
+        paranoid: bool = False,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> SavedRows:
+        store, kind = self.memory, type(self).__name__
+        if cut["schema"] is None or store is None:
+            return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
+        state = {**cut, "numbers": store.numbers_before(cut["clock"])}
+        return save_segments(
+            folder,
+            kind,
+            store,
+            state,
+            roles_of(store.schema.fields, roles),
+            base=0 if store.replaced is None else store.replaced[1] - store.replaced[0],
+            parent=parent,
+            paranoid=paranoid,
+            progress=progress,
+        )
+
+    def lineage(self) -> Any:
+        return None if self.memory is None else (id(self.memory), self.memory.replaced)
+
+    def checked_part(self, reader: PartReader, *, close_open: bool = False) -> Callable[[], None]:
+        check_kind(reader, "storage", *self._loads)
+        take = self.checked_without_rows(read_rows_state(reader, close_open=close_open))
+        if len(self):
+            check_blocks(reader)
+        return lambda: take(fill(reader))
 
     def _forget_all(self) -> None:
         """As :meth:`empty`, also while the store is paused."""
@@ -741,6 +815,11 @@ class LazyTensorStorage(TensorStorage):
 
     Raises:
         ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``.
+        RuntimeError: no such device on this machine.
+
+    On an accelerator rows are drawn by the CPU and moved by torch, in one process; a lock orders its threads. Slice samplers work as
+    on the CPU: of the fields that say where trajectories end the host keeps a copy, so a write of data that is on the device waits
+    for these few bytes. Expanders and ``share()`` need the CPU.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer

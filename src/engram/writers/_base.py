@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram.checkpoint.components import Dumpable
 from engram.state import check_keys
 from engram.types import Extent, Plan
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["NativeWriter"]
 
 
-class NativeWriter:
+class NativeWriter(Dumpable):
     """Base of engram's writers."""
+
+    part = "writer"
 
     #: Whether every write and ``empty`` are refused.
     read_only = False

@@ -1,0 +1,1 @@
+"""Checkpoints: the state of a buffer's components, in and out of folders."""

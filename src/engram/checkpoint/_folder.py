@@ -1,0 +1,182 @@
+"""Reading a folder that somebody else wrote: no links, regular files of known size, strict JSON."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import msgspec
+
+from engram.errors import CorruptCheckpoint
+from engram.format.schema import MAX_BYTES, MAX_DEPTH
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["Folder", "convert"]
+
+_READ_AT_ONCE = 1 << 30
+
+_T = TypeVar("_T")
+
+
+class Folder:
+    """Opens what lies below a folder: for reading, never through a link, regular files only.
+
+    Raises ``OSError``: there is no such folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.close(self._open((), 0))
+
+    def name(self, parts: Sequence[str]) -> str:
+        return str(self.path.joinpath(*parts))
+
+    def _open(self, parts: Sequence[str], flags: int) -> int:
+        """A descriptor; for whatever is missing ``FileNotFoundError``, for a link or a file amid the path ``CorruptCheckpoint``."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            kind = flags if last else os.O_DIRECTORY
+            try:
+                if part in ("", ".", "..") or {"/", "\0"} & set(part):
+                    raise CorruptCheckpoint(f"{self.name(parts)}: not a name of a file.")
+                below = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | kind, dir_fd=fd)
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    raise FileNotFoundError(error.errno, error.strerror, self.name(parts)) from error
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR):
+                    raise
+                what = "regular file" if last and not flags else "folder"
+                raise CorruptCheckpoint(f"{self.name(parts)}: expected a {what}, got something else.") from error
+            finally:
+                os.close(fd)
+            fd = below
+        return fd
+
+    def open(self, parts: Sequence[str], nbytes: int | None = None) -> int:
+        """A descriptor of a regular file, of exactly ``nbytes`` bytes if given."""
+        try:
+            fd = self._open(parts, 0)
+        except FileNotFoundError as error:
+            raise CorruptCheckpoint(f"{self.name(parts)}: expected a file, found none.") from error
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise CorruptCheckpoint(f"{self.name(parts)}: expected a regular file, got something else.")
+        if nbytes is not None and status.st_size != nbytes:
+            os.close(fd)
+            raise CorruptCheckpoint(
+                f"{self.name(parts)}: expected {nbytes} bytes, got {status.st_size}. The file was truncated or replaced; nothing "
+                "was changed. Copy the dump again."
+            )
+        return fd
+
+    def check(self, parts: Sequence[str], nbytes: int) -> None:
+        os.close(self.open(parts, nbytes))
+
+    def names(self, parts: Sequence[str]) -> list[str]:
+        """What is in a folder, sorted; nothing if there is none."""
+        try:
+            fd = self._open(parts, os.O_DIRECTORY)
+        except FileNotFoundError:
+            return []
+        try:
+            return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
+
+    def is_folder(self, parts: Sequence[str]) -> bool:
+        try:
+            os.close(self._open(parts, os.O_DIRECTORY))
+        except (FileNotFoundError, CorruptCheckpoint):
+            return False
+        return True
+
+    def json(self, parts: Sequence[str]) -> dict[str, Any]:
+        with os.fdopen(self.open(parts), "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise CorruptCheckpoint(f"{self.name(parts)}: expected at most {MAX_BYTES} bytes, got more.")
+        return _strict(raw, self.name(parts))
+
+    def described(self, kind: type[_T], parts: Sequence[str]) -> _T:
+        description: _T = convert(self.json(parts), kind, self.name(parts))
+        return description
+
+    def read_into(self, view: memoryview, parts: Sequence[str], nbytes: int, offset: int = 0) -> None:
+        """Fill writable memory from a file of ``nbytes`` bytes, by ``pread``."""
+        fd = self.open(parts, nbytes)
+        try:
+            done = 0
+            while done < len(view):
+                got = os.preadv(fd, [view[done : done + _READ_AT_ONCE]], offset + done)
+                if not got:
+                    raise CorruptCheckpoint(f"{self.name(parts)}: it became shorter while it was read.")
+                done += got
+        finally:
+            os.close(fd)
+
+
+def _strict(raw: bytes, name: str) -> dict[str, Any]:
+    """Parse JSON as strictly as a description from elsewhere must be. Raises ``CorruptCheckpoint``."""
+    try:
+        tree = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_not_a_number,
+            parse_int=_int64,
+            parse_float=_finite,
+        )
+        if not isinstance(tree, dict):
+            raise ValueError("not an object")
+        _check_depth(tree, MAX_DEPTH)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{name}: not readable as JSON ({error}).") from error
+    return tree
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def _not_a_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a number here")
+
+
+def _int64(text: str) -> int:
+    value = int(text)
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{text} does not fit 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
+
+
+def _check_depth(value: Any, left: int) -> None:
+    if left < 0:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(child, left - 1)
+
+
+def convert(value: Any, kind: Any, name: str) -> Any:
+    """A parsed description as a type. Raises ``CorruptCheckpoint``: it is none."""
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise CorruptCheckpoint(f"{name}: {error}.") from error

@@ -1,0 +1,79 @@
+"""A buffer as parts of a checkpoint: its storage's rows, and all else that its state says, a folder per component."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engram.checkpoint.components import check_kind, read_state, write_part
+from engram.format.problems import corrupt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from engram.format.checkpoints import Checkpoint
+    from engram.format.parts import PartInfo, PartReader
+
+__all__ = ["INDEX", "STORAGE", "Parts", "index_state", "open_storage", "read_parts", "write_parts"]
+
+STORAGE = "storage"
+#: In a sampler's state: the name of the storage's priorities, which are all of that state.
+INDEX = "index_of_storage"
+
+
+class Parts(NamedTuple):
+    """A buffer's state without its storage, and which class each part is of."""
+
+    states: dict[str, dict[str, Any]]
+    kinds: dict[str, str]
+
+
+def write_parts(folder: Path, parts: Parts) -> Iterator[PartInfo]:
+    """Write a folder for each part.
+
+    Raises:
+        TypeError: a state that is not made of tensors and plain values; names the way to it.
+        OSError: no space, or an I/O error.
+    """
+    for name, state in parts.states.items():
+        yield write_part(folder / name, name, parts.kinds[name], state)
+
+
+def read_parts(checkpoint: Checkpoint, rank: int, kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The states of all parts but the storage, every block checked.
+
+    Raises:
+        CorruptCheckpoint: one is missing or damaged.
+        IncompatibleCheckpoint: one is of another class than here.
+    """
+    states = {}
+    for name, kind in kinds.items():
+        try:
+            with checkpoint.part(rank, name) as reader:
+                check_kind(reader, name, kind)
+                states[name] = read_state(reader)
+        except KeyError as error:
+            raise _missing(checkpoint, rank, name) from error
+    return states
+
+
+def index_state(storage: PartReader, sampler: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a sampler that lies in the storage's part. Raises ``CorruptCheckpoint``: it does not."""
+    name = sampler[INDEX]
+    found = storage.state.get("priorities", {})
+    if not isinstance(name, str) or not isinstance(found, dict) or name not in found:
+        raise corrupt(storage.folder, f"expected the priorities {name!r:.100} of the sampler, found none")
+    state: dict[str, Any] = read_state(storage)["priorities"][name]
+    return state
+
+
+def open_storage(checkpoint: Checkpoint, rank: int) -> PartReader:
+    """The part with the rows. Raises ``CorruptCheckpoint``: it is missing, or a file has another size."""
+    try:
+        return checkpoint.part(rank, STORAGE)
+    except KeyError as error:
+        raise _missing(checkpoint, rank, STORAGE) from error
+
+
+def _missing(checkpoint: Checkpoint, rank: int, name: str) -> Exception:
+    return corrupt(checkpoint.shard_folder(rank) / "shard.json", f"expected a part called {name!r}, found none")

@@ -1,0 +1,162 @@
+"""A component's state as one folder, and back: tensors are arrays, all else is JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from engram.errors import IncompatibleCheckpoint
+from engram.format.checkpoints import replacing
+from engram.format.parts import PartReader, PartWriter
+from engram.format.problems import corrupt
+from engram.format.schema import DTYPES
+from engram.state import checked, mapped, saved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from engram.format.parts import PartInfo
+
+__all__ = ["Dumpable", "check_blocks", "check_kind", "described_state", "read_state", "write_part"]
+
+_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+
+
+def write_part(folder: Path, part: str, kind: str, state: dict[str, Any]) -> PartInfo:
+    """Write a state into a new folder.
+
+    Args:
+        folder: where; it must not exist.
+        part: what the component is to a buffer: ``sampler``, ``writer`` …
+        kind: its class.
+        state: tensors and plain values.
+
+    Raises:
+        TypeError: something else; names the way to it. Nothing that could be taken for a part is left.
+        OSError: no space, or an I/O error.
+    """
+    writer = PartWriter(folder, part, kind)
+    return writer.finish(described_state(writer, state, part))
+
+
+class Dumpable:
+    """A component that can be saved as a folder of its own."""
+
+    #: What it is to a buffer.
+    part: ClassVar[str]
+
+    @property
+    def paused(self) -> AbstractContextManager[Any]:
+        """Inside nothing that is saved changes."""
+        return contextlib.nullcontext()
+
+    def save_part(self, folder: Path) -> Any:
+        """Write the state into a new folder, as a part of a checkpoint. Raises as :meth:`dumps`."""
+        return write_part(folder, self.part, type(self).__name__, saved(self, self.part))
+
+    def checked_part(self, reader: PartReader) -> Callable[[], None]:
+        """Check a part; what takes it over. Raises as :meth:`loads`; nothing is changed."""
+        check_kind(reader, self.part, type(self).__name__)
+        return checked(self, read_state(reader), self.part)
+
+    def dumps(self, path: str | Path) -> None:
+        """Save the state as a folder, which in one step replaces one that was saved there.
+
+        Args:
+            path: a free name, an empty folder, or what an earlier call has made.
+
+        Raises:
+            FileExistsError: something else lies there.
+            TypeError: something that is neither a tensor nor a plain value; names the way to it.
+            OSError: no space, or an I/O error. What lay there before still does.
+        """
+        with replacing(Path(path)) as folder, self.paused:
+            self.save_part(folder)
+
+    def loads(self, path: str | Path) -> None:
+        """Take over what :meth:`dumps` saved.
+
+        Raises:
+            CorruptCheckpoint: damaged; names file and byte.
+            IncompatibleCheckpoint: of another kind of component. Otherwise as ``load_state_dict``. Nothing is changed.
+        """
+        with PartReader.open(Path(path)) as reader:
+            self.checked_part(reader)()
+
+    dump = save = dumps
+    load = loads
+
+
+def check_kind(reader: PartReader, part: str, *kinds: str) -> None:
+    """Raise ``IncompatibleCheckpoint`` unless that part is one of these kinds."""
+    if reader.part != part or reader.type not in kinds:
+        raise IncompatibleCheckpoint(
+            f"{reader.folder}: expected a {part} of type {' or '.join(kinds)}, as here, got the {reader.part} {reader.type!r:.100}."
+        )
+
+
+def check_blocks(reader: PartReader) -> None:
+    """Read everything, before anything changes. Raises ``CorruptCheckpoint``: the first block that is not as it was."""
+    for problem in reader.damage():
+        raise corrupt(*problem)
+
+
+def described_state(writer: PartWriter, state: dict[str, Any], where: str) -> dict[str, Any]:
+    """The state as JSON values, its tensors written as arrays. Raises as :func:`write_part`."""
+
+    def written(value: Tensor) -> dict[str, int]:
+        if value.dtype not in _NAMES or value.layout is not torch.strided:
+            raise TypeError(f"{where}: expected dense tensors of {', '.join(DTYPES)}, got one of {value.dtype}.")
+        plain = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        raw = plain.reshape(-1).view(torch.uint8).numpy().data
+        return {"$array": writer.array(_NAMES[value.dtype], tuple(plain.shape), raw)}
+
+    _check_keys(state, where)
+    described: dict[str, Any] = mapped(state, written, where)
+    return described
+
+
+def _check_keys(state: Any, where: str) -> None:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if isinstance(key, str) and key.startswith("$"):
+                raise TypeError(f"{where}[{key!r}]: expected a key that does not begin with '$'. Rename it.")
+            _check_keys(value, f"{where}[{key!r}]")
+    elif isinstance(state, list):
+        for i, value in enumerate(state):
+            _check_keys(value, f"{where}[{i}]")
+
+
+def read_state(reader: PartReader) -> dict[str, Any]:
+    """The state of a part, every block of it checked.
+
+    Raises:
+        CorruptCheckpoint: a block has another sum; names file and byte.
+    """
+    state: dict[str, Any] = _read(reader.state, reader)
+    return state
+
+
+def _read(value: Any, reader: PartReader) -> Any:
+    if isinstance(value, dict):
+        if "$array" in value:
+            return _array(reader, value["$array"])
+        return {key: _read(entry, reader) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_read(entry, reader) for entry in value]
+    return value
+
+
+def _array(reader: PartReader, number: int) -> Tensor:
+    array = reader.array(number)
+    if not hasattr(torch, array.dtype):
+        raise corrupt(reader.folder, f"expected a dtype that this torch has, got {array.dtype}")
+    made = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="cpu")
+    reader.read(number, 0, made.reshape(-1).view(torch.uint8).numpy().data)
+    return made

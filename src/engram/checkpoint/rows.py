@@ -1,0 +1,330 @@
+"""The rows of a store as files, and back: flat, a file per field; or in segments, of which those that did not change are linked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from engram.checkpoint.components import described_state, read_state
+from engram.checkpoint.runs import Marks, count_kinds, find_runs
+from engram.errors import CorruptStore
+from engram.format import layout
+from engram.format import schema as schemas
+from engram.format.checkpoints import Count, Cut, Totals
+from engram.format.parts import Geometry, PartField, PartWriter, schema_sum, segment_layout
+from engram.format.problems import corrupt
+from engram.format.tables import OPEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.format.parts import PartInfo, PartReader
+    from engram.format.schema import Schema
+    from engram.store import Store
+
+__all__ = [
+    "TABLES",
+    "Boundaries",
+    "SavedRows",
+    "described",
+    "dtype_of",
+    "fill",
+    "nothing_saved",
+    "read_rows_state",
+    "save_flat",
+    "ticket_words",
+    "write_tables",
+]
+
+_HERE = Path()
+#: What a ticket says of a row that is whole, and of one of which nothing was saved.
+_COMMITTED, _VOID = 2, 3
+#: Bytes that are copied from an accelerator, or to it, at a time.
+_PIECE = 16 << 20
+_STEP_FIRST, _STEP_LAST = 0, 2
+#: Entries of a state that are tables of their own.
+TABLES = ("lanes", "numbers")
+
+
+class SavedRows(NamedTuple):
+    """A storage that was written, and what a shard says of it."""
+
+    info: PartInfo
+    cut: Cut
+    totals: Totals
+    schema_sum: str
+
+
+def nothing_saved(info: PartInfo, clock: int, steps: int) -> SavedRows:
+    """Of a storage without fields: never written, or a list."""
+    return SavedRows(info, Cut(clock), Totals(steps=steps, episodes=0), schema_sum(()))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name, one of ``DTYPES``."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def described(schema: Schema, roles: Sequence[Any]) -> tuple[Geometry, list[PartField]]:
+    """A store as a part describes it."""
+    geometry = Geometry(schema.capacity, schema.lanes, schema.capacity // schema.lanes, schema.columns)
+    fields = [
+        PartField(number, field.key, field.dtype, field.shape, role)
+        for number, (field, role) in enumerate(zip(schema.fields, roles, strict=False))
+    ]
+    return geometry, fields
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def save_flat(folder: Path, kind: str, store: Store, state: dict[str, Any], roles: Sequence[str]) -> SavedRows:
+    """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Nobody must be writing.
+
+    Args:
+        folder: where; it must not exist.
+        kind: the class of the storage.
+        store: whose rows they are.
+        state: the storage's, without rows.
+        roles: of each field.
+
+    Raises:
+        OSError: no space, or an I/O error.
+    """
+    part = PartWriter(folder, "storage", kind)
+    numbers = state["numbers"].numpy()
+    _write_flat(part, store, numbers)
+    whole = np.zeros(store.capacity, np.int64)
+    whole[: len(numbers)] = numbers
+    totals = write_tables(
+        part, store, state["lanes"].numpy(), whole, numbers, Boundaries(store.schema, roles).marks_now(store)
+    )
+    geometry, fields = described(store.schema, roles)
+    rest = {name: value for name, value in state.items() if name not in TABLES}
+    info = part.finish(described_state(part, rest, "storage"), geometry=geometry, schema=fields)
+    return SavedRows(info, Cut(state["clock"]), totals, schema_sum(fields))
+
+
+def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64]) -> None:
+    rows = len(numbers)
+    there = np.concatenate([[False], numbers != 0, [False]])
+    borders = np.flatnonzero(there[1:] != there[:-1]).tolist()
+    stretches = list(zip(borders[::2], borders[1::2], strict=True))
+    for field, tensor in zip(store.schema.fields, store.tensors, strict=True):
+        size = field.row_bytes
+        name = layout.field_path(_HERE, field.key).as_posix()
+        with part.file(name, rows * size, sparse=True) as file, _its_file(store, field.key, size) as source:
+            at = 0
+            for begin, end in stretches:
+                file.skip((begin - at) * size)
+                if source is not None:
+                    file.copy_from(source, begin * size, (end - begin) * size)
+                else:
+                    for piece in _pieces(tensor, begin, end, size):
+                        file.write(piece)
+                at = end
+            file.skip((rows - at) * size)
+    flat = msgspec.structs.replace(store.schema, capacity=rows)
+    for path, raw in layout.meta_files(_HERE, flat).items():
+        with part.file(path.as_posix(), len(raw)) as file:
+            file.write(raw)
+
+
+def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[Any]:
+    """Rows as bytes; those on an accelerator are copied to the host piece by piece."""
+    step = end - begin if tensor.is_cpu else max(1, _PIECE // max(1, size))
+    for i in range(begin, end, step):
+        yield tensor[i : min(i + step, end)].cpu().reshape(-1).view(torch.uint8).numpy()
+
+
+@contextlib.contextmanager
+def _its_file(store: Store, key: tuple[str, ...], size: int) -> Iterator[int | None]:
+    """The file of a field of a directory store: another file may share its space."""
+    if store.directory is None or not size:
+        yield None
+        return
+    fd = os.open(layout.field_path(store.directory, key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def write_tables(
+    part: PartWriter,
+    store: Store,
+    lanes: NDArray[np.int64],
+    numbers: NDArray[np.int64],
+    stored: NDArray[np.int64],
+    marks: Callable[[NDArray[np.int64]], Marks],
+) -> Totals:
+    """Write lanes, tickets and trajectories.
+
+    Args:
+        part: of the storage.
+        store: whose they are.
+        lanes, numbers: as :class:`StoreState` has them.
+        stored: numbers of the rows that the files hold, in their order.
+        marks: what rows say of trajectories.
+    """
+    columns = int(np.prod(store.schema.columns))
+    runs = find_runs(lanes, numbers, marks, columns=columns)
+    lanes = lanes.copy()
+    lanes[:, 2] = 0
+    lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
+    for name, table in (("lanes", lanes), ("tickets", ticket_words(stored)), ("trajectories", runs)):
+        raw = np.ascontiguousarray(table, dtype="<i8")
+        with part.file(f"{layout.FOLDER}/{name}.bin", raw.nbytes) as file:
+            file.write(raw.data)
+    totals = Totals(steps=int(np.count_nonzero(numbers)), episodes=len(runs))
+    counted = count_kinds(runs, columns).items()
+    return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
+
+
+def ticket_words(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tickets as they are saved: of rows that are whole, or void."""
+    return np.where(numbers != 0, numbers << 2 | _COMMITTED, _VOID).astype("<i8")
+
+
+class Boundaries:
+    """Which fields of a store say where trajectories begin and end."""
+
+    def __init__(self, schema: Schema, roles: Sequence[str]) -> None:
+        by_role = {role: number for number, role in enumerate(roles)}
+        first = {field.key: number for number, field in enumerate(schema.fields)}.get(("is_init",))
+        names = ("traj_id", "done", "terminated", "truncated", "step_type")
+        found = {name: by_role[name] for name in names if name in by_role}
+        if first is not None:
+            found["is_init"] = first
+        self._names = tuple(found)
+        self.which = tuple(found.values())
+        """Numbers of the fields."""
+
+    def marks(self, columns: Sequence[Tensor]) -> Marks:
+        """What rows say, from those fields of them, ``[n, *shape]`` each."""
+        flat = {name: column.cpu().reshape(len(column), -1) for name, column in zip(self._names, columns, strict=True)}
+        types = flat.get("step_type")
+        true = {name: (column != 0).any(1).numpy() for name, column in flat.items()}
+        ids, cut, over = flat.get("traj_id"), true.get("truncated"), true.get("terminated")
+        last, first = (None if types is None else (types == kind).any(1).numpy() for kind in (_STEP_LAST, _STEP_FIRST))
+        return Marks(
+            None if ids is None else ids.contiguous().view(torch.uint8).numpy(),
+            _any([true.get("done"), cut, over, last]),
+            cut if cut is None or over is None else cut & ~over,
+            _any([true.get("is_init"), first]),
+        )
+
+    def marks_now(self, store: Store) -> Callable[[NDArray[np.int64]], Marks]:
+        """What the rows of a store say, which nobody must be writing to."""
+
+        def marks(rows: NDArray[np.int64]) -> Marks:
+            at = torch.from_numpy(rows)
+            return self.marks([store.tensors[i][at.to(store.device)] for i in self.which])
+
+        return marks
+
+
+def _any(flags: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_] | None:
+    there = [flag for flag in flags if flag is not None]
+    return np.logical_or.reduce(there) if there else None
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str, Any]:
+    """The storage's state without rows, from its part; every block of it is checked.
+
+    ``close_open``: a row that holds nothing follows the trajectories that go on, so they end there.
+
+    Raises:
+        CorruptCheckpoint: a block has another sum, or a table says what no store does.
+    """
+    state = read_state(reader)
+    geometry = reader.geometry
+    if geometry is None:
+        return state
+    path = reader.folder / layout.FOLDER / "part.json"
+    try:
+        schema = schemas.decode(state["schema"].encode(), str(path))
+    except (KeyError, AttributeError, UnicodeEncodeError, CorruptStore) as error:
+        raise corrupt(path, f"expected the schema of a store ({error})") from error
+    if (geometry, list(reader.schema or ())) != described(schema, [field.role for field in reader.schema or ()]):
+        raise corrupt(path, "expected geometry and fields as its schema has them")
+    name = f"{layout.FOLDER}/lanes.bin"
+    lanes = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 4).copy()
+    goes_on = lanes[:, 2] != 0
+    lanes[:, 2] = 0  # whoever needs it finds it in the rows
+    words = np.frombuffer(reader.read_all(f"{layout.FOLDER}/tickets.bin"), "<i8")
+    if not np.isin(words & 3, (_COMMITTED, _VOID)).all() or (words < 0).any():
+        raise corrupt(reader.folder / layout.FOLDER / "tickets.bin", "expected tickets of whole or void rows")
+    stored = np.where(words & 3 == _COMMITTED, words >> 2, 0)
+    if reader.segment_rows is None:
+        numbers = stored
+    else:
+        numbers = np.zeros(geometry.capacity, np.int64)
+        at = 0
+        for segment in reader.segments():
+            numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]
+            at += segment.rows
+    if close_open:
+        in_order = lanes[:, 1] == np.minimum(lanes[:, 0], geometry.lane_length)  # and not written by number
+        numbers = _closed(lanes, np.flatnonzero(goes_on & in_order), numbers, geometry)
+    return {**state, "lanes": torch.from_numpy(lanes), "numbers": torch.from_numpy(numbers)}
+
+
+def _closed(
+    lanes: NDArray[np.int64], which: NDArray[np.int64], numbers: NDArray[np.int64], geometry: Geometry
+) -> NDArray[np.int64]:
+    """Leaves out the next row of some lanes (with columns one of each). Changes ``lanes``; the new numbers."""
+    step = int(np.prod(geometry.columns))
+    left_out = which * geometry.lane_length + lanes[which, 0] % geometry.lane_length
+    lanes[which, 0] += step
+    lanes[which, 1] = np.minimum(lanes[which, 1] + step, geometry.lane_length)
+    numbers = np.append(numbers, np.zeros(max(0, int(left_out.max(initial=-1)) + step - len(numbers)), np.int64))
+    for i in range(step):
+        numbers[left_out + i] = 0
+    return numbers
+
+
+def fill(reader: PartReader) -> Callable[[Sequence[Tensor]], None]:
+    """What reads the rows of a part into the fields of a store, ``[capacity, *shape]``, checking every block."""
+
+    def read(tensors: Sequence[Tensor]) -> None:
+        if reader.segment_rows is None:
+            rows = reader.records["tickets"]
+            for number, tensor in enumerate(tensors):
+                _read_rows(reader, reader.field_file(number), 0, tensor, 0, rows)
+            return
+        fields = reader.schema or ()
+        for segment in reader.segments():
+            name = reader.segment_file(segment)
+            offsets, _ = segment_layout(fields, segment.rows)
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                _read_rows(reader, name, offset, tensor, segment.first_row, segment.first_row + segment.rows)
+
+    return read
+
+
+def _read_rows(reader: PartReader, name: str, offset: int, tensor: Tensor, begin: int, end: int) -> None:
+    size = tensor[:1].nbytes
+    if not size:
+        return
+    if tensor.is_cpu:
+        reader.read(name, offset, tensor[begin:end].reshape(-1).view(torch.uint8).numpy().data)
+        return
+    step = max(1, _PIECE // size)
+    for i in range(begin, end, step):
+        piece = torch.empty_like(tensor[i : min(i + step, end)], device="cpu")
+        reader.read(name, offset + (i - begin) * size, piece.reshape(-1).view(torch.uint8).numpy().data)
+        tensor[i : i + len(piece)] = piece.to(tensor.device)

@@ -1,0 +1,204 @@
+"""The rows of a store in files of a fixed range each: those that did not change since an older checkpoint are its files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from engram.checkpoint.components import described_state
+from engram.checkpoint.rows import TABLES, Boundaries, SavedRows, described, ticket_words, write_tables
+from engram.checkpoint.runs import Marks
+from engram.format.checkpoints import Cut
+from engram.format.parts import PartField, PartWriter, SegmentRows, schema_sum, segment_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from engram.format.parts import PartReader
+    from engram.store import Store
+
+__all__ = ["rows_of_a_segment", "save_segments"]
+
+_MOST, _LEAST, _COUNT = 16 << 20, 1 << 20, 16
+#: Rows whose fields are looked at together.
+_PIECE = 1 << 20
+
+
+def rows_of_a_segment(lane_length: int, row_bytes: int) -> int:
+    """As many as fit in 16 MiB; but a lane has 16 of them, unless they would be below 1 MiB."""
+    size = max(1, row_bytes)
+    rows = min(_MOST // size, max(-(-lane_length // _COUNT), _LEAST // size))
+    return max(1, min(rows, lane_length))
+
+
+class _Range(NamedTuple):
+    """Rows of a segment that are inside their lane's extent."""
+
+    lane: int
+    k: int
+    begin: int
+    end: int
+
+
+def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[_Range]:
+    """All of them: of each lane those with the oldest rows first, in the direction in which a writer goes on."""
+    for lane, (position, live) in enumerate(lanes[:, :2].tolist()):
+        count = -(-live // rows)
+        seam = position % lane_length // rows if live == lane_length else 0
+        for i in range(count):
+            k = (seam + i) % count
+            first = lane * lane_length
+            yield _Range(lane, k, first + k * rows, first + min((k + 1) * rows, live))
+
+
+def save_segments(
+    folder: Path,
+    kind: str,
+    store: Store,
+    state: dict[str, Any],
+    roles: Sequence[str],
+    *,
+    base: int = 0,
+    parent: PartReader | None = None,
+    paranoid: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+) -> SavedRows:
+    """Write a store into a new folder, in segments. Others may be writing.
+
+    Args:
+        folder: where; it must not exist.
+        kind: the class of the storage.
+        store: whose rows they are.
+        state: the storage's at the cut, without rows; ``numbers`` may have been read later.
+        roles: of each field.
+        base: by how much tickets are larger than those that are saved.
+        parent: the same part of an older checkpoint of this very store.
+        paranoid: compare segments of the parent that are taken over with the rows, as far as they are still there.
+        progress: called with how many bytes were done.
+
+    Raises:
+        RuntimeError: ``paranoid``, and rows were changed through a view, which no ticket says.
+        OSError: no space, or an I/O error.
+    """
+    part = PartWriter(folder, "storage", kind)
+    geometry, fields = described(store.schema, roles)
+    lanes = state["lanes"].numpy()
+    numbers = state["numbers"].numpy().copy()
+    committed = int(np.count_nonzero(numbers))
+    marks = _marks_now(store, roles, numbers)
+    size = rows_of_a_segment(store.lane_length, store.schema.row_bytes)
+    known: dict[tuple[int, int, int, int, int], str] = {}
+    if parent is not None and parent.schema_sum == schema_sum(fields) and parent.segment_rows is not None:
+        size = parent.segment_rows
+        known = {
+            (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): parent.segment_file(it) for it in parent.segments()
+        }
+    reader = _Rows(store, fields, size)
+    segments = []
+    for it in _ranges(lanes, store.lane_length, size):
+        name = f"seg/{it.lane}-{it.k}.bin"
+        wanted = numbers[it.begin : it.end]
+        tickets_sum = _sum(wanted, base)
+        theirs = known.get((it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
+        if theirs is not None and parent is not None and part.link(name, parent, theirs):
+            if paranoid:
+                _compare(reader, it, wanted, parent, theirs)
+        else:
+            content = reader.copied(it, wanted)
+            with part.file(name, len(content)) as file:
+                file.write(content)
+            tickets_sum = _sum(wanted, base)
+        segments.append(SegmentRows(it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
+        progress((it.end - it.begin) * store.schema.row_bytes)
+    saved = np.where(numbers != 0, numbers - base, 0)
+    in_order = np.concatenate([saved[:0], *(saved[it.first_row : it.first_row + it.rows] for it in sorted(segments))])
+    totals = write_tables(part, store, lanes, saved, in_order, marks)
+    rest = {name: value for name, value in state.items() if name not in TABLES}
+    clock = rest["clock"] = state["clock"] - base
+    lost = committed - int(np.count_nonzero(numbers))
+    info = part.finish(
+        described_state(part, rest, "storage"), geometry=geometry, schema=fields, segment_rows=size, segments=segments
+    )
+    return SavedRows(info, Cut(clock, exact=not lost, lost_rows=lost), totals, schema_sum(fields))
+
+
+def _sum(numbers: NDArray[np.int64], base: int) -> int:
+    """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
+    words = ticket_words(np.where(numbers != 0, numbers - base, 0))
+    return int(xxhash.xxh3_64_intdigest(words.data))
+
+
+def _marks_now(store: Store, roles: Sequence[str], numbers: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], Marks]:
+    """What all rows say of trajectories, copied before they may be overwritten; 0 in ``numbers`` for those that are already."""
+    fields = Boundaries(store.schema, roles)
+    rows = np.flatnonzero(numbers)
+    place = np.zeros(len(numbers), np.int64)
+    place[rows] = np.arange(len(rows))
+    said = []
+    for begin in range(0, len(rows), _PIECE):
+        piece = rows[begin : begin + _PIECE]
+        columns, moved = store.read(
+            torch.from_numpy(piece), expected=torch.from_numpy(numbers[piece]), which=fields.which
+        )
+        numbers[piece[moved]] = 0
+        said.append(fields.marks(columns))
+    every = _joined(said) if said else Marks()
+
+    def marks(asked: NDArray[np.int64]) -> Marks:
+        at = place[asked]
+        columns: list[Any] = [None if column is None else column[at] for column in every]
+        return Marks(*columns)
+
+    return marks
+
+
+def _joined(said: Sequence[Marks]) -> Marks:
+    columns: list[Any] = [None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True)]
+    return Marks(*columns)
+
+
+class _Rows:
+    """Copies rows of a store as a segment has them."""
+
+    def __init__(self, store: Store, fields: Sequence[PartField], rows: int) -> None:
+        self._store, self._fields = store, fields
+        self._room = torch.empty(segment_layout(fields, rows)[1], dtype=torch.uint8, device="cpu")
+
+    def copied(self, it: _Range, numbers: NDArray[np.int64]) -> memoryview:
+        """A segment's bytes; of rows that moved meanwhile zeros, and 0 in ``numbers``. Valid until the next call."""
+        n = it.end - it.begin
+        offsets, size = segment_layout(self._fields, n)
+        room = self._room[:size]
+        room.zero_()
+        columns = [
+            room[offset : offset + n * field.row_bytes].view(n, field.row_bytes)
+            for field, offset in zip(self._fields, offsets, strict=True)
+        ]
+        rows = torch.arange(it.begin, it.end, device="cpu")
+        expected = torch.from_numpy(np.where(numbers != 0, numbers, -1))
+        moved = self._store.copy_rows(rows, expected, columns)
+        for column in columns:
+            column[moved] = 0
+        numbers[moved] = 0
+        return room.numpy().data
+
+
+def _compare(reader: _Rows, it: _Range, numbers: NDArray[np.int64], parent: PartReader, name: str) -> None:
+    still = numbers.copy()
+    ours = np.frombuffer(reader.copied(it, still), np.uint8)
+    theirs = np.frombuffer(parent.read_all(name), np.uint8)
+    offsets, _ = segment_layout(parent.schema or (), it.end - it.begin)
+    for field, offset in zip(parent.schema or (), offsets, strict=True):
+        span = slice(offset, offset + (it.end - it.begin) * field.row_bytes)
+        differs = (ours[span] != theirs[span]).reshape(it.end - it.begin, -1).any(1) & (still != 0)
+        if differs.any():
+            raise RuntimeError(
+                f"save: row {it.begin + int(differs.argmax())} of {field.key} was changed through a view since the last "
+                "checkpoint, which would not have it. Write with rb[index] = value or set_at_."
+            )

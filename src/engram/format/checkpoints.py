@@ -1,0 +1,532 @@
+"""Checkpoints: parts put together, with a chain of digests from ``manifest.json`` down to every block.
+
+``manifest.json`` → ``shard.json`` of each rank → ``part.json`` of each part → ``sums.bin`` → blocks. A checkpoint exists if
+and only if its manifest says ``complete``. One that ``dumps`` writes is of one rank, whose shard is the folder itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format import disk, strict
+from engram.format.part_reader import PartReader, is_part
+from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Self
+
+    from engram.format.part_writer import PartInfo
+
+__all__ = [
+    "MANIFEST",
+    "SHARD",
+    "Checkpoint",
+    "Count",
+    "Cut",
+    "Manifest",
+    "PartEntry",
+    "Shard",
+    "ShardEntry",
+    "Totals",
+    "describe_shard",
+    "finish_dump",
+    "is_checkpoint",
+    "rank_folder",
+    "replacing",
+]
+
+MANIFEST = "manifest.json"
+SHARD = "shard.json"
+ATTEMPT = "attempt.json"
+REFUSAL = "error.json"
+MAX_RANKS = 1 << 16
+
+#: Names of parts: of a component, or numbered.
+_PART_FOLDER = re.compile(r"[a-z][a-z_]{0,31}(/[0-9]{3})?")
+#: Left behind by a process that was killed while it published a file.
+LEFTOVER = re.compile(r"(.*/)?[A-Za-z0-9._-]+\.[0-9a-f]{8}\.tmp")
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+class PartEntry(msgspec.Struct, frozen=True):
+    folder: str
+    bytes: int
+    sha256: str
+
+
+class ShardEntry(msgspec.Struct, frozen=True):
+    rank: int
+    bytes: int
+    sha256: str
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """The moment that a shard is of."""
+
+    clock: int
+    """The store's ticket counter: ages are counted back from it."""
+    exact: bool = True
+    """Writers waited."""
+    lost_rows: int = 0
+    """Rows that were overwritten before they were copied."""
+
+
+class Count(msgspec.Struct, frozen=True):
+    episodes: int = 0
+    steps: int = 0
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """What a shard holds. Bytes are filled in when it is written."""
+
+    steps: int
+    episodes: int
+    complete: Count = Count()
+    open: Count = Count()
+    headless: Count = Count()
+    both: Count = Count()
+    mid: Count = Count()
+    orphan: Count = Count()
+    bytes_logical: int = 0
+    bytes_written: int = 0
+    bytes_linked: int = 0
+
+
+class Shard(strict.Document, frozen=True, kw_only=True):
+    """One rank's part of a checkpoint."""
+
+    attempt: str
+    epoch: int
+    step: int
+    rank: int
+    world: int
+    trigger: str
+    layout: Literal["flat", "segments"]
+    schema_sum: str
+    parts: tuple[PartEntry, ...]
+    cut: Cut
+    totals: Totals
+    format: Literal["engram.shard"] = "engram.shard"
+
+
+class Manifest(strict.Document, frozen=True, kw_only=True):
+    """The decision on an attempt. Two processes that decide write the same bytes."""
+
+    name: str
+    """Of the folder; empty: a dump, which may be moved."""
+    step: int
+    steps_by_rank: tuple[int, ...]
+    world: int
+    trigger: str
+    status: Literal["complete", "aborted"]
+    reasons: tuple[str, ...]
+    """Why it was aborted."""
+    parent: str | None
+    schema_sum: str
+    shards: tuple[ShardEntry, ...]
+    user: dict[str, Any]
+    format: Literal["engram.checkpoint"] = "engram.checkpoint"
+
+
+def rank_folder(rank: int, world: int) -> str:
+    """Name of a rank's folder."""
+    return f"rank-{rank:05d}-of-{world:05d}"
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def describe_shard(folder: Path, parts: Sequence[PartInfo], **entries: Any) -> Shard:
+    """The ``shard.json`` of parts that lie finished below ``folder``.
+
+    Args:
+        folder: of the shard.
+        parts: as ``PartWriter.finish`` returned them.
+        entries: the others of ``Shard``; bytes are filled into ``totals``.
+
+    Raises:
+        ValueError: a part lies elsewhere or under an impossible name.
+    """
+    found = []
+    for part in parts:
+        name = part.folder.relative_to(folder).as_posix()
+        if not _PART_FOLDER.fullmatch(name):
+            raise ValueError(f"{part.folder}: expected a part called like 'sampler' or 'indexes/000', got {name!r}.")
+        found.append(PartEntry(name, part.bytes, part.sha256))
+    written, linked = sum(part.written for part in parts), sum(part.linked for part in parts)
+    totals = msgspec.structs.replace(
+        entries.pop("totals"), bytes_logical=written + linked, bytes_written=written, bytes_linked=linked
+    )
+    return Shard(parts=tuple(sorted(found, key=lambda part: part.folder)), totals=totals, **entries)
+
+
+def sync_parts(folder: Path, shard: Shard) -> None:
+    """Wait until the names of a shard's parts are on disk."""
+    for parent in sorted({Path(part.folder).parent for part in shard.parts}, reverse=True):
+        disk.sync_folder(folder / parent)
+
+
+def finish_dump(
+    folder: Path,
+    parts: Sequence[PartInfo],
+    *,
+    cut: Cut,
+    totals: Totals,
+    schema_sum: str,
+    step: int = 0,
+    user: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Make a checkpoint of one rank out of the parts in a folder. It is on disk when this returns.
+
+    Args:
+        folder: which ``replacing`` gave.
+        parts: as ``PartWriter.finish`` returned them, all below it.
+        cut: the moment it is of.
+        totals: what it holds; bytes are filled in.
+        schema_sum: of the rows; of ``()`` where there is no schema.
+        step: of the training.
+        user: the user's own state, as JSON.
+
+    Raises:
+        TypeError: ``user`` has something that JSON has no word for; names it.
+        ValueError: ``user`` is too long or too deep, or a part lies elsewhere.
+        OSError: no space, or an I/O error.
+    """
+    attempt = secrets.token_hex(4)
+    shard = describe_shard(
+        folder,
+        parts,
+        attempt=attempt,
+        epoch=0,
+        step=step,
+        rank=0,
+        world=1,
+        trigger="dumps",
+        layout="flat",
+        schema_sum=schema_sum,
+        cut=cut,
+        totals=totals,
+    )
+    raw = strict.encode(shard)
+    manifest = Manifest(
+        name="",
+        step=step,
+        steps_by_rank=(step,),
+        world=1,
+        trigger="dumps",
+        status="complete",
+        reasons=(),
+        parent=None,
+        schema_sum=schema_sum,
+        shards=(ShardEntry(0, len(raw), hashlib.sha256(raw).hexdigest()),),
+        user=dict(user or {}),
+    )
+    raw_manifest = strict.encode(manifest)
+    disk.put(folder / SHARD, raw)
+    disk.put(folder / MANIFEST, raw_manifest)
+    sync_parts(folder, shard)
+    disk.sync_folder(folder)
+    return manifest
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new folder that takes the place of ``path`` in one step, when the block ends without an exception.
+
+    For ``dumps`` of a buffer (``finish_dump`` in it) and of one component (a part in it). Until then, and after an exception,
+    ``path`` is what it was. What a killed process left beside it is removed.
+
+    Raises:
+        FileExistsError: ``path`` is neither free, nor an empty folder, nor a dump of the same kind.
+        OSError: no space; or a dump is to be replaced where two names cannot be exchanged in one step.
+    """
+    path = Path(os.path.abspath(path))
+    _check_target(path)
+    _sweep(path)
+    for parent in reversed(path.parents):
+        if not parent.exists():
+            with contextlib.suppress(FileExistsError):
+                disk.make_folder(parent)
+                disk.sync_folder(parent.parent)
+    temporary, held = _temporary(path)
+    try:
+        yield temporary
+        if not (_is_dump(temporary) or is_part(temporary)):
+            raise ValueError(f"{temporary}: expected a finished dump or part.")
+        _take_place(temporary, path)
+    finally:
+        # What is here now is the old dump, or a new one that failed.
+        with contextlib.suppress(OSError):
+            if temporary.exists():
+                trash = temporary.with_name(f".{path.name}.trash-{secrets.token_hex(8)}")
+                disk.rename(temporary, trash)
+                disk.remove(trash)
+        os.close(held)
+
+
+def _take_place(temporary: Path, path: Path) -> None:
+    try:
+        disk.rename(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        _check_target(path)
+        try:
+            disk.exchange(temporary, path)
+        except OSError as why:
+            raise OSError(
+                why.errno,
+                f"{os.strerror(why.errno or 0)}: this file system cannot exchange two names in one step, and a dump is "
+                "never away while it is replaced. Dump to a new name",
+                str(path),
+            ) from why
+    disk.sync_folder(path.parent)
+
+
+def _check_target(path: Path) -> None:
+    if not os.path.lexists(path):
+        return
+    if path.is_dir() and not path.is_symlink() and (_is_dump(path) or is_part(path) or not any(path.iterdir())):
+        return
+    raise FileExistsError(
+        errno.EEXIST,
+        "expected a free name, an empty folder or a dump to replace. Remove it, or take another",
+        str(path),
+    )
+
+
+def _is_dump(path: Path) -> bool:
+    """Whether a manifest of ours lies there, and it is a dump's. A damaged one is nobody's."""
+    try:
+        raw = (path / MANIFEST).read_bytes()
+        return strict.decode(raw, path / MANIFEST, Manifest).name == ""
+    except (OSError, CorruptCheckpoint, IncompatibleCheckpoint):
+        return False
+
+
+def _temporary(path: Path) -> tuple[Path, int]:
+    """A new folder beside ``path``, and the descriptor that holds its lock: others see that it is in use."""
+    while True:
+        temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+        disk.make_folder(temporary)
+        try:
+            held = disk.open_folder(temporary)
+        except FileNotFoundError:  # taken for a dead one's, before it was locked
+            continue
+        disk.lock(held, wait=True)
+        if temporary.exists():
+            return temporary, held
+        os.close(held)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed processes left of dumps to ``path``."""
+    if not path.parent.is_dir():
+        return
+    left = re.compile(rf"\.{re.escape(path.name)}\.(tmp|trash)-[0-9a-f]{{16}}")
+    for name in os.listdir(path.parent):
+        if left.fullmatch(name):
+            with contextlib.suppress(OSError):
+                fd = disk.open_folder(path.parent / name)
+                try:
+                    if disk.lock(fd):
+                        disk.remove(path.parent / name)
+                finally:
+                    os.close(fd)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a decided attempt or a dump lies there."""
+    return (path / MANIFEST).is_file()
+
+
+class Checkpoint:
+    """A checkpoint, open for reading: its manifest, and from there everything by digest. Also a context manager.
+
+    Args:
+        folder: where it lies; may be reached through links, nothing in it may be one.
+        manifest: of an attempt that is about to be decided; None: the one that lies there.
+
+    Raises:
+        CorruptCheckpoint: there is no manifest, it is damaged, or the attempt was aborted.
+        IncompatibleCheckpoint: written by a newer engram.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self.folder = folder
+        try:
+            self._fd = disk.open_folder(folder)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise corrupt(folder, "expected the folder of a checkpoint, found none") from error
+        try:
+            raw = strict.encode(manifest) if manifest else read_small(folder, self._fd, MANIFEST, strict.MAX_BYTES)
+            #: Names the whole checkpoint.
+            self.sha256 = hashlib.sha256(raw).hexdigest()
+            self.manifest = self._decode(raw)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def is_dump(self) -> bool:
+        """Whether it is a folder of its own, not one of a series."""
+        return self.manifest.name == ""
+
+    def shard_folder(self, rank: int) -> Path:
+        return self.folder / self._shard_name(rank)
+
+    def shard(self, rank: int) -> Shard:
+        """The shard of a rank.
+
+        Raises:
+            CorruptCheckpoint: it is missing or damaged, or of another attempt.
+        """
+        entry = self.manifest.shards[rank]
+        name = f"{self._shard_name(rank)}/{SHARD}" if not self.is_dump else SHARD
+        shard = read_shard(self.folder, self._fd, name, entry)[0]
+        if (shard.rank, shard.world) != (rank, self.manifest.world) or shard.schema_sum != self.manifest.schema_sum:
+            raise corrupt(
+                self.folder / name,
+                f"expected rank {rank} of {self.manifest.world} with the schema {self.manifest.schema_sum}, "
+                f"got rank {shard.rank} of {shard.world} with {shard.schema_sum}",
+            )
+        return shard
+
+    def part(self, rank: int, folder: str) -> PartReader:
+        """A part of a rank's shard, by the name of its folder. All its files have their sizes.
+
+        Raises:
+            CorruptCheckpoint: a file is missing or damaged.
+            KeyError: the shard has no such part.
+        """
+        for entry in self.shard(rank).parts:
+            if entry.folder == folder:
+                return self._open_part(rank, entry, PartReader.open)
+        raise KeyError(folder)
+
+    def parts(self, rank: int) -> Iterator[PartReader]:
+        """All parts of a rank's shard, one after another; each is closed when the next is asked for. Raises as ``part``."""
+        for entry in self.shard(rank).parts:
+            with self._open_part(rank, entry, PartReader.open) as part:
+                yield part
+
+    def problems(self, level: Literal["meta", "read", "full"]) -> Iterator[Problem]:
+        """What is wrong with it. ``meta``: digests and sizes. ``read``: every block too. ``full``: and what else lies there."""
+        if level == "full":
+            yield from self._strangers()
+        for rank in range(self.manifest.world):
+            try:
+                shard = self.shard(rank)
+            except CorruptCheckpoint as error:
+                yield problem_of(error)
+                continue
+            for entry in shard.parts:
+                try:
+                    with self._open_part(rank, entry, PartReader) as part:
+                        yield from part.misfits()
+                        if level != "meta":
+                            yield from part.damage()
+                        if level == "full":
+                            yield from part.strangers()
+                except CorruptCheckpoint as error:
+                    yield problem_of(error)
+
+    # -- inside --
+
+    def _shard_name(self, rank: int) -> str:
+        return "." if self.is_dump else rank_folder(rank, self.manifest.world)
+
+    def _decode(self, raw: bytes) -> Manifest:
+        path = self.folder / MANIFEST
+        manifest = strict.decode(raw, path, Manifest)
+        if manifest.status != "complete":
+            raise corrupt(
+                path, f"expected a complete checkpoint, this attempt was aborted: {', '.join(manifest.reasons)}"
+            )
+        if not 1 <= manifest.world <= MAX_RANKS or (manifest.name == "" and manifest.world != 1):
+            raise corrupt(path, f"expected 1 to {MAX_RANKS} ranks, and 1 in a dump, got {manifest.world}")
+        ranks = [shard.rank for shard in manifest.shards]
+        if ranks != list(range(manifest.world)) or len(manifest.steps_by_rank) != manifest.world:
+            raise corrupt(
+                path, f"expected one shard and one step of each of {manifest.world} ranks, got those of {ranks[:20]}"
+            )
+        return manifest
+
+    def _open_part(self, rank: int, entry: PartEntry, how: Any) -> PartReader:
+        relative = f"{self._shard_name(rank)}/{entry.folder}"
+        path = self.shard_folder(rank) / entry.folder
+        try:
+            fd = disk.open_below(self._fd, relative)
+        except OSError as error:
+            raise corrupt(path, no_file(error).replace("regular file", "folder").replace("file", "folder")) from error
+        reader: PartReader = how(path, entry.sha256, fd)
+        return reader
+
+    def _strangers(self) -> Iterator[Problem]:
+        """What lies beside the shards and their parts, and is none of ours."""
+        known = {MANIFEST, SHARD} if self.is_dump else {MANIFEST, ATTEMPT}
+        folders = (
+            set() if self.is_dump else {rank_folder(rank, self.manifest.world) for rank in range(self.manifest.world)}
+        )
+        inside: list[str] = []
+        for rank in range(self.manifest.world):
+            prefix = "" if self.is_dump else f"{rank_folder(rank, self.manifest.world)}/"
+            known.add(f"{prefix}{SHARD}")
+            with contextlib.suppress(CorruptCheckpoint):  # reported by whoever reads it
+                for entry in self.shard(rank).parts:
+                    inside.append(f"{prefix}{entry.folder}/")
+                    folders |= {f"{prefix}{entry.folder}", f"{prefix}{entry.folder}".rpartition("/")[0]}
+        parts = tuple(inside)
+        for name, is_folder in disk.entries(self._fd):
+            if name.startswith(parts) or (LEFTOVER.fullmatch(name) and not is_folder):
+                continue
+            if name not in (folders if is_folder else known):
+                yield Problem(self.folder / name, "expected nothing here: the checkpoint does not list it")
+
+
+def read_shard(folder: Path, folder_fd: int, name: str, entry: ShardEntry | None = None) -> tuple[Shard, ShardEntry]:
+    """A ``shard.json`` below an open folder, and how a manifest names it; ``entry``: how it does.
+
+    Raises:
+        CorruptCheckpoint: it is missing or damaged.
+    """
+    path = folder / name
+    limit = strict.MAX_BYTES if entry is None else entry.bytes
+    if not 0 <= limit <= strict.MAX_BYTES:
+        raise corrupt(folder / MANIFEST, f"expected shards of at most {strict.MAX_BYTES} bytes, got {limit}")
+    raw = read_small(folder, folder_fd, name, limit, exactly=entry is not None)
+    digest = hashlib.sha256(raw).hexdigest()
+    if entry is not None and digest != entry.sha256:
+        raise corrupt(path, f"expected the sha256 {entry.sha256}, got {digest}")
+    shard = strict.decode(raw, path, Shard)
+    names = [part.folder for part in shard.parts]
+    if names != sorted(set(names)) or not all(map(_PART_FOLDER.fullmatch, names)):
+        raise corrupt(path, f"expected parts called like 'sampler' or 'indexes/000', in order, got {names!r:.200}")
+    return shard, ShardEntry(shard.rank, len(raw), digest)

@@ -1,0 +1,301 @@
+"""``part.json``: the normative description of a part, and all that it may say."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import xxhash
+
+from engram.format import layout, strict, tables
+from engram.format.schema import DTYPES, MAX_DIMS, Field, validate_fields, validate_geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "ALIGN",
+    "PART",
+    "SUMS",
+    "ArrayInfo",
+    "FileEntry",
+    "Geometry",
+    "Part",
+    "PartField",
+    "Role",
+    "SegmentSize",
+    "SumsEntry",
+    "TableEntry",
+    "array_name",
+    "check",
+    "field_name",
+    "file_entries",
+    "levels",
+    "meta_name",
+    "prefix",
+    "schema_sum",
+    "segment_layout",
+    "segment_name",
+    "table_name",
+]
+
+PART = "part.json"
+SUMS = "sums.bin"
+#: Each field begins at a multiple of that many bytes in a segment.
+ALIGN = 4096
+MAX_ARRAYS = 1 << 16
+#: Sums of 2 TiB; they are kept in memory while a part is open.
+MAX_SUMS_BYTES = 1 << 26
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_LIMIT = 1 << 62
+
+Role = Literal["data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position"]
+TableName = Literal["lanes", "tickets", "trajectories", "segments"]
+
+
+class ArrayInfo(msgspec.Struct, frozen=True):
+    """An array of a part's state: ``nbytes`` bytes in C order, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    sums_at: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """A file of a flat storage: a field's rows, or TensorDict's ``meta.json`` of a level of the keys."""
+
+    bytes: int
+    sums_at: int
+    field: int | msgspec.UnsetType = msgspec.UNSET
+    meta: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TableEntry(msgspec.Struct, frozen=True):
+    records: int
+    bytes: int
+    sums_at: int
+
+
+class SumsEntry(msgspec.Struct, frozen=True):
+    bytes: int
+    sha256: str
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """The sizes of a store."""
+
+    capacity: int
+    lanes: int
+    lane_length: int
+    columns: tuple[int, ...] = ()
+
+
+class PartField(msgspec.Struct, frozen=True):
+    """One column of the rows; ``shape`` is that of one row."""
+
+    id: int
+    key: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    role: Role = "data"
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+class SegmentSize(msgspec.Struct, frozen=True):
+    rows: int
+    """Rows of a whole segment; the last one of a lane may have fewer."""
+    align: int = ALIGN
+
+
+class Part(strict.Document, frozen=True, kw_only=True):
+    part: str
+    type: str
+    name: str
+    state: dict[str, Any]
+    arrays: tuple[ArrayInfo, ...]
+    sums: SumsEntry
+    geometry: Geometry | msgspec.UnsetType = msgspec.UNSET
+    byteorder: Literal["little"] | msgspec.UnsetType = msgspec.UNSET
+    schema: tuple[PartField, ...] | msgspec.UnsetType = msgspec.UNSET
+    schema_sum: str | msgspec.UnsetType = msgspec.UNSET
+    segment: SegmentSize | msgspec.UnsetType = msgspec.UNSET
+    storage: tuple[FileEntry, ...] | msgspec.UnsetType = msgspec.UNSET
+    tables: dict[TableName, TableEntry] | msgspec.UnsetType = msgspec.UNSET
+    format: Literal["engram.part"] = "engram.part"
+
+
+def schema_sum(fields: Sequence[PartField]) -> str:
+    """xxh3-64 of the fields, as 16 hex digits."""
+    return str(xxhash.xxh3_64_hexdigest(strict.encode({"schema": list(fields)})))
+
+
+def segment_layout(fields: Sequence[PartField], rows: int) -> tuple[list[int], int]:
+    """Where each field begins in a segment of that many rows, and how long the file is, in bytes."""
+    offsets, end = [], 0
+    for field in fields:
+        begin = -(-end // ALIGN) * ALIGN
+        offsets.append(begin)
+        end = begin + rows * field.row_bytes
+    return offsets, end
+
+
+def prefix(part: str) -> str:
+    """Where in its folder a part keeps what is not rows."""
+    return f"{layout.FOLDER}/" if part == "storage" else ""
+
+
+def array_name(prefix: str, number: int) -> str:
+    return f"{prefix}{number:03d}.bin"
+
+
+def table_name(table: str) -> str:
+    return f"{layout.FOLDER}/{table}.bin"
+
+
+def segment_name(lane: int, k: int) -> str:
+    return f"seg/{lane}-{k}.bin"
+
+
+def field_name(field: PartField) -> str:
+    return layout.field_path(Path(), field.key).as_posix()
+
+
+def meta_name(level: tuple[str, ...]) -> str:
+    return "/".join([*map(layout.encode_key, level), "meta.json"])
+
+
+def levels(schema: Sequence[PartField]) -> list[tuple[str, ...]]:
+    """Levels of the keys that have a ``meta.json``."""
+    return sorted({field.key[:n] for field in schema for n in range(len(field.key))})
+
+
+def file_entries(schema: Sequence[PartField], placed: Mapping[str, tuple[int, int]]) -> tuple[FileEntry, ...]:
+    fields = [FileEntry(*file, field=field.id) for field in schema if (file := placed.get(field_name(field)))]
+    metas = [FileEntry(*file, meta=level) for level in levels(schema) if (file := placed.get(meta_name(level)))]
+    return (*fields, *metas)
+
+
+def check(part: Part) -> None:
+    """All that the types of ``Part`` cannot say, but for the places of sums. Raises ``ValueError``."""
+    if not NAME.fullmatch(part.part):
+        raise ValueError(f"an impossible name of a part: {part.part!r:.200}")
+    if len(part.arrays) > MAX_ARRAYS:
+        raise ValueError(f"{len(part.arrays)} arrays, at most {MAX_ARRAYS} are possible")
+    for i, array in enumerate(part.arrays):
+        _check_array(i, array)
+    _check_state(part.state, len(part.arrays), "state")
+    if part.sums.bytes % 8 or not 0 <= part.sums.bytes <= MAX_SUMS_BYTES:
+        raise ValueError(f"{part.sums.bytes} bytes of sums, expected a multiple of 8 and at most {MAX_SUMS_BYTES}")
+    extras = (part.geometry, part.byteorder, part.schema, part.schema_sum, part.segment, part.storage, part.tables)
+    if part.part != "storage":
+        if any(extra is not msgspec.UNSET for extra in extras):
+            raise ValueError(f"a {part.part} with entries that only a storage has")
+        return
+    if part.tables is msgspec.UNSET:
+        raise ValueError("a storage without tables")
+    if part.geometry is not msgspec.UNSET:
+        g = part.geometry
+        validate_geometry(g.capacity, g.lanes, g.columns)
+        if g.lanes * g.lane_length != g.capacity:
+            raise ValueError(f"{g.lanes} lanes of {g.lane_length} rows are not the capacity {g.capacity}")
+    _check_tables(part.tables, part.geometry)
+    if part.schema is not msgspec.UNSET:
+        _check_rows(part, part.schema)
+    elif any(extra is not msgspec.UNSET for extra in extras[1:-1]):
+        raise ValueError("a storage without a schema that has files of rows")
+
+
+def _check_array(number: int, array: ArrayInfo) -> None:
+    if array.dtype not in DTYPES:
+        raise ValueError(f"array {number}: unknown dtype {array.dtype!r:.100}")
+    if len(array.shape) > MAX_DIMS or any(not 0 <= d < _LIMIT for d in array.shape):
+        raise ValueError(f"array {number}: impossible shape {list(array.shape)!r:.200}")
+    if math.prod(max(d, 1) for d in array.shape) >= _LIMIT:  # zeros count as ones: torch multiplies the other sizes too
+        raise ValueError(f"array {number}: the shape {list(array.shape)!r:.200} is too large")
+    if array.bytes != math.prod(array.shape) * DTYPES[array.dtype]:
+        raise ValueError(f"array {number}: {array.bytes} bytes are not {list(array.shape)!r:.200} of {array.dtype}")
+
+
+def _check_state(value: Any, arrays: int, where: str) -> None:
+    if isinstance(value, dict):
+        if any(isinstance(key, str) and key.startswith("$") for key in value):
+            number = value.get("$array")
+            if len(value) != 1 or type(number) is not int or not 0 <= number < arrays:
+                raise ValueError(
+                    f"{where}: expected {{'$array': number of one of {arrays} arrays}} where keys begin with '$', got {value!r:.100}"
+                )
+            return
+        for key, part in value.items():
+            _check_state(part, arrays, f"{where}.{key!s:.100}")
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            _check_state(part, arrays, f"{where}[{i}]")
+
+
+def _check_tables(entries: dict[TableName, TableEntry], geometry: Geometry | msgspec.UnsetType) -> None:
+    most = {"trajectories": tables.MAX_TRAJECTORIES, "segments": tables.MAX_SEGMENTS}
+    if geometry is not msgspec.UNSET:
+        most |= {"lanes": geometry.lanes, "tickets": geometry.capacity}
+        if "lanes" in entries and entries["lanes"].records != geometry.lanes:
+            raise ValueError(f"lanes: {entries['lanes'].records} records for {geometry.lanes} lanes")
+    elif entries:
+        raise ValueError("tables without a geometry")
+    for name, table in entries.items():
+        if not 0 <= table.records <= most[name]:
+            raise ValueError(f"{name}: {table.records} records, at most {most[name]} are possible")
+        if table.bytes != table.records * tables.RECORD_BYTES[name]:
+            raise ValueError(f"{name}: {table.bytes} bytes are not {table.records} records")
+
+
+def _check_rows(part: Part, schema: tuple[PartField, ...]) -> None:
+    if part.geometry is msgspec.UNSET or part.byteorder is msgspec.UNSET:
+        raise ValueError("a storage with a schema and without geometry or byteorder")
+    if [field.id for field in schema] != list(range(len(schema))):
+        raise ValueError(f"fields numbered {[field.id for field in schema][:20]}, expected 0, 1, …")
+    fields = [Field(field.key, field.dtype, field.shape) for field in schema]
+    validate_fields(fields, part.geometry.capacity)
+    clash = layout.clash(fields)
+    if clash is not None:
+        raise ValueError(f"the fields need {clash!r:.200} as a file and as a folder")
+    if part.schema_sum != schema_sum(schema):
+        raise ValueError(f"expected the schema_sum {schema_sum(schema)}, got {part.schema_sum}")
+    assert part.tables is not msgspec.UNSET  # _check
+    if not {"lanes", "tickets"} <= set(part.tables):
+        raise ValueError("a storage of rows without lanes or tickets")
+    if (part.segment is msgspec.UNSET) == (part.storage is msgspec.UNSET):
+        raise ValueError("expected either storage or segment")
+    if part.storage is msgspec.UNSET:
+        assert part.segment is not msgspec.UNSET
+        if not 1 <= part.segment.rows <= part.geometry.lane_length or part.segment.align != ALIGN:
+            raise ValueError(f"segments of {part.segment.rows} rows at multiples of {part.segment.align} bytes")
+    if ("segments" in part.tables) != (part.segment is not msgspec.UNSET):
+        raise ValueError("segments without their table, or a table without segments")
+    if part.storage is not msgspec.UNSET:
+        _check_files(part.storage, schema, part.tables["tickets"].records)
+
+
+def _check_files(files: tuple[FileEntry, ...], schema: tuple[PartField, ...], rows: int) -> None:
+    if [file.field for file in files[: len(schema)]] != list(range(len(schema))):
+        raise ValueError("expected a file for every field, in their order")
+    for field, file in zip(schema, files, strict=False):
+        if file.meta is not msgspec.UNSET or file.bytes != rows * field.row_bytes:
+            raise ValueError(f"field {field.id}: {file.bytes} bytes are not {rows} rows of {field.row_bytes}")
+    found: list[Any] = [file.meta for file in files[len(schema) :]]
+    known = set(levels(schema))
+    if any(level not in known for level in found) or any(a >= b for a, b in itertools.pairwise(found)):
+        raise ValueError("files that are neither of a field nor the description of a level of the keys")
+    if any(file.field is not msgspec.UNSET or not 0 <= file.bytes <= strict.MAX_BYTES for file in files[len(schema) :]):
+        raise ValueError("a description of a level of the keys that is too long, or also a field")

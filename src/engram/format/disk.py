@@ -1,0 +1,323 @@
+"""Every system call that saves, commits and removes a checkpoint, in one place.
+
+Tests count them, let the n-th one fail, and end the process before or after it: so nothing else in ``format/`` may change a
+folder. A file is made under a name that did not exist, never changed after ``finish``, and is on disk when that returns; its
+name is when ``sync_folder`` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engram.format import files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Buffer
+
+__all__ = [
+    "copy",
+    "create",
+    "entries",
+    "exchange",
+    "finish",
+    "link",
+    "lock",
+    "make_folder",
+    "open_below",
+    "open_file",
+    "open_folder",
+    "publish",
+    "put",
+    "read",
+    "remove",
+    "rename",
+    "replace",
+    "sync_folder",
+    "write",
+]
+
+_AT_FDCWD = -2 if sys.platform == "darwin" else -100
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS
+#: What a file system says that cannot do a thing at all.
+_CANNOT = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EBADF, errno.EPERM, errno.EACCES})
+_NO_LINK = frozenset({errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for this user alone, whatever the umask. Raises ``FileExistsError``."""
+    os.mkdir(path, 0o700)
+
+
+def create(path: Path, nbytes: int, *, sparse: bool = False) -> int:
+    """A descriptor of a new file of ``nbytes`` zeros, open for reading and writing.
+
+    Args:
+        path: where; nothing may be there.
+        nbytes: how long the file is.
+        sparse: no space is reserved for what is never written.
+
+    Raises:
+        OSError: the file exists, no space, no permission. Nothing is left behind.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if nbytes and (sparse or not files.fallocate(fd, nbytes)):
+            os.ftruncate(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    return fd
+
+
+def write(fd: int, data: Buffer, offset: int) -> None:
+    """Write all bytes at ``offset``, in as many calls as it takes."""
+    view = memoryview(data)
+    if not view.nbytes:
+        return
+    view = view.cast("B")
+    done = 0
+    while done < len(view):
+        count = os.pwrite(fd, view[done:], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file system took no bytes and gave no reason")
+        done += count
+
+
+def copy(source: int, source_offset: int, target: int, target_offset: int, nbytes: int) -> bool:
+    """Let the file system copy bytes between files, sharing their space where it can.
+
+    Returns:
+        False: it cannot, and nothing is promised of the target's bytes. Copy them yourself.
+
+    Raises:
+        EOFError: the source ends before.
+    """
+    if not hasattr(os, "copy_file_range"):
+        return False
+    done = 0
+    while done < nbytes:
+        try:
+            count = os.copy_file_range(source, target, nbytes - done, source_offset + done, target_offset + done)
+        except OSError as error:
+            if error.errno in _CANNOT:
+                return False
+            raise
+        if count == 0:
+            raise EOFError(f"expected {nbytes} bytes at byte {source_offset}, the file ends after {done}")
+        done += count
+    return True
+
+
+def finish(fd: int) -> None:
+    """Make a file read-only and wait until its bytes are on disk. The caller closes it.
+
+    Raises:
+        OSError: they may not be. Final: give up the file, a second call proves nothing.
+    """
+    os.fchmod(fd, 0o400)
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    fd = open_folder(path)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def put(path: Path, raw: bytes) -> None:
+    """Make a small file that is complete when this returns. Its name is not on disk yet. Raises ``FileExistsError``."""
+    fd = create(path, 0)
+    try:
+        write(fd, raw, 0)
+        finish(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def publish(path: Path, raw: bytes) -> bool:
+    """Make a small file that appears complete or not at all, and once: of several processes one succeeds.
+
+    Returns:
+        False: the name was taken. Read what the other one wrote.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    put(temporary, raw)
+    try:
+        os.link(temporary, path, follow_symlinks=False)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(temporary)
+        sync_folder(path.parent)
+
+
+def replace(path: Path, raw: bytes) -> None:
+    """Replace a small file: readers see the old bytes or the new ones."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    put(temporary, raw)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def link(name: str, folder: int, target: Path) -> bool:
+    """Give a file of an open folder a second name. False: it cannot have one there, or is gone. Copy it.
+
+    Raises:
+        FileExistsError: ``target`` is taken.
+    """
+    try:
+        os.link(name, target, src_dir_fd=folder, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            return False
+        raise
+    return True
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a folder another name; ``new`` may be an empty folder."""
+    os.rename(old, new)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two names trade what they stand for, in one step.
+
+    Raises:
+        OSError: the file system or the platform cannot (ENOSYS, EINVAL, EOPNOTSUPP …). Both are as they were.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    name = "renameatx_np" if sys.platform == "darwin" else "renameat2"
+    function = getattr(libc, name, None)
+    code = errno.ENOSYS
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+        if function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+            return
+        code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def remove(path: Path) -> None:
+    """Remove a folder and all below it, or a file. Follows no link. What is gone already is no error."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
+    for name in os.listdir(path):
+        remove(path / name)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(path)
+
+
+def lock(folder: int, *, wait: bool = False) -> bool:
+    """Take the only lock of an open folder, which its process keeps until the descriptor closes.
+
+    Returns:
+        False: another process has it, or this file system has none.
+    """
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def open_folder(path: Path) -> int:
+    """A descriptor of a folder, which may be reached through links."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def open_below(folder: int, relative: str) -> int:
+    """A descriptor of a folder below an open one. Raises ``OSError`` where there is none, or a link is on the way."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    here = os.dup(folder)
+    for name in relative.split("/"):
+        try:
+            deeper = os.open(name, flags, dir_fd=here)
+        finally:
+            os.close(here)
+        here = deeper
+    return here
+
+
+def open_file(folder: int, relative: str) -> int:
+    """A descriptor for reading a regular file below an open folder.
+
+    Raises:
+        OSError: there is none, or a link is on the way (ELOOP, ENOTDIR), or it is no regular file (ENOTSUP).
+    """
+    parents, _, name = relative.rpartition("/")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if parents:
+        here = open_below(folder, parents)
+        try:
+            fd = os.open(name, flags, dir_fd=here)
+        finally:
+            os.close(here)
+    else:
+        fd = os.open(name, flags, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENOTSUP, "not a regular file", relative)
+    return fd
+
+
+def read(fd: int, into: memoryview, offset: int) -> int:
+    """Fill ``into`` from ``offset``. How many bytes there were: fewer only where the file ends."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def entries(folder: int) -> Iterator[tuple[str, bool]]:
+    """What is below an open folder: paths relative to it, and whether each is a folder (then it comes before its entries)."""
+    for name in sorted(os.listdir(folder)):
+        is_folder = stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        yield name, is_folder
+        if is_folder:
+            inner = open_below(folder, name)
+            try:
+                for relative, deeper in entries(inner):
+                    yield f"{name}/{relative}", deeper
+            finally:
+                os.close(inner)

@@ -1,0 +1,382 @@
+"""Writing a part: its files in order, their sums, and last the description that makes it one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engram.format import description, disk, layout, strict, sums, tables
+from engram.format.description import ArrayInfo, Geometry, Part, PartField, SegmentSize, SumsEntry, TableEntry
+from engram.format.schema import DTYPES, MAX_DIMS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from typing_extensions import Buffer
+
+    from engram.format.part_reader import PartReader
+
+__all__ = ["FileWriter", "PartInfo", "PartWriter", "SegmentRows"]
+
+_CHUNK = 1 << 20
+
+
+class PartInfo(NamedTuple):
+    """A part that was written, or is expected."""
+
+    folder: Path
+    bytes: int
+    """Of its ``part.json``."""
+    sha256: str
+    """Of its ``part.json``, which names every sum."""
+    written: int = 0
+    """Bytes of its files that were written."""
+    linked: int = 0
+    """Bytes of its files that are also an older checkpoint's."""
+
+
+class SegmentRows(NamedTuple):
+    """What a segment's file holds: rows ``[first_row, first_row + rows)`` of the store, all of one lane."""
+
+    lane: int
+    k: int
+    first_row: int
+    rows: int
+    tickets_sum: int
+
+
+class _Written(NamedTuple):
+    bytes: int
+    sums: sums.Sums
+    linked: bool
+
+
+class FileWriter:
+    """One file, written from its beginning to its end. Also a context manager, which closes it.
+
+    After an error the file is given up: its part cannot be finished.
+    """
+
+    def __init__(self, path: Path, nbytes: int, sparse: bool, done: Callable[[_Written], None]) -> None:
+        self._path, self._nbytes, self._done = path, nbytes, done
+        self._summing = sums.Summing()
+        self._position = 0
+        self._fd: int | None = disk.create(path, nbytes, sparse=sparse)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def write(self, data: Buffer) -> None:
+        """Append bytes. ``data``: C-contiguous; must not change meanwhile. Raises ``OSError``; ``ValueError`` beyond the size."""
+        view = memoryview(data)
+        if not view.nbytes:
+            return
+        view = view.cast("B")
+        with self._appending(len(view)) as fd:
+            for at in range(0, len(view), _CHUNK):  # a chunk is summed while it is in the cache
+                chunk = view[at : at + _CHUNK]
+                self._summing.update(chunk)
+                disk.write(fd, chunk, self._position + at)
+
+    def skip(self, nbytes: int) -> None:
+        """Append zeros without writing them: a hole in a sparse file."""
+        with self._appending(nbytes):
+            self._summing.zeros(nbytes)
+
+    def copy_from(self, fd: int, offset: int, nbytes: int) -> None:
+        """Append bytes of another file, which must not change meanwhile. Space is shared where the file system can.
+
+        Raises:
+            EOFError: the other file is shorter.
+        """
+        with self._appending(nbytes) as own:
+            copied = disk.copy(fd, offset, own, self._position, nbytes)
+            chunk = memoryview(bytearray(min(_CHUNK, nbytes)))
+            for at in range(0, nbytes, _CHUNK):
+                piece = chunk[: min(_CHUNK, nbytes - at)]
+                # What was copied is read back: the sums are those of this file, whatever happens to the other one.
+                read = disk.read(own, piece, self._position + at) if copied else disk.read(fd, piece, offset + at)
+                if read != len(piece):
+                    raise EOFError(f"expected {nbytes} bytes at byte {offset}, the file ends after {at + read}")
+                self._summing.update(piece)
+                if not copied:
+                    disk.write(own, piece, self._position + at)
+
+    def close(self) -> None:
+        """Wait until the bytes are on disk. A second call does nothing.
+
+        Raises:
+            OSError: they may not be. The part is lost.
+            ValueError: less was written than the size given.
+        """
+        if self._fd is None:
+            return
+        try:
+            if self._position != self._nbytes:
+                raise ValueError(f"{self._path}: expected {self._nbytes} bytes, got {self._position}.")
+            disk.finish(self._fd)
+        except BaseException:
+            self._abandon()
+            raise
+        fd, self._fd = self._fd, None
+        os.close(fd)
+        self._done(_Written(self._nbytes, self._summing.done(), False))
+
+    @contextlib.contextmanager
+    def _appending(self, nbytes: int) -> Iterator[int]:
+        if self._fd is None:
+            raise ValueError(f"{self._path}: the file is closed, or an earlier write to it failed.")
+        if nbytes < 0 or self._position + nbytes > self._nbytes:
+            raise ValueError(
+                f"{self._path}: expected at most {self._nbytes - self._position} more bytes, got {nbytes}. Nothing was written."
+            )
+        try:
+            yield self._fd
+        except BaseException:
+            self._abandon()
+            raise
+        self._position += nbytes
+
+    def _abandon(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+class PartWriter:
+    """Writes one part into a new folder.
+
+    >>> part = PartWriter(folder / "sampler", "sampler", "PrioritizedSampler")        # doctest: +SKIP
+    >>> leaves = part.array("float64", (n,), data)                                    # doctest: +SKIP
+    >>> info = part.finish({"alpha": 0.6, "leaves": {"$array": leaves}})              # doctest: +SKIP
+
+    Args:
+        folder: where; made with its missing parents. Must not hold a part.
+        part: what it is a part of a buffer as: ``storage``, ``index``, ``sampler``, ``writer`` …
+        type: which class wrote it: looked up by the loading program in its own registry, never imported.
+        name: of an index.
+
+    Raises:
+        ValueError: a name that is too long or has characters other than letters, digits and ``._-`` (``part`` only).
+    """
+
+    def __init__(self, folder: Path, part: str, type: str, name: str = "") -> None:  # noqa: A002 - the word of part.json
+        if not description.NAME.fullmatch(part):
+            raise ValueError(f"part: expected 1 to 128 letters, digits, '.', '_' or '-', got {part!r:.200}.")
+        self.folder = folder
+        self._names = (part, type, name)
+        self._prefix = description.prefix(part)
+        self._arrays: list[tuple[str, tuple[int, ...]]] = []
+        self._files: dict[str, _Written | None] = {}
+        self._folders: list[Path] = []
+        self._make(folder)
+        if self._prefix:
+            self._make(folder / layout.FOLDER)
+
+    def array(self, dtype: str, shape: Sequence[int], data: Buffer) -> int:
+        """Write an array. Its number: the state refers to it as ``{"$array": number}``.
+
+        Args:
+            dtype: a key of ``schema.DTYPES``.
+            shape: up to 32 dimensions, zeros too.
+            data: its bytes, C-contiguous and little-endian.
+
+        Raises:
+            TypeError: a dtype that cannot be stored.
+            ValueError: a shape that is impossible, or not that of ``data``.
+            OSError: no space, or an I/O error.
+        """
+        if dtype not in DTYPES:
+            raise TypeError(f"array: expected one of the dtypes {', '.join(DTYPES)}, got {dtype!r}.")
+        shape = tuple(shape)
+        nbytes = memoryview(data).nbytes
+        if len(shape) > MAX_DIMS or any(d < 0 for d in shape) or math.prod(shape) * DTYPES[dtype] != nbytes:
+            raise ValueError(f"array: expected {nbytes} bytes of {dtype}, got the shape {list(shape)}.")
+        number = len(self._arrays)
+        if number == description.MAX_ARRAYS:
+            raise ValueError(f"array: expected at most {description.MAX_ARRAYS} arrays in a part.")
+        self._arrays.append((dtype, shape))
+        with self.file(description.array_name(self._prefix, number), nbytes) as file:
+            file.write(data)
+        return number
+
+    def file(self, relative: str, nbytes: int, *, sparse: bool = False) -> FileWriter:
+        """Begin a file of a storage: rows of a field, ``meta.json``, a table or a segment.
+
+        Args:
+            relative: its path in the part's folder, as the layout has it: what ``finish`` is told must name it.
+            nbytes: its size.
+            sparse: what is skipped takes no space, but then a full disk shows while writing, not here.
+
+        Raises:
+            FileExistsError: it was begun before.
+            OSError: no space, or an I/O error.
+        """
+        self._begin(relative)
+        return FileWriter(
+            self.folder / relative, nbytes, sparse, lambda written: self._files.__setitem__(relative, written)
+        )
+
+    def link(self, relative: str, reader: PartReader, its_relative: str) -> bool:
+        """Take over a file of an older checkpoint, with its sums, without reading it.
+
+        Returns:
+            False: this file system cannot, or the file is gone or of another size. Write it.
+
+        Raises:
+            FileExistsError: it was begun before.
+            KeyError: the other part has no such file.
+        """
+        nbytes, its_sums = reader.sums_of(its_relative)
+        self._begin(relative)
+        target = self.folder / relative
+        made = disk.link(its_relative, reader.folder_fd, target)
+        if made and os.lstat(target).st_size != nbytes:
+            disk.remove(target)
+            made = False
+        if made:
+            self._files[relative] = _Written(nbytes, its_sums, True)
+        else:
+            del self._files[relative]
+        return made
+
+    def finish(
+        self,
+        state: Mapping[str, Any],
+        *,
+        geometry: Geometry | None = None,
+        schema: Sequence[PartField] | None = None,
+        segment_rows: int | None = None,
+        segments: Sequence[SegmentRows] = (),
+    ) -> PartInfo:
+        """Write sums and ``part.json``, and wait until every name is on disk. The part is complete when this returns.
+
+        Args:
+            state: JSON values; arrays as ``{"$array": number}``. The order of keys is not kept, and
+                other keys that begin with ``$`` are reserved.
+            geometry: storage: the sizes of the store.
+            schema: storage: its fields, numbered from 0.
+            segment_rows: storage in segments: rows of a whole one. Default: flat, a file per field.
+            segments: what the files ``seg/<lane>-<k>.bin`` hold; their table is written here.
+
+        Raises:
+            TypeError: the state has something that JSON has no word for; names it.
+            ValueError: the state, a file or a size does not fit the rest; a file was not closed, or failed.
+            OSError: no space, or an I/O error.
+        """
+        segments = sorted(segments)
+        if segment_rows is not None:
+            self._write_segments(schema or (), segments)
+        placed = self._placed(schema or (), segments)
+        described: dict[str, Any] = {}
+        if geometry is not None:
+            described["geometry"] = geometry
+        if schema is not None:
+            described |= {"schema": tuple(schema), "schema_sum": description.schema_sum(schema), "byteorder": "little"}
+        if segment_rows is not None:
+            described["segment"] = SegmentSize(segment_rows)
+        elif schema is not None:
+            described["storage"] = description.file_entries(schema, placed)
+        if self._prefix:
+            described["tables"] = {
+                name: TableEntry(file[0] // size, *file)
+                for name, size in tables.RECORD_BYTES.items()
+                if (file := placed.get(description.table_name(name)))
+            }
+        raw_sums = b"".join(sums.pack(self._complete(name).sums) for name in placed)
+        part, type_, name = self._names
+        arrays = tuple(
+            ArrayInfo(dtype, shape, *placed[description.array_name(self._prefix, i)])
+            for i, (dtype, shape) in enumerate(self._arrays)
+        )
+        entry = SumsEntry(len(raw_sums), hashlib.sha256(raw_sums).hexdigest())
+        described = {"state": dict(state), "arrays": arrays, "sums": entry, **described}
+        document = Part(part=part, type=type_, name=name, **described)
+        description.check(document)
+        raw = strict.encode(document)
+        disk.put(self.folder / f"{self._prefix}{description.SUMS}", raw_sums)
+        disk.put(self.folder / f"{self._prefix}{description.PART}", raw)
+        for folder in reversed(self._folders):
+            disk.sync_folder(folder)
+        files = [self._complete(name) for name in placed]
+        return PartInfo(
+            self.folder,
+            len(raw),
+            hashlib.sha256(raw).hexdigest(),
+            sum(file.bytes for file in files if not file.linked) + len(raw) + len(raw_sums),
+            sum(file.bytes for file in files if file.linked),
+        )
+
+    def _write_segments(self, schema: Sequence[PartField], segments: Sequence[SegmentRows]) -> None:
+        """The table of segments. Their sums come after its own, whose number its size says."""
+        table = description.table_name("segments")
+        nbytes = len(segments) * tables.RECORD_BYTES["segments"]
+        placed = self._placed(schema, segments, {table: nbytes})
+        records = []
+        for it in segments:
+            name = description.segment_name(it.lane, it.k)
+            size, sums_at = placed[name]
+            flags = tables.LINKED if self._complete(name).linked else 0
+            records.append(tables.Segment(it.lane, it.k, it.first_row, it.rows, size, it.tickets_sum, sums_at, flags))
+        with self.file(table, nbytes) as file:
+            file.write(tables.pack_segments(records))
+
+    def _placed(
+        self, schema: Sequence[PartField], segments: Sequence[SegmentRows], to_come: Mapping[str, int] | None = None
+    ) -> dict[str, tuple[int, int]]:
+        """Size and number of the first sum of every file, in the order of their sums."""
+        sizes = {name: self._complete(name).bytes for name in self._files} | dict(to_come or {})
+        names = [description.array_name(self._prefix, i) for i in range(len(self._arrays))]
+        names += [description.field_name(field) for field in schema if description.field_name(field) in sizes]
+        names += [name for level in description.levels(schema) if (name := description.meta_name(level)) in sizes]
+        names += [name for table in tables.RECORD_BYTES if (name := description.table_name(table)) in sizes]
+        names += [description.segment_name(it.lane, it.k) for it in segments]
+        strangers = sorted(set(sizes).symmetric_difference(names))
+        if strangers:
+            raise ValueError(
+                f"{self.folder}: expected the files that schema and segments name, differs: {strangers[:10]}."
+            )
+        placed, at = {}, 0
+        for name in names:
+            placed[name] = (sizes[name], at)
+            at += sums.blocks_of(sizes[name])
+        return placed
+
+    def _complete(self, relative: str) -> _Written:
+        written = self._files.get(relative)
+        if written is None:
+            raise ValueError(
+                f"{self.folder / relative}: expected a complete file. It was not closed, or a write failed."
+            )
+        return written
+
+    def _begin(self, relative: str) -> None:
+        if relative in self._files:
+            raise FileExistsError(f"{self.folder / relative}: expected a file that was not begun before.")
+        for parent in reversed(Path(relative).parents[:-1]):
+            self._make(self.folder / parent)
+        self._files[relative] = None
+
+    def _make(self, folder: Path) -> None:
+        if folder in self._folders:
+            return
+        if folder == self.folder:
+            for parent in reversed(folder.parents):
+                with contextlib.suppress(FileExistsError):
+                    if not parent.exists():
+                        disk.make_folder(parent)
+        with contextlib.suppress(FileExistsError):
+            disk.make_folder(folder)
+        self._folders.append(folder)

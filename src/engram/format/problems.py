@@ -1,0 +1,71 @@
+"""What is wrong with a file: said the same way by a load that stops and by a report that goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from engram.errors import CorruptCheckpoint
+from engram.format import disk
+
+__all__ = ["Problem", "corrupt", "no_file", "problem_of", "read_small"]
+
+
+class Problem(NamedTuple):
+    """One file that is not as it must be."""
+
+    path: Path
+    what: str
+    """What was expected and what was found."""
+    offset: int | None = None
+    """Byte in the file; None: the file as a whole."""
+
+    def __str__(self) -> str:
+        where = "" if self.offset is None else f" at byte {self.offset}"
+        return f"{self.path}{where}: {self.what}."
+
+
+def corrupt(path: Path, what: str, offset: int | None = None) -> CorruptCheckpoint:
+    """The exception that says so."""
+    return CorruptCheckpoint(Problem(path, what, offset))
+
+
+def problem_of(error: CorruptCheckpoint) -> Problem:
+    """What ``corrupt`` was told."""
+    problem = error.args[0]
+    return problem if isinstance(problem, Problem) else Problem(Path(), str(error).removesuffix("."))
+
+
+def no_file(error: OSError, nbytes: int | None = None) -> str:
+    """What to say of a file that does not open. Passes on what is no damage: no permission, an I/O error."""
+    size = "" if nbytes is None else f" of {nbytes} bytes"
+    if error.errno == errno.ENOENT:
+        return f"expected a file{size}, found none"
+    if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENOTSUP, errno.ENXIO):
+        return f"expected a regular file{size}, got something else"
+    raise error
+
+
+def read_small(folder: Path, folder_fd: int, name: str, limit: int, *, exactly: bool = False) -> bytes:
+    """The bytes of a file of an open folder: at most ``limit``, or exactly that many.
+
+    Raises:
+        CorruptCheckpoint: it is missing, not a regular file, or of another size.
+    """
+    path = folder / name
+    try:
+        fd = disk.open_file(folder_fd, name)
+    except OSError as error:
+        raise corrupt(path, no_file(error, limit if exactly else None)) from error
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit or (exactly and size != limit):
+            raise corrupt(path, f"expected {'' if exactly else 'at most '}{limit} bytes, got {size}")
+        raw = bytearray(size)
+        if disk.read(fd, memoryview(raw), 0) != size:
+            raise corrupt(path, f"expected {size} bytes, the file has become shorter")
+        return bytes(raw)
+    finally:
+        os.close(fd)

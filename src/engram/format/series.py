@@ -1,0 +1,567 @@
+"""A series of checkpoints below one folder: attempts, votes and decisions. All of it is a function of what is on disk.
+
+::
+
+    <root>/LATEST                               name of the newest one; a hint
+           EPOCH-00000007                       create-only: the seventh incarnation of the job began
+           ckpt-000000120000-e0007-a3f91c2d/    step, epoch, random attempt; the name is never used again
+             attempt.json                       written first
+             rank-00000-of-00004/shard.json     a rank's vote: yes.    error.json: no
+             manifest.json                      the decision, create-only: complete or aborted
+           trash-<name>/                        being removed
+
+Commit and abort compete for one name: whoever is second reports what the first decided. A process that sees a later epoch than
+its own decides nothing and removes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format import disk, strict
+from engram.format.checkpoints import (
+    ATTEMPT,
+    LEFTOVER,
+    MANIFEST,
+    MAX_RANKS,
+    REFUSAL,
+    SHARD,
+    Checkpoint,
+    Cut,
+    Manifest,
+    Shard,
+    ShardEntry,
+    Totals,
+    describe_shard,
+    rank_folder,
+    read_shard,
+    sync_parts,
+)
+from engram.format.problems import Problem, corrupt, problem_of, read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from engram.format.part_writer import PartInfo
+
+__all__ = [
+    "LATEST",
+    "Attempt",
+    "Name",
+    "Refusal",
+    "Vote",
+    "accept",
+    "begin",
+    "claim_epoch",
+    "decide",
+    "decision",
+    "is_series",
+    "latest",
+    "names",
+    "newest_epoch",
+    "prune",
+    "read_attempt",
+    "recover",
+    "refuse",
+    "set_latest",
+    "votes",
+]
+
+LATEST = "LATEST"
+
+_NAME = re.compile(r"ckpt-([0-9]{12,18})-e([0-9]{4,9})-([0-9a-f]{8}|crash[0-9]{1,9})")
+_EPOCH = re.compile(r"EPOCH-([0-9]{8})")
+_ATTEMPT_ID = re.compile(r"[0-9a-f]{8}|crash[0-9]{1,9}")
+
+
+class Name(NamedTuple):
+    """What the name of a folder says. In order: the newest is the largest."""
+
+    step: int
+    epoch: int
+    attempt: str
+
+    def __str__(self) -> str:
+        return f"ckpt-{self.step:012d}-e{self.epoch:04d}-{self.attempt}"
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """None: not the name of an attempt."""
+        found = _NAME.fullmatch(text)
+        name = cls(int(found[1]), int(found[2]), found[3]) if found else None
+        return name if str(name) == text else None
+
+
+class Attempt(strict.Document, frozen=True, kw_only=True):
+    """What all ranks agreed on before they began."""
+
+    name: str
+    attempt: str
+    epoch: int
+    step: int
+    world: int
+    trigger: str
+    parent: str | None
+    user: dict[str, Any]
+    format: Literal["engram.attempt"] = "engram.attempt"
+
+
+class Refusal(strict.Document, frozen=True, kw_only=True):
+    """A rank's vote against an attempt."""
+
+    attempt: str
+    rank: int
+    error: str
+    format: Literal["engram.error"] = "engram.error"
+
+
+class Vote(NamedTuple):
+    """What a rank said so far."""
+
+    rank: int
+    shard: Shard | None
+    """It voted yes."""
+    entry: ShardEntry | None
+    error: str | None
+    """It voted no, or its vote cannot be read. Neither: it has not voted."""
+
+
+# ---- epochs ----------------------------------------------------------------------------------------------------------
+
+
+def newest_epoch(root: Path) -> int:
+    """The latest incarnation of the job that began here; 0: none did."""
+    return max((int(found[1]) for name in os.listdir(root) if (found := _EPOCH.fullmatch(name))), default=0)
+
+
+def claim_epoch(root: Path) -> int:
+    """Begin an incarnation of the job: from now on earlier ones can neither commit nor remove anything.
+
+    Removes what dead processes left of small files.
+    """
+    for name in os.listdir(root):
+        if LEFTOVER.fullmatch(name):
+            disk.remove(root / name)
+    while True:
+        epoch = newest_epoch(root) + 1
+        try:
+            os.close(disk.create(root / f"EPOCH-{epoch:08d}", 0))
+        except FileExistsError:
+            continue
+        disk.sync_folder(root)
+        return epoch
+
+
+def _check_epoch(root: Path, epoch: int) -> None:
+    newest = newest_epoch(root)
+    if newest > epoch:
+        raise RuntimeError(
+            f"{root}: expected no later incarnation of this job than {epoch}, got {newest}. This process was replaced: "
+            "it may decide nothing and remove nothing here. End it."
+        )
+
+
+# ---- an attempt ------------------------------------------------------------------------------------------------------
+
+
+def begin(
+    root: Path,
+    *,
+    step: int,
+    epoch: int,
+    world: int,
+    trigger: str,
+    parent: str | None = None,
+    user: Mapping[str, Any] | None = None,
+    attempt: str | None = None,
+) -> Path:
+    """Make the folder of an attempt, for all ranks. It is on disk when this returns.
+
+    Args:
+        root: of the series.
+        step: of the training.
+        epoch: of this incarnation.
+        world: how many ranks must vote.
+        trigger: who asked for it, in a word.
+        parent: name of the checkpoint that segments are linked from.
+        user: the user's own state, as JSON.
+        attempt: eight hex digits, or ``crash`` and a number. Default: random.
+
+    Raises:
+        TypeError: ``user`` has something that JSON has no word for; names it.
+        ValueError: a number or id that is out of range; ``user`` is too long or too deep.
+        RuntimeError: a later incarnation has begun.
+    """
+    if not (0 <= step < 10**18 and 0 <= epoch < 10**8 and 1 <= world <= MAX_RANKS):
+        raise ValueError(
+            f"begin: expected a step, an epoch and 1 to {MAX_RANKS} ranks, got {step}, {epoch} and {world}."
+        )
+    attempt = secrets.token_hex(4) if attempt is None else attempt
+    if not _ATTEMPT_ID.fullmatch(attempt):
+        raise ValueError(f"begin: expected eight hex digits, or 'crash' and a number, got {attempt!r:.100}.")
+    _check_epoch(root, epoch)
+    name = str(Name(step, epoch, attempt))
+    raw = strict.encode(
+        Attempt(
+            name=name,
+            attempt=attempt,
+            epoch=epoch,
+            step=step,
+            world=world,
+            trigger=trigger,
+            parent=parent,
+            user=dict(user or {}),
+        )
+    )
+    folder = root / name
+    disk.make_folder(folder)
+    try:
+        disk.put(folder / ATTEMPT, raw)
+        disk.sync_folder(folder)
+        disk.sync_folder(root)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.remove(folder)
+        raise
+    return folder
+
+
+def read_attempt(folder: Path) -> Attempt:
+    """What ``begin`` was told.
+
+    Raises:
+        CorruptCheckpoint: it is missing or damaged, or of another folder.
+    """
+    fd = _open(folder)
+    try:
+        raw = read_small(folder, fd, ATTEMPT, strict.MAX_BYTES)
+    finally:
+        os.close(fd)
+    attempt = strict.decode(raw, folder / ATTEMPT, Attempt)
+    if attempt.name != folder.name or not 1 <= attempt.world <= MAX_RANKS:
+        raise corrupt(folder / ATTEMPT, f"expected the attempt {folder.name}, got {attempt.name!r:.100}")
+    return attempt
+
+
+def accept(
+    folder: Path,
+    rank: int,
+    parts: Sequence[PartInfo],
+    *,
+    layout: Literal["flat", "segments"],
+    cut: Cut,
+    totals: Totals,
+    schema_sum: str,
+    step: int | None = None,
+) -> Shard:
+    """A rank's vote for an attempt: its parts are finished, in ``folder / rank_folder(rank, world)``.
+
+    Raises:
+        FileExistsError: this rank has voted yes already.
+        OSError: no space, or an I/O error. It has not voted.
+    """
+    attempt = read_attempt(folder)
+    own = folder / rank_folder(rank, attempt.world)
+    shard = describe_shard(
+        own,
+        parts,
+        attempt=attempt.attempt,
+        epoch=attempt.epoch,
+        step=attempt.step if step is None else step,
+        rank=rank,
+        world=attempt.world,
+        trigger=attempt.trigger,
+        layout=layout,
+        schema_sum=schema_sum,
+        cut=cut,
+        totals=totals,
+    )
+    raw = strict.encode(shard)
+    sync_parts(own, shard)
+    disk.sync_folder(own)
+    disk.sync_folder(folder)
+    if not disk.publish(own / SHARD, raw):
+        raise FileExistsError(f"{own / SHARD}: expected no vote of rank {rank} yet.")
+    return shard
+
+
+def refuse(folder: Path, rank: int, error: str) -> None:
+    """A rank's vote against an attempt. What it has written there is removed, unless it voted for it before.
+
+    Raises:
+        OSError: it could not say so: the attempt ends at its deadline.
+    """
+    attempt = read_attempt(folder)
+    own = folder / rank_folder(rank, attempt.world)
+    if not os.path.lexists(own / SHARD):
+        with contextlib.suppress(OSError):
+            disk.remove(own)
+    with contextlib.suppress(FileExistsError):
+        disk.make_folder(own)
+    disk.publish(own / REFUSAL, strict.encode(Refusal(attempt=attempt.attempt, rank=rank, error=error[:10_000])))
+
+
+def votes(folder: Path) -> list[Vote]:
+    """What every rank said so far.
+
+    Raises:
+        CorruptCheckpoint: the attempt cannot be read. A vote that cannot be read is one against.
+    """
+    attempt = read_attempt(folder)
+    fd = _open(folder)
+    try:
+        return [_vote(folder, fd, attempt, rank) for rank in range(attempt.world)]
+    finally:
+        os.close(fd)
+
+
+def _vote(folder: Path, fd: int, attempt: Attempt, rank: int) -> Vote:
+    own = rank_folder(rank, attempt.world)
+    try:
+        if os.path.lexists(folder / own / REFUSAL):
+            path = folder / own / REFUSAL
+            refusal = strict.decode(read_small(folder, fd, f"{own}/{REFUSAL}", strict.MAX_BYTES), path, Refusal)
+            return Vote(rank, None, None, refusal.error)
+        if not os.path.lexists(folder / own / SHARD):
+            return Vote(rank, None, None, None)
+        shard, entry = read_shard(folder, fd, f"{own}/{SHARD}")
+        said = (shard.attempt, shard.epoch, shard.rank, shard.world)
+        if said != (attempt.attempt, attempt.epoch, rank, attempt.world):
+            raise corrupt(folder / own / SHARD, f"expected the vote of rank {rank} on {attempt.name}, got {said}")
+    except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
+        return Vote(rank, None, None, str(error))
+    return Vote(rank, shard, entry, None)
+
+
+def decision(folder: Path) -> Manifest | None:
+    """What was decided on an attempt; None: nothing yet.
+
+    Raises:
+        CorruptCheckpoint: the manifest is damaged.
+    """
+    if not os.path.lexists(folder / MANIFEST):
+        return None
+    fd = _open(folder)
+    try:
+        return strict.decode(read_small(folder, fd, MANIFEST, strict.MAX_BYTES), folder / MANIFEST, Manifest)
+    finally:
+        os.close(fd)
+
+
+def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest | None:
+    """Commit an attempt if all ranks voted for it and every file has its size; abort it if one is against.
+
+    Any process may call this, any number of times: there is one decision, and everybody gets it.
+
+    Args:
+        folder: of the attempt.
+        epoch: of the incarnation that calls.
+        give_up: why not to wait for votes that are missing, at the deadline: aborts.
+
+    Returns:
+        The decision. None: votes are missing.
+
+    Raises:
+        CorruptCheckpoint: the attempt cannot be read, or its decision is damaged.
+        RuntimeError: a later incarnation has begun, and nothing is decided.
+    """
+    made = decision(folder)
+    if made is not None:
+        return made
+    _check_epoch(folder.parent, epoch)
+    attempt = read_attempt(folder)
+    given = votes(folder)
+    reasons = [f"rank {vote.rank}: {vote.error}" for vote in given if vote.error is not None]
+    missing = [vote.rank for vote in given if vote.shard is None and vote.error is None]
+    if missing and not reasons:
+        if give_up is None:
+            return None
+        reasons = [f"{give_up}: no vote of ranks {missing}"[:10_000]]
+    if not reasons:
+        reasons = _unfit(folder, attempt, given)
+    disk.publish(folder / MANIFEST, strict.encode(_manifest(attempt, given, reasons)))
+    disk.sync_folder(folder.parent)
+    return decision(folder)
+
+
+def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote]) -> list[str]:
+    """Why shards that were all voted for make no checkpoint."""
+    schemas = sorted({vote.shard.schema_sum for vote in given if vote.shard})
+    if len(schemas) > 1:
+        return [f"expected one schema on all ranks, got those with the sums {schemas}"]
+    with Checkpoint(folder, _manifest(attempt, given, [])) as checkpoint:
+        return [str(problem) for problem in checkpoint.problems("meta")][:100]
+
+
+def _manifest(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -> Manifest:
+    shards = [vote.shard for vote in given if vote.shard is not None]
+    complete = not reasons
+    return Manifest(
+        name=attempt.name,
+        step=attempt.step,
+        steps_by_rank=tuple(shard.step for shard in shards) if complete else (),
+        world=attempt.world,
+        trigger=attempt.trigger,
+        status="complete" if complete else "aborted",
+        reasons=tuple(reasons),
+        parent=attempt.parent,
+        schema_sum=shards[0].schema_sum if complete else "",
+        shards=tuple(vote.entry for vote in given if vote.entry is not None) if complete else (),
+        user=attempt.user if complete else {},
+    )
+
+
+def _open(folder: Path) -> int:
+    try:
+        return disk.open_folder(folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise corrupt(folder, "expected the folder of an attempt, found none") from error
+
+
+# ---- the series ------------------------------------------------------------------------------------------------------
+
+
+def is_series(root: Path) -> bool:
+    """Whether checkpoints were made below this folder."""
+    with contextlib.suppress(OSError):
+        return any(name == LATEST or _EPOCH.fullmatch(name) or Name.parse(name) for name in os.listdir(root))
+    return False
+
+
+def names(root: Path) -> list[Name]:
+    """All attempts, the newest first, whatever became of them."""
+    return sorted(filter(None, map(Name.parse, os.listdir(root))), reverse=True)
+
+
+def recover(root: Path, epoch: int) -> list[str]:
+    """Commit what all ranks voted for and nobody decided: its process died in between. Names of what is committed now."""
+    committed = []
+    for name in names(root):
+        folder = root / str(name)
+        with contextlib.suppress(CorruptCheckpoint, IncompatibleCheckpoint):  # whoever looks for the latest reports it
+            if decision(folder) is None and all(vote.shard for vote in votes(folder)):
+                made = decide(folder, epoch)
+                if made is not None and made.status == "complete":
+                    committed.append(made.name)
+    return committed
+
+
+def latest(root: Path, *, at_most: int | None = None) -> tuple[Path | None, list[Problem]]:
+    """The newest checkpoint that is complete, with the exact size of every file, and what was passed over on the way to it.
+
+    Args:
+        root: of the series.
+        at_most: the largest step that is wanted.
+
+    Returns:
+        ``(folder, problems)``; None: there is none.
+    """
+    problems: list[Problem] = []
+    found: Path | None = None
+    for name in names(root):
+        if at_most is not None and name.step > at_most:
+            continue
+        wrong = look(root / str(name))
+        if wrong is None:
+            found = root / str(name)
+            break
+        problems.append(wrong)
+    hint = _hint(root)
+    if at_most is None and hint != (found.name if found else None):
+        problems.append(
+            Problem(
+                root / LATEST, f"expected the name of {found.name if found else 'no checkpoint'}, got {hint!r:.100}"
+            )
+        )
+    return found, problems
+
+
+def look(folder: Path) -> Problem | None:
+    """Why a folder of a series is no checkpoint; None: it is one, with the exact size of every file."""
+    try:
+        made = decision(folder)
+        if made is None:
+            given = votes(folder)
+            return Problem(
+                folder, f"undecided: {sum(vote.shard is not None for vote in given)} of {len(given)} ranks voted for it"
+            )
+        if made.status == "aborted":
+            return Problem(folder, f"aborted: {', '.join(made.reasons)[:1000]}")
+        if made.name != folder.name:
+            return Problem(folder / MANIFEST, f"expected the checkpoint {folder.name}, got {made.name!r:.100}")
+        with Checkpoint(folder) as checkpoint:
+            return next(checkpoint.problems("meta"), None)
+    except CorruptCheckpoint as error:
+        return problem_of(error)
+    except IncompatibleCheckpoint as error:
+        return Problem(folder, str(error).removesuffix("."))
+
+
+def set_latest(root: Path, name: str, epoch: int) -> None:
+    """Note the newest checkpoint: a hint for people and programs. Raises ``RuntimeError`` if a later incarnation has begun."""
+    _check_epoch(root, epoch)
+    disk.replace(root / LATEST, f"{name}\n".encode())
+
+
+def _hint(root: Path) -> str | None:
+    try:
+        fd = disk.open_folder(root)
+        try:
+            return read_small(root, fd, LATEST, 256).decode("utf-8", "replace").strip()
+        finally:
+            os.close(fd)
+    except CorruptCheckpoint:
+        return None
+
+
+def prune(root: Path, keep: int, epoch: int) -> list[str]:
+    """Remove old checkpoints and failed attempts.
+
+    Kept are: the ``keep`` newest good checkpoints, by step and by epoch; whatever is of a later epoch, or of a later step than
+    the newest good one; the newest crash attempt; and undecided attempts of this epoch, which may be under way.
+
+    Args:
+        root: of the series.
+        keep: at least 1.
+        epoch: of this incarnation.
+
+    Returns:
+        Names of what was removed. A folder is renamed first: nobody finds half a checkpoint.
+
+    Raises:
+        ValueError: ``keep`` is below 1.
+        RuntimeError: a later incarnation has begun.
+        OSError: something cannot be removed.
+    """
+    if keep < 1:
+        raise ValueError(f"prune: keep: expected at least 1, got {keep}.")
+    _check_epoch(root, epoch)
+    removed = []
+    for name in _superfluous(root, keep, epoch):
+        trash = root / f"trash-{name}"
+        disk.rename(root / str(name), trash)
+        removed.append(str(name))
+    if removed:
+        disk.sync_folder(root)
+    for left in sorted(os.listdir(root)):
+        if left.startswith("trash-") and Name.parse(left.removeprefix("trash-")):
+            disk.remove(root / left)
+    return removed
+
+
+def _superfluous(root: Path, keep: int, epoch: int) -> list[Name]:
+    every = names(root)
+    good = [name for name in every if look(root / str(name)) is None]
+    if not good:
+        return []
+    kept = set(good[:keep]) | set(sorted(good, key=lambda name: (name.epoch, name.step), reverse=True)[:keep])
+    kept |= set([name for name in every if name.attempt.startswith("crash")][:1])
+    kept |= {name for name in every if name.epoch > epoch or name.step > good[0].step}
+    kept |= {name for name in every if name.epoch == epoch and not os.path.lexists(root / str(name) / MANIFEST)}
+    return [name for name in every if name not in kept]

@@ -1,0 +1,215 @@
+"""JSON that can be read one way only.
+
+Python's reader keeps the last of two equal keys, takes NaN for a number and integers of any length; msgspec writes NaN as
+``null``. Here all of that is refused, before the text becomes typed values and before these become text. An integer is an
+int64: 64-bit sums are hex strings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import msgspec
+
+from engram.errors import IncompatibleCheckpoint
+from engram.format.problems import corrupt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "decode", "encode", "parse"]
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 16
+
+# A string, closed or not, or a bracket. Possessive: whatever the text, one pass over it.
+_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """A file: subclasses say which, in a field ``format``.
+
+    Of a newer minor version entries that are not known are ignored; of this one or an older they are an error.
+    """
+
+    VERSION: ClassVar[tuple[int, int]] = (1, 0)
+
+    version: tuple[int, int] = (1, 0)
+
+
+D = TypeVar("D", bound=Document)
+
+
+def parse(raw: bytes, max_depth: int = MAX_DEPTH) -> Any:
+    """The tree that a JSON text says.
+
+    Raises:
+        ValueError: the text is too long, not UTF-8 or not JSON; a key appears twice; a number is not finite or not an int64;
+            lists and objects are nested deeper than ``max_depth``.
+    """
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"expected at most {MAX_BYTES} bytes, got {len(raw)}")
+    _check_depth(raw, max_depth)
+    tree = json.loads(
+        raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_int64, parse_float=_finite
+    )
+    if b"\\u" in raw:  # the only way to half a character
+        json.dumps(tree, ensure_ascii=False).encode()
+    return tree
+
+
+def decode(raw: bytes, path: Path, kind: type[D]) -> D:
+    """A document of that kind.
+
+    Args:
+        raw: the bytes of the file.
+        path: which file that is, for messages.
+        kind: a ``Document``.
+
+    Raises:
+        CorruptCheckpoint: the text is not strict JSON, or does not say what such a document says.
+        IncompatibleCheckpoint: another major version.
+    """
+    try:
+        tree = parse(raw)
+    except ValueError as error:
+        raise corrupt(path, f"not readable as JSON ({error})") from error
+    expected = _format_of(kind)
+    if not isinstance(tree, dict) or tree.get("format") != expected:
+        found = tree.get("format") if isinstance(tree, dict) else type(tree).__name__
+        raise corrupt(path, f"expected the format {expected!r}, got {found!r}")
+    version = tree.get("version")
+    if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int and v >= 0 for v in version)):
+        raise corrupt(path, f"expected a version [major, minor], got {version!r:.100}")
+    major, minor = kind.VERSION
+    if version[0] != major:
+        raise IncompatibleCheckpoint(
+            f"{path}: expected version {major}.{minor} or another {major}.x of {expected}, got {version[0]}.{version[1]}. "
+            f"Read it with an engram that reads {expected} {version[0]}.x; newer ones do."
+        )
+    try:
+        document = msgspec.convert(tree, kind, strict=True)
+        if version[1] <= minor:
+            _refuse_unknown(tree, document, "$")
+    except (msgspec.ValidationError, ValueError) as error:
+        raise corrupt(path, str(error)) from error
+    return document
+
+
+def encode(value: msgspec.Struct | dict[str, Any]) -> bytes:
+    """The text of a value: sorted keys, no spaces. Equal values have equal bytes.
+
+    Raises:
+        TypeError: something JSON has no word for, or a key that is not a string; names where it is.
+        ValueError: a number that is not finite or not an int64, half a character, too deep, or longer than ``MAX_BYTES``.
+    """
+    tree = _plain(value, "$", 1)
+    raw = json.dumps(tree, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"expected at most {MAX_BYTES} bytes of JSON, got {len(raw)}. Keep what is long in an array.")
+    return raw
+
+
+def _format_of(kind: type[Document]) -> str:
+    (field,) = (field for field in msgspec.structs.fields(kind) if field.name == "format")
+    return str(field.default)
+
+
+def _check_depth(raw: bytes, limit: int) -> None:
+    depth = 0
+    for token in _TOKENS.finditer(raw):
+        first = raw[token.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > limit:
+                raise ValueError(f"nested more than {limit} deep at byte {token.start()}")
+        elif first in b"]}":
+            depth -= 1
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = sorted(key for key, _ in pairs)
+        twice = next(key for key, following in itertools.pairwise(keys) if key == following)
+        raise ValueError(f"the key {twice[:100]!r} appears twice")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number here")
+
+
+def _int64(text: str) -> int:
+    if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
+        raise ValueError(f"{text[:30]} is not a 64-bit integer")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:30]} is not a finite number")
+    return value
+
+
+def _refuse_unknown(tree: Any, value: Any, where: str) -> None:
+    """Entries of objects that typed reading passed over. Free objects (``dict``) have no unknown entries."""
+    if isinstance(value, msgspec.Struct):
+        unknown = sorted(set(tree) - set(value.__struct_fields__))
+        if unknown:
+            raise ValueError(f"an unknown entry {unknown[0][:100]!r} at `{where}`")
+        for name in tree:
+            _refuse_unknown(tree[name], getattr(value, name), f"{where}.{name}")
+    elif isinstance(value, list | tuple):
+        for i, (part, typed) in enumerate(zip(tree, value, strict=True)):
+            _refuse_unknown(part, typed, f"{where}[{i}]")
+    elif isinstance(value, dict) and any(isinstance(typed, msgspec.Struct) for typed in value.values()):
+        for key, typed in value.items():
+            _refuse_unknown(tree[key], typed, f"{where}.{key}")
+
+
+def _plain(value: Any, where: str, depth: int) -> Any:
+    """The value as json takes it; what json would write but not read back as it was is refused."""
+    if isinstance(value, int):  # bools are ints
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"{where}: expected a 64-bit integer, got one of {value.bit_length()} bits.")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where}: expected a finite number, got {value}.")
+    elif isinstance(value, str):
+        _check_text(value, where)
+    elif isinstance(value, msgspec.Struct | dict | list | tuple):
+        return _container(value, where, depth)
+    elif value is not None:
+        raise TypeError(
+            f"{where}: expected None, a bool, number, string, list or dict, got {type(value).__name__}. "
+            "Keep other things in arrays."
+        )
+    return value
+
+
+def _container(value: Any, where: str, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{where}: nested more than {MAX_DEPTH} deep.")
+    if isinstance(value, list | tuple):
+        return [_plain(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
+    if isinstance(value, msgspec.Struct):
+        named = {name: getattr(value, name) for name in value.__struct_fields__}
+        value = {name: part for name, part in named.items() if part is not msgspec.UNSET}
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"{where}: expected keys that are strings, got {key!r:.100}.")
+        _check_text(key, where)
+    return {key: _plain(part, f"{where}.{key}", depth + 1) for key, part in value.items()}
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: expected text that is valid Unicode, got {text!a:.100}.") from error

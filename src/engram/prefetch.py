@@ -1,0 +1,477 @@
+"""Batches ahead of the caller: asked for in the order of the calls, handed out in that order, whoever makes them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from engram import _fork
+from engram.errors import NoSampleable
+from engram.store import Key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+__all__ = ["Prefetcher", "Steps"]
+
+#: For how long a program that ends or forks, and a buffer that closes, waits for what threads have begun.
+LEAVE_S = 5.0
+
+
+class Steps(NamedTuple):
+    """How a batch is made. Each is called with the source, which the prefetcher holds only while a batch is being made."""
+
+    ask: Callable[[Any, Key], None]
+    """Draw the random bits of the next batch, in the caller's thread."""
+    read: Callable[[Any, Key], tuple[Any, Any]]
+    """Draw rows and copy them, one batch after the other: what was read, and what the source needs to take its rows back.
+    ``NoSampleable``: not now."""
+    finish: Callable[[Any, Any], Any]
+    """From what was read to what is handed out. Several threads at a time."""
+    ended: Callable[[Any], bool]
+    """Whether a pass ended with the last batch that was read. Said once."""
+
+
+class _Batch:
+    """One that was asked for."""
+
+    __slots__ = ("before", "drawn", "error", "key", "last", "made", "making", "mode", "raw", "reading", "there")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.raw: Any = None
+        self.before: Any = None
+        self.made: Any = None
+        self.error: BaseException | None = None
+        self.drawn = self.last = False
+        self.there = False
+        """Whether it needs nothing any more: it is made, or its error is what the caller gets."""
+        self.reading: threading.Lock | None = None
+        """Held while a thread is to read it."""
+        self.making: threading.Lock | None = None
+        """Held while a thread is to do what it can."""
+        self.mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad
+
+    def hand_over(self) -> None:
+        """From now on a thread has it, which sees the gradient mode of this call."""
+        self.reading, self.making = threading.Lock(), threading.Lock()
+        self.reading.acquire()
+        self.making.acquire()
+        if torch.is_inference_mode_enabled():
+            self.mode = torch.inference_mode
+        elif not torch.is_grad_enabled():
+            self.mode = torch.no_grad
+
+    def read(self, steps: Steps, source: Any) -> None:
+        self.raw, self.before = steps.read(source, self.key)
+        self.drawn, self.last = True, steps.ended(source)
+
+    def finish(self, steps: Steps, source: Any) -> None:
+        raw, self.raw = self.raw, None
+        self.made = steps.finish(source, raw)
+        self.there = True
+
+    def fail(self, error: BaseException) -> None:
+        """Where there was nothing to draw, there may be when its turn comes."""
+        self.error, self.there = error, self.drawn or not isinstance(error, NoSampleable)
+
+    def was_read(self) -> None:
+        held, self.reading = self.reading, None
+        if held is not None:
+            held.release()
+
+    def let_go(self) -> None:
+        """No thread has it any more."""
+        self.was_read()
+        held, self.making = self.making, None
+        if held is not None:
+            held.release()
+
+    def wait(self, limit_s: float = -1) -> None:
+        _wait_for(self.making, limit_s)
+
+
+def _wait_for(held: threading.Lock | None, limit_s: float = -1) -> None:
+    if held is not None and held.acquire(timeout=limit_s):
+        held.release()
+
+
+class _Crew:
+    """Threads. While they have nothing to do they hold neither the prefetcher nor its source, so that both can be collected."""
+
+    def __init__(self, size: int, steps: Steps) -> None:
+        self.steps = steps
+        self.tasks: queue.SimpleQueue[tuple[_Batch, Any] | None] = queue.SimpleQueue()
+        self.turn = threading.Lock()
+        """Held by whoever waits for something to read, or reads."""
+        self.stopped = False
+        self.threads = [
+            threading.Thread(target=_work, args=(self,), name=f"engram-prefetch-{i}", daemon=True) for i in range(size)
+        ]
+
+    def start(self) -> None:
+        try:
+            for thread in self.threads:
+                thread.start()
+        except RuntimeError:  # the machine has no more threads, or the interpreter ends
+            self.stop()
+
+    def hand(self, batch: _Batch, source: Any) -> None:
+        self.tasks.put((batch, source))
+        if self.stopped:  # meanwhile, so perhaps nobody looks any more
+            self.stop()
+
+    def stop(self) -> None:
+        """Threads end when they are done with what they are at; the rest is let go. Repeatable."""
+        self.stopped = True
+        try:
+            while True:
+                task = self.tasks.get_nowait()
+                if task is not None:
+                    task[0].let_go()
+        except queue.Empty:
+            pass
+        for _ in self.threads:
+            self.tasks.put(None)
+
+    def join(self, limit_s: float | None) -> None:
+        """Wait until the threads have ended, but for the calling one."""
+        deadline = None if limit_s is None else monotonic() + limit_s
+        for thread in self.threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(None if deadline is None else max(0.0, deadline - monotonic()))
+
+
+def _work(crew: _Crew) -> None:
+    while _work_once(crew):
+        pass
+
+
+def _work_once(crew: _Crew) -> bool:
+    with crew.turn:
+        task = crew.tasks.get()
+        if task is None:
+            return False
+        batch, source = task
+        try:
+            with batch.mode():
+                batch.read(crew.steps, source)
+        except BaseException as error:  # noqa: BLE001 - whoever takes the batch gets it
+            batch.fail(error)
+        finally:
+            batch.was_read()
+    try:
+        if batch.drawn and not batch.there:
+            with batch.mode():
+                batch.finish(crew.steps, source)
+    except BaseException as error:  # noqa: BLE001
+        batch.fail(error)
+    finally:
+        batch.let_go()
+    return True
+
+
+def _leave(crew: _Crew) -> None:
+    crew.stop()
+    crew.join(LEAVE_S)
+
+
+class Prefetcher:
+    """Keeps ``depth`` batches ahead of the caller.
+
+    Each call of :meth:`next` takes the random bits of the batch ``depth`` ahead of the one that it returns. What has been asked for
+    is read in that order, before whatever :meth:`settle` is called for, so which batches come does not depend on who makes
+    them: the caller, as long as that takes no longer than a thread would cost, then ``depth`` threads. A pass is not read beyond its
+    end before all of it was handed out.
+
+    An error is raised by the call whose batch it is; the others come as if nothing had happened.
+    """
+
+    #: A batch that takes the caller longer is dear: to hand one to a thread, which wakes up, costs tens of microseconds.
+    dear_s = 200e-6
+    #: So many dear batches in a row, and threads make them from then on. One may be somebody else's doing.
+    dear_in_a_row = 8
+
+    def __init__(self, depth: int, steps: Steps) -> None:
+        self.depth = depth
+        self.lazy = False
+        """Whether nothing is ahead but :attr:`turns`. The caller may take the first of them himself, make that batch, draw into its
+        key and put it behind the others; :meth:`took` hears how long that took."""
+        self.turns: deque[Key] = deque()
+        """Keys of batches ahead that are made when their turn comes. They come behind what is made already."""
+        self.dear = 0
+        """Dear batches in a row."""
+        self._steps = steps
+        self._ahead: deque[_Batch] = deque()
+        self._keys: deque[Key] = deque()
+        """Of batches that were dropped: they come next."""
+        self._spare: list[Key] = []
+        self._plain = self._passes = self._threaded = self._making = self._closed = False
+        self._kept = True
+        self._crew: _Crew | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+        self._pending: _Batch | None = None
+        """The last that a thread was given."""
+        self._lock = _fork.rlock()
+        _fork.mended(self, uses_others=True)
+
+    def draws(self, *, plainly: bool, passes: bool, kept: bool) -> None:
+        """What is read. Nothing is ahead, or this has not changed.
+
+        Args:
+            plainly: nothing is gained from reading before a batch's turn: it follows from its key and from what :meth:`settle` guards,
+                and its steps run no code of the user's that may sample.
+            passes: it has ends, so each batch is read before the next is asked for.
+            kept: a forked child goes on with the batches ahead, instead of leaving them to its parent.
+        """
+        self._plain, self._passes, self._kept = plainly, passes, kept
+        self.lazy = self.lazy and plainly
+
+    def __len__(self) -> int:
+        return len(self._ahead) + len(self.turns)
+
+    # ---- taking --------------------------------------------------------------------------------------------------------
+
+    def next(self, source: Any) -> tuple[Any, bool]:
+        """The next batch, and whether it ends a pass. An interrupt while it is waited for loses nothing.
+
+        Raises:
+            RuntimeError: it was closed; or a step asks for a batch that waits for the step.
+            NoSampleable: there is nothing to draw.
+            BaseException: what a step raised while this batch was made.
+        """
+        self._check_outside("sample")
+        with self._lock:
+            self._making = True
+            try:
+                head = self._take(source)
+            finally:
+                self._making = False
+        self._spare.append(head.key)
+        error, head.error = head.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, head  # which its traceback holds
+        return head.made, head.last
+
+    def _take(self, source: Any) -> _Batch:
+        self._check_open()
+        ahead = self._ahead
+        fresh = not ahead
+        if fresh:
+            self._begin(source)
+        if self._plain and not self._threaded:
+            while len(self) <= self.depth:
+                self.turns.append(self._asked(source))
+        else:
+            while len(ahead) <= self.depth and self._may_begin(ahead[-1], source):
+                self._begin(source)
+        head = ahead[0]
+        head.wait()
+        self._check_open()
+        if not (head.there or (fresh and head.error is not None)):
+            self._make(head, source)
+        self._check_open()
+        ahead.popleft()
+        self.lazy = bool(self.turns) and not ahead
+        return head
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("sample: the buffer was closed, and its prefetching with it. Make or open another one.")
+
+    def _check_outside(self, call: str) -> None:
+        if self._is_at_it():
+            raise RuntimeError(
+                f"{call}: called while a batch of the same buffer is made: with prefetch, a transform, collate_fn or sampler cannot "
+                "do that. Use another ReplayBuffer over the same storage."
+            )
+
+    def _is_at_it(self) -> bool:
+        """Whether a step is calling."""
+        return self._is_worker() or (self._making and self._lock._is_owned())  # type: ignore[attr-defined] # noqa: SLF001
+
+    def _is_worker(self) -> bool:
+        return self._crew is not None and threading.current_thread() in self._crew.threads
+
+    def _asked(self, source: Any) -> Key:
+        """The key of another batch: one whose batch was dropped, or a new one."""
+        if self._keys:
+            return self._keys.popleft()
+        key = self._spare.pop() if self._spare else Key()
+        self._steps.ask(source, key)
+        return key
+
+    def _may_begin(self, tail: _Batch, source: Any) -> bool:
+        """Whether another batch may be read behind one: there was something to draw, and the pass goes on."""
+        if tail.reading is not None and not self._passes:
+            return True
+        _wait_for(tail.reading)
+        if tail.drawn and not tail.last:
+            tail.last = self._steps.ended(source)  # other processes may have taken the rest of it
+        return (tail.drawn or tail.there) and not tail.last
+
+    def _begin(self, source: Any) -> None:
+        """Make another batch, or have it made."""
+        batch = _Batch(self.turns.popleft() if self.turns else self._asked(source))
+        self._ahead.append(batch)
+        crew = self._called_crew() if self._threaded else None
+        if crew is None:
+            self._make(batch, source)
+        else:
+            batch.hand_over()
+            self._pending = batch
+            crew.hand(batch, source)
+
+    def _called_crew(self) -> _Crew | None:
+        """The threads; None if there can be none."""
+        if self._crew is None:
+            self._crew = crew = _Crew(self.depth, self._steps)
+            crew.start()
+            self._end = weakref.finalize(self, _leave, crew)  # before the interpreter goes, too
+        return None if self._crew.stopped else self._crew
+
+    def _make(self, batch: _Batch, source: Any) -> None:
+        """By the caller. What a step raises is kept for the batch's turn."""
+        self._wait_for_threads()
+        batch.error = None
+        start = perf_counter()
+        try:
+            batch.read(self._steps, source)
+            batch.finish(self._steps, source)
+        except Exception as error:  # noqa: BLE001 - whoever takes the batch gets it
+            batch.fail(error)
+        self.took(perf_counter() - start)
+
+    def took(self, seconds: float) -> None:
+        """The caller made a batch himself."""
+        self.dear = self.dear + 1 if seconds > self.dear_s else 0
+        if self.dear >= self.dear_in_a_row:
+            self._threaded, self.lazy = True, False
+
+    # ---- what happens to the source ------------------------------------------------------------------------------------
+
+    def settle(self, source: Any) -> None:
+        """Have everything read that was asked for: what happens to the source next is not seen by it."""
+        if self._is_at_it():
+            return
+        if self.turns:
+            with self._lock:
+                self._making, self.lazy = True, False
+                try:
+                    while self.turns:
+                        self._begin(source)
+                finally:
+                    self._making = False
+        self._wait_for_threads()
+
+    def _wait_for_threads(self) -> None:
+        """Until they have read what they were given."""
+        pending = self._pending
+        if pending is not None:
+            _wait_for(pending.reading)
+
+    def drop(self, call: str, *, keys: bool = True) -> Any:
+        """Drop what is ahead. The random bits it was made of come again, so that all later ones are those of any other depth;
+        without ``keys`` they are dropped, too. Begins anew to look who should make batches.
+
+        Returns: what the source needs to take the rows back; None if it does not.
+        """
+        self._check_outside(call)
+        with self._lock:
+            self.wait()
+            first = next((batch.before for batch in self._ahead if batch.drawn), None)
+            self._keys.extendleft(reversed([*(batch.key for batch in self._ahead), *self.turns]))
+            if not keys:
+                self._keys.clear()
+            self._forget()
+            return first
+
+    def _forget(self) -> None:
+        self._ahead.clear()
+        self.turns.clear()
+        self._pending, self._threaded, self.lazy, self.dear = None, False, False, 0
+
+    def wait(self) -> None:
+        """Until threads have made what they were given."""
+        for batch in list(self._ahead):
+            batch.wait()
+
+    def close(self, limit_s: float | None = LEAVE_S) -> None:
+        """Drop what is ahead, and end the threads; not waiting longer than that for what they are at. Repeatable."""
+        self._closed, self.lazy = True, False
+        if self._end is not None and self._crew is not None:
+            self._end.detach()
+            self._crew.stop()
+            self._crew.join(limit_s)
+        if not self._is_worker() and self._lock.acquire(timeout=-1 if limit_s is None else limit_s):
+            try:
+                self._forget()
+            finally:
+                self._lock.release()
+
+    # ---- copies and forks ----------------------------------------------------------------------------------------------
+
+    def saved(self, source: Any) -> dict[str, Any]:
+        """What is ahead: ``batches``, of each its ``key`` and, if it is made, ``made``, ``last`` and ``before``; and the ``keys`` to
+        come. With the state of the generator and of what draws, these are all batches to come. One whose making failed is made
+        anew. Waits for the threads.
+        """
+        self._check_outside("copy")
+        with self._lock:
+            self.settle(source)
+            self.wait()
+            batches = []
+            for batch in self._ahead:
+                entry = {"key": batch.key.value}
+                if batch.there and batch.error is None:
+                    entry |= {"made": batch.made, "last": batch.last, "before": batch.before}
+                batches.append(entry)
+            return {"batches": batches, "keys": [key.value for key in self._keys]}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on with what :meth:`saved` returned, instead of what is ahead."""
+        batches = []
+        for entry in saved["batches"]:
+            batch = _Batch(Key.of(entry["key"]))
+            if "made" in entry:
+                batch.made, batch.last, batch.before = entry["made"], entry["last"], entry["before"]
+                batch.drawn = batch.there = True
+            batches.append(batch)
+        keys = [Key.of(bits) for bits in saved["keys"]]
+        with self._lock:
+            self.drop("restore", keys=False)
+            self._ahead.extend(batches)
+            self._keys.extend(keys)
+
+    def before_fork(self) -> None:
+        """What threads are at is made, so that the child has it."""
+        if not self._is_at_it():
+            deadline = monotonic() + LEAVE_S
+            for batch in list(self._ahead):
+                batch.wait(max(0.0, deadline - monotonic()))
+
+    def forked(self, token: Any) -> None:
+        pass
+
+    def after_fork(self) -> None:
+        """In the child there are no threads: what is not made yet is made anew when its turn comes."""
+        if self._end is not None:
+            self._end.detach()
+        self._crew = self._end = self._pending = None
+        self._making = self._threaded = False
+        self.dear = 0
+        for batch in self._ahead:
+            batch.reading = batch.making = None
+        if not self._kept:
+            self._forget()
+            self._keys.clear()

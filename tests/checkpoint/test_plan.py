@@ -1,0 +1,143 @@
+"""The plan of a redistribution against the rule it follows, written down naively."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("engram.format.tables")
+from engram.checkpoint.plan import DROPPED, Incomplete, Source, Target, make_plan
+
+FIRST, LAST, OPEN = 1, 2, 8
+
+
+@st.composite
+def sources(draw):
+    shards = []
+    for _ in range(draw(st.integers(0, 4))):
+        runs, clock = [], 1
+        for lane in range(draw(st.integers(1, 3))):
+            at, count = draw(st.integers(0, 50)), draw(st.integers(0, 6))
+            time = 0
+            for i in range(count):
+                steps = draw(st.integers(1, 9))
+                time += draw(st.integers(1, 20))
+                flags = draw(st.sampled_from([FIRST | LAST] * 4 + [LAST, FIRST, 0]))
+                if i == count - 1 and draw(st.booleans()):
+                    flags = (flags & FIRST) | OPEN
+                runs.append((lane, at, at + steps, time, flags))
+                at += steps
+            clock = max(clock, time + 1)
+        shards.append(Source(clock + draw(st.integers(0, 5)), np.array(runs, np.int64).reshape(-1, 5)))
+    return shards
+
+
+def targets():
+    return st.lists(st.builds(Target, st.integers(1, 3), st.integers(1, 30)), min_size=1, max_size=4)
+
+
+def kind(runs, i):
+    lane, _, _, _, flags = runs[i]
+    oldest = i == 0 or runs[i - 1][0] != lane
+    if flags & FIRST:
+        return "complete" if flags & LAST else "open" if flags & OPEN else "mid"
+    if oldest and flags & LAST:
+        return "headless"
+    return "both" if oldest and flags & OPEN else "orphan"
+
+
+def naive(shards, ranks, incomplete, overflow):
+    """(rank, lane) → [(shard, run)], oldest first; and steps dropped by reason."""
+    dropped = dict.fromkeys(DROPPED, 0)
+    candidates = []
+    for s, shard in enumerate(shards):
+        for i, (lane, first, end, time, _) in enumerate(shard.runs.tolist()):
+            what = kind(shard.runs.tolist(), i)
+            keep = what == "complete" or (what in ("open", "headless") and getattr(incomplete, what) != "drop")
+            if not keep:
+                dropped[what] += end - first
+            elif end - first > max(t.lane_length for t in ranks):
+                dropped["oversize"] += end - first
+            else:
+                candidates.append(((shard.clock - time, s, lane, -first), s, i, end - first))
+    candidates.sort()
+    load = [[0] * t.lanes for t in ranks]
+    placed = {}
+    for at, (_, s, i, steps) in enumerate(candidates):
+        for n in sorted(range(len(ranks)), key=lambda n: (Fraction(sum(load[n]), ranks[n].capacity), n)):
+            lane = min(range(ranks[n].lanes), key=lambda k: (load[n][k], k))
+            if load[n][lane] + steps <= ranks[n].lane_length:
+                load[n][lane] += steps
+                placed.setdefault((n, lane), []).insert(0, (s, i))
+                break
+        else:
+            if overflow == "cut":
+                dropped["overflow"] += sum(steps for *_, steps in candidates[at:])
+                break
+            dropped["overflow"] += steps
+    return placed, dropped
+
+
+@given(
+    sources(),
+    targets(),
+    st.builds(Incomplete, st.sampled_from(["drop", "truncate", "keep"]), st.sampled_from(["drop", "keep"])),
+    st.sampled_from(["cut", "fill"]),
+)
+def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
+    plan = make_plan(shards, ranks, incomplete, overflow)
+    placed, dropped = naive(shards, ranks, incomplete, overflow)
+    found = {}
+    for rank, lane, source, run in zip(plan.rank, plan.lane, plan.source, plan.run, strict=True):
+        found.setdefault((int(rank), int(lane)), []).append((int(source), int(run)))
+    assert found == placed
+    assert {reason: count["steps"] for reason, count in plan.dropped.items()} == dropped
+    for unit in ("episodes", "steps"):
+        assert plan.kept[unit] + sum(c[unit] for c in plan.dropped.values()) == sum(
+            c[unit] for c in plan.saved.values()
+        )
+    ends = {}
+    for rank, lane, position, steps in zip(plan.rank, plan.lane, plan.position, plan.steps, strict=True):
+        assert position == ends.get((rank, lane), 0)  # one behind the other
+        ends[rank, lane] = position + steps
+        assert ends[rank, lane] <= ranks[rank].lane_length
+    cut = [kind(shards[s].runs.tolist(), i) == "open" for s, i in zip(plan.source, plan.run, strict=True)]
+    assert plan.truncated.tolist() == [c and incomplete.open == "truncate" for c in cut]
+    assert plan.digest == make_plan(shards, ranks, incomplete, overflow).digest
+
+
+@given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 4), st.integers(1, 3))
+def test_loads_differ_by_no_more_than_the_longest_at_every_point_of_time(steps, ranks, lanes):
+    ends = np.cumsum(steps, dtype=np.int64)
+    table = np.stack(
+        [np.zeros_like(ends), ends - np.array(steps, np.int64), ends, ends, np.full_like(ends, FIRST | LAST)], 1
+    )
+    for newest in range(len(steps) + 1):
+        plan = make_plan([Source(1 << 20, table[len(steps) - newest :])], [Target(lanes, 10_000)] * ranks)
+        load = np.zeros((ranks, lanes), np.int64)
+        np.add.at(load, (plan.rank, plan.lane), plan.steps)
+        longest = max(steps, default=0)
+        assert np.ptp(load.sum(1)) <= longest
+        assert all(np.ptp(of_rank) <= longest for of_rank in load)
+
+
+def test_ages_count_from_the_clock_of_their_shard():
+    def one(clock, time):
+        return Source(clock, np.array([[0, 0, 3, time, FIRST | LAST]]))
+
+    plan = make_plan([one(1000, 990), one(50, 49)], [Target(1, 3)])
+    assert plan.source.tolist() == [1]
+    assert plan.dropped["overflow"] == {"episodes": 1, "steps": 3}
+
+
+def test_steps_of_columns_are_counted_as_steps():
+    runs = np.array([[0, 0, 6, 5, FIRST | LAST], [0, 1, 7, 4, LAST], [0, 6, 12, 9, LAST]])
+    plan = make_plan([Source(10, runs, columns=2)], [Target(1, 20)], Incomplete(headless="keep"))
+    assert plan.saved["headless"] == plan.saved["complete"] == plan.saved["orphan"] == {"episodes": 1, "steps": 3}
+    assert plan.kept == {"episodes": 2, "steps": 6}
+
+
+def test_nothing_to_plan():
+    assert make_plan([], [Target(2, 5)]).kept == {"episodes": 0, "steps": 0}
