@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import operator
+import os
 import time
 import warnings
 from html import escape
@@ -21,7 +22,7 @@ from torch import Tensor
 from engram import _native, collate, expanders, priorities, samplers, storages, writers
 from engram._later import refuse
 from engram._tensordict import children
-from engram.checkpoint import buffers
+from engram.checkpoint import buffers, torchrl
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
 from engram.format import files, layout
 from engram.format.checkpoints import Checkpoint, finish_dump, replacing
@@ -34,7 +35,6 @@ from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator
 
     from engram.pinning import Pinning
@@ -1310,7 +1310,8 @@ class ReplayBuffer:
         """Take over what :meth:`dumps` saved: every later operation gives what it would have given then.
 
         Args:
-            path: the folder.
+            path: the folder; or one that TorchRL 0.14 dumped: its rows, cursor, priorities with alpha and beta, and generator are
+                taken. Its pickles are never opened; a warning names them.
             default_rng: as for :meth:`load_state_dict`.
 
         Raises:
@@ -1319,11 +1320,38 @@ class ReplayBuffer:
                 nothing is stored if that fails.
             OSError: no space for the rows, or an I/O error. The buffer is empty then, if it was not already.
         """
+        if torchrl.is_torchrl_dump(path):
+            self._checked_dump(torchrl.read(path, ndim=self._storage.ndim, max_bytes=_free_bytes()))()
+            return
         with Checkpoint(Path(path)) as checkpoint:
             self.checked_parts(checkpoint, default_rng=default_rng)()
 
     dump = save = dumps
     load = loads
+
+    def _checked_dump(self, dump: torchrl.TorchRLDump) -> Callable[[], None]:
+        """Check a dump of TorchRL's; what takes it over. What it does not say stays as it is here."""
+        synthesised = ("index", "index_generation") if self._shows_rows else ()
+        of_storage, take_storage = self._storage.checked_dump(dump, (*self._ignored, *synthesised))
+        state = self._state_but_rows()
+        if dump.priorities is not None and state["_sampler"].keys() >= {"alpha", "eps", "highest"}:
+            leaves = dump.priorities.leaves
+            state["_sampler"] |= {
+                "alpha": dump.priorities.alpha,
+                "beta": dump.priorities.beta,
+                "eps": dump.priorities.eps,
+                "highest": dump.priorities.max_priority or 0.0,
+                "leaves": torch.where(leaves == 0, -0.0, leaves),
+            }
+        elif "leaves" in state["_sampler"]:
+            state["_sampler"]["leaves"] = torch.zeros(0, dtype=torch.float64, device="cpu")
+        if "visited" in state["_sampler"]:
+            state["_sampler"] |= {"key": 0, "rows": 0, "visited": 0, "ran_out": False}
+        if dump.rng_state is not None and self._generator is not None:
+            state["_rng"] = [dump.rng_state, "cpu"]
+        state["_batch_size"] = self._batch_size or dump.batch_size
+        state["_prefetch_state"] = None
+        return self._checked_rest(state, of_storage, take_storage, default_rng=False)
 
     def parts(self, *, of_a_cut: bool = False) -> buffers.Parts:
         """All of the state but the storage's, as the parts of a checkpoint.
@@ -1730,6 +1758,11 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
         return known[name].from_config(config) if hasattr(known[name], "from_config") else known[name](**config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {error}.") from error
+
+
+def _free_bytes() -> int:
+    """What rows that a dump claims may take: half of the memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _checked_key(key: Any, where: str) -> int:

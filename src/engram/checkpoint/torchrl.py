@@ -25,12 +25,16 @@ from torch import Tensor
 from engram.checkpoint._folder import Folder, convert
 from engram.checkpoint._torchrl_storage import MAX_ROWS, Count, Leaf, Shape, Storage
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format import schema as schemas
 from engram.format.schema import DTYPES, Field, Node, Schema
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 __all__ = ["DumpedPriorities", "DumpedRanks", "TorchRLDump", "is_torchrl_dump", "read"]
+
+#: Bytes that are read at a time.
+_PIECE = 16 << 20
 
 _MARK = "buffer_metadata.json"
 _OURS = "manifest.json"
@@ -150,6 +154,42 @@ class TorchRLDump:
         schema = Schema(self.capacity, 1, self.columns, tuple(fields), structure)
         _validate(schema, self.path)
         return schema
+
+    def state(self, schema: Schema) -> dict[str, Any]:
+        """The state without rows of a tensor storage with these rows; the oldest has the smallest ticket.
+
+        ``schema``: as :meth:`schema` made it.
+        """
+        width = math.prod(self.columns)
+        slots, steps = self.capacity // width, self.length // width
+        seam = self.position // width % slots if self.length == self.capacity else 0
+        age = (torch.arange(steps, device="cpu") - seam) % max(steps, 1)  # of each slot: 0 is the oldest
+        numbers = (age[:, None] * width + torch.arange(width, device="cpu") + 1).reshape(-1)
+        return {
+            "schema": schemas.encode(schema).decode(),
+            "lanes": torch.tensor([[self.position, self.length, 0, 0]], device="cpu"),
+            "numbers": numbers,
+            "clock": self.length + 1,
+            "write_count": self.write_count,
+            "priorities": {},
+            "passes": {},
+            "windows": {},
+        }
+
+    def fill(self, schema: Schema) -> Callable[[Sequence[Tensor]], None]:
+        """What reads the rows into the fields of a store, ``[capacity, *shape]`` each."""
+
+        def read(tensors: Sequence[Tensor]) -> None:
+            for field, tensor in zip(schema.fields, tensors, strict=True):
+                step = max(1, _PIECE // max(1, field.row_bytes))
+                for first in range(0, self.length, step):
+                    rows = tensor[first : min(first + step, self.length)]
+                    piece = rows if rows.is_cpu else torch.empty_like(rows, device="cpu")
+                    self.read_rows(field.key, piece, first)
+                    if piece is not rows:
+                        rows.copy_(piece)
+
+        return read
 
     def read_rows(self, key: tuple[str, ...], out: Tensor, first: int = 0) -> None:
         """Copy rows ``[first, first + n)`` of a field into ``out``, by ``pread``.

@@ -15,13 +15,14 @@ from torch import Tensor
 from engram import _fork
 from engram.checkpoint.components import Dumpable, check_kind, read_state, write_part
 from engram.checkpoint.rows import SavedRows, nothing_saved
-from engram.errors import RowError
+from engram.errors import IncompatibleCheckpoint, RowError
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.checkpoint.torchrl import TorchRLDump
     from engram.format.parts import PartReader
     from engram.priorities import PriorityConfig, PriorityIndex
 
@@ -268,6 +269,16 @@ class Storage(Dumpable):
         """
         check_kind(reader, "storage", *self._loads)
         return self.checked_state(read_state(reader))
+
+    def checked_dump(self, dump: TorchRLDump, without: Collection[str]) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Check a dump of TorchRL's: the plain values of the state it makes, and what takes it over.
+
+        ``without``: entries that are not stored.
+        """
+        raise IncompatibleCheckpoint(
+            f"{dump.path}: expected a dump of engram's for a {type(self).__name__}, got one of TorchRL's. Load it into a "
+            "LazyTensorStorage or a LazyMemmapStorage."
+        )
 
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:
         """What notes all that :meth:`save_cut` needs of one moment, while writers are :attr:`paused`: as fast as can be."""

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.checkpoint.torchrl import TorchRLDump
     from engram.format.parts import PartReader
     from engram.format.schema import Field
     from engram.priorities import PriorityConfig
@@ -681,6 +682,12 @@ class TensorStorage(Storage):
         if store is None:
             return nothing_saved(write_part(folder, "storage", kind, state), 1, 0)
         return save_flat(folder, kind, store, state, roles_of(store.schema.fields, roles))
+
+    def checked_dump(self, dump: TorchRLDump, without: Collection[str]) -> tuple[dict[str, Any], Callable[[], None]]:
+        schema = dump.schema(None if self.memory is None else self.memory.schema, without)
+        state = dump.state(schema)
+        take = self.checked_without_rows(state)
+        return state, lambda: take(dump.fill(schema))
 
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:
         store = self.memory
