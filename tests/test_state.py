@@ -834,6 +834,7 @@ BROKEN = [
     (("_rng",), [torch.get_rng_state(), "cuda"], ValueError),
     (("_default_rng",), None, TypeError),
     (("_prefetch_state",), {"queue": []}, KeyError),
+    (("_prefetch_state",), [], TypeError),
 ]
 
 
@@ -948,7 +949,8 @@ def test_a_disk_that_fails_leaves_an_empty_buffer(monkeypatch):
     assert rb.extend(rows(2)).tolist() == [0, 1]
 
 
-def test_states_of_a_buffer_at_work():
+@pytest.mark.parametrize("writer", [RoundRobinWriter, lambda: TensorDictMaxValueWriter("a")], ids=["ring", "best"])
+def test_states_of_a_buffer_at_work(writer):
     """Writers wait while a state is made or taken over: its rows are whole, and those it says are there."""
     stop, failed = threading.Event(), []
 
@@ -963,7 +965,7 @@ def test_states_of_a_buffer_at_work():
     def same(steps):
         return TensorDict({"a": steps, "b": steps.unsqueeze(-1).expand(-1, 50).clone()}, batch_size=[len(steps)])
 
-    rb = buffer(LazyTensorStorage(64), PrioritizedSampler(64, 0.7, 0.5))
+    rb = buffer(LazyTensorStorage(64), PrioritizedSampler(64, 0.7, 0.5), writer())
     numbers = itertools.count()
 
     def write():
@@ -990,12 +992,11 @@ def test_states_of_a_buffer_at_work():
     assert not failed
     for state in states:
         a, b = state["_storage"]["rows"]
-        position, live = state["_storage"]["lanes"][0, :2].tolist()
-        assert live == min(position, 64)
+        written, live = state["_storage"]["write_count"], len(a)
+        assert live == min(written, 64)
         assert (b == a.unsqueeze(-1)).all()
-        assert position % 7 == 0, "no write by half"
+        assert written % 7 == 0, "no write by half"
         assert (state["_sampler"]["leaves"][:live] > 0).all()
-        assert state["_storage"]["write_count"] == position
 
 
 class Watching(Newest):
@@ -1068,6 +1069,22 @@ def test_writers_wait_for_a_load(storage):
     rb.sampler.thread.join()
     assert rb.sampler.waited == [True]
     assert rb["step"].tolist() == [0, 1, 2, 0]
+    rb.close()
+
+
+@pytest.mark.parametrize("storage", ["ram", "memmap", "list", "device"])
+@pytest.mark.parametrize("part", ["buffer", "storage"])
+def test_a_load_waits_for_who_has_placed_rows(storage, part):
+    """And does not pause him: he would wait for the load, and it for him."""
+    rb = buffer(STORAGES[storage](), n=3)
+    one = rb if part == "buffer" else rb.storage
+    thread = threading.Thread(target=one.load_state_dict, args=(one.state_dict(),))
+    with rb.storage.placing:
+        thread.start()
+        thread.join(0.1)
+        assert rb.extend(rows(1)).tolist() == [3]
+    thread.join()
+    assert len(rb) == 3
     rb.close()
 
 

@@ -1192,7 +1192,7 @@ class ReplayBuffer:
             self._drop_ahead("load", keys=False)
             self._storage.allocate_for(of_storage)
             # Whoever wrote in between would write rows that the sampler's state does not know.
-            with self._storage.paused:
+            with self._storage.alone():
                 take_storage()
                 self._storage.notify(None, None)
                 self._bound_sampler()  # to what was allocated just now

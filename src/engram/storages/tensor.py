@@ -655,8 +655,8 @@ class TensorStorage(Storage):
         priorities = checked_priorities(entries, indexes, schema.capacity, f"{where}: priorities")
 
         def take(fill: Callable[[Sequence[Tensor]], None]) -> None:
-            with self._lock:
-                self.allocate_for(state)
+            self.allocate_for(state)
+            with self.alone():
                 store = self.store
                 trees = {name: PriorityIndex.of_store(store, name, made)[0] for name, (made, _) in priorities.items()}
                 walked = {}
