@@ -234,7 +234,6 @@ class Windows(TrajectoryMachine):
         )
         self.within = draw(st.booleans())
         self.leaves, self.highest, self.late, self.saved, self.dropped = {}, 0.0, None, None, 0
-        self.untold = set()  # rows that the state does not know which was loaded: zero, until something happens to them
         return PrioritizedSliceSampler(
             27, self.alpha, self.beta, self.eps, max_priority_within_buffer=self.within, **self.boundaries(draw)
         )
@@ -248,14 +247,9 @@ class Windows(TrajectoryMachine):
 
     def wrote(self, rows):
         self.leaves.update(dict.fromkeys(rows, self.new_leaf()))
-        self.untold.difference_update(rows)
-
-    def edited(self, row):
-        if row in self.untold:
-            self.wrote([row])
 
     def emptied(self):
-        self.leaves, self.highest, self.untold = {}, 0.0, set()
+        self.leaves, self.highest = {}, 0.0
 
     def update(self, rows, held, priorities, dtype, **generation):
         """``held``: what the rows must hold still; None: anything."""
@@ -268,7 +262,6 @@ class Windows(TrajectoryMachine):
                 self.dropped += 1
                 continue
             self.leaves[row] = self.leaf(priority)
-            self.untold.discard(row)
             self.highest = max(self.highest, priority)
 
     dtypes = st.sampled_from([torch.float32, torch.float64])
@@ -303,16 +296,12 @@ class Windows(TrajectoryMachine):
     @precondition(lambda self: self.rb.storage.initialized)
     @rule()
     def save(self):
-        self.saved = (
-            self.rb.sampler.state_dict(),
-            (self.alpha, self.beta, self.highest, self.leaves.copy(), self.untold.copy()),
-        )
+        self.saved = self.rb.sampler.state_dict(), (self.alpha, self.beta, self.highest, self.leaves.copy())
 
     @precondition(lambda self: self.saved)
     @rule()
     def load(self):
-        state, (self.alpha, self.beta, self.highest, leaves, untold) = self.saved
-        self.untold = {row for row in self.rings.live() if row in untold or row not in leaves}
+        state, (self.alpha, self.beta, self.highest, leaves) = self.saved
         self.leaves = {row: leaves.get(row, 0.0) for row in self.rings.live()}
         self.rb.sampler.alpha = self.alpha
         self.rb.sampler.load_state_dict(state)
