@@ -800,7 +800,7 @@ BROKEN = [
     (("_storage", "priorities"), {"a b": {}}, ValueError),
     (("_storage", "priorities", "critic", "eps"), 0.5, IncompatibleCheckpoint),
     (("_storage", "priorities", "critic", "alpha"), 0.5, IncompatibleCheckpoint),
-    (("_storage", "priorities", "critic", "leaves"), lambda leaves: leaves[1:], IncompatibleCheckpoint),
+    (("_storage", "priorities", "critic", "leaves"), lambda leaves: leaves.repeat(2), IncompatibleCheckpoint),
     (("_storage", "priorities", "critic", "leaves"), _changed(2, math.nan), PriorityError),
     (("_storage", "passes"), {"x": {"key": 1, "rows": 2, "visited": 3}}, ValueError),
     (("_storage", "windows"), {"main": 0}, ValueError),

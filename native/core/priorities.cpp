@@ -244,7 +244,17 @@ void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
   const Lock guard(*this);
   Change change(*this);
   header_->alpha = alpha;
-  tree_.transform(0, rows(), [&](std::uint64_t row, double) { return row < n && is_live(row) ? leaves[row] : 0.0; });
+  bool unknown = false;  // live rows that were written later than what is restored
+  tree_.transform(0, rows(), [&](std::uint64_t row, double) {
+    if (!is_live(row)) return 0.0;
+    const double leaf = row < n ? leaves[row] : 0.0;
+    unknown = unknown || (tickets_ != nullptr && !is_given(leaf));
+    return leaf;
+  });
+  if (unknown) {
+    const double usual = default_leaf();
+    tree_.transform(0, rows(), [&](std::uint64_t row, double leaf) { return is_live(row) && !is_given(leaf) ? usual : leaf; });
+  }
   change.done();
 }
 

@@ -91,8 +91,8 @@ class Priorities : public Index {
   /// The leaves of rows [0, n). `signs`: with the sign that priority zero has, for restore(). Throws std::invalid_argument for
   /// more than there are.
   void copy_leaves(double* out, std::uint64_t n, bool signs) const;
-  /// Takes over leaves that are powers `alpha`, bit for bit, checked first (BadPriority); those of other rows, and of rows that
-  /// hold nothing, become zero.
+  /// Takes over leaves that are powers `alpha`, bit for bit, checked first (BadPriority). Rows that hold nothing get zero, and live
+  /// ones that are not given, as they were written later, the default.
   void restore(const double* leaves, std::uint64_t n, double alpha);
 
   /// Of rows [begin, end): live ones without a priority get the default one, the leaves of others become zero. A scan of all

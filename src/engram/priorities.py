@@ -58,7 +58,7 @@ def check_priorities(state: dict[str, Any], config: PriorityConfig | None, rows:
     Args:
         state: may hold more.
         config: as the priorities are that take it over; None: they will be made for it.
-        rows: of those priorities. A state without leaves has none of any row.
+        rows: of those priorities. A state may have leaves of the first ones only.
         where: for messages.
 
     Raises:
@@ -75,8 +75,8 @@ def check_priorities(state: dict[str, Any], config: PriorityConfig | None, rows:
             if ours != theirs:
                 advice = f" Set alpha={theirs} first." if name == "alpha" else f" Make them with {name}={theirs}."
                 raise IncompatibleCheckpoint(f"{where}: {name}: expected {ours} as here, got {theirs}.{advice}")
-    if leaves.numel() not in (0, rows):
-        raise IncompatibleCheckpoint(f"{where}: leaves: expected those of {rows} rows, got {leaves.numel()}.")
+    if leaves.numel() > rows:
+        raise IncompatibleCheckpoint(f"{where}: leaves: expected those of at most {rows} rows, got {leaves.numel()}.")
     most, possible = 1e300 / rows, False  # no sum of such leaves overflows
     with contextlib.suppress(OverflowError):
         possible = (highest + eps) ** alpha < most
@@ -231,11 +231,8 @@ class PriorityIndex:
 
     def leaves(self, n: int) -> Tensor:
         """float64 ``[n]``: ``(priority + eps) ** alpha`` of the first rows, 0 for rows that hold nothing. A copy."""
-        return self._leaves(n, signs=False)
-
-    def _leaves(self, n: int, *, signs: bool, room: Tensor | None = None) -> Tensor:
-        out = torch.empty(n, dtype=torch.float64, device="cpu") if room is None else room
-        self.core.leaves(out.data_ptr(), n, signs)
+        out = torch.empty(n, dtype=torch.float64, device="cpu")
+        self.core.leaves(out.data_ptr(), n, False)
         return out
 
     # ---- state ---------------------------------------------------------------------------------------------------------
@@ -249,14 +246,19 @@ class PriorityIndex:
         """``alpha, beta, eps, max_priority_within_buffer, highest`` and ``leaves``, float64 ``[rows]``, of which -0.0 is a
         priority of zero: copies. ``room``: memory for the leaves.
         """
-        leaves = self._leaves(self.core.rows, signs=True, room=room)
+        rows = self.core.rows
+        leaves = torch.empty(rows, dtype=torch.float64, device="cpu") if room is None else room
+        self.core.leaves(leaves.data_ptr(), rows, True)
         return {**state_of(self.config), "highest": self.core.highest, "leaves": leaves}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a state that :func:`check_priorities` has seen; leaves of rows that hold nothing become zero."""
+        """Take over a state that :func:`check_priorities` has seen; leaves of rows that hold nothing become zero.
+
+        Rows that it says nothing of, as they were written later, get the default priority.
+        """
         leaves = state["leaves"].detach().to("cpu").contiguous()
-        self.core.restore(leaves.data_ptr(), leaves.numel(), state["alpha"])
         self.core.beta, self.core.highest = state["beta"], state["highest"]
+        self.core.restore(leaves.data_ptr(), leaves.numel(), state["alpha"])
 
     # ---- what a list calls, which has no native write path ------------------------------------------------------------
 

@@ -302,7 +302,8 @@ class Windows(TrajectoryMachine):
     @rule()
     def load(self):
         state, (self.alpha, self.beta, self.highest, leaves) = self.saved
-        self.leaves = {row: leaves.get(row, 0.0) for row in self.rings.live()}
+        self.leaves = {row: leaves[row] for row in self.rings.live() if row in leaves}
+        self.wrote([row for row in self.rings.live() if row not in leaves])
         self.rb.sampler.alpha = self.alpha
         self.rb.sampler.load_state_dict(state)
 

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from engram.errors import IncompatibleCheckpoint
@@ -118,8 +119,21 @@ def described_state(writer: PartWriter, state: dict[str, Any], where: str) -> di
         return {"$array": writer.array(_NAMES[value.dtype], tuple(plain.shape), raw)}
 
     _check_keys(state, where)
-    described: dict[str, Any] = mapped(state, written, where)
+    described: dict[str, Any] = mapped(_without_tails(state), written, where)
     return described
+
+
+def _without_tails(state: Any) -> Any:
+    """Leaves of priorities without those behind the last row that has one: capacity costs nothing."""
+    if not isinstance(state, dict):
+        return state
+    shorter = {key: _without_tails(value) for key, value in state.items()}
+    leaves = shorter.get("leaves")
+    if isinstance(leaves, torch.Tensor) and leaves.ndim == 1 and leaves.dtype is torch.float64 and "alpha" in state:
+        bits = leaves.view(torch.int64).numpy()  # a priority of zero is -0.0
+        used = np.flatnonzero(bits)
+        shorter["leaves"] = leaves[: used[-1] + 1 if len(used) else 0]
+    return shorter
 
 
 def _check_keys(state: Any, where: str) -> None:

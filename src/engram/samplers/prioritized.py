@@ -361,7 +361,7 @@ class PrioritizedSampler(NativeSampler):
             self._config = config
             index = self._attached()
             if index is not None:
-                index.restore(state_dict if capacity is not None else _all_told(state_dict))
+                index.restore(state_dict)
 
         return take
 
@@ -418,12 +418,6 @@ def rows_of(index: Any, call: str) -> Tensor:
     if rows.dtype is torch.uint64 and bool((rows.view(torch.int64) < 0).any()):  # the largest would become -1
         raise RowError(f"{call}: expected rows below 2**63, got larger ones.")
     return rows.to("cpu", torch.int64).reshape(-1).contiguous()
-
-
-def _all_told(state: dict[str, Any]) -> dict[str, Any]:
-    """A state loaded alone knows nothing of rows that were written since: their priority is zero, and not one yet to be told."""
-    leaves = state["leaves"]
-    return {**state, "leaves": leaves.where(leaves > 0, -0.0)}
 
 
 def _number(name: str, value: Any) -> float:
