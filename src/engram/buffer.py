@@ -24,7 +24,7 @@ from engram._later import refuse
 from engram._tensordict import children
 from engram.checkpoint import buffers, torchrl
 from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
-from engram.format import files, layout
+from engram.format import disk, files, layout
 from engram.format.checkpoints import Checkpoint, finish_dump, replacing
 from engram.packing import pack, unpack
 from engram.pinning import pinning_for
@@ -1298,11 +1298,12 @@ class ReplayBuffer:
         """
         if prefetch not in ("save", "drop"):
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
-        with replacing(Path(path)) as folder, self._storage.paused:
-            parts = self.parts()
-            if prefetch == "drop":
-                parts.states["prefetch"] = {"batches": None}
-            rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
+        with replacing(Path(path)) as folder, disk.together():
+            with self._storage.paused:
+                parts = self.parts()
+                if prefetch == "drop":
+                    parts.states["prefetch"] = {"batches": None}
+                rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
             infos = [rows.info, *buffers.write_parts(folder, parts)]
             finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
 

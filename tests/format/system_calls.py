@@ -61,14 +61,14 @@ class Shim:
 
     @contextlib.contextmanager
     def installed(self):
-        fallocate, exchange = files.fallocate, disk.exchange
-        disk.os = self
+        fallocate, exchange, threads = files.fallocate, disk.exchange, disk.THREADS
+        disk.os, disk.THREADS = self, 1  # in an order that can be counted
         files.fallocate = lambda *arguments: self._call("fallocate", fallocate, *arguments)
         disk.exchange = lambda *arguments: self._call("exchange", exchange, *arguments)
         try:
             yield self
         finally:
-            disk.os, files.fallocate, disk.exchange = os, fallocate, exchange
+            disk.os, files.fallocate, disk.exchange, disk.THREADS = os, fallocate, exchange, threads
 
 
 def counted(act):

@@ -16,7 +16,7 @@ from engram._progress import bytes_bar
 from engram.checkpoint import buffers
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint
-from engram.format import series
+from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, rank_folder
 from engram.format.problems import corrupt
 
@@ -328,7 +328,7 @@ class Checkpointer:
         self, folder: Path, state: dict[str, Any], parts: buffers.Parts, parent: _Parent | None
     ) -> tuple[Any, list[Any]]:
         storage = self._buffer.storage
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, disk.together():
             reader: PartReader | None = None
             if parent is not None:
                 checkpoint = stack.enter_context(Checkpoint(parent.path))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from engram.errors import IncompatibleCheckpoint
+from engram.format import disk
 from engram.format.checkpoints import replacing
 from engram.format.parts import PartReader, PartWriter
 from engram.format.problems import corrupt
@@ -77,7 +78,7 @@ class Dumpable:
             TypeError: something that is neither a tensor nor a plain value; names the way to it.
             OSError: no space, or an I/O error. What lay there before still does.
         """
-        with replacing(Path(path)) as folder, self.paused:
+        with replacing(Path(path)) as folder, disk.together(), self.paused:
             self.save_part(folder)
 
     def loads(self, path: str | Path) -> None:

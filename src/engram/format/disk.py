@@ -15,13 +15,15 @@ import os
 import secrets
 import stat
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engram.format import files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Buffer
 
@@ -44,6 +46,7 @@ __all__ = [
     "rename",
     "replace",
     "sync_folder",
+    "together",
     "write",
 ]
 
@@ -124,6 +127,70 @@ def copy(source: int, source_offset: int, target: int, target_offset: int, nbyte
     return True
 
 
+class _Waiting(threading.local):
+    """Descriptors of what this thread wrote :func:`together` and has not waited for."""
+
+    fds: list[int] | None = None
+
+
+_waiting = _Waiting()
+
+#: Threads that wait for the disk at the same time: it writes what they wait for in one go.
+THREADS = 16
+#: Descriptors that wait, at most.
+_MOST_WAITING = 128
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Inside, :func:`finish` and :func:`sync_folder` do not wait; leaving waits for all of it at once, not for one after the other.
+
+    For what nobody can see yet, and of its own thread only. What is to appear in one step does so afterwards.
+
+    Raises (when leaving):
+        OSError: something may not be on disk.
+    """
+    if _waiting.fds is not None:  # the outer one waits
+        yield
+        return
+    _waiting.fds = []
+    try:
+        yield
+        _wait()
+    finally:
+        fds, _waiting.fds = _waiting.fds, None
+        for fd in fds:
+            os.close(fd)
+
+
+def _wait() -> None:
+    fds = _waiting.fds or []
+    if len(fds) < 2 or THREADS < 2:
+        for fd in fds:
+            _sync(fd)
+    else:
+        with ThreadPoolExecutor(min(THREADS, len(fds))) as pool:
+            for _ in pool.map(_sync, fds):
+                pass
+    while fds:
+        os.close(fds.pop())
+
+
+def _sync(fd: int) -> None:
+    # A folder too: what fdatasync leaves out is when it was changed.
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
+
+
+def _later(fd: int) -> bool:
+    """Whether somebody waits for this file or folder later."""
+    if _waiting.fds is None:
+        return False
+    _waiting.fds.append(os.dup(fd))
+    if len(_waiting.fds) >= _MOST_WAITING:
+        _wait()
+    return True
+
+
 def finish(fd: int) -> None:
     """Make a file read-only and wait until its bytes are on disk. The caller closes it.
 
@@ -131,20 +198,36 @@ def finish(fd: int) -> None:
         OSError: they may not be. Final: give up the file, a second call proves nothing.
     """
     os.fchmod(fd, 0o400)
-    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
+    if not _later(fd):
+        _sync(fd)
+
+
+def _finish_now(fd: int) -> None:
+    os.fchmod(fd, 0o400)
+    _sync(fd)
 
 
 def sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on disk."""
     fd = open_folder(path)
     try:
-        os.fsync(fd)
+        if not _later(fd):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
 
 def put(path: Path, raw: bytes) -> None:
     """Make a small file that is complete when this returns. Its name is not on disk yet. Raises ``FileExistsError``."""
+    _put(path, raw, finish)
+
+
+def _put_now(path: Path, raw: bytes) -> None:
+    """The same, but that it is on disk."""
+    _put(path, raw, _finish_now)
+
+
+def _put(path: Path, raw: bytes, finish: Callable[[int], Any]) -> None:
     fd = create(path, 0)
     try:
         write(fd, raw, 0)
@@ -164,7 +247,7 @@ def publish(path: Path, raw: bytes) -> bool:
         False: the name was taken. Read what the other one wrote.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    put(temporary, raw)
+    _put_now(temporary, raw)
     try:
         os.link(temporary, path, follow_symlinks=False)
         return True
@@ -178,7 +261,7 @@ def publish(path: Path, raw: bytes) -> bool:
 def replace(path: Path, raw: bytes) -> None:
     """Replace a small file: readers see the old bytes or the new ones."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    put(temporary, raw)
+    _put_now(temporary, raw)
     try:
         os.replace(temporary, path)
     except BaseException:
