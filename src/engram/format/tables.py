@@ -119,7 +119,7 @@ def unpack_trajectories(
     """
     for fields in _TRAJECTORY.iter_unpack(memoryview(raw)):
         it = Trajectory._make(fields)
-        if not (0 <= it.lane < lanes and 0 <= it.first < it.end and it.t_end >= 0 and 0 <= it.flags < 16):
+        if not (0 <= it.lane < lanes and it.first < it.end and it.t_end >= 0 and 0 <= it.flags < 16):
             raise ValueError(f"expected a trajectory of one of {lanes} lanes, got {it}")
         if after is not None and not _follows(it, after, columns):
             raise ValueError(f"expected trajectories by lane and position, got {it} after {after}")
