@@ -1301,6 +1301,7 @@ class ReplayBuffer:
         """
         if prefetch not in ("save", "drop"):
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        self._bound_sampler()  # what it makes now keeps nobody waiting
         with replacing(Path(path)) as folder, disk.together():
             with self._storage.paused:
                 parts = self.parts()

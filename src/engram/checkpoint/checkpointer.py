@@ -229,6 +229,7 @@ class Checkpointer:
                 self._epoch = series.claim_epoch(self.root)
                 series.recover(self.root, self._epoch)
             storage = self._buffer.storage
+            self._buffer.parts(of_a_cut=True)  # what cannot be saved, or is made now, keeps nobody waiting
             cut = storage.prepare_cut()
             with storage.paused:
                 paused = time.perf_counter()

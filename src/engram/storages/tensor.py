@@ -733,7 +733,9 @@ class TensorStorage(Storage):
             return self.state_without_rows
         indexes = store.all_indexes()
         # Pages are taken now, so that writers wait for a copy only.
-        room = {name: torch.zeros(store.capacity, dtype=torch.float64) for name in _of_kind(indexes, PRIORITIES)}
+        room = {}
+        for name in _of_kind(indexes, PRIORITIES):
+            room[name] = store.room(8 * store.capacity)[: 8 * store.capacity].zero_().view(torch.float64)
 
         def cut() -> dict[str, Any]:
             return self._words(store, indexes, (), room)
