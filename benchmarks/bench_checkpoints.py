@@ -1,8 +1,9 @@
 """Claim: a checkpoint costs what is new since the last one, and stops nobody; saving and loading are bound by the disk.
 
-Measured, ``dumps``: the prioritized buffer of ``bench_indexes``, 100,000 rows, saved again and again under one name. TorchRL
-has a ``RandomSampler``: its prioritized ones need an extension that does not load with every torch, so it saves no
-priorities. It does not wait for the disk either; "TorchRL, synced" does. Then the same rows in 100 times the capacity.
+Measured, ``dumps``: the prioritized buffer of ``bench_indexes``, 100,000 rows, saved under a new name, and under that of the
+last one: engram then puts one folder in the place of the other and removes that, TorchRL writes over its files. TorchRL has a
+``RandomSampler``: its prioritized ones need an extension that does not load with every torch, so it saves no priorities. It
+does not wait for the disk either; "TorchRL, synced" does. Then the same rows in 100 times the capacity.
 Measured, one per cent: a ``LazyMemmapStorage`` of 10 kB rows, all of them live; a full checkpoint, then one after a
 hundredth of the rows was overwritten, and that again. Measured, pause: the longest ``add``, and the longest ``sample``, of a
 thread that makes nothing else while 10^7 small rows with priorities are saved in the background, without links; beside the
@@ -14,6 +15,7 @@ Files lie where ``tempfile`` puts them: set ``TMPDIR`` to a folder on the disk t
 """
 
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -46,6 +48,7 @@ ROUNDS = 3
 PAUSED_ROWS, PAUSES = 10**7, 5
 RESIDENT_MIB = 64
 PIECE = 4 << 20
+SYNCED = "TorchRL, synced"
 NO_PRIORITIES = "TorchRL: with a RandomSampler, so without priorities; and it does not wait for the disk."
 
 
@@ -55,7 +58,7 @@ def run(libraries: rivals.Libraries, share: float, *, store_gb: float | None = N
     if engram is None:
         return
     size = store_gb or (STORE_GB if share >= 1 else QUICK_GB)
-    yield _dumps(libraries, share)
+    yield from _dumps(libraries, share)
     yield _capacity(libraries["engram"], share)
     yield from _one_per_cent(engram, size)
     yield from _pauses(engram, PAUSED_ROWS if share >= 1 else PAUSED_ROWS // 10)
@@ -70,32 +73,45 @@ def run(libraries: rivals.Libraries, share: float, *, store_gb: float | None = N
 # ---- one folder ------------------------------------------------------------------------------------------------------
 
 
-def _dumps(libraries: rivals.Libraries, share: float) -> Row:
+def _dumps(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
     data = bench_indexes.steps(ROWS)
-    with tempfile.TemporaryDirectory() as name:
-        sides = [Side("engram", _dumper(_prioritized(libraries["engram"], data, ROWS), Path(name, "engram")))]
-        if libraries["TorchRL"].module is not None:
-            theirs, folder = _uniform(libraries["TorchRL"], data), Path(name, "TorchRL")
-            dump = _dumper(theirs, folder)
-
-            def synced() -> None:
-                dump()
-                for file in _files(folder):
-                    with file.open("rb") as opened:
-                        os.fsync(opened.fileno())
-
-            sides += [Side("TorchRL", dump), Side("TorchRL, synced", synced)]
-        timing = alternate(sides, DUMPS.scaled(share))
-    what = f"dumps · {ROWS:,} rows, prioritized"
+    buffers = {"engram": _prioritized(libraries["engram"], data, ROWS)}
+    if libraries["TorchRL"].module is not None:
+        buffers["TorchRL"] = _uniform(libraries["TorchRL"], data)
     notes = {"TorchRL": NO_PRIORITIES, "cpprb": "cpprb: not measured."}
-    return timed("checkpoints/dumps", what, timing, times=("TorchRL", "TorchRL, synced"), notes=notes)
+    for key, where in (("new", "to a new name"), ("again", "to the name of the last one")):
+        with tempfile.TemporaryDirectory() as name:
+            sides = []
+            for side, replay in buffers.items():
+                folder = Path(name, side)
+                prepare = partial(_settle, folder if key == "new" else None)
+                sides.append(Side(side, partial(replay.dumps, folder), prepare=prepare))
+                if side == "TorchRL":
+                    sides.append(Side(SYNCED, partial(_dump_and_sync, replay, folder), prepare=prepare))
+            timing = alternate(sides, DUMPS.scaled(share))
+        what = f"dumps {where} · {ROWS:,} rows, prioritized"
+        yield timed(f"checkpoints/dumps/{key}", what, timing, times=("TorchRL", SYNCED), notes=notes)
+
+
+def _settle(folder: Path | None = None) -> None:
+    """Remove a folder, and have the disk done with what others left to it: whoever waits for the disk would wait for that, too."""
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.sync()
+
+
+def _dump_and_sync(replay: Any, folder: Path) -> None:
+    replay.dumps(folder)
+    for file in _files(folder):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
 
 
 def _capacity(engram: rivals.Library, share: float) -> Row:
     data = bench_indexes.steps(ROWS)
     with tempfile.TemporaryDirectory() as name:
         sides = [
-            Side(side, _dumper(_prioritized(engram, data, capacity), Path(name, str(capacity))))
+            Side(side, partial(_prioritized(engram, data, capacity).dumps, Path(name, side)), prepare=_settle)
             for side, capacity in (("full", ROWS), ("engram", 100 * ROWS))
         ]
         timing = alternate(sides, DUMPS.scaled(share))
@@ -120,10 +136,6 @@ def _uniform(library: rivals.Library, data: TensorDict) -> Any:
     )
     replay.extend(data)
     return replay
-
-
-def _dumper(replay: Any, path: Path) -> Callable[[], object]:
-    return lambda: replay.dumps(path)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -178,6 +190,7 @@ def _pauses(engram: Any, rows: int) -> Iterator[Row]:
     for first in range(0, rows, 10**5):
         replay.extend(TensorDict({"obs": torch.rand(min(rows - first, 10**5), 4)}, [min(rows - first, 10**5)]))
     paused: list[float] = []
+    found: list[tuple[str, str, dict[str, list[float]]]] = []
     with tempfile.TemporaryDirectory() as name:
         checkpoints = engram.Checkpointer(name, replay, keep=1, full_every=1)
 
@@ -187,17 +200,19 @@ def _pauses(engram: Any, rows: int) -> Iterator[Row]:
         def wait() -> None:
             threading.Event().wait(1)
 
-        found = []
         for key, call in (("add", lambda: replay.add(step)), ("sample", replay.sample)):
-            saving, alone = (Spread.of([_longest_while(call, work) for _ in range(PAUSES)]) for work in (save, wait))
-            found.append((f"{key}", f"the longest {key} during a save", {"engram": saving, "no save": alone}))
-        found.append(("paused", "how long writers are stopped by a save", {"engram": Spread.of(paused)}))
-    for key, what, spreads in found:
-        full_key = f"checkpoints/pause/{key}"
-        compared = [Comparison("20 ms", "value", spreads["engram"], FLOORS.get((full_key, "20 ms")))]
-        if "no save" in spreads:
-            compared.append(Comparison("no save", "value", spreads["no save"], None))
-        row = Row(full_key, f"{what} · {rows:.0e} rows", spreads, compared, unit="ms")
+            rounds = [(_longest_while(call, save), _longest_while(call, wait)) for _ in range(PAUSES)]
+            saving, alone = (list(side) for side in zip(*rounds, strict=True))
+            found.append((key, f"the longest {key} during a save", {"engram": saving, "no save": alone}))
+        found.append(("paused", "writers are stopped by a save", {"engram": paused}))
+    for key, what, values in found:
+        against = (f"checkpoints/pause/{key}", "20 ms")
+        spreads = {side: Spread.of(value) for side, value in values.items()}
+        compared = [Comparison("20 ms", "value", spreads["engram"], FLOORS[against])]
+        if "no save" in values:
+            ratio = Timing(1, values).ratio("engram", "no save")
+            compared.append(Comparison("no save", "share", ratio, None))
+        row = Row(against[0], f"{what} · {rows:.0e} rows", spreads, compared, unit="ms")
         yield row if rows >= PAUSED_ROWS else row.unjudged()
 
 
@@ -270,8 +285,7 @@ def _memory(path: Path, nbytes: int) -> Row:
 
 def _grown(name: str, nbytes: int) -> float:
     """MiB that the resident set of this process grows while it loads, at most, less those of the rows."""
-    import engram
-
+    engram = rivals.load()["engram"].module
     path = Path(name)
     with tempfile.TemporaryDirectory() as other:  # loads the code
         _dumped(engram, CHUNK * ROW_BYTES / GB, Path(other, "small"))

@@ -92,7 +92,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
         "prefetch=0",
         Floor("share", 1.05),
     ),
-    ("checkpoints/dumps", "TorchRL"): Floor("times", 2),
+    **_every((f"checkpoints/dumps/{k}" for k in ("new", "again")), "TorchRL", Floor("times", 2)),
     ("checkpoints/capacity", "full"): Floor("share", 1.2),
     **_every((f"checkpoints/one-per-cent/{k}" for k in ("time", "bytes")), "full", Floor("share", 0.02)),
     **_every((f"checkpoints/pause/{k}" for k in ("add", "sample", "paused")), "20 ms", Floor("value", 20)),
