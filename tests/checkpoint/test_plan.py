@@ -58,23 +58,25 @@ def naive(shards, ranks, incomplete, overflow):
             keep = what == "complete" or (what in ("open", "headless") and getattr(incomplete, what) != "drop")
             if not keep:
                 dropped[what] += end - first
-            elif end - first > max(t.lane_length for t in ranks):
+            elif end - first + (gap := what == "open" and incomplete.open == "keep") > max(
+                t.lane_length for t in ranks
+            ):
                 dropped["oversize"] += end - first
             else:
-                candidates.append(((shard.clock - time, s, lane, -first), s, i, end - first))
+                candidates.append(((shard.clock - time, s, lane, -first), s, i, end - first, gap))
     candidates.sort()
     load = [[0] * t.lanes for t in ranks]
     placed = {}
-    for at, (_, s, i, steps) in enumerate(candidates):
+    for at, (_, s, i, steps, gap) in enumerate(candidates):
         for n in sorted(range(len(ranks)), key=lambda n: (Fraction(sum(load[n]), ranks[n].capacity), n)):
             lane = min(range(ranks[n].lanes), key=lambda k: (load[n][k], k))
-            if load[n][lane] + steps <= ranks[n].lane_length:
-                load[n][lane] += steps
+            if load[n][lane] + steps + gap <= ranks[n].lane_length:
+                load[n][lane] += steps + gap
                 placed.setdefault((n, lane), []).insert(0, (s, i))
                 break
         else:
             if overflow == "cut":
-                dropped["overflow"] += sum(steps for *_, steps in candidates[at:])
+                dropped["overflow"] += sum(steps for *_, steps, _ in candidates[at:])
                 break
             dropped["overflow"] += steps
     return placed, dropped
@@ -99,9 +101,9 @@ def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
             c[unit] for c in plan.saved.values()
         )
     ends = {}
-    for rank, lane, position, steps in zip(plan.rank, plan.lane, plan.position, plan.steps, strict=True):
+    for rank, lane, position, room in zip(plan.rank, plan.lane, plan.position, plan.steps + plan.gap, strict=True):
         assert position == ends.get((rank, lane), 0)  # one behind the other
-        ends[rank, lane] = position + steps
+        ends[rank, lane] = position + room
         assert ends[rank, lane] <= ranks[rank].lane_length
     cut = [kind(shards[s].runs.tolist(), i) == "open" for s, i in zip(plan.source, plan.run, strict=True)]
     assert plan.truncated.tolist() == [c and incomplete.open == "truncate" for c in cut]

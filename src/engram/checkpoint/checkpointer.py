@@ -109,8 +109,9 @@ class SaveHandle:
         """
         if not self._over.wait(timeout):
             raise TimeoutError(f"save: not over after {timeout:g} s. It goes on: wait again.")
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        if error is not None:
+            raise error
         assert self._report is not None  # one of the two is there
         return self._report
 
@@ -228,6 +229,7 @@ class Checkpointer:
                 self._epoch = series.claim_epoch(self.root)
                 series.recover(self.root, self._epoch)
             storage = self._buffer.storage
+            self._buffer.parts(of_a_cut=True)  # what cannot be saved, or is made now, keeps nobody waiting
             cut = storage.prepare_cut()
             with storage.paused:
                 paused = time.perf_counter()

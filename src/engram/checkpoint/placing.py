@@ -11,8 +11,10 @@ import torch
 from engram.checkpoint.plan import Source
 from engram.checkpoint.rows import dtype_of, read_rows_state
 from engram.errors import IncompatibleCheckpoint
+from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.parts import segment_layout
+from engram.format.problems import corrupt
 from engram.format.tables import HAS_FIRST, HAS_LAST
 
 if TYPE_CHECKING:
@@ -58,10 +60,23 @@ def open_saved(reader: PartReader) -> Saved:
     if geometry is None:
         return Saved(reader, state, Source(int(state["clock"]), np.empty((0, 5), np.int64)))
     columns = math.prod(geometry.columns)
-    runs = np.array([tuple(run) for run in reader.trajectories()], np.int64).reshape(-1, 5)
+    runs = _checked_runs(reader, geometry.lanes, geometry.lane_length)
     if not any(field.role in _ENDS for field in reader.schema or ()):
         runs = _blocks(runs, state["numbers"].numpy(), geometry.lane_length, columns)
     return Saved(reader, state, Source(int(state["clock"]), runs, columns))
+
+
+def _checked_runs(reader: PartReader, lanes: int, lane_length: int) -> NDArray[np.int64]:
+    name = f"{layout.FOLDER}/trajectories.bin"
+    runs = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 5)
+    lane, first, end, time, flags = runs.T
+    steps = end - first
+    good = (
+        (lane >= 0) & (lane < lanes) & (steps > 0) & (steps <= lane_length) & (time >= 0) & (flags >= 0) & (flags < 16)
+    )
+    if not good.all():
+        raise corrupt(reader.folder / name, f"expected trajectories of a store, got {runs[np.argmin(good)].tolist()}")
+    return runs
 
 
 def _blocks(runs: NDArray[np.int64], numbers: NDArray[np.int64], lane_length: int, columns: int) -> NDArray[np.int64]:
@@ -154,7 +169,7 @@ def placed_state(saved: Sequence[Saved], plan: Plan, rank: int, schema: Schema) 
             state["leaves"][torch.from_numpy(target[there])] = leaves[torch.from_numpy(rows[there])]
     mine = plan.rank == rank
     lanes = torch.zeros((schema.lanes, 4), dtype=torch.int64, device="cpu")
-    load = np.bincount(plan.lane[mine], plan.steps[mine], schema.lanes).astype(np.int64)
+    load = np.bincount(plan.lane[mine], plan.steps[mine] + plan.gap[mine], schema.lanes).astype(np.int64)
     lanes[:, 0] = lanes[:, 1] = torch.from_numpy(load)
     return {
         "schema": schemas.encode(schema).decode(),

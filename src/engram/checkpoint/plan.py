@@ -52,7 +52,8 @@ class Incomplete(NamedTuple):
     """What becomes of trajectories of which a part is missing."""
 
     open: Literal["drop", "truncate", "keep"] = "drop"
-    """No last step yet. ``truncate``: the last one there is becomes one, marked as cut short."""
+    """No last step yet. ``truncate``: the last one there is becomes one, marked as cut short. ``keep``: a row that holds nothing
+    follows it, where it ends."""
     headless: Literal["drop", "keep"] = "drop"
     """The first steps were overwritten."""
 
@@ -70,6 +71,8 @@ class Plan(NamedTuple):
     steps: NDArray[np.int64]
     truncated: NDArray[np.bool_]
     """Its last step is to be marked as one."""
+    gap: NDArray[np.bool_]
+    """The row behind it holds nothing."""
     ranks: int
     """That load."""
     saved: dict[str, dict[str, int]]
@@ -81,7 +84,7 @@ class Plan(NamedTuple):
     def digest(self) -> str:
         """sha256 of what goes where: the same on all ranks, or they must not go on."""
         sha = hashlib.sha256()
-        for array in (self.rank, self.lane, self.position, self.source, self.run, self.steps, self.truncated):
+        for array in (self.rank, self.lane, self.position, self.source, self.run, self.steps, self.truncated, self.gap):
             sha.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         return sha.hexdigest()
 
@@ -122,13 +125,16 @@ def make_plan(
     policy = {"complete": True, "open": incomplete.open != "drop", "headless": incomplete.headless != "drop"}
     wanted = np.array([policy.get(name, False) for name in KINDS])[kind]
     dropped = {name: _count(steps, ~wanted & (kind == KINDS.index(name))) for name in DROPPED[:5]}
+    is_open = kind == KINDS.index("open")
+    gap = is_open & (incomplete.open == "keep")
+    room = steps + gap
     longest = max((target.lane_length for target in targets), default=0)
-    dropped["oversize"] = _count(steps, wanted & (steps > longest))
-    wanted &= steps <= longest
+    dropped["oversize"] = _count(steps, wanted & (room > longest))
+    wanted &= room <= longest
     candidates = np.flatnonzero(wanted)
     newest_first = np.lexsort((-table[candidates, 1], table[candidates, 0], shard[candidates], age[candidates]))
     candidates = candidates[newest_first]
-    rank, lane = _deal(steps[candidates].tolist(), targets, overflow)
+    rank, lane = _deal(room[candidates].tolist(), targets, overflow)
     placed = rank >= 0
     dropped["overflow"] = _count(steps[candidates], ~placed)
     kept, rank, lane = candidates[placed], rank[placed], lane[placed]
@@ -137,11 +143,12 @@ def make_plan(
     return Plan(
         rank,
         lane,
-        _positions(rank, lane, steps[kept]),
+        _positions(rank, lane, room[kept]),
         shard[kept],
         number[kept],
         steps[kept],
-        (kind[kept] == KINDS.index("open")) & (incomplete.open == "truncate"),
+        is_open[kept] & (incomplete.open == "truncate"),
+        gap[kept],
         len(targets),
         saved,
         dropped,
@@ -152,16 +159,16 @@ def _count(steps: NDArray[np.int64], which: NDArray[np.bool_]) -> dict[str, int]
     return {"episodes": int(which.sum()), "steps": int(steps[which].sum())}
 
 
-def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
+def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], room: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each begins in its lane, one behind the other."""
-    before = np.cumsum(steps) - steps
+    before = np.cumsum(room) - room
     first = np.ones(len(rank), bool)
     first[1:] = (rank[1:] != rank[:-1]) | (lane[1:] != lane[:-1])
     return before - np.repeat(before[first], np.diff(np.append(np.flatnonzero(first), len(rank))))
 
 
 def _deal(
-    steps: Sequence[int], targets: Sequence[Target], overflow: str
+    room_of: Sequence[int], targets: Sequence[Target], overflow: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rank and lane of each; -1 for what is left out."""
     common = math.lcm(*(target.capacity for target in targets)) if targets else 1
@@ -169,9 +176,9 @@ def _deal(
     ranks = [(0, n) for n in range(len(targets))]
     lanes = [[(0, lane) for lane in range(target.lanes)] for target in targets]
     room = [target.lane_length for target in targets]  # of the lane that holds the least
-    to_rank, to_lane = np.full(len(steps), -1), np.full(len(steps), -1)
+    to_rank, to_lane = np.full(len(room_of), -1), np.full(len(room_of), -1)
     hopeless = max(room, default=0) + 1  # nothing of that length or longer fits anywhere
-    for i, length in enumerate(steps):
+    for i, length in enumerate(room_of):
         full: list[tuple[int, int]] = []
         if length < hopeless:
             while ranks and room[ranks[0][1]] < length:
