@@ -113,7 +113,8 @@ def _ratio(row: Row, one: Comparison) -> str:
     theirs = "" if one.against in LIBRARIES else f" ({_with_unit(row.spreads[one.against].median, row.unit)})"
     if one.kind == "times":
         return f"{_times(middle)}× \\[{_times(low)}–{_times(high)}] {one.against}{theirs}"
-    return f"{middle:.2f} \\[{low:.2f}–{high:.2f}] of {one.against}{theirs}"
+    digits = 2 if middle >= 0.1 else 3
+    return f"{middle:.{digits}f} \\[{low:.{digits}f}–{high:.{digits}f}] of {one.against}{theirs}"
 
 
 def _times(ratio: float) -> str:
