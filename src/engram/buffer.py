@@ -48,7 +48,7 @@ __all__ = ["ReplayBuffer"]
 _LATER = {
     "sample_unit": "expanders",
     "dim_extend": "the storage (until then: storage.ndim - 1)",
-    "checkpointer": "checkpoints",
+    "checkpointer": "a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)",
     "consume_after_n_samples": "a ConsumingSampler",
     "compilable": "tracing through torch.compile",
     "delayed_init": "remote buffers",
