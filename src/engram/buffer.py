@@ -1371,10 +1371,10 @@ class ReplayBuffer:
 
         ``of_a_cut``: priorities are in the storage's; the sampler's says under which name.
         """
-        index = self._sampler_index() if of_a_cut else None
+        index = self._sampler_index()
         state = self._state_but_rows(with_sampler=index is None)
         if index is not None:
-            state["_sampler"] = {buffers.INDEX: index}
+            state["_sampler"] = {buffers.INDEX: index} if of_a_cut else self._storage.priorities_in_use(index)
         states = {
             "sampler": state["_sampler"],
             "writer": state["_writer"],

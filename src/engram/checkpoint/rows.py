@@ -106,8 +106,8 @@ def save_flat(folder: Path, kind: str, store: Store, state: dict[str, Any], role
     part = PartWriter(folder, "storage", kind)
     numbers = state["numbers"].numpy()
     _write_flat(part, store, numbers)
-    whole = np.zeros(store.capacity, np.int64)
-    whole[: len(numbers)] = numbers
+    in_use = store.rows_in_use(state["lanes"])  # the last ones may be void
+    whole = np.append(numbers, np.zeros(in_use - len(numbers), np.int64))
     totals = write_tables(
         part, store, state["lanes"].numpy(), whole, numbers, Boundaries(store.schema, roles).marks_now(store)
     )
@@ -180,7 +180,7 @@ def write_tables(
         marks: what rows say of trajectories.
     """
     columns = int(np.prod(store.schema.columns))
-    runs = find_runs(lanes, numbers, marks, columns=columns)
+    runs = find_runs(lanes, numbers, marks, lane_length=store.lane_length, columns=columns)
     lanes = lanes.copy()
     lanes[:, 2] = 0
     lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
