@@ -1306,7 +1306,7 @@ class ReplayBuffer:
             with self._storage.paused:
                 parts = self.parts()
                 if prefetch == "drop":
-                    parts.states["prefetch"] = {"batches": None}
+                    parts.states["prefetch"] = buffers.EMPTY["prefetch"]
                 rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
             infos = [rows.info, *buffers.write_parts(folder, parts)]
             finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
