@@ -20,6 +20,8 @@ from engram import (
     WriterStalled,
     _native,
 )
+from engram.priorities import PriorityIndex
+from engram.store import Store
 
 
 def buffer(kind, rows=12, **arguments):
@@ -209,6 +211,38 @@ def test_who_dies_with_a_store_paused_holds_nobody_up(replacing):
     assert time.monotonic() - start < 1
     assert len(rb) == (1 if replacing else 12)
     os.close(read), os.close(write)
+
+
+@pytest.mark.parametrize("survivor", [True, False])
+@pytest.mark.parametrize("at", ["_scan", "restore"])
+def test_who_dies_before_the_priorities_are_there_leaves_an_empty_store(tmp_path, at, survivor):
+    """Not rows that no sampler finds, or with priorities that nobody gave them."""
+    saved_one = ReplayBuffer(storage=LazyTensorStorage(12), sampler=PrioritizedSampler(12, 0.7, 0.5))
+    saved_one.extend(torch.arange(12.0))
+    saved_one.update_priority(torch.arange(12), torch.arange(12) + 1.0)
+    state = saved_one.state_dict()
+
+    def used():
+        storage = LazyMemmapStorage(12, scratch_dir=tmp_path / "store")
+        rb = ReplayBuffer(storage=storage, sampler=PrioritizedSampler(12, 0.7, 0.5))
+        rb.extend(torch.arange(3.0))
+        return rb
+
+    rb = used() if survivor else None
+    pid = os.fork()
+    if pid == 0:
+        mine = used() if rb is None else rb
+        setattr(Store if at == "_scan" else PriorityIndex, at, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        mine.load_state_dict(state)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    if rb is None:
+        rb = ReplayBuffer.open(tmp_path / "store")
+    rb.add(torch.tensor(77.0))
+    assert len(rb) == 1
+    assert set(rb.sample(20).tolist()) == {77.0}
+    rb.close()
 
 
 def test_a_child_forked_while_a_thread_has_the_store_paused_can_write():

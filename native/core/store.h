@@ -82,7 +82,7 @@ class Store {
   bool paused() const { return control_.lock_page().pause.load(std::memory_order_acquire) != 0; }
 
   /// Empties the store, which this process has paused: its rows may be written to directly. If the process dies before
-  /// replaced() the store stays empty.
+  /// resume() the store is empty: rows without all that belongs to them would be no state that ever was.
   void begin_replacing(bool keep_write_count);
 
   /// The rows are there, as Control::put_words.

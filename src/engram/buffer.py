@@ -1104,15 +1104,27 @@ class ReplayBuffer:
 
         Cost: O(bytes of the rows), which are copied.
         """
+        self._finish_ahead_of_pause()
         with self._storage.paused:
             state = self._state_but_rows()
             return {"_storage": self._storage.state_dict(without=self._sampler_indexes()), **state}
 
-    def _state_but_rows(self, *, with_sampler: bool = True) -> dict[str, Any]:
-        """All of :meth:`state_dict` but the storage's."""
-        prefetched = self._prefetch_state()  # first: it draws what was asked for
+    def _finish_ahead_of_pause(self) -> None:
+        """What is made now keeps no writer waiting; and transforms may be writers."""
+        self._bound_sampler()
+        self.synchronize()
+
+    def _state_but_rows(self, *, with_sampler: bool = True, drop_ahead: bool = False) -> dict[str, Any]:
+        """All of :meth:`state_dict` but the storage's. ``drop_ahead``: as if the batches ahead had never been drawn from a pass."""
+        ahead = None if self._prefetcher is None else self._prefetcher.saved(self)  # first: it draws what was asked for
+        sampler = saved(self._bound_sampler(), "_sampler") if with_sampler else {}
+        if drop_ahead and ahead is not None:
+            befores = [batch["before"] for batch in ahead["batches"] if batch.get("before") is not None]
+            sampler, ahead = next(iter(befores), sampler), None
+        if ahead is not None and not any(ahead.values()):
+            ahead = None
         return {
-            "_sampler": saved(self._bound_sampler(), "_sampler") if with_sampler else {},
+            "_sampler": sampler,
             "_writer": saved(self._writer, "_writer"),
             "_transforms": self._transform.state_dict(),
             "_batch_size": self._batch_size,
@@ -1121,7 +1133,7 @@ class ReplayBuffer:
             "_consume_after_n_samples": None,
             "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
             "_default_rng": torch.default_generator.get_state(),
-            "_prefetch_state": prefetched,
+            "_prefetch_state": None if ahead is None else self._prefetch_state(ahead),
         }
 
     def _sampler_index(self) -> str | None:
@@ -1176,6 +1188,10 @@ class ReplayBuffer:
             _check_batch_size(batch_size)
         elif getattr(self._sampler, "drop_last", False):
             raise ValueError(f"{name}: _batch_size: expected an int, as drop_last needs one, got None.")
+        elif self.prefetch:
+            raise ValueError(
+                f"{name}: _batch_size: expected an int, as prefetch={self.prefetch} needs one, got None. Load it without prefetch."
+            )
         lane = integer(state, "_lane", 0, self._storage.lanes, name)
         iterating = typed(state, "_iterating", bool, name)
         if state["_consume_after_n_samples"] is not None:
@@ -1226,17 +1242,14 @@ class ReplayBuffer:
             raise ValueError(f"{where}: expected the state of a CPU generator, got one of {rng[1]!r}.")
         return _checked_generator(rng[0], where)
 
-    def _prefetch_state(self) -> dict[str, Any] | None:
-        """Batches that were asked for and not handed out, and the keys of those that come next; None: there are none."""
-        if not self._prefetcher:
-            return None
-        ahead = self._prefetcher.saved(self)
+    def _prefetch_state(self, ahead: dict[str, Any]) -> dict[str, Any]:
+        """Batches that were asked for and not handed out, and the keys of those that come next."""
         queue = []
         for batch in ahead["batches"]:
             made = batch.get("made")
             known = None if made is None else pack([[part for part in made if part is not None]])
             queue.append({"key": batch["key"], "made": known, "last": batch.get("last"), "before": batch.get("before")})
-        return {"version": 1, "capacity": self._prefetcher.depth, "queue": queue, "keys": ahead["keys"]}
+        return {"version": 1, "capacity": self.prefetch, "queue": queue, "keys": ahead["keys"]}
 
     def _checked_prefetch(self, state: Any) -> Callable[[], None]:
         """Check batches that were asked for and not handed out; what takes them over."""
@@ -1301,12 +1314,10 @@ class ReplayBuffer:
         """
         if prefetch not in ("save", "drop"):
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
-        self._bound_sampler()  # what it makes now keeps nobody waiting
+        self._finish_ahead_of_pause()
         with replacing(Path(path)) as folder, disk.together():
             with self._storage.paused:
-                parts = self.parts()
-                if prefetch == "drop":
-                    parts.states["prefetch"] = buffers.EMPTY["prefetch"]
+                parts = self.parts(drop_ahead=prefetch == "drop")
                 rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
             infos = [rows.info, *buffers.write_parts(folder, parts)]
             finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
@@ -1366,13 +1377,13 @@ class ReplayBuffer:
         state["_prefetch_state"] = None
         return self._checked_rest(state, of_storage, take_storage, default_rng=False)
 
-    def parts(self, *, of_a_cut: bool = False) -> buffers.Parts:
+    def parts(self, *, of_a_cut: bool = False, drop_ahead: bool = False) -> buffers.Parts:
         """All of the state but the storage's, as the parts of a checkpoint.
 
-        ``of_a_cut``: priorities are in the storage's; the sampler's says under which name.
+        ``of_a_cut``: priorities are in the storage's; the sampler's says under which name. ``drop_ahead``: without batches ahead.
         """
         index = self._sampler_index()
-        state = self._state_but_rows(with_sampler=index is None)
+        state = self._state_but_rows(with_sampler=index is None, drop_ahead=drop_ahead)
         if index is not None:
             state["_sampler"] = {buffers.INDEX: index} if of_a_cut else self._storage.priorities_in_use(index)
         states = {

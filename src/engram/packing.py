@@ -84,7 +84,7 @@ def _tree(item: Any, parts: list[tuple[Tensor | None, list[int]]], where: str, d
         entries = [[key, _tree(value, parts, f"{where}[{key!r}]", depth + 1)] for key, value in item.items()]
         device = None if item.device is None else str(item.device)
         return ["tensordict", len(item.batch_size), device, entries]
-    if type(item) is dict and all(isinstance(key, str) for key in item):
+    if type(item) is dict and all(_is_key(key) for key in item):
         return ["dict", [[key, _tree(value, parts, f"{where}[{key!r}]", depth + 1)] for key, value in item.items()]]
     if type(item) in (list, tuple):
         children = [_tree(value, parts, f"{where}[{i}]", depth + 1) for i, value in enumerate(item)]
@@ -158,15 +158,22 @@ def _unpack(tree: Any, parts: list[Any], n: int, device: torch.device | None, wh
 
 def _entries(
     entries: list[Any], parts: list[Any], n: int, device: torch.device | None, where: str, depth: int
-) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {}
+) -> dict[Any, list[Any]]:
+    columns: dict[Any, list[Any]] = {}
     for found in entries:
         match found:
-            case [str(key), child] if key not in columns:
-                columns[key] = _unpack(child, parts, n, device, where, depth + 1)
-            case _:
-                raise ValueError(f"{where}: tree: expected keys, each once, got {str(found)[:80]!r}.")
+            case [str() | list() as written, child]:
+                key = tuple(written) if isinstance(written, list) else written  # JSON has no tuples
+                if _is_key(key) and key not in columns:
+                    columns[key] = _unpack(child, parts, n, device, where, depth + 1)
+                    continue
+        raise ValueError(f"{where}: tree: expected keys, each once, got {str(found)[:80]!r}.")
     return columns
+
+
+def _is_key(key: Any) -> bool:
+    """A name, or a path of names: what a draw's info has."""
+    return isinstance(key, str) or (isinstance(key, tuple) and bool(key) and all(isinstance(name, str) for name in key))
 
 
 def _part(parts: list[Any], ndim: int, n: int, where: str) -> dict[str, Tensor]:
