@@ -1,5 +1,7 @@
 """Dumps that are loaded into buffers of another size, or with other priorities."""
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engram import (
+    Checkpointer,
+    CorruptCheckpoint,
     IncompatibleCheckpoint,
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -18,6 +22,10 @@ from engram import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
+from engram.checkpoint import rows, segments
+from engram.checkpoint.placing import open_saved
+from engram.format import schema as schemas
+from engram.format.parts import PartReader
 
 
 def buffer(rows, lanes=1, sampler=None, storage=LazyTensorStorage, **arguments):
@@ -239,3 +247,68 @@ def test_what_cannot_be_converted_changes_nothing(tmp_path, used):
         assert (other[:] == before).all()
     else:
         assert len(other) == 0
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        [[0, 1000, 1004, 5, 3]],
+        [[0, -4, 0, 5, 3]],
+        [[0, 0, 4, 5, 3], [0, 3, 8, 5, 3]],
+        [[0, 0, 16, 5, 3]] * 2,
+        [[0, 12, 17, 5, 3]],
+        [[0, (1 << 62), (1 << 62) + 4, 5, 3]],
+        [[0, -(1 << 63), (1 << 63) - 1, 5, 3]],
+        [[1, 0, 4, 5, 3]],
+        [[0, 4, 4, 5, 3]],
+    ],
+)
+def test_trajectories_of_rows_that_are_not_there(tmp_path, monkeypatch, forged):
+    """All sums are right: somebody made it so."""
+    rb = buffer(20)
+    rb.extend(episodes([5, 5, 5, 1], 0))
+    monkeypatch.setattr(rows, "find_runs", lambda *_, **__: np.array(forged, np.int64))
+    rb.dumps(tmp_path / "x")
+    other = buffer(30)
+    with pytest.raises(CorruptCheckpoint, match=r"trajectories.bin.*of the rows that are there"):
+        other.loads(tmp_path / "x", convert=True)
+    assert len(other) == 0
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 12, 13, 29])
+@pytest.mark.parametrize("lanes", [1, 3, None])
+def test_trajectories_of_every_extent_are_read(tmp_path, n, lanes):
+    """``lanes=None``: columns."""
+    storage = LazyTensorStorage(12, ndim=2) if lanes is None else LazyTensorStorage(12, lanes=lanes)
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=8)
+    data = episodes([3, 3, 10, 1, 20], 0)
+    if lanes is None:
+        rb.extend(torch.stack([data[:7], data[20:27]]))
+        for i in range(n):
+            rb.extend(torch.stack([data[i : i + 1], data[36 - i : 37 - i]]))
+    else:
+        rb.extend(data[: n + 1], lane=torch.arange(n + 1) % lanes)
+    rb.dumps(tmp_path / "x")
+    with PartReader.open(tmp_path / "x" / "storage") as reader:
+        runs = open_saved(reader).source.runs
+    assert (runs[:, 2] - runs[:, 1]).sum() == len(rb) * (
+        1 if lanes else 2
+    )  # with columns positions step by their number
+
+
+def test_memory_follows_what_is_stored_and_not_what_is_claimed(tmp_path, monkeypatch):
+    rb = buffer(20)
+    rb.extend(episodes([5, 5], 0))
+    claimed = msgspec.structs.replace(rb.storage.store.schema, capacity=1 << 45)
+    described, words = rows.described, rb.storage._words
+    for module in (rows, segments):
+        monkeypatch.setattr(module, "described", lambda _, roles: described(claimed, roles))
+    monkeypatch.setattr(
+        rb.storage, "_words", lambda *given: {**words(*given), "schema": schemas.encode(claimed).decode()}
+    )
+    Checkpointer(tmp_path, rb).save(1)
+    monkeypatch.undo()
+    other = buffer(20)
+    with pytest.raises(IncompatibleCheckpoint, match="expected that of this storage"):
+        Checkpointer(tmp_path, other).restore()
+    assert len(other) == 0

@@ -60,22 +60,31 @@ def open_saved(reader: PartReader) -> Saved:
     if geometry is None:
         return Saved(reader, state, Source(int(state["clock"]), np.empty((0, 5), np.int64)))
     columns = math.prod(geometry.columns)
-    runs = _checked_runs(reader, geometry.lanes, geometry.lane_length)
+    runs = _checked_runs(reader, state, geometry.lane_length, columns)
     if not any(field.role in _ENDS for field in reader.schema or ()):
         runs = _blocks(runs, state["numbers"].numpy(), geometry.lane_length, columns)
     return Saved(reader, state, Source(int(state["clock"]), runs, columns))
 
 
-def _checked_runs(reader: PartReader, lanes: int, lane_length: int) -> NDArray[np.int64]:
-    name = f"{layout.FOLDER}/trajectories.bin"
-    runs = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 5)
+def _checked_runs(reader: PartReader, state: dict[str, Any], lane_length: int, columns: int) -> NDArray[np.int64]:
+    """The trajectories, each of rows that are there and no two of the same ones."""
+    lanes, rows = state["lanes"].numpy(), len(state["numbers"])
+    position, live = lanes[:, 0], lanes[:, 1]
+    if (position < 0).any() or (live < np.minimum(position, lane_length)).any() or (live > lane_length).any():
+        raise corrupt(reader.folder / layout.FOLDER / "lanes.bin", "expected lanes of a store")
+    path = reader.folder / layout.FOLDER / "trajectories.bin"
+    runs = np.frombuffer(reader.read_all(f"{layout.FOLDER}/trajectories.bin"), "<i8").reshape(-1, 5)
     lane, first, end, time, flags = runs.T
-    steps = end - first
-    good = (
-        (lane >= 0) & (lane < lanes) & (steps > 0) & (steps <= lane_length) & (time >= 0) & (flags >= 0) & (flags < 16)
-    )
+    good = (lane >= 0) & (lane < len(lanes)) & (first < end) & (time >= 0) & (flags >= 0) & (flags < 16)
+    at = np.where(good, lane, 0)
+    good &= (first >= position[at] - live[at]) & (end < position[at] + columns)
+    offset, last = first % lane_length, (end - columns) % lane_length
+    good &= lane * lane_length + np.where(last < offset, lane_length - 1, last) < rows
+    order = np.lexsort((first, first % columns, lane))
+    track = np.stack([lane, first % columns])[:, order]
+    good[order[1:]] &= (track[:, 1:] != track[:, :-1]).any(0) | (first[order[1:]] >= end[order[:-1]])
     if not good.all():
-        raise corrupt(reader.folder / name, f"expected trajectories of a store, got {runs[np.argmin(good)].tolist()}")
+        raise corrupt(path, f"expected trajectories of the rows that are there, got {runs[np.argmin(good)].tolist()}")
     return runs
 
 

@@ -271,9 +271,12 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
     if reader.segment_rows is None:
         numbers = stored
     else:
-        numbers = np.zeros(geometry.capacity, np.int64)
+        segments = reader.segments()
+        numbers = np.zeros(
+            max((it.first_row + it.rows for it in segments), default=0), np.int64
+        )  # not of all the capacity
         at = 0
-        for segment in reader.segments():
+        for segment in segments:
             numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]
             at += segment.rows
     if close_open:
