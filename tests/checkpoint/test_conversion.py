@@ -20,7 +20,9 @@ from engram import (
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
 )
 from engram.checkpoint import rows, segments
 from engram.checkpoint.placing import open_saved
@@ -312,3 +314,27 @@ def test_memory_follows_what_is_stored_and_not_what_is_claimed(tmp_path, monkeyp
     with pytest.raises(IncompatibleCheckpoint, match="expected that of this storage"):
         Checkpointer(tmp_path, other).restore()
     assert len(other) == 0
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("before", [0, 2])
+def test_rows_that_were_written_by_number(tmp_path, ends, before):
+    """They lie ahead of the cursor, in a lane that is not full."""
+
+    def made(rows):
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(rows), batch_size=8)
+        rb.set_writer(TensorDictMaxValueWriter(rank_key="score"))
+        return rb
+
+    step = torch.arange(5)
+    rows = TensorDict({"score": step.double(), "end" if not ends else "done": (step == 2)[:, None]}, [5])
+    rb = made(10)
+    rb.extend(rows)
+    rb.set_writer(TensorDictRoundRobinWriter())
+    if before:
+        rb.extend(rows[:before])
+    rb.set_writer(TensorDictMaxValueWriter(rank_key="score"))
+    rb.dumps(tmp_path / "x")
+    other = made(20)
+    other.loads(tmp_path / "x", convert=True)
+    assert sorted(other["score"].tolist()) == sorted(rb["score"].tolist())

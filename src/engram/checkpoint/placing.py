@@ -62,7 +62,7 @@ def open_saved(reader: PartReader) -> Saved:
     columns = math.prod(geometry.columns)
     runs = _checked_runs(reader, state, geometry.lane_length, columns)
     if not any(field.role in _ENDS for field in reader.schema or ()):
-        runs = _blocks(runs, state["numbers"].numpy(), geometry.lane_length, columns)
+        runs = _blocks(runs, state, geometry.lane_length, columns)
     return Saved(reader, state, Source(int(state["clock"]), runs, columns))
 
 
@@ -78,8 +78,9 @@ def _checked_runs(reader: PartReader, state: dict[str, Any], lane_length: int, c
     good = (lane >= 0) & (lane < len(lanes)) & (first < end) & (time >= 0) & (flags >= 0) & (flags < 16)
     at = np.where(good, lane, 0)
     good &= (first >= position[at] - live[at]) & (end < position[at] + columns)
-    offset, last = first % lane_length, (end - columns) % lane_length
-    good &= lane * lane_length + np.where(last < offset, lane_length - 1, last) < rows
+    ring = np.maximum(live[at], 1)
+    offset, last = first % ring, (end - columns) % ring
+    good &= lane * lane_length + np.where(last < offset, ring - 1, last) < rows
     order = np.lexsort((first, first % columns, lane))
     track = np.stack([lane, first % columns])[:, order]
     good[order[1:]] &= (track[:, 1:] != track[:, :-1]).any(0) | (first[order[1:]] >= end[order[:-1]])
@@ -88,8 +89,9 @@ def _checked_runs(reader: PartReader, state: dict[str, Any], lane_length: int, c
     return runs
 
 
-def _blocks(runs: NDArray[np.int64], numbers: NDArray[np.int64], lane_length: int, columns: int) -> NDArray[np.int64]:
+def _blocks(runs: NDArray[np.int64], state: dict[str, Any], lane_length: int, columns: int) -> NDArray[np.int64]:
     """Runs in pieces of one length, counted from their newest steps, as if each were a trajectory."""
+    live, numbers = state["lanes"][:, 1].numpy(), state["numbers"].numpy()
     steps = (runs[:, 2] - runs[:, 1]) // columns
     block = max(1, -(-int(steps.sum()) // _BLOCKS))
     counts = -(-steps // block)
@@ -97,7 +99,7 @@ def _blocks(runs: NDArray[np.int64], numbers: NDArray[np.int64], lane_length: in
     from_newest = np.repeat(counts, counts) - 1 - _within(counts)
     end = runs[run, 2] - from_newest * block * columns
     first = np.maximum(end - block * columns, runs[run, 1])
-    last = runs[run, 0] * lane_length + (end - columns) % lane_length
+    last = runs[run, 0] * lane_length + (end - columns) % live[runs[run, 0]]
     return np.stack([runs[run, 0], first, end, numbers[last], np.full(len(run), HAS_FIRST | HAS_LAST)], 1)
 
 
@@ -125,14 +127,16 @@ def _extents(plan: Plan, rank: int, which: int, saved: Saved, lane_length: int) 
     runs = saved.source.runs[plan.run[at]]
     target, steps = plan.lane[at] * lane_length + plan.position[at], plan.steps[at]
     start = runs[:, 0] * geometry.lane_length
+    # Positions go round the live rows: those that were written by number, ahead of the cursor, lie behind the newest one.
+    ring = saved.state["lanes"][:, 1].numpy()[runs[:, 0]]
     columns = saved.source.columns
     if columns > 1:  # every step is an extent
         step = _within(steps)
-        rows = np.repeat(start, steps) + (np.repeat(runs[:, 1], steps) + step * columns) % geometry.lane_length
+        rows = np.repeat(start, steps) + (np.repeat(runs[:, 1], steps) + step * columns) % np.repeat(ring, steps)
         found = _Extents(rows, np.repeat(target, steps) + step, np.ones_like(rows))
     else:
-        offset = runs[:, 1] % geometry.lane_length
-        before = np.minimum(steps, geometry.lane_length - offset)  # up to the end of the ring
+        offset = runs[:, 1] % ring
+        before = np.minimum(steps, ring - offset)  # up to the end of the ring
         wraps = steps > before
         found = _Extents(
             np.concatenate([start + offset, start[wraps]]),
