@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engram import (
+    Checkpointer,
     DeviceLoader,
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -804,6 +805,31 @@ def test_a_state_goes_on_with_the_same_batches(sampler, who):
     rb.append_transform(lambda td: td)  # random bits are given back, and nothing is ahead
     other.load_state_dict(rb.state_dict())
     assert rows_of(other, 3) == rows_of(rb, 3)
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@pytest.mark.parametrize("save", ["state_dict", "dumps", "Checkpointer"])
+def test_priorities_of_batches_ahead_that_were_loaded_count(save, storage, tmp_path, threads):
+    """They name the rows as they are numbered now."""
+    rb, other = (buffer(2, SAMPLERS["prioritized"], storage) for _ in range(2))
+    rows_of(rb, 3)
+    other.extend(data(n=7))
+    for _ in range(2):  # what was loaded is saved again
+        if save == "state_dict":
+            other.load_state_dict(rb.state_dict())
+        elif save == "dumps":
+            rb.dumps(tmp_path / "dump")
+            other.loads(tmp_path / "dump")
+        else:
+            Checkpointer(tmp_path / "series", rb).save(1)
+            Checkpointer(tmp_path / "series", other).restore(resume="exact")
+        for _ in range(4):
+            drawn, same = rb.sample(), other.sample()
+            assert (drawn["x"] == same["x"]).all()
+            for one, batch in ((rb, drawn), (other, same)):
+                one.update_priority(batch["index"], torch.arange(8.0), generation=batch["index_generation"])
+                assert one.stats()["priority_updates_dropped"] == 0
+        rb, other = other, rb
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -1249,14 +1249,15 @@ class ReplayBuffer:
             made = batch.get("made")
             known = None if made is None else pack([[part for part in made if part is not None]])
             queue.append({"key": batch["key"], "made": known, "last": batch.get("last"), "before": batch.get("before")})
-        return {"version": 1, "capacity": self.prefetch, "queue": queue, "keys": ahead["keys"]}
+        clock = self._storage.next_number()
+        return {"version": 1, "capacity": self.prefetch, "clock": clock, "queue": queue, "keys": ahead["keys"]}
 
     def _checked_prefetch(self, state: Any) -> Callable[[], None]:
         """Check batches that were asked for and not handed out; what takes them over."""
         prefetcher, where = self._prefetcher, f"{type(self).__name__}: _prefetch_state"
         if state is None:
             return lambda: None
-        check_keys(state, ("version", "capacity", "queue", "keys"), where)
+        check_keys(state, ("version", "capacity", "clock", "queue", "keys"), where)
         integer(state, "version", 1, 2, where)
         depth = integer(state, "capacity", 1, 1 << 31, where)
         if depth != self.prefetch:
@@ -1268,8 +1269,17 @@ class ReplayBuffer:
             for i, entry in enumerate(typed(state, "queue", list, where))
         ]
         keys = [_checked_key(key, f"{where}: keys") for key in typed(state, "keys", list, where)]
+        clock = integer(state, "clock", 0, 1 << 62, where)
         assert prefetcher is not None  # its depth is not 0
-        return lambda: prefetcher.restore({"batches": batches, "keys": keys})
+
+        def take() -> None:
+            moved = self._storage.next_number() - clock  # the rows have new tickets, in the old order
+            for batch in batches:
+                for made in batch.get("made", ()):
+                    _renumber(made, moved)
+            prefetcher.restore({"batches": batches, "keys": keys})
+
+        return take
 
     def _checked_batch(self, entry: Any, where: str) -> dict[str, Any]:
         check_keys(entry, ("key", "made", "last", "before"), where)
@@ -1949,6 +1959,15 @@ def _rows_of(data: Any, dims: int = 1) -> int | None:
         return len(data) if isinstance(data, tuple) else None
     shape = leaf.batch_size if is_tensor_collection(leaf) else leaf.shape
     return math.prod(shape[:dims]) if len(shape) >= dims else None
+
+
+def _renumber(made: Any, by: int) -> None:
+    """The tickets that a batch or its info says, if it says them."""
+    if not (isinstance(made, dict) or is_tensor_collection(made)):
+        return
+    numbers = made.get("index_generation", None)
+    if isinstance(numbers, Tensor) and numbers.dtype is torch.int64:
+        made["index_generation"] = torch.where(numbers > 0, numbers + by, numbers)
 
 
 def _with_dim(x: Any, at: int) -> Any:

@@ -156,6 +156,10 @@ class Storage(Dumpable):
         """Ticket numbers of rows, -1 where there is none."""
         raise NotImplementedError
 
+    def next_number(self) -> int:
+        """Ticket number of the next write: by as much as a load moves this, it moves those of all rows."""
+        raise NotImplementedError
+
     def hold_nothing(self, rows: Tensor) -> Tensor:
         """Of rows inside the storage: whether they neither hold anything nor are just being written. bool ``[B]``"""
         return self.numbers_of(rows) < 0

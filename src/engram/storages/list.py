@@ -304,6 +304,9 @@ class ListStorage(Storage):
             found = [numbers[row] if 0 <= row < length else -1 for row in rows.tolist()]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
 
+    def next_number(self) -> int:
+        return self._next
+
     def settled(self) -> int | None:
         with self._lock:
             return self._next

@@ -506,6 +506,9 @@ class TensorStorage(Storage):
             return torch.full_like(rows, -1)
         return self.memory.numbers_of(rows)
 
+    def next_number(self) -> int:
+        return 1 if self.memory is None else int(self.memory.core.next_ticket)
+
     def hold_nothing(self, rows: Tensor) -> Tensor:
         return self.store.hold_nothing(rows)
 
