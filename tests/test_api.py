@@ -56,6 +56,8 @@ NAMES = [
     "PrioritizedSliceSampler",
     "PriorityError",
     "RandomSampler",
+    "RankFailed",
+    "Ranks",
     "RenameTransform",
     "ReplayBuffer",
     "RewardScaling",

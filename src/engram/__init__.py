@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         IncompatibleStore,
         NoSampleable,
         PriorityError,
+        RankFailed,
         RowError,
         StoreInUse,
         UncleanStore,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         TensorDictPrioritizedReplayBuffer,
         TensorDictReplayBuffer,
     )
+    from engram.ranks import Ranks
     from engram.samplers import (
         PrioritizedSampler,
         PrioritizedSliceSampler,
@@ -98,6 +100,8 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "PrioritizedSliceSampler",
     "PriorityError",
     "RandomSampler",
+    "RankFailed",
+    "Ranks",
     "RenameTransform",
     "ReplayBuffer",
     "RewardScaling",
@@ -140,6 +144,7 @@ _HOME = {
         "IncompatibleStore",
         "NoSampleable",
         "PriorityError",
+        "RankFailed",
         "RowError",
         "StoreInUse",
         "UncleanStore",
@@ -147,6 +152,7 @@ _HOME = {
     ),
     "engram.expanders": ("FinalObservations", "FrameStack", "NStep", "NextFromFollowing", "RewardToGo"),
     "engram.loader": ("DeviceLoader",),
+    "engram.ranks": ("Ranks",),
     "engram.samplers": (
         "PrioritizedSampler",
         "PrioritizedSliceSampler",

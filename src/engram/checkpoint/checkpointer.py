@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
+from engram.checkpoint.attempts import Attempts
 from engram.checkpoint.runs import KINDS
-from engram.errors import CorruptCheckpoint
+from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, rank_folder
 from engram.format.problems import corrupt
+from engram.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -126,6 +128,16 @@ class _Parent(NamedTuple):
     lineage: Any
 
 
+class _Moment(NamedTuple):
+    """What a checkpoint is of; rows are read later."""
+
+    state: dict[str, Any]
+    parts: buffers.Parts
+    lineage: Any
+    paused: float
+    """Seconds that writers waited."""
+
+
 class Checkpointer:
     """Saves one buffer again and again below one folder, and restores it.
 
@@ -136,12 +148,15 @@ class Checkpointer:
 
     Args:
         root: the folder; made if it is not there. One buffer per folder.
-        buffer: what is saved.
+        buffer: what is saved; of this rank, where there are several.
+        ranks: the processes that save one checkpoint together, each its shard: ``Ranks.from_torch()``, say. Each of them makes this
+            with the same arguments. Default: this process alone.
         keep: how many checkpoints stay.
         full_every: every so many checkpoints are saved without links: a damaged disk block is shared by all that link it.
         paranoid: compare what is linked with the buffer: for tests of programs that write through views, which leaves no trace.
         roles: what fields mean, by key, where they are not called as usual: ``done``, ``terminated``, ``truncated``,
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
+        timeout: seconds that ranks wait for each other, also for the slowest one's shard.
 
     Raises:
         ValueError: ``keep`` or ``full_every`` below 1, or roles that there are not.
@@ -165,10 +180,12 @@ class Checkpointer:
         root: str | os.PathLike[str],
         buffer: Any,
         *,
+        ranks: Ranks | None = None,
         keep: int = 3,
         full_every: int | None = None,
         paranoid: bool = False,
         roles: Mapping[Any, str] | None = None,
+        timeout: float = 600.0,
     ) -> None:
         for name, value in (("keep", keep), ("full_every", 1 if full_every is None else full_every)):
             if type(value) is not int:
@@ -179,7 +196,10 @@ class Checkpointer:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
-        self._epoch: int | None = None
+        self._ranks = Ranks.local() if ranks is None else ranks
+        self._attempts = Attempts(self.root, self._ranks)
+        self._timeout = timeout
+        self._saves = 0
         self._parent: _Parent | None = None
         self._since_full = 0
         self._lock = threading.Lock()
@@ -188,13 +208,14 @@ class Checkpointer:
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, user: Mapping[str, Any] | None = None, wait: bool = True) -> Any:
-        """Make a checkpoint.
+        """Make a checkpoint. With several ranks, each of them calls this with the same step.
 
-        While one is being made, another call joins that: it returns, or waits for, the same one.
+        While one is being made, another call joins that: it returns, or waits for, the same one. With several ranks it makes one
+        more, behind that.
 
         Args:
             step: of the training; orders checkpoints.
-            user: JSON of yours, which :meth:`restore` gives back: the name of the model's checkpoint, say.
+            user: JSON of yours, which :meth:`restore` gives back: the name of the model's checkpoint, say. That of rank 0 counts.
             wait: False: return a :class:`SaveHandle` at once.
 
         Returns:
@@ -206,42 +227,44 @@ class Checkpointer:
             RuntimeError: a later process has taken this folder over; or ``paranoid`` found a row that was changed through a view.
             WriterStalled: a writer did not stop for 5 s.
             OSError: no space, or an I/O error. The last checkpoint stays as it is.
+            RankFailed: one of several ranks raised one of these, died, or was not ready in time; on all of them.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"save: step: expected an int of at least 0, got {step!r}.")
         with self._lock:
-            handle = self._handle
-            if handle is None or handle.done:
+            before = None if self._handle is None or self._handle.done else self._handle
+            # Ranks do not see the end of a save at the same moment: which of them would join it?
+            handle = before if self._ranks.world == 1 else None
+            if handle is None:
                 handle = self._handle = SaveHandle()
-                work = self._prepared(step, dict(user or {}), handle)
+                work = self._prepared(step, dict(user or {}), handle, before)
                 if wait:
                     work()
                 else:
                     threading.Thread(target=work, name="engram-save", daemon=True).start()
         return handle.wait() if wait else handle
 
-    def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
+    def _prepared(
+        self, step: int, user: dict[str, Any], handle: SaveHandle, before: SaveHandle | None
+    ) -> Callable[[], None]:
         """Note the moment; what writes it."""
         started = time.perf_counter()
+        number = self._saves
+        self._saves += 1
+        moment: _Moment | BaseException
         try:
-            if self._epoch is None:
-                self._epoch = series.claim_epoch(self.root)
-                series.recover(self.root, self._epoch)
-            storage = self._buffer.storage
-            cut = storage.prepare_cut()
-            with storage.paused:
-                paused = time.perf_counter()
-                state = cut()
-                parts = self._buffer.parts(of_a_cut=True)
-                lineage = storage.lineage()
-                paused = time.perf_counter() - paused
+            moment = self._noted()
         except BaseException as error:
-            handle._end(None, error)  # noqa: SLF001 - our own
-            raise
+            if self._ranks.world == 1:
+                handle._end(None, error)  # noqa: SLF001 - our own
+                raise
+            moment = error  # others must hear of it
 
         def work() -> None:
             try:
-                report = self._write(step, user, state, parts, lineage, paused, started)
+                if before is not None:
+                    before._over.wait()  # noqa: SLF001
+                report = self._write(number, step, user, moment, started)
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
                 handle._end(None, error)  # noqa: SLF001
             else:
@@ -249,72 +272,92 @@ class Checkpointer:
 
         return work
 
+    def _noted(self) -> _Moment:
+        """What is saved is as it is now."""
+        storage = self._buffer.storage
+        cut = storage.prepare_cut()
+        with storage.paused:
+            began = time.perf_counter()
+            state = cut()
+            parts = self._buffer.parts(of_a_cut=True)
+            lineage = storage.lineage()
+            return _Moment(state, parts, lineage, time.perf_counter() - began)
+
     def _write(
-        self,
-        step: int,
-        user: dict[str, Any],
-        state: dict[str, Any],
-        parts: buffers.Parts,
-        lineage: Any,
-        paused: float,
-        started: float,
+        self, number: int, step: int, user: dict[str, Any], moment: _Moment | BaseException, started: float
     ) -> SaveReport:
-        assert self._epoch is not None  # as _prepared leaves it
-        parent = self._parent_of(lineage)
-        attempt = series.begin(
-            self.root,
-            step=step,
-            epoch=self._epoch,
-            world=1,
-            trigger="save",
-            parent=None if parent is None else parent.path.name,
-            user=user,
-        )
+        parent = None if isinstance(moment, BaseException) else self._parent_of(moment.lineage)
+        name = None if parent is None else parent.path.name
+        attempt = self._attempts.begin(number, step, name, user, "save", self._timeout)
+        error = self._vote(attempt, step, moment, parent)
+        if error is not None and (self._ranks.world == 1 or not isinstance(error, Exception)):
+            raise error
+        manifest = self._attempts.decided(attempt, self._timeout)
+        if manifest.status != "complete":
+            kind = RankFailed if self._ranks.world > 1 else CorruptCheckpoint
+            raise kind(f"save: {attempt.name}: {'; '.join(manifest.reasons)}.") from error
+        assert isinstance(moment, _Moment)  # else this rank voted against
+        self._parent = _Parent(attempt, moment.lineage)
+        self._since_full = 0 if parent is None else self._since_full + 1
+        if self._ranks.rank == 0:
+            series.set_latest(self.root, attempt.name, self._attempts.epoch)
+            series.prune(self.root, self._keep, self._attempts.epoch)
+        report = self._report(attempt, moment.paused, started)
+        _log.info("saved %s", report)
+        return report
+
+    def _vote(
+        self, attempt: Path, step: int, moment: _Moment | BaseException, parent: _Parent | None
+    ) -> BaseException | None:
+        """Write the shard of this rank, and vote for the attempt, or against it. Why against it."""
+        rank, world = self._ranks.rank, self._ranks.world
         try:
-            rows, infos = self._write_parts(attempt / rank_folder(0, 1), state, parts, parent)
+            if isinstance(moment, BaseException):
+                raise moment
+            agreed = series.read_attempt(attempt).step
+            if agreed != step:
+                raise ValueError(f"save: step: expected {agreed}, as on rank 0, got {step}.")
+            rows, infos = self._write_parts(attempt / rank_folder(rank, world), moment, parent)
             series.accept(
                 attempt,
-                0,
+                rank,
                 infos,
                 layout="segments",
                 cut=rows.cut,
                 totals=rows.totals,
                 schema_sum=rows.schema_sum,
             )
-        except BaseException as error:
-            self._refuse(attempt, error)
-            raise
-        manifest = series.decide(attempt, self._epoch)
-        if manifest is None or manifest.status != "complete":
-            raise CorruptCheckpoint(
-                f"save: {attempt.name}: {'; '.join(manifest.reasons) if manifest else 'no decision'}."
-            )
-        self._parent = _Parent(attempt, lineage)
-        self._since_full = 0 if parent is None else self._since_full + 1
-        series.set_latest(self.root, attempt.name, self._epoch)
-        series.prune(self.root, self._keep, self._epoch)
-        written, linked = sum(info.written for info in infos), sum(info.linked for info in infos)
-        kinds = {kind: count for kind in KINDS if (count := getattr(rows.totals, kind)).episodes}
-        report = SaveReport(
+        except BaseException as error:  # noqa: BLE001 - raised when all know
+            with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
+                series.refuse(attempt, rank, f"{type(error).__name__}: {error}")
+                series.decide(attempt, self._attempts.epoch)
+            return error
+        return None
+
+    def _report(self, attempt: Path, paused: float, started: float) -> SaveReport:
+        with Checkpoint(attempt) as checkpoint:
+            shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
+            step = checkpoint.manifest.step
+        episodes = {}
+        for kind in KINDS:
+            counts = [getattr(shard.totals, kind) for shard in shards]
+            if any(count.episodes for count in counts):
+                episodes[kind] = {
+                    "episodes": sum(count.episodes for count in counts),
+                    "steps": sum(count.steps for count in counts),
+                }
+        return SaveReport(
             attempt.name,
             step,
             attempt,
-            rows.totals.steps,
-            {kind: {"episodes": count.episodes, "steps": count.steps} for kind, count in kinds.items()},
-            rows.cut.lost_rows,
-            written,
-            linked,
+            sum(shard.totals.steps for shard in shards),
+            episodes,
+            sum(shard.cut.lost_rows for shard in shards),
+            sum(shard.totals.bytes_written for shard in shards),
+            sum(shard.totals.bytes_linked for shard in shards),
             paused,
             time.perf_counter() - started,
         )
-        _log.info("saved %s", report)
-        return report
-
-    def _refuse(self, attempt: Path, error: BaseException) -> None:
-        assert self._epoch is not None
-        with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
-            series.refuse(attempt, 0, f"{type(error).__name__}: {error}")
-            series.decide(attempt, self._epoch)
 
     def _parent_of(self, lineage: Any) -> _Parent | None:
         """The checkpoint to link from: the last one of this very storage, if it is still there."""
@@ -324,25 +367,23 @@ class Checkpointer:
             return None
         return parent
 
-    def _write_parts(
-        self, folder: Path, state: dict[str, Any], parts: buffers.Parts, parent: _Parent | None
-    ) -> tuple[Any, list[Any]]:
+    def _write_parts(self, folder: Path, moment: _Moment, parent: _Parent | None) -> tuple[Any, list[Any]]:
         storage = self._buffer.storage
         with contextlib.ExitStack() as stack, disk.together():
             reader: PartReader | None = None
             if parent is not None:
                 checkpoint = stack.enter_context(Checkpoint(parent.path))
-                reader = stack.enter_context(checkpoint.part(0, buffers.STORAGE))
+                reader = stack.enter_context(checkpoint.part(self._ranks.rank, buffers.STORAGE))
             progress = stack.enter_context(bytes_bar("saving", storage.nbytes))
             rows = storage.save_cut(
                 folder / buffers.STORAGE,
-                state,
+                moment.state,
                 roles=self._roles,
                 parent=reader,
                 paranoid=self._paranoid,
                 progress=progress,
             )
-            return rows, [rows.info, *buffers.write_parts(folder, parts)]
+            return rows, [rows.info, *buffers.write_parts(folder, moment.parts)]
 
     # ---- restoring -------------------------------------------------------------------------------------------------------
 
@@ -459,6 +500,4 @@ class Checkpointer:
         Raises:
             ValueError: below 1. RuntimeError: a later process has taken this folder over. OSError: something cannot be removed.
         """
-        if self._epoch is None:
-            self._epoch = series.claim_epoch(self.root)
-        return series.prune(self.root, self._keep if keep is None else keep, self._epoch)
+        return series.prune(self.root, self._keep if keep is None else keep, self._attempts.epoch)

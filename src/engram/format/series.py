@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from engram.format.part_writer import PartInfo
 
 __all__ = [
+    "ATTEMPT",
     "LATEST",
     "Attempt",
     "Name",
