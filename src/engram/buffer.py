@@ -35,7 +35,7 @@ from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from engram.pinning import Pinning
     from engram.storages import Rows, Storage
@@ -1392,10 +1392,48 @@ class ReplayBuffer:
         states = buffers.read_parts(checkpoint, rank, self._kinds())
         if buffers.INDEX in states["sampler"]:
             states["sampler"] = buffers.index_state(reader, states["sampler"])
-        where = str(checkpoint.shard_folder(rank))
+        state = self._state_of_parts(states, str(checkpoint.shard_folder(rank)))
+        return self._checked_rest(state, reader.state, take_storage, default_rng=default_rng)
+
+    def checked_placed(
+        self,
+        checkpoint: Checkpoint,
+        of_storage: dict[str, Any],
+        fill: Callable[[Sequence[Tensor]], None],
+        *,
+        seed: int,
+        default_rng: bool = False,
+    ) -> Callable[[], None]:
+        """Check what a plan gives to this buffer of a checkpoint, of one rank or of many; what takes it over.
+
+        What is not of rows is rank 0's; passes over the rows and generators begin anew, and nothing is prefetched.
+
+        Args:
+            checkpoint: open until all is taken over.
+            of_storage: the state of the storage, without rows.
+            fill: what reads those into its tensors.
+            seed: of generators.
+            default_rng: seed torch's default one, too.
+
+        Raises: as :meth:`loads`. Nothing is changed.
+        """
+        take_rows = self._storage.checked_without_rows(of_storage)
+        states = buffers.read_parts(checkpoint, 0, self._kinds())
+        if buffers.INDEX in states["sampler"]:
+            states["sampler"] = of_storage["priorities"][states["sampler"][buffers.INDEX]]
+        elif "visited" in states["sampler"]:
+            states["sampler"] |= {"key": seed, "rows": 0, "visited": 0, "ran_out": False}
+        state = self._state_of_parts(states, str(checkpoint.shard_folder(0)))
+        generator = torch.Generator().manual_seed(seed).get_state()
+        state |= {"_lane": 0, "_iterating": False, "_default_rng": generator, "_prefetch_state": None}
+        state["_rng"] = None if self._generator is None else [generator, "cpu"]
+        return self._checked_rest(state, of_storage, lambda: take_rows(fill), default_rng=default_rng)
+
+    def _state_of_parts(self, states: dict[str, dict[str, Any]], where: str) -> dict[str, Any]:
+        """All but the storage's, as :meth:`state_dict` has it."""
         for part, names in (("buffer", _IN_BUFFER), ("rng", ("generator", "default")), ("prefetch", ("batches",))):
             check_keys(states[part], names, f"{where}: {part}")
-        state = {
+        return {
             "_sampler": states["sampler"],
             "_writer": states["writer"],
             "_transforms": states["transforms"],
@@ -1404,7 +1442,6 @@ class ReplayBuffer:
             "_default_rng": states["rng"]["default"],
             "_prefetch_state": states["prefetch"]["batches"],
         }
-        return self._checked_rest(state, reader.state, take_storage, default_rng=default_rng)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

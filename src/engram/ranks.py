@@ -143,7 +143,9 @@ class Ranks(abc.ABC):
         given = self.wait([f"gather/{number}/{rank}" for rank in range(self.world)], timeout)
         missing = [rank for rank, one in enumerate(given) if one is None]
         if missing:
-            raise RankFailed(f"expected all {self.world} ranks within {timeout:g} s, got nothing from {_names(missing)}.")
+            raise RankFailed(
+                f"expected all {self.world} ranks within {timeout:g} s, got nothing from {_names(missing)}."
+            )
         if number:  # whoever came here has read what was given before
             self.forget(f"gather/{number - 1}/{self.rank}")
         return [one for one in given if one is not None]
@@ -180,7 +182,7 @@ class Ranks(abc.ABC):
             raise RankFailed(f"{what}: {'; '.join(f'rank {r}: {text}' for r, text in failed.items())}") from failure
         return [one[1:] for one in given]
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of connections. Repeatable."""
 
 
@@ -237,7 +239,7 @@ class _Torch(Ranks):
         from torch import distributed
 
         self._timeout = timeout
-        self._distributed = distributed
+        self._distributed: Any = distributed
         self._dead = ""
         limit = timedelta(seconds=timeout)
         try:
@@ -256,9 +258,7 @@ class _Torch(Ranks):
         store = None
         if self.rank == 0:
             name = host or os.environ.get("MASTER_ADDR") or _own_name()
-            store = self._distributed.TCPStore(
-                "0.0.0.0" if host else name, 0, None, is_master=True, timeout=limit, wait_for_workers=False  # noqa: S104
-            )
+            store = self._distributed.TCPStore(name, 0, None, True, timeout=limit, wait_for_workers=False)
             raw = name.encode()[:255]
             where[0], where[1] = store.port, len(raw)
             where[2 : 2 + len(raw)] = torch.tensor(list(raw))
@@ -266,7 +266,7 @@ class _Torch(Ranks):
         if store is None:
             port, length = int(where[0]), int(where[1])
             name = bytes(where[2 : 2 + length].tolist()).decode()
-            store = self._distributed.TCPStore(name, port, None, is_master=False, timeout=limit)
+            store = self._distributed.TCPStore(name, port, None, False, timeout=limit)
         return store
 
     def _serve(self) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import json
 import logging
 import os
+import secrets
 import threading
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
 from engram.checkpoint.attempts import Attempts
+from engram.checkpoint.moving import checked_incomplete, plan_move
+from engram.checkpoint.plan import Target
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
@@ -25,10 +29,14 @@ from engram.ranks import Ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from engram.checkpoint.moving import Move
+    from engram.checkpoint.plan import Incomplete
     from engram.format.parts import PartReader
     from engram.format.problems import Problem
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("engram")
 
@@ -72,9 +80,22 @@ class RestoreReport(NamedTuple):
     passed_over: list[Problem]
     """Newer ones that were damaged or not complete."""
     seconds: float
+    dealt: dict[str, Any] | None = None
+    """Where trajectories were dealt out anew: episodes and steps ``saved``, ``kept``, ``dropped`` by reason and ``truncated``; what
+    each of the ``shards`` gave and each of the ``targets`` got; and the digest of the ``plan``. None: every rank has its own shard."""
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
+        text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
+        if self.dealt is None:
+            return text
+        counts = {"saved": self.dealt["saved"], "kept": self.dealt["kept"]}
+        counts |= {
+            f"dropped as {reason}": count for reason, count in self.dealt["dropped"].items() if count["episodes"]
+        }
+        if self.dealt["truncated"]["episodes"]:
+            counts["kept as truncated"] = self.dealt["truncated"]
+        parts = [f"{what} {count['episodes']} episodes with {count['steps']} steps" for what, count in counts.items()]
+        return f"{text}; {', '.join(parts)}; from {len(self.dealt['shards'])} ranks to {len(self.dealt['targets'])}"
 
 
 class Entry(NamedTuple):
@@ -294,8 +315,10 @@ class Checkpointer:
             raise error
         manifest = self._attempts.decided(attempt, self._timeout)
         if manifest.status != "complete":
-            kind = RankFailed if self._ranks.world > 1 else CorruptCheckpoint
-            raise kind(f"save: {attempt.name}: {'; '.join(manifest.reasons)}.") from error
+            why = f"save: {attempt.name}: {'; '.join(manifest.reasons)}."
+            if self._ranks.world == 1:
+                raise CorruptCheckpoint(why)
+            raise RankFailed(why) from error
         assert isinstance(moment, _Moment)  # else this rank voted against
         self._parent = _Parent(attempt, moment.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
@@ -391,16 +414,32 @@ class Checkpointer:
         self,
         step: int | None = None,
         *,
+        incomplete: Mapping[str, str] | None = None,
+        overflow: Literal["cut", "fill"] = "cut",
+        max_drop_fraction: float = 0.5,
+        env_id: Literal["lane", "global"] = "lane",
         resume: Literal["env_reset", "exact"] = "env_reset",
         verify: Literal["read", "full"] = "read",
         default_rng: bool = False,
     ) -> RestoreReport:
-        """Load a checkpoint into the buffer.
+        """Load a checkpoint into the buffer. With several ranks, each of them calls this with the same arguments.
+
+        As many ranks as saved it, with the same capacities and lanes, get back their own shards, bit for bit. Any other
+        number or size of them gets whole trajectories, the newest first, each to the rank and lane that hold the least so far;
+        priorities and ages stay as they are, and fields whose role is ``env_id``, ``traj_id`` or ``position`` say where a step is now.
 
         Args:
             step: which one. Default: the newest that is whole; newer ones that are not are passed over, with a warning.
+            incomplete: what becomes of trajectories that are not whole when they are dealt out: ``"open"`` ones, without a last step,
+                are dropped, ``"truncate"`` marks the last one there is, ``"keep"`` leaves them as they are; ``"headless"`` ones, whose
+                first steps were overwritten, are dropped or kept. Default: dropped. Given, they are dealt out in any case.
+            overflow: where there is less room than was saved: ``"cut"`` keeps the newest and nothing behind the first that fits
+                nowhere; ``"fill"`` goes on with older, shorter ones.
+            max_drop_fraction: of the steps that may be left out as incomplete, or longer than a lane.
+            env_id: what that field gets: the lane, or its number among the lanes of all ranks.
             resume: ``"env_reset"``: environments begin anew, so the trajectories that were open end where they are; the next row of
-                their lanes is left out, which marks that. ``"exact"``: they go on, as after ``loads``.
+                their lanes is left out, which marks that. ``"exact"``: they go on, as after ``loads``. Of shards that come back as
+                they were.
             verify: ``"full"``: check every block before anything changes. ``"read"``: when it is read, if nothing is stored here;
                 that halves what is read.
             default_rng: as for ``loads``.
@@ -409,29 +448,170 @@ class Checkpointer:
             A :class:`RestoreReport`.
 
         Raises:
+            ValueError: an argument out of its range.
             FileNotFoundError: there is none, or none of that step.
             CorruptCheckpoint: that of ``step`` is damaged, or every one is. As ``loads``.
-            IncompatibleCheckpoint: as ``loads``.
+            IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be left out. Nothing is changed.
+            RankFailed: one of several ranks raised one of these or died; on all of them. Buffers that had begun to load are empty.
         """
         started = time.perf_counter()
-        if resume not in ("env_reset", "exact"):
-            raise ValueError(f"restore: resume: expected 'env_reset' or 'exact', got {resume!r}.")
-        if verify not in ("read", "full"):
-            raise ValueError(f"restore: verify: expected 'read' or 'full', got {verify!r}.")
-        path, passed_over = self._found(step)
-        with Checkpoint(path) as checkpoint:
-            if verify == "full":
+        for name, value, allowed in (
+            ("resume", resume, ("env_reset", "exact")),
+            ("verify", verify, ("read", "full")),
+            ("overflow", overflow, ("cut", "fill")),
+            ("env_id", env_id, ("lane", "global")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"restore: {name}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
+        if not 0.0 <= max_drop_fraction <= 1.0:
+            raise ValueError(f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}.")
+        policy = checked_incomplete(incomplete)
+        path, passed_over = self._agreed(step)
+        with contextlib.ExitStack() as stack:
+            checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
+            rank = self._ranks.rank
+            if targets is None:
+                close_open = resume == "env_reset"
+                self._take(
+                    lambda: self._buffer.checked_parts(checkpoint, rank, default_rng=default_rng, close_open=close_open)
+                )
+                dealt, steps = None, checkpoint.shard(rank).totals.steps
+            else:
+                move = self._planned(checkpoint, stack, targets, policy, overflow, max_drop_fraction)
+                offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
+                self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
+                dealt = move.report()
+                steps = dealt["targets"][rank]["steps"]
+            manifest = checkpoint.manifest
+        self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
+        report = RestoreReport(
+            path.name,
+            manifest.step,
+            path,
+            steps,
+            manifest.user,
+            passed_over,
+            time.perf_counter() - started,
+            dealt,
+        )
+        self._note(report)
+        return report
+
+    def _agreed(self, step: int | None) -> tuple[Path, builtins.list[Problem]]:
+        """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first."""
+        passed_over: builtins.list[Problem] = []
+
+        def find() -> bytes:
+            if self._ranks.rank:
+                return b""
+            series.recover(self.root, series.newest_epoch(self.root))
+            path, problems = self._found(step)
+            passed_over.extend(problems)
+            return path.name.encode()
+
+        name = self._ranks.together("restore", find, self._timeout)[0].decode()
+        return self.root / name, passed_over
+
+    def _opened(
+        self, stack: contextlib.ExitStack, path: Path, verify: str, *, dealt_out: bool
+    ) -> tuple[Checkpoint, builtins.list[Target] | None]:
+        """The checkpoint, and where its trajectories are dealt out to; None: every rank gets back its shard."""
+        opened: builtins.list[Checkpoint] = []
+
+        def open_it() -> bytes:
+            checkpoint = stack.enter_context(Checkpoint(path))
+            opened.append(checkpoint)
+            if verify == "full" and self._ranks.rank == 0:
                 for problem in checkpoint.problems("full"):
                     raise corrupt(*problem)
-            take = self._buffer.checked_parts(checkpoint, default_rng=default_rng, close_open=resume == "env_reset")
-            take()
-            manifest, totals = checkpoint.manifest, checkpoint.shard(0).totals
-        self._parent = _Parent(path, self._buffer.storage.lineage())
-        report = RestoreReport(
-            path.name, manifest.step, path, totals.steps, manifest.user, passed_over, time.perf_counter() - started
+            storage = self._buffer.storage
+            same = not dealt_out and checkpoint.manifest.world == self._ranks.world and self._fits(checkpoint)
+            return json.dumps([same, storage.lanes, storage.max_size // storage.lanes]).encode()
+
+        said = [json.loads(one) for one in self._ranks.together("restore", open_it, self._timeout)]
+        same = all(one[0] for one in said)
+        return opened[0], None if same else [Target(lanes, length) for _, lanes, length in said]
+
+    def _fits(self, checkpoint: Checkpoint) -> bool:
+        """Whether this rank's shard is of a storage like the one here."""
+        storage = self._buffer.storage
+        with buffers.open_storage(checkpoint, self._ranks.rank) as reader:
+            geometry = reader.geometry
+        if geometry is None or geometry.columns:
+            return geometry is None or storage.ndim > 1
+        return bool(storage.ndim == 1 and (geometry.capacity, geometry.lanes) == (storage.max_size, storage.lanes))
+
+    def _planned(
+        self,
+        checkpoint: Checkpoint,
+        stack: contextlib.ExitStack,
+        targets: builtins.list[Target],
+        incomplete: Incomplete,
+        overflow: str,
+        max_drop_fraction: float,
+    ) -> Move:
+        moves: builtins.list[Move] = []
+
+        def plan() -> bytes:
+            moves.append(plan_move(checkpoint, stack, targets, incomplete, overflow, max_drop_fraction))
+            return moves[0].plan.digest.encode()
+
+        digests = self._ranks.together("restore", plan, self._timeout)
+        other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if other:
+            raise RankFailed(f"restore: expected the plan of rank 0 on all ranks, got others on ranks {other}.")
+        return moves[0]
+
+    def _placed(self, checkpoint: Checkpoint, move: Move, env_offset: int, *, default_rng: bool) -> Callable[[], None]:
+        rank = self._ranks.rank
+        state, fill = move.rows(rank, env_offset)
+        take: Callable[[], None] = self._buffer.checked_placed(
+            checkpoint, state, fill, seed=move.seed(rank), default_rng=default_rng
         )
+        return take
+
+    def _take(self, check: Callable[[], Callable[[], None]]) -> None:
+        """Take over what ``check`` returns, once all ranks have passed theirs; where one cannot then, all hold nothing."""
+        found: builtins.list[Callable[[], None]] = []
+        loaded = False
+
+        def look() -> bytes:
+            found.append(check())
+            return b""
+
+        def load() -> bytes:
+            nonlocal loaded
+            found[0]()
+            loaded = True
+            return b""
+
+        self._ranks.together("restore", look, self._timeout)
+        try:
+            self._ranks.together("restore", load, self._timeout)
+        except BaseException:
+            if loaded:
+                self._buffer.empty()
+            raise
+
+    def _note(self, report: RestoreReport) -> None:
+        """Log what was loaded, and keep what was dealt out in a file."""
         _log.info("restored %s", report)
-        return report
+        if report.dealt is None or self._ranks.rank:
+            return
+        dropped = report.dealt["dropped"]
+        if dropped["overflow"]["steps"]:
+            warnings.warn(
+                f"restore: {dropped['overflow']['steps']} steps did not fit and were left out, the oldest first.",
+                stacklevel=4,
+            )
+        folder = self.root / "reports"
+        try:
+            if not folder.is_dir():
+                disk.make_folder(folder)
+            raw = json.dumps({"checkpoint": report.name, "step": report.step, **report.dealt}, indent=1).encode()
+            disk.put(folder / f"load-{report.name}-{secrets.token_hex(4)}.json", raw)
+        except OSError as error:  # the rows are there
+            warnings.warn(f"restore: the report could not be written: {error}", stacklevel=4)
 
     def _found(self, step: int | None) -> tuple[Path, list[Problem]]:
         """The checkpoint to load, and what was passed over."""

@@ -33,6 +33,7 @@ __all__ = ["Saved", "fill_placed", "open_saved", "placed_state"]
 _PIECE = 16 << 20
 #: Pieces that rows without trajectories are moved in, at most.
 _BLOCKS = 1 << 16
+_MOVABLE = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 _ENDS = frozenset({"done", "terminated", "truncated", "step_type", "traj_id"})
 
 
@@ -40,8 +41,6 @@ class Saved(NamedTuple):
     """A store in a checkpoint, and what is planned with."""
 
     reader: PartReader
-    state: dict[str, Any]
-    """Of the storage, without rows."""
     source: Source
 
     @property
@@ -52,18 +51,28 @@ class Saved(NamedTuple):
 def open_saved(reader: PartReader) -> Saved:
     """What there is to move in a part. Where no field says how steps belong together, they are moved in blocks.
 
+    Of each shard the table of its trajectories is held, and nothing that grows with its rows.
+
     Raises:
         CorruptCheckpoint: a table is damaged.
+        IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
     """
-    state = read_rows_state(reader)
     geometry = reader.geometry
     if geometry is None:
-        return Saved(reader, state, Source(int(state["clock"]), np.empty((0, 5), np.int64)))
+        if reader.type not in _MOVABLE:
+            raise IncompatibleCheckpoint(
+                f"{reader.folder}: expected a storage of type {' or '.join(_MOVABLE)}, whose rows can be moved, got a "
+                f"{reader.type!r:.100}. Load it with as many ranks as saved it, into storages of the same size."
+            )
+        return Saved(reader, Source(1, np.empty((0, 5), np.int64)))
+    clock = reader.state.get("clock")
+    if type(clock) is not int or clock < 1:
+        raise corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
     columns = math.prod(geometry.columns)
     runs = _checked_runs(reader, geometry.lanes, geometry.lane_length)
     if not any(field.role in _ENDS for field in reader.schema or ()):
-        runs = _blocks(runs, state["numbers"].numpy(), geometry.lane_length, columns)
-    return Saved(reader, state, Source(int(state["clock"]), runs, columns))
+        runs = _blocks(runs, read_rows_state(reader)["numbers"].numpy(), geometry.lane_length, columns)
+    return Saved(reader, Source(clock, runs, columns))
 
 
 def _checked_runs(reader: PartReader, lanes: int, lane_length: int) -> NDArray[np.int64]:
@@ -156,18 +165,21 @@ def placed_state(saved: Sequence[Saved], plan: Plan, rank: int, schema: Schema) 
     clock = max(one.source.clock for one in saved)
     length = schema.capacity // schema.lanes
     numbers = np.zeros(schema.capacity, np.int64)
-    priorities = _common_priorities(saved, schema.capacity)
+    mine = plan.rank == rank
+    written = [one for one in saved if one.reader.geometry is not None]
+    heads = [one.reader.state for one in written]  # without arrays: those are read shard by shard
+    priorities = _common_priorities(written, schema.capacity)
     for which, one in enumerate(saved):
-        if not len(one.source.runs):
+        if not (mine & (plan.source == which)).any():
             continue
+        state = read_rows_state(one.reader)
         extents = _extents(plan, rank, which, one, length)
         rows, target = _pairs(extents, 0, np.iinfo(np.int64).max)
-        numbers[target] = one.state["numbers"].numpy()[rows] + (clock - one.source.clock)
-        for name, state in priorities.items():
-            leaves = one.state["priorities"][name]["leaves"]
+        numbers[target] = state["numbers"].numpy()[rows] + (clock - one.source.clock)
+        for name, common in priorities.items():
+            leaves = state["priorities"][name]["leaves"]
             there = rows < len(leaves)
-            state["leaves"][torch.from_numpy(target[there])] = leaves[torch.from_numpy(rows[there])]
-    mine = plan.rank == rank
+            common["leaves"][torch.from_numpy(target[there])] = leaves[torch.from_numpy(rows[there])]
     lanes = torch.zeros((schema.lanes, 4), dtype=torch.int64, device="cpu")
     load = np.bincount(plan.lane[mine], plan.steps[mine] + plan.gap[mine], schema.lanes).astype(np.int64)
     lanes[:, 0] = lanes[:, 1] = torch.from_numpy(load)
@@ -176,10 +188,10 @@ def placed_state(saved: Sequence[Saved], plan: Plan, rank: int, schema: Schema) 
         "lanes": lanes,
         "numbers": torch.from_numpy(numbers),
         "clock": clock,
-        "write_count": _share(sum(int(one.state["write_count"]) for one in saved), rank, plan.ranks),
+        "write_count": _share(sum(int(head["write_count"]) for head in heads), rank, plan.ranks),
         "priorities": priorities,
         "passes": {},
-        "windows": dict(saved[0].state["windows"]),
+        "windows": dict(heads[0]["windows"]) if heads else {},
     }
 
 
@@ -188,24 +200,24 @@ def _share(total: int, rank: int, ranks: int) -> int:
 
 
 def _common_priorities(saved: Sequence[Saved], rows: int) -> dict[str, dict[str, Any]]:
-    first = saved[0].state["priorities"]
-    common = {}
-    for one in saved:
-        if one.state["priorities"].keys() != first.keys():
+    if not saved:
+        return {}
+    every = [one.reader.state["priorities"] for one in saved]
+    for one, other in zip(saved, every, strict=True):
+        if other.keys() != every[0].keys():
             raise IncompatibleCheckpoint(
-                f"{one.reader.folder}: expected the priorities {sorted(first)}, as in {saved[0].reader.folder}, got "
-                f"{sorted(one.state['priorities'])}."
+                f"{one.reader.folder}: expected the priorities {sorted(every[0])}, as in {saved[0].reader.folder}, got {sorted(other)}."
             )
-    for name, state in first.items():
-        for one in saved:
-            other = one.state["priorities"][name]
+    common = {}
+    for name, state in every[0].items():
+        for one, other in zip(saved, every, strict=True):
             for entry in ("alpha", "eps", "max_priority_within_buffer"):
-                if other[entry] != state[entry]:
+                if other[name][entry] != state[entry]:
                     raise IncompatibleCheckpoint(
                         f"{one.reader.folder}: priorities {name!r}: expected {entry}={state[entry]}, as in {saved[0].reader.folder}, "
-                        f"got {other[entry]}."
+                        f"got {other[name][entry]}."
                     )
-        highest = max(one.state["priorities"][name]["highest"] for one in saved)
+        highest = max(other[name]["highest"] for other in every)
         leaves = torch.zeros(rows, dtype=torch.float64, device="cpu")
         common[name] = {**state, "highest": highest, "leaves": leaves}
     return common
