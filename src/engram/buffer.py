@@ -23,7 +23,9 @@ from engram import _native, collate, expanders, priorities, samplers, storages, 
 from engram._later import refuse
 from engram._tensordict import children
 from engram.checkpoint import buffers, torchrl
-from engram.errors import CorruptStore, NoSampleable, RowError, WriterStalled
+from engram.checkpoint.conversion import with_parameters
+from engram.checkpoint.placing import open_saved
+from engram.errors import CorruptStore, IncompatibleCheckpoint, NoSampleable, RowError, WriterStalled
 from engram.format import disk, files, layout
 from engram.format.checkpoints import Checkpoint, finish_dump, replacing
 from engram.packing import pack, unpack
@@ -37,6 +39,7 @@ from engram.types import Draw, Plan, Sampler, Write, Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from engram.format.parts import PartReader
     from engram.pinning import Pinning
     from engram.storages import Rows, Storage
 
@@ -1298,6 +1301,7 @@ class ReplayBuffer:
         """
         if prefetch not in ("save", "drop"):
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        self._bound_sampler()  # what it makes now keeps nobody waiting
         with replacing(Path(path)) as folder, disk.together():
             with self._storage.paused:
                 parts = self.parts()
@@ -1307,12 +1311,16 @@ class ReplayBuffer:
             infos = [rows.info, *buffers.write_parts(folder, parts)]
             finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
 
-    def loads(self, path: str | os.PathLike[str], *, default_rng: bool = False) -> None:
+    def loads(self, path: str | os.PathLike[str], *, convert: bool = False, default_rng: bool = False) -> None:
         """Take over what :meth:`dumps` saved: every later operation gives what it would have given then.
 
         Args:
             path: the folder; or one that TorchRL 0.14 dumped: its rows, cursor, priorities with alpha and beta, and generator are
                 taken. Its pickles are never opened; a warning names them.
+            convert: of another capacity or number of lanes whole trajectories are taken, the newest first, and dealt out to the lanes:
+                fields that mean lanes, ids or positions (``env_id``, ``collector/traj_ids`` or ``episode``) are rewritten, a pass begins
+                anew, batches ahead are dropped. Priorities of another ``alpha`` or ``eps`` are computed anew. What is left out is
+                counted in a warning.
             default_rng: as for :meth:`load_state_dict`.
 
         Raises:
@@ -1322,10 +1330,14 @@ class ReplayBuffer:
             OSError: no space for the rows, or an I/O error. The buffer is empty then, if it was not already.
         """
         if torchrl.is_torchrl_dump(path):
+            if convert:
+                raise IncompatibleCheckpoint(
+                    f"{path}: a dump of TorchRL's cannot be converted. Load it into a buffer of its size."
+                )
             self._checked_dump(torchrl.read(path, ndim=self._storage.ndim, max_bytes=_free_bytes()))()
             return
         with Checkpoint(Path(path)) as checkpoint:
-            self.checked_parts(checkpoint, default_rng=default_rng)()
+            self.checked_parts(checkpoint, default_rng=default_rng, convert=convert)()
 
     dump = save = dumps
     load = loads
@@ -1379,7 +1391,13 @@ class ReplayBuffer:
         return {**kinds, "rng": "Generator", "prefetch": "Prefetcher"}
 
     def checked_parts(
-        self, checkpoint: Checkpoint, rank: int = 0, *, default_rng: bool = False, close_open: bool = False
+        self,
+        checkpoint: Checkpoint,
+        rank: int = 0,
+        *,
+        default_rng: bool = False,
+        close_open: bool = False,
+        convert: bool = False,
     ) -> Callable[[], None]:
         """Check a rank's parts of a checkpoint; what takes them over, which must be called before the checkpoint is closed.
 
@@ -1388,12 +1406,16 @@ class ReplayBuffer:
         Raises: as :meth:`loads`. Nothing is changed.
         """
         reader = buffers.open_storage(checkpoint, rank)
-        take_storage = self._storage.checked_part(reader, close_open=close_open)
         states = buffers.read_parts(checkpoint, rank, self._kinds())
         if buffers.INDEX in states["sampler"]:
             states["sampler"] = buffers.index_state(reader, states["sampler"])
+        of_storage: dict[str, Any] = reader.state
+        if convert:
+            of_storage, take_storage = self._checked_conversion(reader, states)
+        else:
+            take_storage = self._storage.checked_part(reader, close_open=close_open)
         state = self._state_of_parts(states, str(checkpoint.shard_folder(rank)))
-        return self._checked_rest(state, reader.state, take_storage, default_rng=default_rng)
+        return self._checked_rest(state, of_storage, take_storage, default_rng=default_rng)
 
     def checked_placed(
         self,
@@ -1442,6 +1464,26 @@ class ReplayBuffer:
             "_default_rng": states["rng"]["default"],
             "_prefetch_state": states["prefetch"]["batches"],
         }
+
+    def _checked_conversion(
+        self, reader: PartReader, states: dict[str, dict[str, Any]]
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Check what is to be converted: the state that the storage gets, and what takes it over. Changes the other states."""
+        saved_rows = open_saved(reader, held=True)
+        sampler = states["sampler"]
+        own = [name for name, kind in self._sampler_indexes() if kind == priorities.KIND and "leaves" in sampler]
+        for name in own:
+            here = self._sampler.state_dict()
+            saved_rows.head["priorities"][name] = with_parameters(sampler, here["alpha"], here["eps"])
+        of_storage, take = self._storage.checked_conversion(saved_rows, without=own)
+        for name in own:
+            states["sampler"] = of_storage["priorities"][name]
+        if "visited" in sampler:
+            states["sampler"] = {**sampler, "key": 0, "rows": 0, "visited": 0, "ran_out": False}
+        states["prefetch"] = {"batches": None}
+        if states["buffer"].get("lane", 0) >= self._storage.lanes:
+            states["buffer"]["lane"] = 0
+        return of_storage, take
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def test_a_dump(tmp_path):
         "other": 0,
     }
     assert shard["parts"]["sampler"]["priorities"] == {
-        "alpha": 0.6, "beta": 0.4, "eps": 1e-8, "max_priority": None, "drawable": 2, "sum": 2.5, "min": 0.5, "max": 2.0,
+        "alpha": 0.6, "beta": 0.4, "eps": 1e-8, "max_priority": 2.0, "drawable": 2, "sum": 2.5, "min": 0.5, "max": 2.0,
     }  # fmt: skip
     assert shard["parts"]["indexes/000"]["name"] == "critic"
     text = call("inspect", tmp_path / "d").output

@@ -93,7 +93,7 @@ def write_index(folder, leaves=None, name="", part="sampler"):
         "alpha": 0.6,
         "beta": 0.4,
         "eps": 1e-8,
-        "max_priority": None,
+        "highest": 2.0,
         "live_leaves": 2,
         "leaves": {"$array": writer.array("float64", (len(leaves),), leaves)},
         "nested": [{"counts": {"$array": writer.array("int64", (2, 0), b"")}}],

@@ -284,7 +284,7 @@ def test_segments_that_do_not_fit(segments, tmp_path, field, value):
 def test_lanes_that_no_store_has(flat, tmp_path, offset):
     folder = copied(flat, tmp_path)
     raw = bytearray((folder / ".engram/lanes.bin").read_bytes())
-    raw[offset : offset + 8] = b"\xff" * 8
+    raw[offset : offset + 8] = b"\0" * 7 + b"\x80"
     forge(folder, "lanes", bytes(raw))
     with PartReader.open(folder) as part:
         error = check_refused_at_once(part.lanes)
@@ -295,7 +295,7 @@ def test_lanes_that_no_store_has(flat, tmp_path, offset):
 def test_trajectories_that_no_store_has(flat, tmp_path, offset):
     folder = copied(flat, tmp_path)
     raw = bytearray((folder / ".engram/trajectories.bin").read_bytes())
-    raw[offset : offset + 8] = b"\xff" * 8
+    raw[offset : offset + 8] = b"\0" * 7 + b"\x80"
     forge(folder, "trajectories", bytes(raw))
     with PartReader.open(folder) as part:
         error = check_refused_at_once(lambda: list(part.trajectories()))

@@ -62,7 +62,7 @@ def test_records_are_little_endian():
     ("wrong", "says"),
     [
         (Trajectory(4, 0, 1, 0, 0), "one of 4 lanes"),
-        (Trajectory(0, -1, 1, 0, 0), "expected a trajectory"),
+        (Trajectory(0, -(1 << 59), 1, 0, 0), "expected a trajectory"),
         (Trajectory(0, 5, 5, 0, 0), "expected a trajectory"),
         (Trajectory(0, 0, 1, -1, 0), "expected a trajectory"),
         (Trajectory(0, 0, 1, 0, 16), "expected a trajectory"),

@@ -88,13 +88,13 @@ def check(root, shards, targets, incomplete, overflow):
         for lane, there in enumerate(target_lanes):
             assert all(run in runs for run in runs_of(there))
             rows = [lane * length + at for at, who in enumerate(there) if who is not None]
-            ages = numbers[[row for row in rows]] if rows else np.empty(0)
+            ages = numbers[list(rows)] if rows else np.empty(0)
             ends = [
                 at
                 for at in range(len(rows) - 1)
                 if there[rows[at] % length] // 1000 != there[rows[at + 1] % length] // 1000
             ]
-            assert (np.diff(ages[[*ends, -1]]) >= 0).all() if len(rows) else True
+            assert (np.diff(ages[[*ends, -1]]) >= 0).all() if rows else True
             if rows:
                 assert (columns["env_id"][rows] == lane).all()
         if columns:

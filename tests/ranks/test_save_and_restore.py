@@ -62,7 +62,7 @@ def test_what_is_unchanged_is_linked_on_every_rank(tmp_path):
     for first, linked, written in done(job(2, act)):
         assert first == 0
         assert linked > 2 * 2 * 4000 * 20
-        assert 0 < written
+        assert written > 0
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5])
@@ -244,10 +244,10 @@ def test_rank_0_dies_between_votes_and_decision(tmp_path, monkeypatch):
     assert names[1] == names[2] is not None
     assert series.latest(tmp_path)[0].name == names[1]
     job(3, act, True)
-    assert [name.step for name in series.names(tmp_path)][0] == 10
+    assert next(name.step for name in series.names(tmp_path)) == 10
     assert series.look(tmp_path / str(series.names(tmp_path)[0])) is not None
     with pytest.warns(UserWarning, match="LATEST"):
-        loaded = done(job(3, lambda *args: load(*args), tmp_path))
+        loaded = done(job(3, load, tmp_path))
     assert loaded[0][0].step == 10
 
 
@@ -278,7 +278,7 @@ def test_rank_0s_user_state_counts_and_its_mistakes_are_everybodys(tmp_path):
 def test_a_load_that_fails_on_one_rank_leaves_nothing_on_any(tmp_path):
     saved = done(job(3, write_and_save, tmp_path))
     folder = saved[0][0].path / "rank-00001-of-00003" / "storage" / "seg"
-    victim = sorted(folder.iterdir())[0]
+    victim = min(folder.iterdir())
     victim.chmod(0o600)
     raw = bytearray(victim.read_bytes())
     raw[0] ^= 1

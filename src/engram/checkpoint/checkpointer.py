@@ -132,8 +132,9 @@ class SaveHandle:
         """
         if not self._over.wait(timeout):
             raise TimeoutError(f"save: not over after {timeout:g} s. It goes on: wait again.")
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        if error is not None:
+            raise error
         assert self._report is not None  # one of the two is there
         return self._report
 
@@ -296,6 +297,7 @@ class Checkpointer:
     def _noted(self) -> _Moment:
         """What is saved is as it is now."""
         storage = self._buffer.storage
+        self._buffer.parts(of_a_cut=True)  # what cannot be saved, or is made now, keeps nobody waiting
         cut = storage.prepare_cut()
         with storage.paused:
             began = time.perf_counter()

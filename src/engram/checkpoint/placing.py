@@ -42,21 +42,33 @@ class Saved(NamedTuple):
 
     reader: PartReader
     source: Source
+    held: dict[str, Any] | None = None
+    """The state of the storage without rows; None: it is read when it is needed."""
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """That state, in which arrays may be missing."""
+        return self.reader.state if self.held is None else self.held
+
+    def state(self) -> dict[str, Any]:
+        """That state. Raises ``CorruptCheckpoint``: a block is damaged."""
+        return read_rows_state(self.reader) if self.held is None else self.held
 
     @property
     def fields(self) -> tuple[PartField, ...]:
         return self.reader.schema or ()
 
 
-def open_saved(reader: PartReader) -> Saved:
+def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
     """What there is to move in a part. Where no field says how steps belong together, they are moved in blocks.
 
-    Of each shard the table of its trajectories is held, and nothing that grows with its rows.
+    Of each shard the table of its trajectories is held, and nothing that grows with its rows; unless ``held`` says so.
 
     Raises:
         CorruptCheckpoint: a table is damaged.
         IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
     """
+    state = read_rows_state(reader) if held else None
     geometry = reader.geometry
     if geometry is None:
         if reader.type not in _MOVABLE:
@@ -64,7 +76,7 @@ def open_saved(reader: PartReader) -> Saved:
                 f"{reader.folder}: expected a storage of type {' or '.join(_MOVABLE)}, whose rows can be moved, got a "
                 f"{reader.type!r:.100}. Load it with as many ranks as saved it, into storages of the same size."
             )
-        return Saved(reader, Source(1, np.empty((0, 5), np.int64)))
+        return Saved(reader, Source(1, np.empty((0, 5), np.int64)), state)
     clock = reader.state.get("clock")
     if type(clock) is not int or clock < 1:
         raise corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
@@ -72,7 +84,7 @@ def open_saved(reader: PartReader) -> Saved:
     runs = _checked_runs(reader, geometry.lanes, geometry.lane_length)
     if not any(field.role in _ENDS for field in reader.schema or ()):
         runs = _blocks(runs, read_rows_state(reader)["numbers"].numpy(), geometry.lane_length, columns)
-    return Saved(reader, Source(clock, runs, columns))
+    return Saved(reader, Source(clock, runs, columns), state)
 
 
 def _checked_runs(reader: PartReader, lanes: int, lane_length: int) -> NDArray[np.int64]:
@@ -167,12 +179,12 @@ def placed_state(saved: Sequence[Saved], plan: Plan, rank: int, schema: Schema) 
     numbers = np.zeros(schema.capacity, np.int64)
     mine = plan.rank == rank
     written = [one for one in saved if one.reader.geometry is not None]
-    heads = [one.reader.state for one in written]  # without arrays: those are read shard by shard
+    heads = [one.head for one in written]  # arrays are read shard by shard
     priorities = _common_priorities(written, schema.capacity)
     for which, one in enumerate(saved):
         if not (mine & (plan.source == which)).any():
             continue
-        state = read_rows_state(one.reader)
+        state = one.state()
         extents = _extents(plan, rank, which, one, length)
         rows, target = _pairs(extents, 0, np.iinfo(np.int64).max)
         numbers[target] = state["numbers"].numpy()[rows] + (clock - one.source.clock)
@@ -202,7 +214,7 @@ def _share(total: int, rank: int, ranks: int) -> int:
 def _common_priorities(saved: Sequence[Saved], rows: int) -> dict[str, dict[str, Any]]:
     if not saved:
         return {}
-    every = [one.reader.state["priorities"] for one in saved]
+    every = [one.head["priorities"] for one in saved]
     for one, other in zip(saved, every, strict=True):
         if other.keys() != every[0].keys():
             raise IncompatibleCheckpoint(

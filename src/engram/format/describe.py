@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAVES", "describe"]
 
-#: Where the state of a part keeps its priorities: an array of float64, one per row.
+#: Where a state keeps priorities: an array of float64, one per row.
 LEAVES = "leaves"
+#: Where the state of a storage keeps those of its indexes, by name.
+INDEXES = "priorities"
 
 _CHUNK = 1 << 20
 _PRIORITIES = struct.Struct("=8sQQdddd")
@@ -120,14 +122,24 @@ def _part(part: PartReader) -> dict[str, Any]:
         }
     if "trajectories" in part.records:
         found["trajectories"] = _trajectories(part.trajectories())
-    leaves = part.state.get(LEAVES)
-    if isinstance(leaves, dict) and part.array(leaves["$array"]).dtype == "float64":
-        number = leaves["$array"]
-        numbers = {key: part.state[key] for key in ("alpha", "beta", "eps", "max_priority") if key in part.state}
-        found["priorities"] = numbers | _priorities(
-            part.array(number).nbytes, lambda into, offset: part.read(number, offset, into)
-        )
+    every = part.state.get(INDEXES)
+    indexes = {"": part.state, **(every if isinstance(every, dict) else {})}
+    for name, state in indexes.items():
+        leaves = state.get(LEAVES) if isinstance(state, dict) else None
+        if isinstance(leaves, dict) and part.array(leaves["$array"]).dtype == "float64":
+            described = _priorities_of(part, state, leaves["$array"])
+            if name:
+                found.setdefault("indexes", []).append({"name": name, **described})
+            else:
+                found["priorities"] = described
     return found
+
+
+def _priorities_of(part: PartReader, state: dict[str, Any], number: int) -> dict[str, Any]:
+    names = {"alpha": "alpha", "beta": "beta", "eps": "eps", "highest": "max_priority"}
+    parameters = {name: state[key] for key, name in names.items() if key in state}
+    nbytes = part.array(number).nbytes
+    return parameters | _priorities(nbytes, lambda into, offset: part.read(number, offset, into))
 
 
 def _trajectories(every: Iterator[tables.Trajectory]) -> dict[str, Any]:

@@ -41,6 +41,9 @@ LINKED = 1
 MAX_SEGMENTS = 1 << 20
 MAX_TRAJECTORIES = 1 << 31
 
+#: Rows that were written by number, ahead of the cursor, lie before position 0.
+_LIMIT = 1 << 58
+
 _LANE = struct.Struct("<4q")
 _TRAJECTORY = struct.Struct("<5q")
 _SEGMENT = struct.Struct("<IIqqqQqI12x")
@@ -119,7 +122,7 @@ def unpack_trajectories(
     """
     for fields in _TRAJECTORY.iter_unpack(memoryview(raw)):
         it = Trajectory._make(fields)
-        if not (0 <= it.lane < lanes and it.first < it.end and it.t_end >= 0 and 0 <= it.flags < 16):
+        if not (0 <= it.lane < lanes and -_LIMIT <= it.first < it.end and it.t_end >= 0 and 0 <= it.flags < 16):
             raise ValueError(f"expected a trajectory of one of {lanes} lanes, got {it}")
         if after is not None and not _follows(it, after, columns):
             raise ValueError(f"expected trajectories by lane and position, got {it} after {after}")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.checkpoint.placing import Saved
     from engram.checkpoint.torchrl import TorchRLDump
     from engram.format.parts import PartReader
     from engram.priorities import PriorityConfig, PriorityIndex
@@ -278,6 +279,19 @@ class Storage(Dumpable):
         raise IncompatibleCheckpoint(
             f"{dump.path}: expected a dump of engram's for a {type(self).__name__}, got one of TorchRL's. Load it into a "
             "LazyTensorStorage or a LazyMemmapStorage."
+        )
+
+    def checked_conversion(
+        self, saved: Saved, *, without: Collection[str] = ()
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Check what is to be converted to the capacity and lanes here: the state it makes, and what takes it over.
+
+        ``without``: priorities that somebody else takes over.
+
+        Raises: as :meth:`loads`. Nothing is changed.
+        """
+        raise IncompatibleCheckpoint(
+            f"{saved.reader.folder}: a {type(self).__name__} cannot be converted. Load it as it is."
         )
 
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:

@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from engram import _native
 from engram._devices import existing_device
 from engram._later import refuse
 from engram.checkpoint.components import check_blocks, check_kind, write_part
+from engram.checkpoint.conversion import converted
 from engram.checkpoint.roles import roles_of
 from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
 from engram.checkpoint.segments import save_segments
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.checkpoint.placing import Saved
     from engram.checkpoint.torchrl import TorchRLDump
     from engram.format.parts import PartReader
     from engram.format.schema import Field
@@ -689,13 +692,50 @@ class TensorStorage(Storage):
         take = self.checked_without_rows(state)
         return state, lambda: take(dump.fill(schema))
 
+    def checked_conversion(
+        self, saved: Saved, *, without: Collection[str] = ()
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
+        check_kind(saved.reader, "storage", *self._loads)
+        schema = self._schema_here(saved.head["schema"], str(saved.reader.folder))
+        state, fill_rows = saved.state(), fill(saved.reader)
+        if schemas.encode(schema).decode() != state["schema"]:
+            state, fill_rows, plan = converted(saved, schema)
+            left_out = {reason: count for reason, count in plan.dropped.items() if count["steps"]}
+            if left_out:
+                warnings.warn(f"loads: {saved.reader.folder}: left out: {left_out}.", stacklevel=5)
+        if len(self):
+            check_blocks(saved.reader)
+        others = {name: known for name, known in state["priorities"].items() if name not in without}
+        take = self.checked_without_rows({**state, "priorities": others})
+        return state, lambda: take(fill_rows)
+
+    def _schema_here(self, text: str | None, where: str) -> Schema:
+        """The schema of a state, with the capacity and lanes of this storage. Raises ``IncompatibleCheckpoint``: other fields."""
+        if text is None:
+            raise IncompatibleCheckpoint(
+                f"{where}: nothing was ever written to what was saved: there is nothing to convert."
+            )
+        schema = self._decoded(text, where)
+        here = self._schema(Structure.from_schema(schema), schema.columns)
+        if self.memory is not None and (here.fields, here.structure) != (
+            self.memory.schema.fields,
+            self.memory.schema.structure,
+        ):
+            raise IncompatibleCheckpoint(
+                f"{where}: expected the fields of this storage, {[field.name for field in self.memory.schema.fields]}, got "
+                f"{[field.name for field in here.fields]}, or others of their dtypes and shapes."
+            )
+        return here if self.memory is None else self.memory.schema
+
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:
         store = self.memory
         if store is None:
             return self.state_without_rows
         indexes = store.all_indexes()
         # Pages are taken now, so that writers wait for a copy only.
-        room = {name: torch.zeros(store.capacity, dtype=torch.float64) for name in _of_kind(indexes, PRIORITIES)}
+        room = {}
+        for name in _of_kind(indexes, PRIORITIES):
+            room[name] = store.room(8 * store.capacity)[: 8 * store.capacity].zero_().view(torch.float64)
 
         def cut() -> dict[str, Any]:
             return self._words(store, indexes, (), room)
@@ -757,15 +797,19 @@ class TensorStorage(Storage):
         schema = state_dict["schema"]
         return self.max_size if schema is None else self._checked_schema(schema).capacity
 
-    def _checked_schema(self, text: str) -> Schema:
-        """The schema of a state. Raises ``ValueError``: it is none. ``IncompatibleCheckpoint``: another one than here."""
-        where = f"{type(self).__name__}: schema"
+    @staticmethod
+    def _decoded(text: str, where: str) -> Schema:
         try:
-            schema = schemas.decode(text.encode(), where)
+            return schemas.decode(text.encode(), where)
         except IncompatibleStore as error:
             raise IncompatibleCheckpoint(str(error)) from error
         except (CorruptStore, UnicodeEncodeError) as error:
             raise ValueError(str(error)) from error
+
+    def _checked_schema(self, text: str) -> Schema:
+        """The schema of a state. Raises ``ValueError``: it is none. ``IncompatibleCheckpoint``: another one than here."""
+        where = f"{type(self).__name__}: schema"
+        schema = self._decoded(text, where)
         if self.memory is not None:
             expected = self.memory.schema
         else:
