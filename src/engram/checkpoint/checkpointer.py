@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 import threading
 import time
 import warnings
@@ -19,6 +20,7 @@ from engram.checkpoint import buffers
 from engram.checkpoint.attempts import Attempts
 from engram.checkpoint.moving import checked_incomplete, plan_move
 from engram.checkpoint.plan import Target
+from engram.checkpoint.requests import Requests
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
@@ -112,6 +114,8 @@ class SaveHandle:
     """A save that goes on in the background."""
 
     def __init__(self) -> None:
+        self.path: Path | None = None
+        """The folder that is written; None: not known yet."""
         self._over = threading.Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -179,9 +183,12 @@ class Checkpointer:
         roles: what fields mean, by key, where they are not called as usual: ``done``, ``terminated``, ``truncated``,
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
         timeout: seconds that ranks wait for each other, also for the slowest one's shard.
+        every_steps: :meth:`poll` saves whenever so many steps are over. Default: only what is asked for.
+        on_failure: what :meth:`poll` does when a save that it began fails: raise, or warn and go on.
+        poll_every: calls of :meth:`poll` from one agreement of the ranks to the next.
 
     Raises:
-        ValueError: ``keep`` or ``full_every`` below 1, or roles that there are not.
+        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; no such ``on_failure``.
         OSError: the folder cannot be made.
 
     >>> import tempfile, torch
@@ -203,13 +210,25 @@ class Checkpointer:
         buffer: Any,
         *,
         ranks: Ranks | None = None,
+        every_steps: int | None = None,
         keep: int = 3,
+        on_failure: Literal["raise", "warn"] = "warn",
         full_every: int | None = None,
         paranoid: bool = False,
         roles: Mapping[Any, str] | None = None,
         timeout: float = 600.0,
+        poll_every: int = 10,
     ) -> None:
-        for name, value in (("keep", keep), ("full_every", 1 if full_every is None else full_every)):
+        if on_failure not in ("raise", "warn"):
+            raise ValueError(f"Checkpointer: on_failure: expected 'raise' or 'warn', got {on_failure!r}.")
+        if not timeout > 0:
+            raise ValueError(f"Checkpointer: timeout: expected seconds above 0, got {timeout!r}.")
+        for name, value in (
+            ("keep", keep),
+            ("full_every", 1 if full_every is None else full_every),
+            ("every_steps", 1 if every_steps is None else every_steps),
+            ("poll_every", poll_every),
+        ):
             if type(value) is not int:
                 raise TypeError(f"Checkpointer: {name}: expected an int, got {type(value).__name__}.")
             if value < 1:
@@ -222,6 +241,10 @@ class Checkpointer:
         self._attempts = Attempts(self.root, self._ranks)
         self._timeout = timeout
         self._saves = 0
+        self._every_steps, self._poll_every, self._on_failure = every_steps, poll_every, on_failure
+        self._polls = self._polled_step = 0
+        self._unsettled: SaveHandle | None = None
+        self.requests = Requests()
         self._parent: _Parent | None = None
         self._since_full = 0
         self._lock = threading.Lock()
@@ -232,8 +255,8 @@ class Checkpointer:
     def save(self, step: int, *, user: Mapping[str, Any] | None = None, wait: bool = True) -> Any:
         """Make a checkpoint. With several ranks, each of them calls this with the same step.
 
-        While one is being made, another call joins that: it returns, or waits for, the same one. With several ranks it makes one
-        more, behind that.
+        While one is being made, another call joins that: it returns, or waits for, the same one. With several ranks it waits for its
+        end, and makes one more.
 
         Args:
             step: of the training; orders checkpoints.
@@ -253,22 +276,22 @@ class Checkpointer:
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"save: step: expected an int of at least 0, got {step!r}.")
-        with self._lock:
-            before = None if self._handle is None or self._handle.done else self._handle
+        before = self._handle
+        if before is not None and self._ranks.world > 1:
             # Ranks do not see the end of a save at the same moment: which of them would join it?
-            handle = before if self._ranks.world == 1 else None
-            if handle is None:
+            before._over.wait()  # noqa: SLF001 - our own; it ends at its deadline
+        with self._lock:
+            handle = self._handle
+            if handle is None or handle.done:
                 handle = self._handle = SaveHandle()
-                work = self._prepared(step, dict(user or {}), handle, before)
+                work = self._prepared(step, dict(user or {}), handle)
                 if wait:
                     work()
                 else:
                     threading.Thread(target=work, name="engram-save", daemon=True).start()
         return handle.wait() if wait else handle
 
-    def _prepared(
-        self, step: int, user: dict[str, Any], handle: SaveHandle, before: SaveHandle | None
-    ) -> Callable[[], None]:
+    def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
         """Note the moment; what writes it."""
         started = time.perf_counter()
         number = self._saves
@@ -284,9 +307,7 @@ class Checkpointer:
 
         def work() -> None:
             try:
-                if before is not None:
-                    before._over.wait()  # noqa: SLF001
-                report = self._write(number, step, user, moment, started)
+                report = self._write(number, step, user, moment, started, handle)
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
                 handle._end(None, error)  # noqa: SLF001
             else:
@@ -307,11 +328,18 @@ class Checkpointer:
             return _Moment(state, parts, lineage, time.perf_counter() - began)
 
     def _write(
-        self, number: int, step: int, user: dict[str, Any], moment: _Moment | BaseException, started: float
+        self,
+        number: int,
+        step: int,
+        user: dict[str, Any],
+        moment: _Moment | BaseException,
+        started: float,
+        handle: SaveHandle,
     ) -> SaveReport:
         parent = None if isinstance(moment, BaseException) else self._parent_of(moment.lineage)
         name = None if parent is None else parent.path.name
         attempt = self._attempts.begin(number, step, name, user, "save", self._timeout)
+        handle.path = attempt
         error = self._vote(attempt, step, moment, parent)
         if error is not None and (self._ranks.world == 1 or not isinstance(error, Exception)):
             raise error
@@ -410,12 +438,74 @@ class Checkpointer:
             )
             return rows, [rows.info, *buffers.write_parts(folder, moment.parts)]
 
+    # ---- when to save ----------------------------------------------------------------------------------------------------
+
+    def poll(self, step: int, *, user: Mapping[str, Any] | None = None) -> SaveHandle | None:
+        """Save if a save is due or was asked for, on whichever rank: then all ranks save at this step, in the background.
+
+        Every rank calls this at every step, all with the same numbers. What was asked for is agreed on at every ``poll_every``-th
+        call, by one number that all ranks exchange; what is due by ``every_steps`` needs no exchange.
+
+        Args:
+            step: of the training; larger than at the last call.
+            user: as for :meth:`save`.
+
+        Returns:
+            The handle of a save that began now; else None.
+
+        Raises:
+            RankFailed: a rank did not come to agree. Or the last save that began here failed, whatever it raised, if ``on_failure`` is
+                ``"raise"``; otherwise that is a warning.
+        """
+        self._settle()
+        due = self._every_steps is not None and step // self._every_steps > self._polled_step // self._every_steps
+        self._polled_step = step
+        self._polls += 1
+        if self._polls % self._poll_every == 0:
+            # Where one rank still writes, all wait with what was asked for: nobody's training is to stop for that.
+            busy = self._handle is not None and not self._handle.done
+            wish = 2 if busy else int(self.requests.any)
+            due |= self._ranks.max(wish, self._timeout) == 1
+        if not due:
+            return None
+        request = self.requests.take()
+        handle: SaveHandle = self.save(step, user=user, wait=False)
+        if request is not None:
+            request.save = handle
+        self._unsettled = handle
+        return handle
+
+    def _settle(self) -> None:
+        """Tell what became of the last save that :meth:`poll` began, once."""
+        handle = self._unsettled
+        if handle is None or not handle.done:
+            return
+        self._unsettled = None
+        try:
+            handle.wait()
+        except Exception as error:
+            if self._on_failure == "raise":
+                raise
+            warnings.warn(f"poll: there is no new checkpoint: {type(error).__name__}: {error}", stacklevel=3)
+
+    def request(self) -> None:
+        """Ask for a checkpoint: at the next agreement in :meth:`poll` all ranks save. From any thread of any rank."""
+        self.requests.ask()
+
+    def listen_signals(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, SIGUSR2 to this process asks for a checkpoint, as :meth:`request` does. From the main thread.
+
+        Whoever handled that signal before still does.
+        """
+        return self.requests.listening(signal.SIGUSR2)
+
     # ---- restoring -------------------------------------------------------------------------------------------------------
 
     def restore(
         self,
         step: int | None = None,
         *,
+        name: str | None = None,
         incomplete: Mapping[str, str] | None = None,
         overflow: Literal["cut", "fill"] = "cut",
         max_drop_fraction: float = 0.5,
@@ -432,6 +522,7 @@ class Checkpointer:
 
         Args:
             step: which one. Default: the newest that is whole; newer ones that are not are passed over, with a warning.
+            name: which one, as the report of the save has it: note it with the model that belongs to it.
             incomplete: what becomes of trajectories that are not whole when they are dealt out: ``"open"`` ones, without a last step,
                 are dropped, ``"truncate"`` marks the last one there is, ``"keep"`` leaves them as they are; ``"headless"`` ones, whose
                 first steps were overwritten, are dropped or kept. Default: dropped. Given, they are dealt out in any case.
@@ -457,18 +548,18 @@ class Checkpointer:
             RankFailed: one of several ranks raised one of these or died; on all of them. Buffers that had begun to load are empty.
         """
         started = time.perf_counter()
-        for name, value, allowed in (
+        for argument, value, allowed in (
             ("resume", resume, ("env_reset", "exact")),
             ("verify", verify, ("read", "full")),
             ("overflow", overflow, ("cut", "fill")),
             ("env_id", env_id, ("lane", "global")),
         ):
             if value not in allowed:
-                raise ValueError(f"restore: {name}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
+                raise ValueError(f"restore: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
         if not 0.0 <= max_drop_fraction <= 1.0:
             raise ValueError(f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}.")
         policy = checked_incomplete(incomplete)
-        path, passed_over = self._agreed(step)
+        path, passed_over = self._agreed(step, name)
         with contextlib.ExitStack() as stack:
             checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
             rank = self._ranks.rank
@@ -485,6 +576,7 @@ class Checkpointer:
                 dealt = move.report()
                 steps = dealt["targets"][rank]["steps"]
             manifest = checkpoint.manifest
+        self._polled_step = manifest.step
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
         report = RestoreReport(
             path.name,
@@ -499,7 +591,7 @@ class Checkpointer:
         self._note(report)
         return report
 
-    def _agreed(self, step: int | None) -> tuple[Path, builtins.list[Problem]]:
+    def _agreed(self, step: int | None, name: str | None) -> tuple[Path, builtins.list[Problem]]:
         """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first."""
         passed_over: builtins.list[Problem] = []
 
@@ -507,12 +599,12 @@ class Checkpointer:
             if self._ranks.rank:
                 return b""
             series.recover(self.root, series.newest_epoch(self.root))
-            path, problems = self._found(step)
+            path, problems = self._found(step, name)
             passed_over.extend(problems)
             return path.name.encode()
 
-        name = self._ranks.together("restore", find, self._timeout)[0].decode()
-        return self.root / name, passed_over
+        found = self._ranks.together("restore", find, self._timeout)[0].decode()
+        return self.root / found, passed_over
 
     def _opened(
         self, stack: contextlib.ExitStack, path: Path, verify: str, *, dealt_out: bool
@@ -615,8 +707,15 @@ class Checkpointer:
         except OSError as error:  # the rows are there
             warnings.warn(f"restore: the report could not be written: {error}", stacklevel=4)
 
-    def _found(self, step: int | None) -> tuple[Path, list[Problem]]:
+    def _found(self, step: int | None, wanted: str | None) -> tuple[Path, list[Problem]]:
         """The checkpoint to load, and what was passed over."""
+        if wanted is not None:
+            if wanted not in map(str, series.names(self.root)):
+                raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint called {wanted!r}, found none.")
+            wrong = series.look(self.root / wanted)
+            if wrong is not None:
+                raise corrupt(*wrong)
+            return self.root / wanted, []
         if step is None:
             path, passed_over = series.latest(self.root)
             if path is None:
