@@ -41,7 +41,8 @@ class Attempts:
 
     def __init__(self, root: Path, ranks: Ranks) -> None:
         self.root, self.ranks = root, ranks
-        self._section = ranks.section()
+        self.section = ranks.section()
+        """Before all of its keys in the store."""
         self._epoch: int | None = None
 
     @property
@@ -77,7 +78,7 @@ class Attempts:
             RankFailed: rank 0 could not begin it, or did not in time; or this folder is not visible here.
             ValueError: it is of another step. Whatever :func:`series.begin` raises, on rank 0.
         """
-        key = f"{self._section}attempt/{number}"
+        key = f"{self.section}attempt/{number}"
         if self.ranks.rank == 0:
             try:
                 folder = series.begin(

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
 from engram.checkpoint.attempts import Attempts
+from engram.checkpoint.crashes import Crashes
+from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.moving import checked_incomplete, plan_move
 from engram.checkpoint.plan import Target
 from engram.checkpoint.requests import Requests
@@ -29,7 +31,7 @@ from engram.format.problems import corrupt
 from engram.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from engram.checkpoint.moving import Move
     from engram.checkpoint.plan import Incomplete
@@ -82,12 +84,16 @@ class RestoreReport(NamedTuple):
     passed_over: list[Problem]
     """Newer ones that were damaged or not complete."""
     seconds: float
+    missing: tuple[int, ...] = ()
+    """Ranks whose shards there are none of."""
     dealt: dict[str, Any] | None = None
     """Where trajectories were dealt out anew: episodes and steps ``saved``, ``kept``, ``dropped`` by reason and ``truncated``; what
     each of the ``shards`` gave and each of the ``targets`` got; and the digest of the ``plan``. None: every rank has its own shard."""
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
+        if self.missing:
+            text += f"; without the shards of ranks {', '.join(map(str, self.missing))}"
         if self.dealt is None:
             return text
         counts = {"saved": self.dealt["saved"], "kept": self.dealt["kept"]}
@@ -242,7 +248,7 @@ class Checkpointer:
         self._timeout = timeout
         self._saves = 0
         self._every_steps, self._poll_every, self._on_failure = every_steps, poll_every, on_failure
-        self._polls = self._polled_step = 0
+        self._polls = self._polled_step = self._guards = 0
         self._unsettled: SaveHandle | None = None
         self.requests = Requests()
         self._parent: _Parent | None = None
@@ -363,29 +369,33 @@ class Checkpointer:
         self, attempt: Path, step: int, moment: _Moment | BaseException, parent: _Parent | None
     ) -> BaseException | None:
         """Write the shard of this rank, and vote for the attempt, or against it. Why against it."""
-        rank, world = self._ranks.rank, self._ranks.world
         try:
             if isinstance(moment, BaseException):
                 raise moment
             agreed = series.read_attempt(attempt).step
             if agreed != step:
                 raise ValueError(f"save: step: expected {agreed}, as on rank 0, got {step}.")
-            rows, infos = self._write_parts(attempt / rank_folder(rank, world), moment, parent)
-            series.accept(
-                attempt,
-                rank,
-                infos,
-                layout="segments",
-                cut=rows.cut,
-                totals=rows.totals,
-                schema_sum=rows.schema_sum,
-            )
+            self._write_shard(attempt, step, moment, parent)
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
-                series.refuse(attempt, rank, f"{type(error).__name__}: {error}")
+                series.refuse(attempt, self._ranks.rank, f"{type(error).__name__}: {error}")
                 series.decide(attempt, self._attempts.epoch)
             return error
         return None
+
+    def _write_shard(self, attempt: Path, step: int, moment: _Moment, parent: _Parent | None) -> None:
+        rank = self._ranks.rank
+        rows, infos = self._write_parts(attempt / rank_folder(rank, self._ranks.world), moment, parent)
+        series.accept(
+            attempt,
+            rank,
+            infos,
+            layout="segments",
+            cut=rows.cut,
+            totals=rows.totals,
+            schema_sum=rows.schema_sum,
+            step=step,
+        )
 
     def _report(self, attempt: Path, paused: float, started: float) -> SaveReport:
         with Checkpoint(attempt) as checkpoint:
@@ -499,6 +509,69 @@ class Checkpointer:
         """
         return self.requests.listening(signal.SIGUSR2)
 
+    @contextlib.contextmanager
+    def guard(self, grace: float = 20.0) -> Iterator[None]:
+        """Inside, the death of one rank costs the others nothing: their shards are saved.
+
+        When this rank raises or gets SIGTERM, when another one does, or gives no sign of life for 10 s, each that lives saves its
+        shard at once, in a thread of its own: the main thread may wait in a collective that will never end. What was raised is raised
+        afterwards, SIGTERM does what it did before; if the main thread cannot, the process ends with code 143. With the shards of
+        all ranks that is a checkpoint like others. With fewer it is undecided, and ``restore(allow_partial=True)`` loads it.
+
+        All ranks enter and leave this together. From the main thread, so that it hears of signals; SIGUSR2 is listened to as well.
+
+        Args:
+            grace: seconds that a rank waits for the shards of others, before it goes on with its end. Launchers kill after 30.
+
+        Raises:
+            RankFailed: not all ranks came. Whatever is raised inside.
+        """
+        self._attempts.claim(self._timeout)
+        self._guards += 1
+        crashes = Crashes(self._attempts, self._guards, lambda: self._polled_step, self._write_crash, grace)
+        with contextlib.ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                stack.enter_context(self.listen_signals())
+            with crashes.watching():
+                yield
+
+    def _write_crash(self, folder: Path) -> None:
+        """Write the shard of this rank. If that fails, it is missing: there is no vote against what others can save."""
+        moment = self._noted()
+        self._write_shard(folder, self._polled_step, moment, self._parent_of(moment.lineage))
+
+    @contextlib.contextmanager
+    def serve(
+        self,
+        address: str | None = None,
+        *,
+        token_file: str | os.PathLike[str] | None = None,
+        interval: float = 1.0,
+    ) -> Iterator[Endpoint | None]:
+        """Inside, rank 0 answers HTTP requests for checkpoints; on other ranks nothing happens.
+
+        ``POST /checkpoint`` asks for one, as :meth:`request` does: 202 and an id. ``GET /checkpoint/<id>`` says what became of it, by
+        rank; ``GET /checkpoints`` lists them. There is nothing else, and each needs ``Authorization: Bearer <token>``.
+
+        Args:
+            address: ``"unix:<path>"``, or ``"127.0.0.1:<port>"`` (0: any that is free) for this machine alone. Default: a socket in a
+                new folder that nobody else may enter.
+            token_file: where the token lies; made if it is not there. Default: beside the socket, or in such a folder.
+            interval: seconds from the end of a save that was asked for to the next request.
+
+        Yields:
+            The endpoint, with ``address`` and ``token_file``; None on other ranks.
+
+        Raises:
+            ValueError: an address that other machines could reach. PermissionError: a token file that others could read.
+            OSError: the address cannot be used.
+        """
+        if self._ranks.rank:
+            yield None
+            return
+        with Endpoint(self, address, token_file, interval) as endpoint:
+            yield endpoint
+
     # ---- restoring -------------------------------------------------------------------------------------------------------
 
     def restore(
@@ -512,6 +585,7 @@ class Checkpointer:
         env_id: Literal["lane", "global"] = "lane",
         resume: Literal["env_reset", "exact"] = "env_reset",
         verify: Literal["read", "full"] = "read",
+        allow_partial: bool = False,
         default_rng: bool = False,
     ) -> RestoreReport:
         """Load a checkpoint into the buffer. With several ranks, each of them calls this with the same arguments.
@@ -535,6 +609,8 @@ class Checkpointer:
                 they were.
             verify: ``"full"``: check every block before anything changes. ``"read"``: when it is read, if nothing is stored here;
                 that halves what is read.
+            allow_partial: take one that lacks shards, too: what is left of a job of which ranks died. Then ``missing`` of the report
+                names those.
             default_rng: as for ``loads``.
 
         Returns:
@@ -559,7 +635,7 @@ class Checkpointer:
         if not 0.0 <= max_drop_fraction <= 1.0:
             raise ValueError(f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}.")
         policy = checked_incomplete(incomplete)
-        path, passed_over = self._agreed(step, name)
+        path, passed_over = self._agreed(step, name, allow_partial=allow_partial)
         with contextlib.ExitStack() as stack:
             checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
             rank = self._ranks.rank
@@ -575,7 +651,7 @@ class Checkpointer:
                 self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
                 dealt = move.report()
                 steps = dealt["targets"][rank]["steps"]
-            manifest = checkpoint.manifest
+            manifest, missing = checkpoint.manifest, checkpoint.missing
         self._polled_step = manifest.step
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
         report = RestoreReport(
@@ -586,12 +662,15 @@ class Checkpointer:
             manifest.user,
             passed_over,
             time.perf_counter() - started,
+            missing,
             dealt,
         )
         self._note(report)
         return report
 
-    def _agreed(self, step: int | None, name: str | None) -> tuple[Path, builtins.list[Problem]]:
+    def _agreed(
+        self, step: int | None, name: str | None, *, allow_partial: bool
+    ) -> tuple[Path, builtins.list[Problem]]:
         """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first."""
         passed_over: builtins.list[Problem] = []
 
@@ -599,7 +678,7 @@ class Checkpointer:
             if self._ranks.rank:
                 return b""
             series.recover(self.root, series.newest_epoch(self.root))
-            path, problems = self._found(step, name)
+            path, problems = self._found(step, name, allow_partial=allow_partial)
             passed_over.extend(problems)
             return path.name.encode()
 
@@ -613,13 +692,17 @@ class Checkpointer:
         opened: builtins.list[Checkpoint] = []
 
         def open_it() -> bytes:
-            checkpoint = stack.enter_context(Checkpoint(path))
+            checkpoint = stack.enter_context(series.open_partial(path) if series.is_partial(path) else Checkpoint(path))
             opened.append(checkpoint)
             if verify == "full" and self._ranks.rank == 0:
                 for problem in checkpoint.problems("full"):
                     raise corrupt(*problem)
             storage = self._buffer.storage
-            same = not dealt_out and checkpoint.manifest.world == self._ranks.world and self._fits(checkpoint)
+            same = (
+                not (dealt_out or checkpoint.missing)
+                and checkpoint.manifest.world == self._ranks.world
+                and self._fits(checkpoint)
+            )
             return json.dumps([same, storage.lanes, storage.max_size // storage.lanes]).encode()
 
         said = [json.loads(one) for one in self._ranks.together("restore", open_it, self._timeout)]
@@ -707,8 +790,10 @@ class Checkpointer:
         except OSError as error:  # the rows are there
             warnings.warn(f"restore: the report could not be written: {error}", stacklevel=4)
 
-    def _found(self, step: int | None, wanted: str | None) -> tuple[Path, list[Problem]]:
+    def _found(self, step: int | None, wanted: str | None, *, allow_partial: bool) -> tuple[Path, list[Problem]]:
         """The checkpoint to load, and what was passed over."""
+        if allow_partial and (left := self._left(step, wanted)) is not None:
+            return left, []
         if wanted is not None:
             if wanted not in map(str, series.names(self.root)):
                 raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint called {wanted!r}, found none.")
@@ -727,6 +812,18 @@ class Checkpointer:
             for problem in passed_over:
                 warnings.warn(f"restore: {path.name} is loaded, and not: {problem}", stacklevel=3)
             return path, passed_over
+        return self._of_step(step)
+
+    def _left(self, step: int | None, wanted: str | None) -> Path | None:
+        """The newest that is whole, or of which shards are there."""
+        for name in series.names(self.root):
+            path = self.root / str(name)
+            meant = (step is None or name.step == step) and (wanted is None or str(name) == wanted)
+            if meant and (series.look(path) is None or series.is_partial(path)):
+                return path
+        return None
+
+    def _of_step(self, step: int) -> tuple[Path, builtins.list[Problem]]:
         named = [name for name in series.names(self.root) if name.step == step]
         if not named:
             steps = sorted({name.step for name in series.names(self.root)})

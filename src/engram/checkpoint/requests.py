@@ -63,6 +63,11 @@ class Requests:
         with self._lock:
             return self._known.get(name)
 
+    def latest(self) -> Request | None:
+        """The last one that was asked for."""
+        with self._lock:
+            return next(reversed(self._known.values()), None)
+
     def note_signal(self, *_: object) -> None:
         """As :meth:`ask`, for signal handlers: takes no lock."""
         self._signalled = True

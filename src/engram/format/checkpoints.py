@@ -400,6 +400,9 @@ class Checkpoint:
             #: Names the whole checkpoint.
             self.sha256 = hashlib.sha256(raw).hexdigest()
             self.manifest = self._decode(raw)
+            self._places = [(rank, self.manifest.world) for rank in range(self.manifest.world)]
+            #: Ranks that wrote no shard, where that is allowed: others then count from 0 without them.
+            self.missing: tuple[int, ...] = ()
         except BaseException:
             self.close()
             raise
@@ -414,6 +417,20 @@ class Checkpoint:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    @classmethod
+    def partial(cls, folder: Path, manifest: Manifest, ranks: Sequence[int], world: int) -> Checkpoint:
+        """What some ranks of an undecided attempt wrote, as if it were a checkpoint of theirs alone.
+
+        Args:
+            folder: where it lies.
+            manifest: of those ranks, numbered from 0.
+            ranks: what they are called there, of ``world``.
+        """
+        checkpoint = cls(folder, manifest)
+        checkpoint._places = [(rank, world) for rank in ranks]
+        checkpoint.missing = tuple(sorted(set(range(world)) - set(ranks)))
+        return checkpoint
 
     @property
     def is_dump(self) -> bool:
@@ -432,10 +449,10 @@ class Checkpoint:
         entry = self.manifest.shards[rank]
         name = f"{self._shard_name(rank)}/{SHARD}" if not self.is_dump else SHARD
         shard = read_shard(self.folder, self._fd, name, entry)[0]
-        if (shard.rank, shard.world) != (rank, self.manifest.world) or shard.schema_sum != self.manifest.schema_sum:
+        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum != self.manifest.schema_sum:
             raise corrupt(
                 self.folder / name,
-                f"expected rank {rank} of {self.manifest.world} with the schema {self.manifest.schema_sum}, "
+                f"expected rank {self._places[rank][0]} of {self._places[rank][1]} with the schema {self.manifest.schema_sum}, "
                 f"got rank {shard.rank} of {shard.world} with {shard.schema_sum}",
             )
         return shard
@@ -478,7 +495,7 @@ class Checkpoint:
     # -- inside --
 
     def _shard_name(self, rank: int) -> str:
-        return "." if self.is_dump else rank_folder(rank, self.manifest.world)
+        return "." if self.is_dump else rank_folder(*self._places[rank])
 
     def _decode(self, raw: bytes) -> Manifest:
         path = self.folder / MANIFEST

@@ -23,6 +23,8 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
+
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
 from engram.format.checkpoints import (
@@ -62,10 +64,12 @@ __all__ = [
     "claim_epoch",
     "decide",
     "decision",
+    "is_partial",
     "is_series",
     "latest",
     "names",
     "newest_epoch",
+    "open_partial",
     "prune",
     "read_attempt",
     "recover",
@@ -502,6 +506,33 @@ def look(folder: Path) -> Problem | None:
         return problem_of(error)
     except IncompatibleCheckpoint as error:
         return Problem(folder, str(error).removesuffix("."))
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether some ranks of an attempt voted for it, none against it, and nothing is decided."""
+    try:
+        given = votes(folder) if decision(folder) is None else []
+    except (CorruptCheckpoint, IncompatibleCheckpoint):
+        return False
+    return any(vote.shard for vote in given) and not any(vote.error for vote in given)
+
+
+def open_partial(folder: Path) -> Checkpoint:
+    """What those ranks wrote. Raises ``CorruptCheckpoint``: it does not fit together, or nobody voted for it."""
+    attempt = read_attempt(folder)
+    given = [vote for vote in votes(folder) if vote.shard is not None and vote.entry is not None]
+    if not given:
+        raise corrupt(folder, "expected shards of some ranks, found none")
+    shards = [vote.shard for vote in given if vote.shard is not None]
+    manifest = msgspec.structs.replace(
+        _manifest(attempt, given, []),
+        world=len(given),
+        shards=tuple(
+            msgspec.structs.replace(vote.entry, rank=i) for i, vote in enumerate(given) if vote.entry is not None
+        ),
+        schema_sum=shards[0].schema_sum,
+    )
+    return Checkpoint.partial(folder, manifest, [vote.rank for vote in given], attempt.world)
 
 
 def set_latest(root: Path, name: str, epoch: int) -> None:
