@@ -1440,14 +1440,14 @@ class ReplayBuffer:
         Raises: as :meth:`loads`. Nothing is changed.
         """
         take_rows = self._storage.checked_without_rows(of_storage)
-        states = buffers.read_parts(checkpoint, 0, self._kinds())
+        generator = torch.Generator().manual_seed(seed).get_state()
+        read = buffers.read_parts(checkpoint, 0, self._kinds())
+        where = str(checkpoint.shard_folder(0))
+        self._state_of_parts(read, where)  # they have what is replaced
+        states = {part: buffers.begun_anew(part, state, seed, generator) for part, state in read.items()}
         if buffers.INDEX in states["sampler"]:
             states["sampler"] = of_storage["priorities"][states["sampler"][buffers.INDEX]]
-        elif "visited" in states["sampler"]:
-            states["sampler"] |= {"key": seed, "rows": 0, "visited": 0, "ran_out": False}
-        state = self._state_of_parts(states, str(checkpoint.shard_folder(0)))
-        generator = torch.Generator().manual_seed(seed).get_state()
-        state |= {"_lane": 0, "_iterating": False, "_default_rng": generator, "_prefetch_state": None}
+        state = self._state_of_parts(states, where)
         state["_rng"] = None if self._generator is None else [generator, "cpu"]
         return self._checked_rest(state, of_storage, lambda: take_rows(fill), default_rng=default_rng)
 

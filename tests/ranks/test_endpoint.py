@@ -92,7 +92,7 @@ def test_all_ranks_save_and_the_state_of_each_is_told(tmp_path):
             while not handle.done:
                 time.sleep(0.01)
             if rank == 0:
-                code, raw = call(endpoint, "GET", f"/checkpoint/{asked}")
+                _, raw = call(endpoint, "GET", f"/checkpoint/{asked}")
                 assert str(tmp_path).encode() not in raw
                 return json.loads(raw.partition(b"\r\n\r\n")[2])
         return None

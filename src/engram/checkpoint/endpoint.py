@@ -87,7 +87,7 @@ class Endpoint:
         self._folder: Path | None = None
         self._socket_file: Path | None = None
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._closed = False
+        self._closed = threading.Event()
         self._ended: dict[str, float] = {}
         try:
             #: Where the token lies.
@@ -109,8 +109,8 @@ class Endpoint:
 
     def close(self) -> None:
         """Stop listening. Repeatable."""
-        if not self._closed:
-            self._closed = True
+        if not self._closed.is_set():
+            self._closed.set()
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
@@ -133,11 +133,8 @@ class Endpoint:
         if address.startswith("unix:"):
             path = Path(address.removeprefix("unix:"))
             listener = socket.socket(socket.AF_UNIX)
-            before = os.umask(0o177)
-            try:
-                listener.bind(str(path))
-            finally:
-                os.umask(before)
+            os.fchmod(listener.fileno(), 0o600)  # of the file, too, from its first moment on
+            listener.bind(str(path))
             self._socket_file = path
         else:
             host, _, port = address.rpartition(":")
@@ -155,13 +152,11 @@ class Endpoint:
     # ---- connections -----------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.05)  # no descriptors left, say
+                self._closed.wait(0.05)  # or no descriptors are left
                 continue
             if not self._slots.acquire(blocking=False):
                 with connection, contextlib.suppress(OSError):
