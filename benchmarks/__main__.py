@@ -6,6 +6,7 @@ import datetime as dt
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ import torch
 from tensordict import __version__ as tensordict_version
 
 from benchmarks import (
+    bench_checkpoints,
     bench_frames,
     bench_indexes,
     bench_memory,
@@ -34,6 +36,7 @@ BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "memory": bench_memory.run,
     "sharing": bench_sharing.run,
     "prefetch": bench_prefetch.run,
+    "checkpoints": bench_checkpoints.run,
 }
 RESULTS = Path(__file__).parent / "results"
 QUICK_SHARE = 0.2
@@ -43,8 +46,9 @@ QUIET_LOAD = 0.5
 @click.command(help=__doc__)
 @click.option("--quick", is_flag=True, help="A fifth of the blocks, saved under results/quick.")
 @click.option("--only", multiple=True, type=click.Choice(list(BENCHMARKS)), help="Only this one; repeatable.")
+@click.option("--large", is_flag=True, help="Checkpoints of 20 GB, which take 60 GB of disk.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON and charts.")
-def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
+def main(quick: bool, only: tuple[str, ...], large: bool, out: Path | None) -> None:
     warnings.simplefilter("ignore")  # rivals warn about their own deprecations
     load = machine.load()
     libraries = rivals.load()
@@ -61,15 +65,24 @@ def main(quick: bool, only: tuple[str, ...], out: Path | None) -> None:
             "tensordict": tensordict_version,
         },
         "notes": [note for library in libraries.values() for note in library.notes],
-        "command": " ".join(["python -m benchmarks", *(["--quick"] if quick else []), *(f"--only {o}" for o in only)]),
+        "command": " ".join(
+            [
+                "python -m benchmarks",
+                *(f"--{name}" for name, given in (("quick", quick), ("large", large)) if given),
+                *(f"--only {name}" for name in only),
+            ]
+        ),
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
     }
     place = _place(header["machine"], header["date"])
     rows: list[Row] = []
     saved: list[Path] = []
-    for name in only or BENCHMARKS:
+    benchmarks = dict(BENCHMARKS)
+    if large:
+        benchmarks["checkpoints"] = partial(bench_checkpoints.run, store_gb=bench_checkpoints.LARGE_GB)
+    for name in only or benchmarks:
         found = []
-        for row in BENCHMARKS[name](libraries, share):
+        for row in benchmarks[name](libraries, share):
             click.echo(f"{name}: {row.what}", err=True)
             found.append(row)
         saved.append(report.save(folder, name, found, header))

@@ -33,7 +33,7 @@ SLICE_ROWS = (10**4, 10**5, 10**6, 10**7)
 
 def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
     """Prioritized, uniform and slice sampling beside the rivals, then engram alone at growing sizes."""
-    data = _steps(ROWS)
+    data = steps(ROWS)
     yield from _prioritized(libraries, data, share)
     yield _uniform(libraries, data, share)
     yield _without_replacement(libraries, data, share)
@@ -44,7 +44,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
         yield from _scaling(libraries["engram"].module, share)
 
 
-def _steps(rows: int) -> TensorDict:
+def steps(rows: int) -> TensorDict:
     number = torch.arange(rows)
     obs = torch.randn(rows, 17)
     obs[:, 0] = number % 2**24
@@ -200,7 +200,7 @@ def _slices(libraries: rivals.Libraries, data: TensorDict, share: float) -> Iter
 
 def _best(libraries: rivals.Libraries, data: TensorDict, share: float) -> Row:
     sides = []
-    pieces = [_steps(64) for _ in range(50)]
+    pieces = [steps(64) for _ in range(50)]
     for library in _torch_likes(libraries):
         replay = _buffer(
             library, data, library.module.RandomSampler(), writer=library.module.TensorDictMaxValueWriter()

@@ -88,8 +88,8 @@ def _number(value: float, unit: str) -> str:
         return f"{value / 1e6:.2f} M/s"
     if unit == "B/row":
         return f"{value:.2f} B"
-    if unit == "ms":
-        return f"{value:.1f} ms"
+    if unit in ("ms", "MB", "MiB"):
+        return f"{value:.1f} {unit}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -107,13 +107,14 @@ def _comparison(row: Row, one: Comparison) -> tuple[str, str, str, str]:
 def _ratio(row: Row, one: Comparison) -> str:
     middle, low, high = one.measured.median, one.measured.low, one.measured.high
     if one.kind == "value":
-        if row.unit in ("ms", "µs"):
+        if row.unit in ("ms", "µs", "MiB"):
             return f"{middle:.1f} \\[{low:.1f}–{high:.1f}] {row.unit}"
         return f"{middle:.2f} bytes per row"
     theirs = "" if one.against in LIBRARIES else f" ({_with_unit(row.spreads[one.against].median, row.unit)})"
     if one.kind == "times":
         return f"{_times(middle)}× \\[{_times(low)}–{_times(high)}] {one.against}{theirs}"
-    return f"{middle:.2f} \\[{low:.2f}–{high:.2f}] of {one.against}{theirs}"
+    digits = 2 if middle >= 0.1 else 3
+    return f"{middle:.{digits}f} \\[{low:.{digits}f}–{high:.{digits}f}] of {one.against}{theirs}"
 
 
 def _times(ratio: float) -> str:

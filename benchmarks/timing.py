@@ -159,6 +159,17 @@ def once(call: Callable[[], T]) -> tuple[float, T]:
     return (time.perf_counter_ns() - start) / 1e6, found
 
 
+def longest(call: Callable[[], object], over: Callable[[], bool]) -> float:
+    """Milliseconds of the longest of the calls made, at least one, until it is ``over``."""
+    slowest = 0
+    while True:
+        start = time.perf_counter_ns()
+        call()
+        slowest = max(slowest, time.perf_counter_ns() - start)
+        if over():
+            return slowest / 1e6
+
+
 # ---- processes that work at the same time ----------------------------------------------------------------------------
 
 

@@ -207,7 +207,7 @@ class TestGenerator:
 LATER = {
     "sample_unit": (object(), "expander"),
     "dim_extend": (1, "storage"),
-    "checkpointer": (object(), "checkpoint"),
+    "checkpointer": (object(), "layouts for dumps"),
     "consume_after_n_samples": (2, "ConsumingSampler"),
     "compilable": (True, "compile"),
     "delayed_init": (True, "remote"),

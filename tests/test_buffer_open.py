@@ -237,7 +237,7 @@ def test_unclean_is_one_of_two(folder):
 def test_arguments_that_come_later(folder, later):
     written(folder)
     (name,) = later
-    with pytest.raises(TypeError, match=f"open.*'{name}'.*checkpoint"):
+    with pytest.raises(TypeError, match=f"open.*'{name}'.*layouts for dumps"):
         ReplayBuffer.open(folder, **later)
     assert len(ReplayBuffer.open(folder, **dict.fromkeys(later))) == 3
 

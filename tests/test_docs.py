@@ -62,6 +62,7 @@ def test_the_classes_show_how_they_are_used():
         "RoundRobinWriter",
         "TensorDictMaxValueWriter",
         "ImmutableDatasetWriter",
+        "Checkpointer",
         "plan",
     ):
         assert ">>> " in getattr(engram, name).__doc__, name

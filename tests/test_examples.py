@@ -25,6 +25,14 @@ def check_actors_and_learner(said):
     assert re.search(r"^\d+ updates, \d+ rows written; the learner knows the way: True$", said, re.MULTILINE)
 
 
+def check_checkpointed_training(said):
+    assert said.count("found no checkpoint: a new training") == 2
+    assert "killed after step 850 of 1200" in said
+    (step,) = re.findall(r"^restored the replay of step (\d+), \1 rows, and the model of step \1$", said, re.MULTILINE)
+    assert step in ("600", "800")
+    assert "network, rows, priorities and the next batch are as in a training that was never killed: True" in said
+
+
 def check_two_indexes(said):
     assert "1000 rows for the critic, 1000 for the model, in one storage: True" in said
     before, after = re.findall(r"critic draws ([\d.]+) on average, the model ([\d.]+)", said)
@@ -41,6 +49,7 @@ def check_recurrent_slices(said):
 
 CHECKS = {
     "actors_and_learner.py": check_actors_and_learner,
+    "checkpointed_training.py": check_checkpointed_training,
     "recurrent_slices.py": check_recurrent_slices,
     "two_indexes.py": check_two_indexes,
 }

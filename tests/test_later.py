@@ -2,7 +2,7 @@ import pytest
 
 from engram._later import refuse
 
-LATER = {"checkpointer": "checkpoints", "shared": "shared buffers"}
+LATER = {"checkpointer": "a choice of layouts", "shared": "shared buffers"}
 
 
 @pytest.mark.parametrize("arguments", [{}, {"checkpointer": None}, {"checkpointer": False, "shared": None}])
@@ -14,7 +14,7 @@ def test_values_that_mean_off_are_accepted(arguments):
 def test_what_is_not_there_yet_is_named_with_what_will_carry_it(value):
     with pytest.raises(
         TypeError,
-        match=r"^ReplayBuffer: the argument 'checkpointer' is not supported yet; it will come with checkpoints\.$",
+        match=r"^ReplayBuffer: the argument 'checkpointer' is not supported yet; it will come with a choice of layouts\.$",
     ):
         refuse("ReplayBuffer", {"shared": None, "checkpointer": value}, LATER)
 

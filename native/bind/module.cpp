@@ -330,11 +330,12 @@ void bind_store(nb::module_& m) {
       .def_prop_ro("paused", &Store::paused)
       .def(
           "read_words",
-          [](const Store& self, std::uint64_t clock, Address lanes, Address numbers) {
+          [](const Store& self, std::uint64_t clock, Address lanes, Address numbers, std::uint64_t rows) {
             nb::gil_scoped_release release;
-            self.control().read_words(clock, at<Control::LaneWords>(lanes), at<std::int64_t>(numbers));
+            self.control().read_words(clock, at<Control::LaneWords>(lanes), at<std::int64_t>(numbers), rows);
           },
-          "clock"_a, "lanes"_a, "numbers"_a, "int64 [lanes, 4]: position, live rows; int64 [capacity]: ticket numbers below the clock.")
+          "clock"_a, "lanes"_a, "numbers"_a, "rows"_a,
+          "int64 [lanes, 4]: position, live rows; int64 [rows]: ticket numbers below the clock.")
       .def("begin_replacing", &Store::begin_replacing, "keep_write_count"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Empties a paused store, whose rows may then be written to directly.")
       .def(

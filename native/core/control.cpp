@@ -271,15 +271,15 @@ void Control::take_words(const Control& from) const {
   take(counters_->redraws, from.counters_->redraws);
 }
 
-void Control::read_words(std::uint64_t clock, LaneWords* lanes, std::int64_t* numbers) const {
+void Control::read_words(std::uint64_t clock, LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const {
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const Lane& l = lanes_[i];
     const std::uint64_t base = l.base.load(std::memory_order_acquire);
     const std::uint64_t end = std::max(l.cursor.load(std::memory_order_acquire), base);
     lanes[i] = {static_cast<std::int64_t>(end - base), static_cast<std::int64_t>(filled(i)), {0, 0}};
   }
-  for (std::uint64_t i = 0; numbers != nullptr && i < geometry_.lanes; ++i) {
-    const std::uint64_t first = i * geometry_.lane_length, end = first + filled(i);
+  for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
+    const std::uint64_t first = i * geometry_.lane_length, end = std::min(first + filled(i), rows);
     for (std::uint64_t row = first; row < end; ++row) {
       const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
       const bool there = is_committed(word) && number_of(word) < clock;

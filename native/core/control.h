@@ -192,9 +192,9 @@ class Control {
     std::int64_t reserved[2];
   };
 
-  /// Per lane its words; and per row inside an extent the number of its ticket, or 0 if it is not whole, or has `clock` or a later
-  /// one. `numbers` may be null; what it says of other rows stays.
-  void read_words(std::uint64_t clock, LaneWords* lanes, std::int64_t* numbers) const;
+  /// Per lane its words; and of the first `rows` rows, of those inside an extent, the number of its ticket, or 0 if it is not
+  /// whole, or has `clock` or a later one. What `numbers` says of other rows stays.
+  void read_words(std::uint64_t clock, LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const;
 
   /// Throws std::invalid_argument unless a store of this geometry may say so: numbers are in [0, clock).
   static void check_words(const Geometry& geometry, std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers);

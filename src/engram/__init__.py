@@ -12,6 +12,7 @@ from engram._version import __version__
 
 if TYPE_CHECKING:
     from engram._native import num_threads, set_num_threads
+    from engram.checkpoint.checkpointer import Checkpointer, RestoreReport, SaveHandle, SaveReport
     from engram.errors import (
         CorruptCheckpoint,
         CorruptStore,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "Changes",
+    "Checkpointer",
     "Compose",
     "CorruptCheckpoint",
     "CorruptStore",
@@ -104,12 +106,15 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "Ranks",
     "RenameTransform",
     "ReplayBuffer",
+    "RestoreReport",
     "RewardScaling",
     "RewardToGo",
     "RoundRobinWriter",
     "RowError",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SaveHandle",
+    "SaveReport",
     "SelectTransform",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
@@ -135,6 +140,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
 
 _HOME = {
     "engram._native": ("num_threads", "set_num_threads"),
+    "engram.checkpoint.checkpointer": ("Checkpointer", "RestoreReport", "SaveHandle", "SaveReport"),
     "engram.errors": (
         "CorruptCheckpoint",
         "CorruptStore",

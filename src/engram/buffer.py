@@ -48,7 +48,7 @@ __all__ = ["ReplayBuffer"]
 _LATER = {
     "sample_unit": "expanders",
     "dim_extend": "the storage (until then: storage.ndim - 1)",
-    "checkpointer": "checkpoints",
+    "checkpointer": "a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)",
     "consume_after_n_samples": "a ConsumingSampler",
     "compilable": "tracing through torch.compile",
     "delayed_init": "remote buffers",
@@ -1306,7 +1306,7 @@ class ReplayBuffer:
             with self._storage.paused:
                 parts = self.parts()
                 if prefetch == "drop":
-                    parts.states["prefetch"] = {"batches": None}
+                    parts.states["prefetch"] = buffers.EMPTY["prefetch"]
                 rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
             infos = [rows.info, *buffers.write_parts(folder, parts)]
             finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
@@ -1371,10 +1371,10 @@ class ReplayBuffer:
 
         ``of_a_cut``: priorities are in the storage's; the sampler's says under which name.
         """
-        index = self._sampler_index() if of_a_cut else None
+        index = self._sampler_index()
         state = self._state_but_rows(with_sampler=index is None)
         if index is not None:
-            state["_sampler"] = {buffers.INDEX: index}
+            state["_sampler"] = {buffers.INDEX: index} if of_a_cut else self._storage.priorities_in_use(index)
         states = {
             "sampler": state["_sampler"],
             "writer": state["_writer"],

@@ -242,12 +242,17 @@ class PriorityIndex:
         """How priorities become probabilities now."""
         return PriorityConfig(self.core.alpha, self.core.beta, self.core.eps, self.core.within_buffer)
 
-    def state(self, room: Tensor | None = None) -> dict[str, Any]:
+    def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, Any]:
         """``alpha, beta, eps, max_priority_within_buffer, highest`` and ``leaves``, float64 ``[rows]``, of which -0.0 is a
-        priority of zero: copies. ``room``: memory for the leaves.
+        priority of zero: copies.
+
+        Args:
+            rows: how many; default all.
+            room: memory for the leaves, if it is large enough.
         """
-        rows = self.core.rows
-        leaves = torch.empty(rows, dtype=torch.float64, device="cpu") if room is None else room
+        rows = self.core.rows if rows is None else rows
+        fits = room is not None and len(room) >= rows
+        leaves = room[:rows] if room is not None and fits else torch.empty(rows, dtype=torch.float64, device="cpu")
         self.core.leaves(leaves.data_ptr(), rows, True)
         return {**state_of(self.config), "highest": self.core.highest, "leaves": leaves}
 

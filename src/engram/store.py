@@ -706,19 +706,28 @@ class Store:
         Cost: O(capacity), a word per row.
         """
         clock, write_count = self.core.next_ticket, self.core.write_count
-        return StoreState(self.lane_words(), self.numbers_before(clock), clock, write_count)
+        lanes, numbers = self.lane_words(), torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
+        known = self.numbers_before(clock, self.rows_in_use(lanes))
+        numbers[: len(known)] = known
+        return StoreState(lanes, numbers, clock, write_count)
+
+    def rows_in_use(self, lanes: Tensor) -> int:
+        """Of the ``lanes`` of a :class:`StoreState`: rows up to the last one that is inside an extent."""
+        live = lanes[:, 1]
+        ends = torch.arange(self.lanes, device="cpu") * self.lane_length + live
+        return int(torch.where(live > 0, ends, 0).max())
 
     def lane_words(self) -> Tensor:
         """The ``lanes`` of a :class:`StoreState`. Cost: O(lanes)."""
         lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
-        self.core.read_words(0, lanes.data_ptr(), 0)
+        self.core.read_words(0, lanes.data_ptr(), 0, 0)
         return lanes
 
-    def numbers_before(self, clock: int) -> Tensor:
-        """The ``numbers`` of a :class:`StoreState`, of rows that were written before ``clock`` and still are as they were then."""
+    def numbers_before(self, clock: int, rows: int) -> Tensor:
+        """int64 ``[rows]``: numbers of the first rows that were written before ``clock`` and still are as they were then, else 0."""
         lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
-        numbers = torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
-        self.core.read_words(clock, lanes.data_ptr(), numbers.data_ptr())
+        numbers = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self.core.read_words(clock, lanes.data_ptr(), numbers.data_ptr(), rows)
         return numbers
 
     @contextlib.contextmanager

@@ -45,3 +45,17 @@ def test_rates_beside_another_side_and_one_floor_taken_away():
     assert [one.verdict for one in row.unjudged("alone").comparisons] == ["yes", ""]
     assert [one.verdict for one in row.unjudged().comparisons] == ["", ""]
     assert "2.00 [2.00–2.00] of alone (2.00" in printed(row)
+
+
+def test_small_shares_have_digits_enough_to_be_judged_by():
+    timing = Timing(1, {"engram": [0.021, 0.021], "full": [1.0, 1.0]})
+    text = printed(timed("checkpoints/one-per-cent/time", "", timing, share=("full",)))
+    assert "0.021 [0.021–0.021] of full" in text
+    assert "no" in text.split("≤ 0.02", 1)[1].split("\n", 1)[0]
+
+
+def test_mebibytes_against_a_bound():
+    floor = FLOORS["checkpoints/memory", "64 MiB"]
+    spread = Spread.of([12.34])
+    row = Row("checkpoints/memory", "", {"engram": spread}, [Comparison("64 MiB", "value", spread, floor)], unit="MiB")
+    assert "12.3 [12.3–12.3] MiB" in printed(row)

@@ -1,11 +1,12 @@
 import gc
 import itertools
+import time
 from contextlib import nullcontext
 
 import pytest
 
 from benchmarks.claims import FLOORS, Floor, timed
-from benchmarks.timing import Effort, Side, Spread, Timing, alternate
+from benchmarks.timing import Effort, Side, Spread, Timing, alternate, longest
 
 
 def test_sides_take_turns_and_only_counted_blocks_are_kept():
@@ -109,3 +110,14 @@ def test_rates_turn_the_quartiles_round():
     row = timed("write/fill/tensor", "", Timing(1, {"engram": [1.0, 2.0, 4.0]})).as_rate(10)
     assert row.spreads["engram"] == Spread(5e6, pytest.approx(10e6 / 3), pytest.approx(10e6 / 1.5))
     assert row.blocks_us == {"engram": [1.0, 2.0, 4.0]}
+
+
+def test_the_longest_of_some_calls():
+    lengths = iter([0.001, 0.05, 0.001])
+    assert 50 <= longest(lambda: time.sleep(next(lengths)), iter([False, False, True]).__next__) < 5000
+
+
+def test_there_is_one_call_at_least():
+    heard = []
+    assert longest(lambda: heard.append("call"), lambda: True) >= 0
+    assert heard == ["call"]

@@ -15,9 +15,21 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartInfo, PartReader
 
-__all__ = ["INDEX", "STORAGE", "Parts", "begun_anew", "index_state", "open_storage", "read_parts", "write_parts"]
+__all__ = [
+    "EMPTY",
+    "INDEX",
+    "STORAGE",
+    "Parts",
+    "begun_anew",
+    "index_state",
+    "open_storage",
+    "read_parts",
+    "write_parts",
+]
 
 STORAGE = "storage"
+#: Parts that are left out where they say nothing else.
+EMPTY: dict[str, dict[str, Any]] = {"prefetch": {"batches": None}, "transforms": {}}
 #: In a sampler's state: the name of the storage's priorities, which are all of that state.
 INDEX = "index_of_storage"
 
@@ -30,13 +42,15 @@ class Parts(NamedTuple):
 
 
 def write_parts(folder: Path, parts: Parts) -> Iterator[PartInfo]:
-    """Write a folder for each part.
+    """Write a folder for each part that says something.
 
     Raises:
         TypeError: a state that is not made of tensors and plain values; names the way to it.
         OSError: no space, or an I/O error.
     """
     for name, state in parts.states.items():
+        if name in EMPTY and state == EMPTY[name]:
+            continue
         yield write_part(folder / name, name, parts.kinds[name], state)
 
 
@@ -54,7 +68,9 @@ def read_parts(checkpoint: Checkpoint, rank: int, kinds: Mapping[str, str]) -> d
                 check_kind(reader, name, kind)
                 states[name] = read_state(reader)
         except KeyError as error:
-            raise corrupt(_shard(checkpoint, rank), _no_part(name)) from error
+            if name not in EMPTY:
+                raise corrupt(_shard(checkpoint, rank), _no_part(name)) from error
+            states[name] = dict(EMPTY[name])
     return states
 
 
@@ -82,7 +98,7 @@ def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> d
     if part == "rng":
         return {"generator": None if state["generator"] is None else [generator, "cpu"], "default": generator}
     if part == "prefetch":
-        return {"batches": None}
+        return dict(EMPTY[part])
     return state
 
 

@@ -50,6 +50,8 @@ _HERE = Path()
 _COMMITTED, _VOID = 2, 3
 #: Bytes that are copied from an accelerator, or to it, at a time.
 _PIECE = 16 << 20
+#: Tickets that are looked at together.
+_LOOK = 1 << 18
 _STEP_FIRST, _STEP_LAST = 0, 2
 #: Entries of a state that are tables of their own.
 TABLES = ("lanes", "numbers")
@@ -104,8 +106,8 @@ def save_flat(folder: Path, kind: str, store: Store, state: dict[str, Any], role
     part = PartWriter(folder, "storage", kind)
     numbers = state["numbers"].numpy()
     _write_flat(part, store, numbers)
-    whole = np.zeros(store.capacity, np.int64)
-    whole[: len(numbers)] = numbers
+    in_use = store.rows_in_use(state["lanes"])  # the last ones may be void
+    whole = np.append(numbers, np.zeros(in_use - len(numbers), np.int64))
     totals = write_tables(
         part, store, state["lanes"].numpy(), whole, numbers, Boundaries(store.schema, roles).marks_now(store)
     )
@@ -178,7 +180,7 @@ def write_tables(
         marks: what rows say of trajectories.
     """
     columns = int(np.prod(store.schema.columns))
-    runs = find_runs(lanes, numbers, marks, columns=columns)
+    runs = find_runs(lanes, numbers, marks, lane_length=store.lane_length, columns=columns)
     lanes = lanes.copy()
     lanes[:, 2] = 0
     lanes[runs[runs[:, 4] & OPEN != 0, 0], 2] = 1
@@ -265,10 +267,7 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
     lanes = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 4).copy()
     goes_on = lanes[:, 2] != 0
     lanes[:, 2] = 0  # whoever needs it finds it in the rows
-    words = np.frombuffer(reader.read_all(f"{layout.FOLDER}/tickets.bin"), "<i8")
-    if not np.isin(words & 3, (_COMMITTED, _VOID)).all() or (words < 0).any():
-        raise corrupt(reader.folder / layout.FOLDER / "tickets.bin", "expected tickets of whole or void rows")
-    stored = np.where(words & 3 == _COMMITTED, words >> 2, 0)
+    stored = _read_numbers(reader)
     if reader.segment_rows is None:
         numbers = stored
     else:
@@ -281,6 +280,20 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
         in_order = lanes[:, 1] == np.minimum(lanes[:, 0], geometry.lane_length)  # and not written by number
         numbers = _closed(lanes, np.flatnonzero(goes_on & in_order), numbers, geometry)
     return {**state, "lanes": torch.from_numpy(lanes), "numbers": torch.from_numpy(numbers)}
+
+
+def _read_numbers(reader: PartReader) -> NDArray[np.int64]:
+    """Ticket numbers of the rows that are stored, 0 for void ones: in one array, however many they are."""
+    name = f"{layout.FOLDER}/tickets.bin"
+    numbers = np.frombuffer(reader.read_all(name), "<i8").astype(np.int64, copy=False)
+    for begin in range(0, len(numbers), _LOOK):
+        words = numbers[begin : begin + _LOOK]
+        void = words & 3 == _VOID
+        if not (void | (words & 3 == _COMMITTED)).all() or (words < 0).any():
+            raise corrupt(reader.folder / name, "expected tickets of whole or void rows", 8 * begin)
+        words >>= 2
+        words[void] = 0
+    return numbers
 
 
 def _closed(

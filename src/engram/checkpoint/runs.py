@@ -40,6 +40,7 @@ def find_runs(
     numbers: NDArray[np.int64],
     marks: Callable[[NDArray[np.int64]], Marks],
     *,
+    lane_length: int,
     columns: int = 1,
     piece: int = _PIECE,
 ) -> NDArray[np.int64]:
@@ -47,8 +48,9 @@ def find_runs(
 
     Args:
         lanes: int64 ``[L, 2]`` or wider: position of each lane's next step, and its live rows.
-        numbers: int64 ``[capacity]`` ticket numbers; 0 for a row that holds nothing.
+        numbers: int64 ticket numbers of all rows up to the last live one; 0 for a row that holds nothing.
         marks: what rows int64 ``[n]`` say.
+        lane_length: rows of a lane.
         columns: of the only lane (``ndim > 1``), each of which has runs of its own.
         piece: rows that are asked for together.
 
@@ -59,9 +61,8 @@ def find_runs(
 
     Cost: O(rows): about 50 ns and 5 bytes each.
     """
-    length = len(numbers) // len(lanes)
     found = [
-        _track(lane, int(position), int(live), length, column, columns, numbers, marks, piece)
+        _track(lane, int(position), int(live), lane_length, column, columns, numbers, marks, piece)
         for lane, (position, live) in enumerate(lanes[:, :2])
         for column in range(columns)
         if live

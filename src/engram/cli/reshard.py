@@ -153,5 +153,7 @@ def _others(checkpoint: Checkpoint, folder: Path, seed: int) -> list[Any]:
         state = buffers.begun_anew(
             reader.part, read_state(reader), seed, torch.Generator().manual_seed(seed).get_state()
         )
+        if state == buffers.EMPTY.get(reader.part):
+            continue
         infos.append(write_part(folder / reader.part, reader.part, reader.type, state))
     return infos

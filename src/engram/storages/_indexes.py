@@ -21,11 +21,19 @@ __all__ = ["check_names", "checked_priorities", "saved_priorities"]
 def saved_priorities(
     indexes: Mapping[str, PriorityIndex],
     without: Collection[tuple[str, str]],
+    rows: int | None = None,
     room: Mapping[str, Tensor] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The states of priorities, by name. Copies; ``room``: for leaves, by name."""
+    """The states of priorities, by name. Copies.
+
+    Args:
+        indexes: by name.
+        without: names and kinds of those that are left out.
+        rows: whose leaves; default all.
+        room: for leaves, by name.
+    """
     return {
-        name: index.state((room or {}).get(name))
+        name: index.state(rows, (room or {}).get(name))
         for name, index in sorted(indexes.items())
         if (name, KIND) not in without
     }

@@ -100,6 +100,9 @@ def announce(lines: Sequence[str]) -> None:
 
 
 #: Entries of a state, but for the rows.
+#: Rows that may be written between preparing a cut and making it, for which there is memory.
+_SLACK = 1 << 17
+
 _WITHOUT_ROWS = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
 
 
@@ -572,7 +575,7 @@ class TensorStorage(Storage):
                 "windows": {},
             }
         words = self._words(store, store.all_indexes(), without)
-        numbers = store.numbers_before(words["clock"])
+        numbers = store.numbers_before(words["clock"], store.rows_in_use(words["lanes"]))
         live = numbers.nonzero()
         last = int(live[-1]) + 1 if len(live) else 0
         return {**words, "numbers": numbers[:last].clone()}
@@ -586,12 +589,13 @@ class TensorStorage(Storage):
     ) -> dict[str, Any]:
         """All that is said of the rows but their tickets. ``room``: for the leaves of priorities, by name."""
         passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == PASSES}
+        clock, lanes = store.core.next_ticket, store.lane_words()
         return {
             "schema": schemas.encode(store.schema).decode(),
-            "clock": store.core.next_ticket,
-            "lanes": store.lane_words(),
+            "clock": clock,
+            "lanes": lanes,
             "write_count": int(store.core.write_count),
-            "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, room),
+            "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, store.rows_in_use(lanes), room),
             "passes": {name: walk for name, walk in passes.items() if (name, PASSES) not in without},
             "windows": dict(store.windows),
         }
@@ -727,15 +731,20 @@ class TensorStorage(Storage):
             )
         return here if self.memory is None else self.memory.schema
 
+    def priorities_in_use(self, name: str) -> dict[str, Any]:
+        """The state of the priorities of that name, as far as rows are in use."""
+        store = self.store
+        index: PriorityIndex = store.all_indexes()[name, PRIORITIES]
+        return index.state(store.rows_in_use(store.lane_words()))
+
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:
         store = self.memory
         if store is None:
             return self.state_without_rows
         indexes = store.all_indexes()
         # Pages are taken now, so that writers wait for a copy only.
-        room = {}
-        for name in _of_kind(indexes, PRIORITIES):
-            room[name] = store.room(8 * store.capacity)[: 8 * store.capacity].zero_().view(torch.float64)
+        size = 8 * min(store.capacity, store.rows_in_use(store.lane_words()) + _SLACK)
+        room = {name: store.room(size)[:size].zero_().view(torch.float64) for name in _of_kind(indexes, PRIORITIES)}
 
         def cut() -> dict[str, Any]:
             return self._words(store, indexes, (), room)
@@ -755,7 +764,7 @@ class TensorStorage(Storage):
         store, kind = self.memory, type(self).__name__
         if cut["schema"] is None or store is None:
             return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
-        state = {**cut, "numbers": store.numbers_before(cut["clock"])}
+        state = {**cut, "numbers": store.numbers_before(cut["clock"], store.rows_in_use(cut["lanes"]))}
         return save_segments(
             folder,
             kind,
