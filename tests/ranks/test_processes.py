@@ -80,7 +80,10 @@ def dies_or_stops(ranks, rank, folder, how):
             act()
         except RankFailed as error:
             said.append(str(error))
-    return {"said": said, "took": time.monotonic() - started}
+    took = time.monotonic() - started
+    if rank == 0:
+        wait_for((folder / "answer-2.json").exists)  # it holds the store
+    return {"said": said, "took": took}
 
 
 @pytest.mark.parametrize("how", ["dies", "stops"])
@@ -286,7 +289,11 @@ def replaced(ranks, rank, folder, root):
     ck.save(1)
     (folder / f"saved-{rank}").touch()
     wait_for((folder / "go").exists)
-    ck.save(2)
+    try:
+        ck.save(2)
+    finally:
+        (folder / f"tried-{rank}").touch()
+        wait_for((folder / f"tried-{1 - rank}").exists)  # rank 0 holds the store
 
 
 def test_two_jobs_at_one_root(tmp_path):

@@ -56,14 +56,6 @@ _REASONS = {
 }
 
 
-class _Refused(Exception):
-    """An answer that is a code alone."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
 class _Call(NamedTuple):
     method: str
     path: str
@@ -161,7 +153,7 @@ class Endpoint:
             if not self._slots.acquire(blocking=False):
                 with connection, contextlib.suppress(OSError):
                     connection.settimeout(0.1)
-                    connection.sendall(_answer(503, {}))
+                    connection.sendall(_answer(503, None))
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="engram-http", daemon=True).start()
 
@@ -169,12 +161,11 @@ class Endpoint:
         try:
             with connection, contextlib.suppress(OSError):
                 try:
-                    code, said = self._replied(_read(connection))
-                except _Refused as refused:
-                    code, said = refused.code, {}
+                    call = _read(connection)
+                    code, said = (call, None) if isinstance(call, int) else self._replied(call)
                 except Exception:  # noqa: BLE001 - told here, and not to whoever asks
                     _log.exception("endpoint")
-                    code, said = 500, {}
+                    code, said = 500, None
                 connection.settimeout(READ_S)
                 connection.sendall(_answer(code, said))
                 connection.shutdown(socket.SHUT_WR)
@@ -189,29 +180,29 @@ class Endpoint:
     def _replied(self, call: _Call) -> tuple[int, Any]:
         headers = call.headers
         if not _HOSTS.fullmatch(headers.get("host", "")) or "origin" in headers:
-            raise _Refused(403)
+            return 403, None
         if any(name.startswith("sec-fetch-") for name in headers):
-            raise _Refused(403)
+            return 403, None
         kind, _, token = headers.get("authorization", "").partition(" ")
         if kind != "Bearer" or not hmac.compare_digest(token.encode(), self._token):
-            raise _Refused(401)
+            return 401, None
         status = _STATUS.fullmatch(call.path)
         if not (call.path in ("/checkpoint", "/checkpoints") or status):
-            raise _Refused(404)
+            return 404, None
         if call.method != ("POST" if call.path == "/checkpoint" else "GET"):
-            raise _Refused(405)
+            return 405, None
         if call.method == "POST":
             if headers.get("content-type") != "application/json":
-                raise _Refused(415)
+                return 415, None
             if call.body.strip() not in (b"", b"{}"):
-                raise _Refused(400)
+                return 400, None
             return self._asked()
         if call.body:
-            raise _Refused(400)
+            return 400, None
         if status:
             request = self._requests.find(status[1])
             if request is None:
-                raise _Refused(404)
+                return 404, None
             return 200, self._state(request)
         return 200, [
             {"name": entry.name, "step": entry.step, "good": entry.problem is None}
@@ -223,7 +214,7 @@ class Endpoint:
         if last is not None and last.save is not None and last.save.done:
             ended = self._ended.setdefault(last.id, time.monotonic())
             if time.monotonic() - ended < self._interval:
-                raise _Refused(429)
+                return 429, None
         return 202, {"id": self._requests.ask(join=True).id}
 
     def _state(self, request: Request) -> dict[str, Any]:
@@ -272,54 +263,51 @@ def _token(file: Path) -> bytes:
     return token
 
 
-def _read(connection: socket.socket) -> _Call:
-    """One call, within the limits. Raises :class:`_Refused`: it is none."""
+def _read(connection: socket.socket) -> _Call | int:
+    """One call, within the limits; or the code of why it is none."""
     until = time.monotonic() + READ_S
-    head, rest = b"", b""
+    head = b""
     while b"\r\n\r\n" not in head:
         if len(head) > MAX_HEADERS:
-            raise _Refused(431)
-        head += _more(connection, until)
-    head, _, rest = head.partition(b"\r\n\r\n")
+            return 431
+        piece = _more(connection, until)
+        if not piece:
+            return 408 if piece is None else 400
+        head += piece
+    head, _, body = head.partition(b"\r\n\r\n")
     if len(head) > MAX_HEADERS:
-        raise _Refused(431)
-    try:
-        first, *lines = head.decode("ascii").split("\r\n")
-    except UnicodeDecodeError:
-        raise _Refused(400) from None
-    begin = re.fullmatch(r"([A-Z]{1,16}) (/[!-~]{0,200}) HTTP/1\.[01]", first)
-    if begin is None:
-        raise _Refused(400)
+        return 431
     headers: dict[str, str] = {}
+    first, *lines = head.decode("latin-1").split("\r\n")
+    begin = re.fullmatch(r"([A-Z]{1,16}) (/[!-~]{0,200}) HTTP/1\.[01]", first)
     for line in lines:
         found = re.fullmatch(r"([A-Za-z0-9-]+):[ \t]*([ -~]*?)[ \t]*", line)
         if found is None or found[1].lower() in headers:
-            raise _Refused(400)
+            return 400
         headers[found[1].lower()] = found[2]
     length = headers.get("content-length", "0")
-    if not re.fullmatch(r"[0-9]{1,9}", length) or "transfer-encoding" in headers:
-        raise _Refused(400)
+    if begin is None or not re.fullmatch(r"[0-9]{1,9}", length) or "transfer-encoding" in headers:
+        return 400
     if int(length) > MAX_BODY:
-        raise _Refused(413)
-    while len(rest) < int(length):
-        rest += _more(connection, until)
-    if len(rest) > int(length):
-        raise _Refused(400)
-    return _Call(begin[1], begin[2], headers, rest)
+        return 413
+    while len(body) < int(length):
+        piece = _more(connection, until)
+        if not piece:
+            return 408 if piece is None else 400
+        body += piece
+    return _Call(begin[1], begin[2], headers, body) if len(body) == int(length) else 400
 
 
-def _more(connection: socket.socket, until: float) -> bytes:
+def _more(connection: socket.socket, until: float) -> bytes | None:
+    """What comes next; None: nothing in time."""
     left = until - time.monotonic()
     if left <= 0:
-        raise _Refused(408)
+        return None
     connection.settimeout(left)
     try:
-        piece = connection.recv(4096)
+        return connection.recv(4096)
     except TimeoutError:
-        raise _Refused(408) from None
-    if not piece:
-        raise _Refused(400)
-    return piece
+        return None
 
 
 def _answer(code: int, said: Any) -> bytes:
