@@ -68,9 +68,7 @@ class Ring:
 
 
 def train(folder, steps):
-    logging.getLogger("engram").setLevel(
-        logging.WARNING
-    )  # else each rank says what it restored and left out
+    logging.getLogger("engram").setLevel(logging.WARNING)  # else each rank says what it restored and left out
     distributed.init_process_group("gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
     generator = torch.Generator().manual_seed(rank)

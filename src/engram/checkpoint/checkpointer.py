@@ -243,6 +243,7 @@ class Checkpointer:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
+        self._joins = ranks is None
         self._ranks = Ranks.local() if ranks is None else ranks
         self._attempts = Attempts(self.root, self._ranks)
         self._timeout = timeout
@@ -261,8 +262,8 @@ class Checkpointer:
     def save(self, step: int, *, user: Mapping[str, Any] | None = None, wait: bool = True) -> Any:
         """Make a checkpoint. With several ranks, each of them calls this with the same step.
 
-        While one is being made, another call joins that: it returns, or waits for, the same one. With several ranks it waits for its
-        end, and makes one more.
+        While one is being made, another call joins that: it returns, or waits for, the same one. With ``ranks`` it waits for its end, and
+        makes one more.
 
         Args:
             step: of the training; orders checkpoints.
@@ -283,7 +284,7 @@ class Checkpointer:
         if type(step) is not int or step < 0:
             raise ValueError(f"save: step: expected an int of at least 0, got {step!r}.")
         before = self._handle
-        if before is not None and self._ranks.world > 1:
+        if before is not None and not self._joins:
             # Ranks do not see the end of a save at the same moment: which of them would join it?
             before._over.wait()  # noqa: SLF001 - our own; it ends at its deadline
         with self._lock:

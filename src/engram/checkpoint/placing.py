@@ -257,12 +257,23 @@ def fill_placed(
             if len(one.source.runs):
                 extents = _extents(plan, rank, which, one, length)
                 for rows, target, columns in _read(one, extents):
-                    to = torch.from_numpy(target)
+                    at, to = torch.from_numpy(rows), torch.from_numpy(target)
+                    together = len(rows) == rows[-1] - rows[0] + 1 and bool((np.diff(rows) == 1).all())
                     for tensor, column in zip(tensors, columns, strict=True):
-                        tensor[to.to(tensor.device)] = column[torch.from_numpy(rows)].to(tensor.device)
+                        wide = _words(column)
+                        taken = wide[rows[0] : rows[-1] + 1] if together else wide.index_select(0, at)
+                        _words(tensor).index_copy_(0, to.to(tensor.device), taken.to(tensor.device))
         _rewrite(tensors, fields, plan, mine, saved, length, env_offset)
 
     return fill
+
+
+def _words(rows: Tensor) -> Tensor:
+    """Rows in the largest units that they consist of: torch moves unit by unit, and ten times as fast in words as in bytes."""
+    size = rows[:1].numel() * rows.element_size()
+    unit = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % dtype.itemsize == 0)
+    flat = rows.reshape(len(rows), -1) if size else rows.new_empty((len(rows), 0))
+    return flat.view(torch.uint8).view(unit) if size else flat.to(torch.uint8)
 
 
 def _read(saved: Saved, extents: _Extents) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], list[Tensor]]]:
