@@ -2,6 +2,8 @@
 
 import contextlib
 import shutil
+import threading
+import time
 from unittest import mock
 
 import pytest
@@ -71,6 +73,57 @@ def test_a_mutant_that_saves_rank_0_only_is_found(tmp_path):
         pytest.raises(AssertionError),
     ):
         every_rank_is_saved(tmp_path)
+
+
+def every_rank_is_saved_after_a_crash(root, grace=5.0):
+    """Rank 1 raises while the others wait for it."""
+    over = threading.Event()
+
+    def act(ranks, rank):
+        rb = buffer(2, 64)
+        play(rb, rank, 0, [5, 7, 3])
+        ck = checkpointer(root, rb, ranks)
+        with ck.guard(grace):
+            if rank == 1:
+                raise ZeroDivisionError("the original error")
+            over.wait(2 * grace)  # a collective that does not end
+        return steps_of(rb)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(over.set)
+        results = []
+        thread = threading.Thread(target=lambda: results.extend(job(3, act)), daemon=True)
+        thread.start()
+        for _ in range(int(grace * 40)):
+            if series.latest(root)[0] is not None:
+                break
+            time.sleep(0.05)
+    thread.join(30)
+    assert isinstance(results[1], ZeroDivisionError)
+    path, _ = series.latest(root)
+    assert path is not None
+    with Checkpoint(path) as checkpoint:
+        assert (checkpoint.manifest.world, checkpoint.manifest.trigger) == (3, "crash")
+    with pytest.warns(UserWarning, match="LATEST"):
+        loaded = restore_all(root, 2)
+    found = set().union(*(steps_of(rb) for _, rb in loaded))
+    assert whos(found) >= whos(results[0] | results[2])
+    assert len(found) == 3 * 15
+
+
+def test_a_crash_checkpoint_has_every_rank(tmp_path):
+    every_rank_is_saved_after_a_crash(tmp_path)
+
+
+def test_a_mutant_whose_crash_checkpoint_has_rank_0_only_is_found(tmp_path):
+    real = Checkpointer._write_crash
+
+    def write(self, folder):
+        if self._ranks.rank == 0:
+            real(self, folder)
+
+    with mock.patch.object(Checkpointer, "_write_crash", write), pytest.raises(AssertionError):
+        every_rank_is_saved_after_a_crash(tmp_path, grace=0.3)
 
 
 # ---- restored steps that keep the env_id of where they come from ---------------------------------------------------------

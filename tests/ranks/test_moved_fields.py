@@ -22,6 +22,7 @@ def rows(who, steps, *, env_dtype=torch.int64, lane=0, trajectory=0, first=0):
     return TensorDict(
         {
             "who": torch.arange(steps) + who,
+            "seen": (torch.arange(steps) + who)[:, None],
             "env_id": torch.full((steps, 1), lane, dtype=env_dtype),
             "episode": torch.full((steps,), trajectory, dtype=torch.int32),
             "place": torch.arange(first, first + steps),
@@ -31,9 +32,9 @@ def rows(who, steps, *, env_dtype=torch.int64, lane=0, trajectory=0, first=0):
     )
 
 
-def save(ranks, rank, root, lengths, roles=None, **more):
+def save(ranks, rank, root, lengths, roles=None, sampler=None, **more):
     """Every lane of every rank has the same trajectories with the same numbers."""
-    rb = make(2, 64)
+    rb = make(2, 64, sampler() if sampler else None)
     for lane in range(2):
         first = 0
         for i, steps in enumerate(lengths):
@@ -61,8 +62,11 @@ def test_more_lanes_than_the_field_can_number(tmp_path):
 
 def test_no_two_trajectories_have_one_number_and_slices_never_cross(tmp_path):
     """The sources number theirs alike: neighbours with one number would be one trajectory."""
-    done(job(3, save, tmp_path, [3, 5, 4, 6], {("next", "done"): "data"}))
-    sampler = lambda: SliceSampler(slice_len=3, traj_key="episode", strict_length=True)  # noqa: E731
+
+    def sampler():
+        return SliceSampler(slice_len=4, traj_key="episode")
+
+    done(job(3, save, tmp_path, [4, 5, 4, 6], {("next", "done"): "data"}, sampler))
     for _, rb in done(job(2, load, tmp_path, 1, 200, sampler)):
         columns = columns_of(rb)
         there = layout(rb)[0]
@@ -71,7 +75,7 @@ def test_no_two_trajectories_have_one_number_and_slices_never_cross(tmp_path):
         assert ((numbers[1:] == numbers[:-1]) == (owners[1:] == owners[:-1])).all()
         for _ in range(30):
             who = rb.sample()["who"].reshape(-1)
-            runs = who[: len(who) // 3 * 3].reshape(-1, 3)
+            runs = who.reshape(-1, 4)
             assert (runs // 1000 == runs[:, :1] // 1000).all()
 
 
@@ -102,18 +106,21 @@ def test_lanes_that_are_exactly_full(tmp_path):
 
 def test_a_stack_at_a_headless_trajectory_amid_a_lane_never_reads_its_neighbour(tmp_path):
     def act(ranks, rank, root):
-        rb = make(1, 10)
+        rb = make(1, 10, FrameStack(RandomSampler(), 3, -1, ["seen"]))
         rb.extend(rows(rank * 100_000, 8), lane=0)
         rb.extend(rows(rank * 100_000 + 1000, 6), lane=0)  # of the first one 4 are left, without their beginning
         checkpointer(root, rb, ranks).save(1)
 
     done(job(2, act, tmp_path))
     how = {"incomplete": {"headless": "keep"}}
-    sampler = lambda: FrameStack(RandomSampler(), n=3, keys=["who"])  # noqa: E731
+
+    def sampler():
+        return FrameStack(RandomSampler(), 3, -1, ["seen"])
+
     _, rb = done(job(1, lambda *args: load(*args, **how), tmp_path, 1, 40, sampler))[0]
     assert len(rb) == 20
     for _ in range(20):
-        stacked = rb.sample()["who"].reshape(8, -1)
+        stacked = rb.sample()["seen"].reshape(8, 3)
         assert (stacked // 1000 == stacked[:, -1:] // 1000).all()
 
 
@@ -155,10 +162,10 @@ def test_every_dtype_and_shape_is_moved_bit_for_bit(tmp_path, dtype, shape):
 def test_columns_become_lanes(tmp_path):
     def act(ranks, rank, root):
         rb = Buffer(storage=LazyTensorStorage(60, ndim=2), batch_size=4)
-        over = torch.zeros(12, 3, 1, dtype=torch.bool)
-        over[3::4] = True
-        who = torch.arange(12)[:, None] + 1000 * torch.arange(3) + 100_000 * rank
-        rb.extend(TensorDict({"who": who, ("next", "done"): over}, [12, 3]))
+        over = torch.zeros(3, 12, 1, dtype=torch.bool)
+        over[:, 3::4] = True
+        who = torch.arange(12) + 1000 * torch.arange(3)[:, None] + 100_000 * rank
+        rb.extend(TensorDict({"who": who, ("next", "done"): over}, [3, 12]))  # time is the second dimension
         checkpointer(root, rb, ranks).save(1)
         return set(who.reshape(-1).tolist())
 
