@@ -35,7 +35,7 @@ from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from engram.pinning import Pinning
     from engram.storages import Rows, Storage
@@ -1124,9 +1124,7 @@ class ReplayBuffer:
     def _sampler_index(self) -> str | None:
         """The name of the priorities that are all of the sampler's state; None: it has another one."""
         own = self._sampler_indexes()
-        return (
-            own[0][0] if self._storage.memory is not None and [kind for _, kind in own] == [priorities.KIND] else None
-        )
+        return own[0][0] if [kind for _, kind in own] == [priorities.KIND] else None
 
     def _sampler_indexes(self) -> tuple[tuple[str, str], ...]:
         """Names and kinds of the storage's indexes that the sampler's state has."""
@@ -1353,14 +1351,14 @@ class ReplayBuffer:
         state["_prefetch_state"] = None
         return self._checked_rest(state, of_storage, take_storage, default_rng=False)
 
-    def parts(self, *, of_a_cut: bool = False) -> buffers.Parts:
+    def parts(self, *, noted: Collection[str] = ()) -> buffers.Parts:
         """All of the state but the storage's, as the parts of a checkpoint.
 
-        ``of_a_cut``: priorities are in the storage's; the sampler's says under which name.
+        ``noted``: names of priorities that the storage's part has; the sampler's says which of them it is, if that is its state.
         """
-        index = self._sampler_index() if of_a_cut else None
-        state = self._state_but_rows(with_sampler=index is None)
-        if index is not None:
+        index = self._sampler_index()
+        state = self._state_but_rows(with_sampler=index not in noted)
+        if index in noted:
             state["_sampler"] = {buffers.INDEX: index}
         states = {
             "sampler": state["_sampler"],

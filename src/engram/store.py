@@ -708,6 +708,11 @@ class Store:
         clock, write_count = self.core.next_ticket, self.core.write_count
         return StoreState(self.lane_words(), self.numbers_before(clock), clock, write_count)
 
+    @property
+    def base(self) -> int:
+        """By how much tickets are larger than where the rows were saved that were loaded last: saved states are without it."""
+        return 0 if self.replaced is None else self.replaced[1] - self.replaced[0]
+
     def lane_words(self) -> Tensor:
         """The ``lanes`` of a :class:`StoreState`. Cost: O(lanes)."""
         lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")

@@ -232,7 +232,7 @@ class Checkpointer:
             with storage.paused:
                 paused = time.perf_counter()
                 state = cut()
-                parts = self._buffer.parts(of_a_cut=True)
+                parts = self._buffer.parts(noted=state["priorities"])
                 lineage = storage.lineage()
                 paused = time.perf_counter() - paused
         except BaseException as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 from engram import _native
 from engram._devices import existing_device
 from engram._later import refuse
-from engram.checkpoint.components import check_blocks, check_kind, write_part
+from engram.checkpoint.components import check_blocks, write_part
 from engram.checkpoint.roles import roles_of
 from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
 from engram.checkpoint.segments import save_segments
@@ -553,8 +553,8 @@ class TensorStorage(Storage):
 
         ``schema``, JSON text, None before the first write; ``lanes``, int64 ``[L, 4]``: the position of each lane's next step and
         its live rows; ``numbers``, int64 ``[n]``: the tickets of the rows up to the last live one, 0 for those that hold nothing;
-        ``clock``: the next ticket; ``write_count``; by name ``priorities``, the ``passes`` of a directory, and ``windows``: the
-        length that tables of trajectories count.
+        ``clock``: the next ticket; a load changes neither, as both are without the store's ``base``; ``write_count``; by name
+        ``priorities``, the ``passes`` of a directory, and ``windows``: the length that tables of trajectories count.
         """
         store = self.memory
         if store is None:
@@ -569,10 +569,11 @@ class TensorStorage(Storage):
                 "windows": {},
             }
         words = self._words(store, store.all_indexes(), without)
-        numbers = store.numbers_before(words["clock"])
+        numbers = store.numbers_before(words["clock"] + store.base)
         live = numbers.nonzero()
         last = int(live[-1]) + 1 if len(live) else 0
-        return {**words, "numbers": numbers[:last].clone()}
+        kept = numbers[:last]
+        return {**words, "numbers": torch.where(kept == 0, 0, kept - store.base)}
 
     def _words(
         self,
@@ -585,7 +586,7 @@ class TensorStorage(Storage):
         passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == PASSES}
         return {
             "schema": schemas.encode(store.schema).decode(),
-            "clock": store.core.next_ticket,
+            "clock": int(store.core.next_ticket) - store.base,
             "lanes": store.lane_words(),
             "write_count": int(store.core.write_count),
             "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, room),
@@ -690,15 +691,18 @@ class TensorStorage(Storage):
         return state, lambda: take(dump.fill(schema))
 
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:
-        store = self.memory
-        if store is None:
-            return self.state_without_rows
-        indexes = store.all_indexes()
+        prepared = self.memory
+        indexes = {} if prepared is None else prepared.all_indexes()
         # Pages are taken now, so that writers wait for a copy only.
-        room = {name: torch.zeros(store.capacity, dtype=torch.float64) for name in _of_kind(indexes, PRIORITIES)}
+        size = 0 if prepared is None else prepared.capacity
+        room = {name: torch.zeros(size, dtype=torch.float64, device="cpu") for name in _of_kind(indexes, PRIORITIES)}
 
         def cut() -> dict[str, Any]:
-            return self._words(store, indexes, (), room)
+            store = self.memory
+            if store is None:
+                return self.state_without_rows()
+            live = int(store.lane_words()[:, 1].sum()) - int(store.core.void_rows)
+            return {**self._words(store, indexes, (), room), "base": store.base, "live": live}
 
         return cut
 
@@ -715,24 +719,26 @@ class TensorStorage(Storage):
         store, kind = self.memory, type(self).__name__
         if cut["schema"] is None or store is None:
             return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
-        state = {**cut, "numbers": store.numbers_before(cut["clock"])}
+        state = {name: value for name, value in cut.items() if name not in ("base", "live")}
+        state["numbers"] = store.numbers_before(cut["clock"] + cut["base"])
         return save_segments(
             folder,
             kind,
             store,
             state,
             roles_of(store.schema.fields, roles),
-            base=0 if store.replaced is None else store.replaced[1] - store.replaced[0],
+            base=cut["base"],
+            live=cut["live"],
             parent=parent,
             paranoid=paranoid,
             progress=progress,
         )
 
     def lineage(self) -> Any:
-        return None if self.memory is None else (id(self.memory), self.memory.replaced)
+        return None if self.memory is None else (weakref.ref(self.memory), self.memory.replaced)
 
     def checked_part(self, reader: PartReader, *, close_open: bool = False) -> Callable[[], None]:
-        check_kind(reader, "storage", *self._loads)
+        self._check_kind(reader)
         take = self.checked_without_rows(read_rows_state(reader, close_open=close_open))
         if len(self):
             check_blocks(reader)
