@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
+from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint
 from engram.format import series
@@ -144,7 +145,7 @@ class Checkpointer:
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
 
     Raises:
-        ValueError: ``keep`` or ``full_every`` below 1, or roles that there are not.
+        ValueError: ``keep`` or ``full_every`` below 1, or roles that there are not. TypeError: they are no ints.
         OSError: the folder cannot be made.
 
     >>> import tempfile, torch
@@ -175,6 +176,7 @@ class Checkpointer:
                 raise TypeError(f"Checkpointer: {name}: expected an int, got {type(value).__name__}.")
             if value < 1:
                 raise ValueError(f"Checkpointer: {name}: expected at least 1, got {value}.")
+        check_roles(roles)
         self.root = Path(root).absolute()
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._buffer = buffer
@@ -201,6 +203,7 @@ class Checkpointer:
             A :class:`SaveReport`, or the handle.
 
         Raises:
+            KeyError: a key of ``roles`` is not stored.
             TypeError: state that cannot be saved, or ``user`` is not JSON; names the way to it.
             ValueError: ``step`` is negative.
             RuntimeError: a later process has taken this folder over; or ``paranoid`` found a row that was changed through a view.
@@ -209,15 +212,20 @@ class Checkpointer:
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"save: step: expected an int of at least 0, got {step!r}.")
+        work: Callable[[], None] | None = None
         with self._lock:
             handle = self._handle
             if handle is None or handle.done:
                 handle = self._handle = SaveHandle()
                 work = self._prepared(step, dict(user or {}), handle)
-                if wait:
-                    work()
-                else:
-                    threading.Thread(target=work, name="engram-save", daemon=True).start()
+        if work is not None and wait:
+            work()
+        elif work is not None:
+            try:
+                threading.Thread(target=work, name="engram-save", daemon=True).start()
+            except BaseException as error:
+                handle._end(None, error)  # noqa: SLF001 - our own
+                raise
         return handle.wait() if wait else handle
 
     def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
@@ -281,10 +289,10 @@ class Checkpointer:
                 totals=rows.totals,
                 schema_sum=rows.schema_sum,
             )
+            manifest = series.decide(attempt, self._epoch)
         except BaseException as error:
             self._refuse(attempt, error)
             raise
-        manifest = series.decide(attempt, self._epoch)
         if manifest is None or manifest.status != "complete":
             raise CorruptCheckpoint(
                 f"save: {attempt.name}: {'; '.join(manifest.reasons) if manifest else 'no decision'}."
@@ -313,6 +321,8 @@ class Checkpointer:
     def _refuse(self, attempt: Path, error: BaseException) -> None:
         assert self._epoch is not None
         with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
+            if series.decision(attempt) is not None:  # it is there, but perhaps not on disk yet
+                return
             series.refuse(attempt, 0, f"{type(error).__name__}: {error}")
             series.decide(attempt, self._epoch)
 
