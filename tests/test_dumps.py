@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from engram import (
+    CorruptCheckpoint,
     IncompatibleCheckpoint,
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -362,6 +363,33 @@ def test_lists(ram):
         assert bits(loaded) == bits([*given[:-1], given[-1].resolve_conj()])
 
 
+def test_no_descriptor_stays_open(ram):
+    rb, other = buffer(n=5), buffer()
+    other.loads(_dumped(rb, ram / "d"))
+    checkpointer = Checkpointer(ram / "s", rb)
+    checkpointer.save(1)
+    (ram / "broken").mkdir()
+    _dumped(rb, ram / "broken")
+    (ram / "broken" / "writer" / "sums.bin").unlink()
+    before = os.listdir("/proc/self/fd")
+    for step in range(2, 4):
+        other.loads(ram / "d")
+        checkpointer.save(step)
+        checkpointer.restore()
+        with pytest.raises(CorruptCheckpoint):
+            other.loads(ram / "broken")
+        with pytest.raises(IncompatibleCheckpoint):
+            buffer(LazyTensorStorage(L + 1)).loads(ram / "d")
+        rb.storage.dumps(ram / "part")
+        other.storage.loads(ram / "part")
+    assert os.listdir("/proc/self/fd") == before
+
+
+def _dumped(rb, path):
+    rb.dumps(path)
+    return path
+
+
 # ---- where dumps go --------------------------------------------------------------------------------------------------------
 
 
@@ -517,8 +545,6 @@ def test_another_schema_is_refused(ram):
 
 @pytest.mark.parametrize("path", ["nothing", "file", "folder", "part"])
 def test_what_is_no_checkpoint(path, ram):
-    from engram import CorruptCheckpoint
-
     (ram / "file").write_text("x")
     (ram / "folder").mkdir()
     rb = buffer(n=3)

@@ -235,6 +235,19 @@ def test_another_store_with_equal_tickets_is_not_linked(ram):
         assert other["at"].tolist() == list(range(10_000 * step, 10_000 * step + 700))
 
 
+def test_no_two_stores_have_one_lineage():
+    """Also where one lies where another lay before."""
+    known, places = [], []
+    for _ in range(300):
+        storage = LazyTensorStorage(4)
+        storage.set(range(2), TensorDict({"a": torch.zeros(2)}, [2]))
+        assert storage.lineage() == storage.lineage()
+        assert storage.lineage() not in known
+        known.append(storage.lineage())
+        places.append(id(storage.memory))
+    assert len(set(places)) < len(places), "otherwise this tests nothing"
+
+
 def test_two_buffers_in_one_folder(ram):
     """Not meant to be, and harmless: nothing is taken over from the other one."""
     one, two = buffer(700), buffer()

@@ -269,6 +269,10 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
     if not np.isin(words & 3, (_COMMITTED, _VOID)).all() or (words < 0).any():
         raise corrupt(reader.folder / layout.FOLDER / "tickets.bin", "expected tickets of whole or void rows")
     stored = np.where(words & 3 == _COMMITTED, words >> 2, 0)
+    for name, nbytes in reader.files.items():  # what a load does not need; but what is damaged is not loaded
+        if name.rpartition("/")[2] in ("trajectories.bin", "meta.json"):
+            for at in range(0, nbytes, _PIECE):
+                reader.read(name, at, bytearray(min(_PIECE, nbytes - at)))
     if reader.segment_rows is None:
         numbers = stored
     else:
