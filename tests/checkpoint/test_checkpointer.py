@@ -666,6 +666,21 @@ def test_rows_replaced_before_they_were_copied(ram, monkeypatch, how):
     rb.close()
 
 
+def test_another_storage_before_the_rows_were_copied(ram, monkeypatch):
+    slow = Slow(monkeypatch)
+    rb = buffer(700)
+    checkpointer = Checkpointer(ram, rb)
+    handle = checkpointer.save(1, wait=False)
+    slow.there.wait(30)
+    rb.set_storage(LazyTensorStorage(CAPACITY))
+    rb.extend(steps(9000, 700))
+    slow.go_on.set()
+    assert handle.wait(30).lost_rows == 0
+    assert restored(ram)["at"].tolist() == list(range(700))
+    assert checkpointer.save(2).bytes_linked == 0
+    assert restored(ram)["at"].tolist() == list(range(9000, 9700))
+
+
 def test_a_buffer_that_is_written_first_while_it_is_saved(ram):
     rb = buffer(sampler=PrioritizedSampler(CAPACITY, 0.7, 0.5))
     prepare = rb.storage.prepare_cut

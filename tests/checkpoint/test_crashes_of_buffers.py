@@ -107,7 +107,7 @@ def test_killed_at_system_calls(kind, ram):
     (ram / "count").mkdir()
     calls = counted(kind(ram / "count").save).calls
     assert calls > 60
-    numbers = sorted({*range(1, calls + 1, stress.size(5, 1)), *range(calls - 12, calls + 2)})
+    numbers = sorted({*range(1, calls + 1, stress.size(9, 1)), *range(calls - 12, calls + 2)})
     seen = set()
     for number in numbers:
         folder = ram / str(number)
@@ -132,7 +132,7 @@ def test_a_call_that_fails(kind, code, ram):
     (ram / "count").mkdir()
     calls = counted(kind(ram / "count").save).calls
     failed = 0
-    for number in sorted({*range(1 + code % 3, calls + 1, stress.size(5, 1)), *range(calls - 8, calls + 1)}):
+    for number in sorted({*range(1 + code % 3, calls + 1, stress.size(9, 1)), *range(calls - 8, calls + 1)}):
         folder = ram / str(number)
         folder.mkdir()
         work = kind(folder)
@@ -144,7 +144,7 @@ def test_a_call_that_fails(kind, code, ram):
         assert newest(work.load()) in (work.before, work.after)
         assert error is not None or newest(work.load()) == work.after
         check_tidy(work, folder)
-    assert failed > calls // 10
+    assert failed > calls // 20
 
 
 def test_a_failure_leaves_no_attempt_undecided(ram):
@@ -207,6 +207,7 @@ def test_killed_at_any_time(kind, ram):
     check_tidy(work, ram)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("kind", [Dumps, Saves])
 @pytest.mark.parametrize("used", [False, True])
 def test_a_load_that_is_killed_leaves_a_directory_empty_or_whole(kind, used, ram):
@@ -244,7 +245,7 @@ def test_a_load_that_is_killed_leaves_a_directory_empty_or_whole(kind, used, ram
 
     reads = act(ram / "whole", None)
     assert reads > 8
-    for number in range(1, reads + 2):
+    for number in sorted({*range(1, reads + 1, stress.size(3, 1)), reads, reads + 1}):
         folder = ram / f"store{number}"
         pid = os.fork()
         if pid == 0:

@@ -18,6 +18,7 @@ from engram import (
 )
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.format import part_reader
+from tests import stress
 from tests.format.checkpoint_folders import rewrite, tree
 from tests.format.test_damage import empty, flip, folder, lengthen, link, pipe, remove, shorten
 from tests.format.test_damage import restore as mend
@@ -100,7 +101,12 @@ def test_whole_ones_load(saved, kind):
     assert len(files_of(saved[kind])) > 15
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [("dump", damage) for damage in DAMAGES]
+    + [(kind, damage) for kind in ("series", "list") for damage in (remove, shorten, flip)],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
 def test_every_damage_of_every_file(saved, kind, damage, ram):
     path = ram / "saved"
     shutil.copytree(saved[kind], path)
@@ -221,7 +227,7 @@ def test_a_disk_that_fails_amid_a_load(saved, used, ram, monkeypatch):
         rb = make("dump", 5 if used else 0, 100)
         rb.loads(path)
         rb.close()
-    for number in range(len(calls)):
+    for number in range(0, len(calls), stress.size(3, 1)):
         rb = make("dump", 5 if used else 0, 100)
         before = contents(rb)
         left = [number]

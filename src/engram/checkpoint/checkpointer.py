@@ -249,7 +249,7 @@ class Checkpointer:
 
         def work() -> None:
             try:
-                report = self._write(step, user, state, parts, lineage, paused, started)
+                report = self._write(step, user, storage, state, parts, lineage, paused, started)
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
                 handle._end(None, error)  # noqa: SLF001
             else:
@@ -261,6 +261,7 @@ class Checkpointer:
         self,
         step: int,
         user: dict[str, Any],
+        storage: Any,
         state: dict[str, Any],
         parts: buffers.Parts,
         lineage: Any,
@@ -279,7 +280,7 @@ class Checkpointer:
             user=user,
         )
         try:
-            rows, infos = self._write_parts(attempt / rank_folder(0, 1), state, parts, parent)
+            rows, infos = self._write_parts(attempt / rank_folder(0, 1), storage, state, parts, parent)
             series.accept(
                 attempt,
                 0,
@@ -335,9 +336,8 @@ class Checkpointer:
         return parent
 
     def _write_parts(
-        self, folder: Path, state: dict[str, Any], parts: buffers.Parts, parent: _Parent | None
+        self, folder: Path, storage: Any, state: dict[str, Any], parts: buffers.Parts, parent: _Parent | None
     ) -> tuple[Any, list[Any]]:
-        storage = self._buffer.storage
         with contextlib.ExitStack() as stack:
             reader: PartReader | None = None
             if parent is not None:
