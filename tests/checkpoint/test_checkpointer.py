@@ -12,11 +12,13 @@ from tensordict import TensorDict
 
 from engram import (
     CorruptCheckpoint,
+    ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     SliceSampler,
     TensorDictReplayBuffer,
+    TensorStorage,
 )
 from engram.checkpoint import checkpointer as module
 from engram.checkpoint.checkpointer import Checkpointer
@@ -26,7 +28,8 @@ from engram.format.verify import verify
 from tests import stress
 from tests.format.checkpoint_folders import rewrite, tree
 from tests.test_dumps import Writers, check_marked, marked
-from tests.twins import bits, contents
+from tests.test_state import L, twins
+from tests.twins import bits, contents, rows
 
 CAPACITY = 1024
 WORDS = 2000
@@ -327,6 +330,17 @@ def test_a_step_is_chosen(ram):
     assert [entry.step for entry in checkpointer.list()] == [20, 10, 5]
 
 
+def test_of_several_at_one_step_the_last_is_the_newest(ram):
+    rb = buffer(10)
+    checkpointer = Checkpointer(ram, rb, keep=2)
+    for n in range(8):
+        rb.extend(steps(10 + n, 1))
+        name = checkpointer.save(5).name
+        assert checkpointer.list()[0].name == name
+        for step in (None, 5):
+            assert contents(restored(ram, step)) == contents(rb)
+
+
 @pytest.mark.parametrize("damage", ["segment", "manifest", "undecided", "table"])
 def test_the_newest_is_damaged(ram, damage):
     rb = buffer(300)
@@ -423,6 +437,9 @@ def test_prune_and_verify(ram):
 
 def test_bad_arguments(ram):
     rb = buffer(20)
+    rb.dumps(ram / "dump")
+    with pytest.raises(FileExistsError, match="expected a folder for checkpoints, got a dump"):
+        Checkpointer(ram / "dump", rb)
     for wrong, error in (({"keep": 0}, ValueError), ({"full_every": 0}, ValueError), ({"keep": 1.0}, TypeError)):
         with pytest.raises(error, match=f"{next(iter(wrong))}: expected"):
             Checkpointer(ram / "x", rb, **wrong)
@@ -515,6 +532,46 @@ def test_windows_never_join_what_was_restored_and_what_is_new(ram, n, uniform):
     exact = make()
     Checkpointer(ram, exact).restore(resume="exact")
     check(exact)
+
+
+@pytest.mark.parametrize("n", [1, L - 1, L, L + 1, 3 * L + 7])
+@pytest.mark.parametrize("storage", ["ram", "lanes", "memmap", "columns", "full", "device", "list"])
+def test_what_is_there_after_environments_began_anew(ram, storage, n):
+    """All but the rows that mark the break: of each lane, or column, the oldest one if the ring is full."""
+    both = twins(storage, "epoch" if storage == "list" else "priority")
+    both.extend(n)
+    rb, other = both.pair
+    Checkpointer(ram, rb).save(1)
+    checkpointer = Checkpointer(ram, other)
+    report = checkpointer.restore()
+    was, now = (set(one["step"].flatten().tolist()) for one in (rb, other))
+    full = max(rb.storage.extent().filled) == rb.storage.max_size // rb.lanes
+    assert now <= was
+    assert len(was - now) <= (2 if storage == "columns" else 1) * full
+    assert report.steps == len(was)
+    for _ in range(3):
+        batch = other.sample()
+        assert set(batch["step"].flatten().tolist()) <= now
+    other.extend(both._shaped(rows(4, 7000)))
+    checkpointer.save(2)
+    again = both._make()
+    Checkpointer(ram, again).restore(2, resume="exact")
+    assert contents(again) == contents(other)
+    again.close()
+    both.close()
+
+
+@pytest.mark.parametrize("resume", ["env_reset", "exact"])
+def test_a_dataset_that_nobody_adds_to_keeps_its_rows(ram, resume):
+    def make(first):
+        return TensorDictReplayBuffer(
+            storage=TensorStorage(rows(10, first)), writer=ImmutableDatasetWriter(), batch_size=4
+        )
+
+    Checkpointer(ram, make(1)).save(1)
+    other = make(500)
+    Checkpointer(ram, other).restore(resume=resume)
+    assert other["step"].tolist() == list(range(1, 11))
 
 
 def test_an_exact_restore_lets_trajectories_go_on(ram):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -18,7 +19,7 @@ from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint
 from engram.format import series
-from engram.format.checkpoints import Checkpoint, rank_folder
+from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.format.problems import corrupt
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class Checkpointer:
 
     Raises:
         ValueError: ``keep`` or ``full_every`` below 1, or roles that there are not. TypeError: they are no ints.
-        OSError: the folder cannot be made.
+        FileExistsError: a dump lies there. OSError: the folder cannot be made.
 
     >>> import tempfile, torch
     >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -178,6 +179,12 @@ class Checkpointer:
                 raise ValueError(f"Checkpointer: {name}: expected at least 1, got {value}.")
         check_roles(roles)
         self.root = Path(root).absolute()
+        if is_checkpoint(self.root):
+            raise FileExistsError(
+                errno.EEXIST,
+                "Checkpointer: expected a folder for checkpoints, got a dump. Take another",
+                str(self.root),
+            )
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
