@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
+from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint
 from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint, rank_folder
+from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.format.problems import corrupt
 
 if TYPE_CHECKING:
@@ -145,8 +147,8 @@ class Checkpointer:
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
 
     Raises:
-        ValueError: ``keep`` or ``full_every`` below 1, or roles that there are not.
-        OSError: the folder cannot be made.
+        ValueError: ``keep`` or ``full_every`` below 1, or roles that there are not. TypeError: they are no ints.
+        FileExistsError: a dump lies there. OSError: the folder cannot be made.
 
     >>> import tempfile, torch
     >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -176,7 +178,14 @@ class Checkpointer:
                 raise TypeError(f"Checkpointer: {name}: expected an int, got {type(value).__name__}.")
             if value < 1:
                 raise ValueError(f"Checkpointer: {name}: expected at least 1, got {value}.")
+        check_roles(roles)
         self.root = Path(root).absolute()
+        if is_checkpoint(self.root):
+            raise FileExistsError(
+                errno.EEXIST,
+                "Checkpointer: expected a folder for checkpoints, got a dump. Take another",
+                str(self.root),
+            )
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
@@ -202,6 +211,7 @@ class Checkpointer:
             A :class:`SaveReport`, or the handle.
 
         Raises:
+            KeyError: a key of ``roles`` is not stored.
             TypeError: state that cannot be saved, or ``user`` is not JSON; names the way to it.
             ValueError: ``step`` is negative.
             RuntimeError: a later process has taken this folder over; or ``paranoid`` found a row that was changed through a view.
@@ -210,15 +220,20 @@ class Checkpointer:
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"save: step: expected an int of at least 0, got {step!r}.")
+        work: Callable[[], None] | None = None
         with self._lock:
             handle = self._handle
             if handle is None or handle.done:
                 handle = self._handle = SaveHandle()
                 work = self._prepared(step, dict(user or {}), handle)
-                if wait:
-                    work()
-                else:
-                    threading.Thread(target=work, name="engram-save", daemon=True).start()
+        if work is not None and wait:
+            work()
+        elif work is not None:
+            try:
+                threading.Thread(target=work, name="engram-save", daemon=True).start()
+            except BaseException as error:
+                handle._end(None, error)  # noqa: SLF001 - our own
+                raise
         return handle.wait() if wait else handle
 
     def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
@@ -229,12 +244,12 @@ class Checkpointer:
                 self._epoch = series.claim_epoch(self.root)
                 series.recover(self.root, self._epoch)
             storage = self._buffer.storage
-            self._buffer.parts(of_a_cut=True)  # what cannot be saved, or is made now, keeps nobody waiting
+            self._buffer.parts()  # what cannot be saved, or is made now, keeps nobody waiting
             cut = storage.prepare_cut()
             with storage.paused:
                 paused = time.perf_counter()
                 state = cut()
-                parts = self._buffer.parts(of_a_cut=True)
+                parts = self._buffer.parts(noted=state["priorities"])
                 lineage = storage.lineage()
                 paused = time.perf_counter() - paused
         except BaseException as error:
@@ -243,7 +258,7 @@ class Checkpointer:
 
         def work() -> None:
             try:
-                report = self._write(step, user, state, parts, lineage, paused, started)
+                report = self._write(step, user, storage, state, parts, lineage, paused, started)
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
                 handle._end(None, error)  # noqa: SLF001
             else:
@@ -255,6 +270,7 @@ class Checkpointer:
         self,
         step: int,
         user: dict[str, Any],
+        storage: Any,
         state: dict[str, Any],
         parts: buffers.Parts,
         lineage: Any,
@@ -273,7 +289,7 @@ class Checkpointer:
             user=user,
         )
         try:
-            rows, infos = self._write_parts(attempt / rank_folder(0, 1), state, parts, parent)
+            rows, infos = self._write_parts(attempt / rank_folder(0, 1), storage, state, parts, parent)
             series.accept(
                 attempt,
                 0,
@@ -283,10 +299,10 @@ class Checkpointer:
                 totals=rows.totals,
                 schema_sum=rows.schema_sum,
             )
+            manifest = series.decide(attempt, self._epoch)
         except BaseException as error:
             self._refuse(attempt, error)
             raise
-        manifest = series.decide(attempt, self._epoch)
         if manifest is None or manifest.status != "complete":
             raise CorruptCheckpoint(
                 f"save: {attempt.name}: {'; '.join(manifest.reasons) if manifest else 'no decision'}."
@@ -315,6 +331,8 @@ class Checkpointer:
     def _refuse(self, attempt: Path, error: BaseException) -> None:
         assert self._epoch is not None
         with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
+            if series.decision(attempt) is not None:  # it is there, but perhaps not on disk yet
+                return
             series.refuse(attempt, 0, f"{type(error).__name__}: {error}")
             series.decide(attempt, self._epoch)
 
@@ -327,9 +345,8 @@ class Checkpointer:
         return parent
 
     def _write_parts(
-        self, folder: Path, state: dict[str, Any], parts: buffers.Parts, parent: _Parent | None
+        self, folder: Path, storage: Any, state: dict[str, Any], parts: buffers.Parts, parent: _Parent | None
     ) -> tuple[Any, list[Any]]:
-        storage = self._buffer.storage
         with contextlib.ExitStack() as stack, disk.together():
             reader: PartReader | None = None
             if parent is not None:

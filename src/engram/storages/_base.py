@@ -245,7 +245,7 @@ class Storage(Dumpable):
 
     # ---- files ---------------------------------------------------------------------------------------------------------
 
-    #: Classes whose dumps can be loaded here.
+    #: Classes whose dumps can be loaded here, beside its own.
     _loads: tuple[str, ...] = ()
 
     def save_part(
@@ -268,8 +268,11 @@ class Storage(Dumpable):
 
         Raises: as :meth:`loads`. Nothing is changed.
         """
-        check_kind(reader, "storage", *self._loads)
+        self._check_kind(reader)
         return self.checked_state(read_state(reader))
+
+    def _check_kind(self, reader: PartReader) -> None:
+        check_kind(reader, "storage", *dict.fromkeys((*self._loads, type(self).__name__)))
 
     def checked_dump(self, dump: TorchRLDump, without: Collection[str]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Check a dump of TorchRL's: the plain values of the state it makes, and what takes it over.
