@@ -53,7 +53,7 @@ def read_parts(checkpoint: Checkpoint, rank: int, kinds: Mapping[str, str]) -> d
                 check_kind(reader, name, kind)
                 states[name] = read_state(reader)
         except KeyError as error:
-            raise _missing(checkpoint, rank, name) from error
+            raise part_missing(checkpoint, rank, name) from error
     return states
 
 
@@ -72,8 +72,8 @@ def open_storage(checkpoint: Checkpoint, rank: int) -> PartReader:
     try:
         return checkpoint.part(rank, STORAGE)
     except KeyError as error:
-        raise _missing(checkpoint, rank, STORAGE) from error
+        raise part_missing(checkpoint, rank, STORAGE) from error
 
 
-def _missing(checkpoint: Checkpoint, rank: int, name: str) -> Exception:
+def part_missing(checkpoint: Checkpoint, rank: int, name: str) -> Exception:
     return corrupt(checkpoint.shard_folder(rank) / "shard.json", f"expected a part called {name!r}, found none")
