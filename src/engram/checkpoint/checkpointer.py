@@ -111,8 +111,9 @@ class SaveHandle:
         """
         if not self._over.wait(timeout):
             raise TimeoutError(f"save: not over after {timeout:g} s. It goes on: wait again.")
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        if error is not None:
+            raise error
         assert self._report is not None  # one of the two is there
         return self._report
 
