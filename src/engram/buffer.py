@@ -1371,11 +1371,13 @@ class ReplayBuffer:
         state.
         """
         index = self._sampler_index()
-        state = self._state_but_rows(with_sampler=index is None)
-        if index is not None:
-            state["_sampler"] = (
-                {buffers.INDEX: index} if noted is None or index in noted else self._storage.priorities_in_use(index)
-            )
+        if index is not None and (noted is None or index in noted):
+            of_sampler: dict[str, Any] | None = {buffers.INDEX: index}
+        else:
+            of_sampler = None if index is None else self._storage.priorities_in_use(index)
+        state = self._state_but_rows(with_sampler=of_sampler is None)
+        if of_sampler is not None:
+            state["_sampler"] = of_sampler
         states = {
             "sampler": state["_sampler"],
             "writer": state["_writer"],

@@ -297,6 +297,10 @@ class Storage(Dumpable):
             f"{saved.reader.folder}: a {type(self).__name__} cannot be converted. Load it as it is."
         )
 
+    def priorities_in_use(self, name: str) -> dict[str, Any] | None:
+        """The state of the priorities of that name, as far as rows are in use; None: as the sampler says it."""
+        return None
+
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:
         """What notes all that :meth:`save_cut` needs of one moment, while writers are :attr:`paused`: as fast as can be."""
         return self.state_dict

@@ -732,11 +732,10 @@ class TensorStorage(Storage):
             )
         return here if self.memory is None else self.memory.schema
 
-    def priorities_in_use(self, name: str) -> dict[str, Any]:
-        """The state of the priorities of that name, as far as rows are in use."""
-        store = self.store
-        index: PriorityIndex = store.all_indexes()[name, PRIORITIES]
-        return index.state(store.rows_in_use(store.lane_words()))
+    def priorities_in_use(self, name: str) -> dict[str, Any] | None:
+        store = self.memory
+        index: PriorityIndex | None = None if store is None else store.all_indexes().get((name, PRIORITIES))
+        return None if store is None or index is None else index.state(store.rows_in_use(store.lane_words()))
 
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:
         prepared = self.memory
