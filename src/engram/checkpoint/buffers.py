@@ -57,13 +57,9 @@ def read_parts(checkpoint: Checkpoint, rank: int, kinds: Mapping[str, str]) -> d
                 check_kind(reader, name, kind)
                 states[name] = read_state(reader)
         except KeyError as error:
-<<<<<<< HEAD
             if name not in EMPTY:
                 raise corrupt(_shard(checkpoint, rank), _no_part(name)) from error
             states[name] = dict(EMPTY[name])
-=======
-            raise part_missing(checkpoint, rank, name) from error
->>>>>>> 539c287a5e6c5cccef40fe7defd064a995829d42
     return states
 
 
@@ -82,7 +78,6 @@ def open_storage(checkpoint: Checkpoint, rank: int) -> PartReader:
     try:
         return checkpoint.part(rank, STORAGE)
     except KeyError as error:
-<<<<<<< HEAD
         raise corrupt(_shard(checkpoint, rank), _no_part(STORAGE)) from error
 
 
@@ -92,10 +87,3 @@ def _shard(checkpoint: Checkpoint, rank: int) -> Path:
 
 def _no_part(name: str) -> str:
     return f"expected a part called {name!r}, found none"
-=======
-        raise part_missing(checkpoint, rank, STORAGE) from error
-
-
-def part_missing(checkpoint: Checkpoint, rank: int, name: str) -> Exception:
-    return corrupt(checkpoint.shard_folder(rank) / "shard.json", f"expected a part called {name!r}, found none")
->>>>>>> 539c287a5e6c5cccef40fe7defd064a995829d42
