@@ -233,3 +233,23 @@ def test_a_child_forked_while_a_thread_has_the_store_paused_can_write():
     leave.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 17
+
+
+def test_who_dies_before_the_priorities_are_there_leaves_an_empty_store(tmp_path, monkeypatch):
+    from engram.priorities import PriorityIndex
+
+    rb, saved_one = (buffer(kind, sampler=PrioritizedSampler(12, 1.0, 1.0)) for kind in ("shared", "private"))
+    for one in (rb, saved_one):
+        one.extend(torch.arange(12.0))
+        one.update_priority(torch.arange(12), torch.arange(12.0))
+    saved_one.dumps(tmp_path / "x")
+    pid = os.fork()
+    if pid == 0:
+        monkeypatch.setattr(PriorityIndex, "restore", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        rb.loads(tmp_path / "x")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    rb.add(torch.tensor(5.0))
+    assert rb[:].tolist() == [5]
+    rb.loads(tmp_path / "x")
+    assert torch.equal(rb.sampler.state_dict()["leaves"], saved_one.sampler.state_dict()["leaves"])

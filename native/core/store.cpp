@@ -607,7 +607,6 @@ void Store::begin_replacing(bool keep_write_count) {
 void Store::replaced(std::uint64_t clock, const Control::LaneWords* lanes, const std::int64_t* numbers) {
   check(control_.lock_page().pause.load(std::memory_order_acquire) == (own_pause() | kReplacing), "rows replaced that were not begun with");
   control_.put_words(clock, lanes, numbers);
-  control_.lock_page().pause.store(own_pause(), std::memory_order_release);
 }
 
 // Somebody died in the middle of it.

@@ -37,7 +37,7 @@ from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from engram.format.parts import PartReader
     from engram.pinning import Pinning
@@ -1127,9 +1127,7 @@ class ReplayBuffer:
     def _sampler_index(self) -> str | None:
         """The name of the priorities that are all of the sampler's state; None: it has another one."""
         own = self._sampler_indexes()
-        return (
-            own[0][0] if self._storage.memory is not None and [kind for _, kind in own] == [priorities.KIND] else None
-        )
+        return own[0][0] if [kind for _, kind in own] == [priorities.KIND] else None
 
     def _sampler_indexes(self) -> tuple[tuple[str, str], ...]:
         """Names and kinds of the storage's indexes that the sampler's state has."""
@@ -1304,7 +1302,7 @@ class ReplayBuffer:
         self._bound_sampler()  # what it makes now keeps nobody waiting
         with replacing(Path(path)) as folder, disk.together():
             with self._storage.paused:
-                parts = self.parts()
+                parts = self.parts(noted=())
                 if prefetch == "drop":
                     parts.states["prefetch"] = buffers.EMPTY["prefetch"]
                 rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
@@ -1366,15 +1364,20 @@ class ReplayBuffer:
         state["_prefetch_state"] = None
         return self._checked_rest(state, of_storage, take_storage, default_rng=False)
 
-    def parts(self, *, of_a_cut: bool = False) -> buffers.Parts:
+    def parts(self, *, noted: Collection[str] | None = None) -> buffers.Parts:
         """All of the state but the storage's, as the parts of a checkpoint.
 
-        ``of_a_cut``: priorities are in the storage's; the sampler's says under which name.
+        ``noted``: names of priorities that the storage's part has, default all; the sampler's says which of them it is, if that is its
+        state.
         """
         index = self._sampler_index()
-        state = self._state_but_rows(with_sampler=index is None)
-        if index is not None:
-            state["_sampler"] = {buffers.INDEX: index} if of_a_cut else self._storage.priorities_in_use(index)
+        if index is not None and (noted is None or index in noted):
+            of_sampler: dict[str, Any] | None = {buffers.INDEX: index}
+        else:
+            of_sampler = None if index is None else self._storage.priorities_in_use(index)
+        state = self._state_but_rows(with_sampler=of_sampler is None)
+        if of_sampler is not None:
+            state["_sampler"] = of_sampler
         states = {
             "sampler": state["_sampler"],
             "writer": state["_writer"],

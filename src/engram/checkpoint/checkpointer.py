@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -23,10 +24,11 @@ from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.moving import checked_incomplete, plan_move
 from engram.checkpoint.plan import Target
 from engram.checkpoint.requests import Requests
+from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint, rank_folder
+from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.format.problems import corrupt
 from engram.ranks import Ranks
 
@@ -163,6 +165,7 @@ class _Parent(NamedTuple):
 class _Moment(NamedTuple):
     """What a checkpoint is of; rows are read later."""
 
+    storage: Any
     state: dict[str, Any]
     parts: buffers.Parts
     lineage: Any
@@ -194,8 +197,9 @@ class Checkpointer:
         poll_every: calls of :meth:`poll` from one agreement of the ranks to the next.
 
     Raises:
-        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; no such ``on_failure``.
-        OSError: the folder cannot be made.
+        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; no such ``on_failure``, or roles that there are
+            not. TypeError: they are no ints.
+        FileExistsError: a dump lies there. OSError: the folder cannot be made.
 
     >>> import tempfile, torch
     >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -239,11 +243,18 @@ class Checkpointer:
                 raise TypeError(f"Checkpointer: {name}: expected an int, got {type(value).__name__}.")
             if value < 1:
                 raise ValueError(f"Checkpointer: {name}: expected at least 1, got {value}.")
+        check_roles(roles)
         self.root = Path(root).absolute()
+        if is_checkpoint(self.root):
+            raise FileExistsError(
+                errno.EEXIST,
+                "Checkpointer: expected a folder for checkpoints, got a dump. Take another",
+                str(self.root),
+            )
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
-        self._joins = ranks is None
+        self._alone = ranks is None
         self._ranks = Ranks.local() if ranks is None else ranks
         self._attempts = Attempts(self.root, self._ranks)
         self._timeout = timeout
@@ -274,6 +285,7 @@ class Checkpointer:
             A :class:`SaveReport`, or the handle.
 
         Raises:
+            KeyError: a key of ``roles`` is not stored.
             TypeError: state that cannot be saved, or ``user`` is not JSON; names the way to it.
             ValueError: ``step`` is negative.
             RuntimeError: a later process has taken this folder over; or ``paranoid`` found a row that was changed through a view.
@@ -284,18 +296,23 @@ class Checkpointer:
         if type(step) is not int or step < 0:
             raise ValueError(f"save: step: expected an int of at least 0, got {step!r}.")
         before = self._handle
-        if before is not None and not self._joins:
+        if before is not None and not self._alone:
             # Ranks do not see the end of a save at the same moment: which of them would join it?
             before._over.wait()  # noqa: SLF001 - our own; it ends at its deadline
+        work: Callable[[], None] | None = None
         with self._lock:
             handle = self._handle
             if handle is None or handle.done:
                 handle = self._handle = SaveHandle()
                 work = self._prepared(step, dict(user or {}), handle)
-                if wait:
-                    work()
-                else:
-                    threading.Thread(target=work, name="engram-save", daemon=True).start()
+        if work is not None and wait:
+            work()
+        elif work is not None:
+            try:
+                threading.Thread(target=work, name="engram-save", daemon=True).start()
+            except BaseException as error:
+                handle._end(None, error)  # noqa: SLF001 - our own
+                raise
         return handle.wait() if wait else handle
 
     def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
@@ -325,14 +342,14 @@ class Checkpointer:
     def _noted(self) -> _Moment:
         """What is saved is as it is now."""
         storage = self._buffer.storage
-        self._buffer.parts(of_a_cut=True)  # what cannot be saved, or is made now, keeps nobody waiting
+        self._buffer.parts()  # what cannot be saved, or is made now, keeps nobody waiting
         cut = storage.prepare_cut()
         with storage.paused:
             began = time.perf_counter()
             state = cut()
-            parts = self._buffer.parts(of_a_cut=True)
+            parts = self._buffer.parts(noted=state["priorities"])
             lineage = storage.lineage()
-            return _Moment(state, parts, lineage, time.perf_counter() - began)
+            return _Moment(storage, state, parts, lineage, time.perf_counter() - began)
 
     def _write(
         self,
@@ -359,10 +376,10 @@ class Checkpointer:
         assert isinstance(moment, _Moment)  # else this rank voted against
         self._parent = _Parent(attempt, moment.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
+        report = self._report(attempt, moment.paused, started)
         if self._ranks.rank == 0:
             series.set_latest(self.root, attempt.name, self._attempts.epoch)
             series.prune(self.root, self._keep, self._attempts.epoch)
-        report = self._report(attempt, moment.paused, started)
         _log.info("saved %s", report)
         return report
 
@@ -377,9 +394,11 @@ class Checkpointer:
             if agreed != step:
                 raise ValueError(f"save: step: expected {agreed}, as on rank 0, got {step}.")
             self._write_shard(attempt, step, moment, parent)
+            series.decide(attempt, self._attempts.epoch)  # whoever votes last
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
-                series.refuse(attempt, self._ranks.rank, f"{type(error).__name__}: {error}")
+                if series.decision(attempt) is None:
+                    series.refuse(attempt, self._ranks.rank, f"{type(error).__name__}: {error}")
                 series.decide(attempt, self._attempts.epoch)
             return error
         return None
@@ -432,7 +451,7 @@ class Checkpointer:
         return parent
 
     def _write_parts(self, folder: Path, moment: _Moment, parent: _Parent | None) -> tuple[Any, list[Any]]:
-        storage = self._buffer.storage
+        storage = moment.storage
         with contextlib.ExitStack() as stack, disk.together():
             reader: PartReader | None = None
             if parent is not None:
@@ -678,7 +697,8 @@ class Checkpointer:
         def find() -> bytes:
             if self._ranks.rank:
                 return b""
-            series.recover(self.root, series.newest_epoch(self.root))
+            if not self._alone:  # all may have voted, and rank 0 died before it decided
+                series.recover(self.root, series.newest_epoch(self.root))
             path, problems = self._found(step, name, allow_partial=allow_partial)
             passed_over.extend(problems)
             return path.name.encode()

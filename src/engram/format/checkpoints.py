@@ -391,6 +391,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder = folder
+        self._opened: list[PartReader] = []
         try:
             self._fd = disk.open_folder(folder)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -414,6 +415,9 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
+        """Also of the parts that were opened. Repeatable."""
+        while self._opened:
+            self._opened.pop().close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -458,7 +462,7 @@ class Checkpoint:
         return shard
 
     def part(self, rank: int, folder: str) -> PartReader:
-        """A part of a rank's shard, by the name of its folder. All its files have their sizes.
+        """A part of a rank's shard, by the name of its folder. All its files have their sizes. Closed with this at the latest.
 
         Raises:
             CorruptCheckpoint: a file is missing or damaged.
@@ -466,7 +470,8 @@ class Checkpoint:
         """
         for entry in self.shard(rank).parts:
             if entry.folder == folder:
-                return self._open_part(rank, entry, PartReader.open)
+                self._opened.append(self._open_part(rank, entry, PartReader.open))
+                return self._opened[-1]
         raise KeyError(folder)
 
     def parts(self, rank: int) -> Iterator[PartReader]:

@@ -4,7 +4,7 @@
 
     <root>/LATEST                               name of the newest one; a hint
            EPOCH-00000007                       create-only: the seventh incarnation of the job began
-           ckpt-000000120000-e0007-a3f91c2d/    step, epoch, random attempt; the name is never used again
+           ckpt-000000120000-e0007-00001c2d/    step, epoch, attempt: its number at this step, then at random
              attempt.json                       written first
              rank-00000-of-00004/shard.json     a rank's vote: yes.    error.json: no
              manifest.json                      the decision, create-only: complete or aborted
@@ -196,7 +196,7 @@ def begin(
         trigger: who asked for it, in a word.
         parent: name of the checkpoint that segments are linked from.
         user: the user's own state, as JSON.
-        attempt: eight hex digits, or ``crash`` and a number. Default: random.
+        attempt: eight hex digits, or ``crash`` and a number. Default: one that is larger than those before at this step.
 
     Raises:
         TypeError: ``user`` has something that JSON has no word for; names it.
@@ -207,7 +207,7 @@ def begin(
         raise ValueError(
             f"begin: expected a step, an epoch and 1 to {MAX_RANKS} ranks, got {step}, {epoch} and {world}."
         )
-    attempt = secrets.token_hex(4) if attempt is None else attempt
+    attempt = _next_attempt(root, step, epoch) if attempt is None else attempt
     if not _ATTEMPT_ID.fullmatch(attempt):
         raise ValueError(f"begin: expected eight hex digits, or 'crash' and a number, got {attempt!r:.100}.")
     _check_epoch(root, epoch)
@@ -235,6 +235,16 @@ def begin(
             disk.remove(folder)
         raise
     return folder
+
+
+def _next_attempt(root: Path, step: int, epoch: int) -> str:
+    """A name that nobody has: of several attempts at one step the last one is the newest."""
+    before = [
+        int(name.attempt[:4], 16)
+        for name in names(root)
+        if name[:2] == (step, epoch) and not name.attempt.startswith("crash")
+    ]
+    return f"{min(max(before, default=-1) + 1, 0xFFFF):04x}{secrets.token_hex(2)}"
 
 
 def read_attempt(folder: Path) -> Attempt:
