@@ -34,6 +34,8 @@ _log = logging.getLogger("engram")
 
 MAX_HEADERS, MAX_BODY, MAX_CONNECTIONS = 8 << 10, 4 << 10, 16
 READ_S = 5.0
+#: Seconds to wait for a connection to end before another one is refused, and for the other side to take an answer.
+_BUSY_S = 0.5
 
 _TOKEN_BYTES = 32
 _HOSTS = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.ASCII)
@@ -150,10 +152,9 @@ class Endpoint:
             except OSError:
                 self._closed.wait(0.05)  # or no descriptors are left
                 continue
-            if not self._slots.acquire(blocking=False):
+            if not self._slots.acquire(timeout=_BUSY_S):
                 with connection, contextlib.suppress(OSError):
-                    connection.settimeout(0.1)
-                    connection.sendall(_answer(503, None))
+                    _send(connection, 503, None)
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="engram-http", daemon=True).start()
 
@@ -166,12 +167,7 @@ class Endpoint:
                 except Exception:  # noqa: BLE001 - told here, and not to whoever asks
                     _log.exception("endpoint")
                     code, said = 500, None
-                connection.settimeout(READ_S)
-                connection.sendall(_answer(code, said))
-                connection.shutdown(socket.SHUT_WR)
-                connection.settimeout(0.2)
-                while connection.recv(4096):  # an answer is lost if the other side still has something to send
-                    pass
+                _send(connection, code, said)
         finally:
             self._slots.release()
 
@@ -308,6 +304,15 @@ def _more(connection: socket.socket, until: float) -> bytes | None:
         return connection.recv(4096)
     except TimeoutError:
         return None
+
+
+def _send(connection: socket.socket, code: int, said: Any) -> None:
+    connection.settimeout(_BUSY_S)
+    connection.sendall(_answer(code, said))
+    connection.shutdown(socket.SHUT_WR)
+    until = time.monotonic() + _BUSY_S
+    while time.monotonic() < until and connection.recv(4096):  # closed before all was read, the answer would be lost
+        pass
 
 
 def _answer(code: int, said: Any) -> bytes:
