@@ -57,6 +57,8 @@ NAMES = [
     "PrioritizedSliceSampler",
     "PriorityError",
     "RandomSampler",
+    "RankFailed",
+    "Ranks",
     "RenameTransform",
     "ReplayBuffer",
     "RestoreReport",

@@ -17,6 +17,7 @@ BUILTINS = {
     "UncleanStore": RuntimeError,
     "IncompatibleCheckpoint": ValueError,
     "CorruptCheckpoint": RuntimeError,
+    "RankFailed": RuntimeError,
 }
 
 

@@ -33,6 +33,14 @@ def check_checkpointed_training(said):
     assert "network, rows, priorities and the next batch are as in a training that was never killed: True" in said
 
 
+def check_ddp_dqn(said):
+    assert "saved step 100: 1600 rows of 2 ranks" in said
+    assert "restored step 100: 2 shards on 1 ranks" in said
+    before, after = (float(mean) for mean in re.findall(r"mean return (-?[\d.]+)$", said, re.MULTILINE))
+    assert after > before
+    assert re.search(r"^saved step 200: \d{4} rows of 1 ranks$", said, re.MULTILINE)
+
+
 def check_two_indexes(said):
     assert "1000 rows for the critic, 1000 for the model, in one storage: True" in said
     before, after = re.findall(r"critic draws ([\d.]+) on average, the model ([\d.]+)", said)
@@ -50,11 +58,15 @@ def check_recurrent_slices(said):
 CHECKS = {
     "actors_and_learner.py": check_actors_and_learner,
     "checkpointed_training.py": check_checkpointed_training,
+    "ddp_dqn.py": check_ddp_dqn,
     "recurrent_slices.py": check_recurrent_slices,
     "two_indexes.py": check_two_indexes,
 }
 #: Arguments of those that take longer to show all they can.
-QUICKLY = {"recurrent_slices.py": ["--steps", "300", "--seed", "1"]}
+QUICKLY = {
+    "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],
+    "recurrent_slices.py": ["--steps", "300", "--seed", "1"],
+}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))

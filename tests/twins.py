@@ -17,6 +17,11 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
+def by_state(rb, other):
+    """Save one buffer and load it into another one."""
+    other.load_state_dict(through_a_file(rb.state_dict()))
+
+
 def bits(value):
     """What a value is, bit for bit, in a form that ``==`` compares: also NaN, and zeros of both signs."""
     if isinstance(value, torch.Tensor):
@@ -89,16 +94,15 @@ class Twins:
         for rb in self.pair:
             rb.close()
 
-    def swap(self, used=False):
-        """Save, and load into a fresh buffer, or into one that was used for something else."""
+    def swap(self, used=False, through=by_state):
+        """Save, and load into a fresh buffer, or into one that was used for something else; ``through(rb, other)`` does that."""
         rb, twin = self.pair
         other = self._make()
         if used:
             other.extend(self._shaped(rows(5, 10_000)))
             if other.can_sample(self._samples[1]):
                 other.sample(self._samples[1])
-        state = through_a_file(twin.state_dict())
-        other.load_state_dict(state)
+        through(twin, other)
         twin.close()
         self.pair = [rb, other]
         assert contents(rb) == contents(other)

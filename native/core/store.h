@@ -82,10 +82,10 @@ class Store {
   bool paused() const { return control_.lock_page().pause.load(std::memory_order_acquire) != 0; }
 
   /// Empties the store, which this process has paused: its rows may be written to directly. If the process dies before
-  /// resume() the store is empty: rows without all that belongs to them would be no state that ever was.
+  /// resume() the store is empty.
   void begin_replacing(bool keep_write_count);
 
-  /// The rows are there, as Control::put_words.
+  /// The rows are there, as Control::put_words; what indexes are to say of them may be told them before resume().
   void replaced(std::uint64_t clock, const Control::LaneWords* lanes, const std::int64_t* numbers);
 
   /// From now on every write is told to the index too, which must outlive the store. Writes that are under way may not be:

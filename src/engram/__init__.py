@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         IncompatibleStore,
         NoSampleable,
         PriorityError,
+        RankFailed,
         RowError,
         StoreInUse,
         UncleanStore,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         TensorDictPrioritizedReplayBuffer,
         TensorDictReplayBuffer,
     )
+    from engram.ranks import Ranks
     from engram.samplers import (
         PrioritizedSampler,
         PrioritizedSliceSampler,
@@ -100,6 +102,8 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "PrioritizedSliceSampler",
     "PriorityError",
     "RandomSampler",
+    "RankFailed",
+    "Ranks",
     "RenameTransform",
     "ReplayBuffer",
     "RestoreReport",
@@ -146,6 +150,7 @@ _HOME = {
         "IncompatibleStore",
         "NoSampleable",
         "PriorityError",
+        "RankFailed",
         "RowError",
         "StoreInUse",
         "UncleanStore",
@@ -153,6 +158,7 @@ _HOME = {
     ),
     "engram.expanders": ("FinalObservations", "FrameStack", "NStep", "NextFromFollowing", "RewardToGo"),
     "engram.loader": ("DeviceLoader",),
+    "engram.ranks": ("Ranks",),
     "engram.samplers": (
         "PrioritizedSampler",
         "PrioritizedSliceSampler",

@@ -37,7 +37,7 @@ from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from engram.format.parts import PartReader
     from engram.pinning import Pinning
@@ -1139,9 +1139,7 @@ class ReplayBuffer:
     def _sampler_index(self) -> str | None:
         """The name of the priorities that are all of the sampler's state; None: it has another one."""
         own = self._sampler_indexes()
-        return (
-            own[0][0] if self._storage.memory is not None and [kind for _, kind in own] == [priorities.KIND] else None
-        )
+        return own[0][0] if [kind for _, kind in own] == [priorities.KIND] else None
 
     def _sampler_indexes(self) -> tuple[tuple[str, str], ...]:
         """Names and kinds of the storage's indexes that the sampler's state has."""
@@ -1327,7 +1325,7 @@ class ReplayBuffer:
         self._finish_ahead_of_pause()
         with replacing(Path(path)) as folder, disk.together():
             with self._storage.paused:
-                parts = self.parts(drop_ahead=prefetch == "drop")
+                parts = self.parts(noted=(), drop_ahead=prefetch == "drop")
                 rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
             infos = [rows.info, *buffers.write_parts(folder, parts)]
             finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
@@ -1387,15 +1385,20 @@ class ReplayBuffer:
         state["_prefetch_state"] = None
         return self._checked_rest(state, of_storage, take_storage, default_rng=False)
 
-    def parts(self, *, of_a_cut: bool = False, drop_ahead: bool = False) -> buffers.Parts:
+    def parts(self, *, noted: Collection[str] | None = None, drop_ahead: bool = False) -> buffers.Parts:
         """All of the state but the storage's, as the parts of a checkpoint.
 
-        ``of_a_cut``: priorities are in the storage's; the sampler's says under which name. ``drop_ahead``: without batches ahead.
+        ``noted``: names of priorities that the storage's part has, default all; the sampler's says which of them it is, if that is its
+        state. ``drop_ahead``: without batches ahead.
         """
         index = self._sampler_index()
-        state = self._state_but_rows(with_sampler=index is None, drop_ahead=drop_ahead)
-        if index is not None:
-            state["_sampler"] = {buffers.INDEX: index} if of_a_cut else self._storage.priorities_in_use(index)
+        if index is not None and (noted is None or index in noted):
+            of_sampler: dict[str, Any] | None = {buffers.INDEX: index}
+        else:
+            of_sampler = None if index is None else self._storage.priorities_in_use(index)
+        state = self._state_but_rows(with_sampler=of_sampler is None, drop_ahead=drop_ahead)
+        if of_sampler is not None:
+            state["_sampler"] = of_sampler
         states = {
             "sampler": state["_sampler"],
             "writer": state["_writer"],
@@ -1435,10 +1438,48 @@ class ReplayBuffer:
             of_storage, take_storage = self._checked_conversion(reader, states)
         else:
             take_storage = self._storage.checked_part(reader, close_open=close_open)
-        where = str(checkpoint.shard_folder(rank))
+        state = self._state_of_parts(states, str(checkpoint.shard_folder(rank)))
+        return self._checked_rest(state, of_storage, take_storage, default_rng=default_rng)
+
+    def checked_placed(
+        self,
+        checkpoint: Checkpoint,
+        of_storage: dict[str, Any],
+        fill: Callable[[Sequence[Tensor]], None],
+        *,
+        seed: int,
+        default_rng: bool = False,
+    ) -> Callable[[], None]:
+        """Check what a plan gives to this buffer of a checkpoint, of one rank or of many; what takes it over.
+
+        What is not of rows is rank 0's; passes over the rows and generators begin anew, and nothing is prefetched.
+
+        Args:
+            checkpoint: open until all is taken over.
+            of_storage: the state of the storage, without rows.
+            fill: what reads those into its tensors.
+            seed: of generators.
+            default_rng: seed torch's default one, too.
+
+        Raises: as :meth:`loads`. Nothing is changed.
+        """
+        take_rows = self._storage.checked_without_rows(of_storage)
+        generator = torch.Generator().manual_seed(seed).get_state()
+        read = buffers.read_parts(checkpoint, 0, self._kinds())
+        where = str(checkpoint.shard_folder(0))
+        self._state_of_parts(read, where)  # they have what is replaced
+        states = {part: buffers.begun_anew(part, state, seed, generator) for part, state in read.items()}
+        if buffers.INDEX in states["sampler"]:
+            states["sampler"] = of_storage["priorities"][states["sampler"][buffers.INDEX]]
+        state = self._state_of_parts(states, where)
+        state["_rng"] = None if self._generator is None else [generator, "cpu"]
+        return self._checked_rest(state, of_storage, lambda: take_rows(fill), default_rng=default_rng)
+
+    def _state_of_parts(self, states: dict[str, dict[str, Any]], where: str) -> dict[str, Any]:
+        """All but the storage's, as :meth:`state_dict` has it."""
         for part, names in (("buffer", _IN_BUFFER), ("rng", ("generator", "default")), ("prefetch", ("batches",))):
             check_keys(states[part], names, f"{where}: {part}")
-        state = {
+        return {
             "_sampler": states["sampler"],
             "_writer": states["writer"],
             "_transforms": states["transforms"],
@@ -1447,18 +1488,17 @@ class ReplayBuffer:
             "_default_rng": states["rng"]["default"],
             "_prefetch_state": states["prefetch"]["batches"],
         }
-        return self._checked_rest(state, of_storage, take_storage, default_rng=default_rng)
 
     def _checked_conversion(
         self, reader: PartReader, states: dict[str, dict[str, Any]]
     ) -> tuple[dict[str, Any], Callable[[], None]]:
         """Check what is to be converted: the state that the storage gets, and what takes it over. Changes the other states."""
-        saved_rows = open_saved(reader)
+        saved_rows = open_saved(reader, held=True)
         sampler = states["sampler"]
         own = [name for name, kind in self._sampler_indexes() if kind == priorities.KIND and "leaves" in sampler]
         for name in own:
             here = self._sampler.state_dict()
-            saved_rows.state["priorities"][name] = with_parameters(sampler, here["alpha"], here["eps"])
+            saved_rows.head["priorities"][name] = with_parameters(sampler, here["alpha"], here["eps"])
         of_storage, take = self._storage.checked_conversion(saved_rows, without=own)
         for name in own:
             states["sampler"] = of_storage["priorities"][name]

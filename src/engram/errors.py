@@ -13,7 +13,8 @@
     ├── CorruptStore       RuntimeError   a missing, truncated or changed file
     ├── UncleanStore       RuntimeError   left open when the machine went down
     ├── IncompatibleCheckpoint  ValueError     another schema or geometry, or a newer format version
-    └── CorruptCheckpoint       RuntimeError   a missing, truncated, changed or hostile file
+    ├── CorruptCheckpoint       RuntimeError   a missing, truncated, changed or hostile file
+    └── RankFailed         RuntimeError   a rank of the job failed, died or did not answer in time
 
 Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, ``ValueError``, ``RuntimeError``,
 ``OSError``), as PyTorch RL users know them. Whatever raises has changed nothing, unless it says so.
@@ -30,6 +31,7 @@ __all__ = [
     "IncompatibleStore",
     "NoSampleable",
     "PriorityError",
+    "RankFailed",
     "RowError",
     "StoreInUse",
     "UncleanStore",
@@ -89,3 +91,7 @@ class CorruptCheckpoint(EngramError, RuntimeError):
 
     Nothing was changed, neither the checkpoint nor what was to be loaded.
     """
+
+
+class RankFailed(EngramError, RuntimeError):
+    """A rank failed, died or did not answer in time. The same on all ranks, and names those that failed."""

@@ -31,6 +31,10 @@ def mapped(state: Any, change: Callable[[Tensor], Any], where: str = "state") ->
         TypeError: something that is neither a tensor nor a plain value; names the way to it.
     """
     if isinstance(state, Tensor):
+        if state.layout is not torch.strided:
+            raise TypeError(
+                f"{where}: expected a dense tensor, got a sparse one. Turn it into its parts in state_dict."
+            )
         return change(state)
     if isinstance(state, dict):
         for key in state:

@@ -717,6 +717,11 @@ class Store:
         ends = torch.arange(self.lanes, device="cpu") * self.lane_length + live
         return int(torch.where(live > 0, ends, 0).max())
 
+    @property
+    def base(self) -> int:
+        """By how much tickets are larger than where the rows were saved that were loaded last: saved states are without it."""
+        return 0 if self.replaced is None else self.replaced[1] - self.replaced[0]
+
     def lane_words(self) -> Tensor:
         """The ``lanes`` of a :class:`StoreState`. Cost: O(lanes)."""
         lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")

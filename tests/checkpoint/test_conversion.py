@@ -311,9 +311,8 @@ def test_memory_follows_what_is_stored_and_not_what_is_claimed(tmp_path, monkeyp
     Checkpointer(tmp_path, rb).save(1)
     monkeypatch.undo()
     other = buffer(20)
-    with pytest.raises(IncompatibleCheckpoint, match="expected that of this storage"):
-        Checkpointer(tmp_path, other).restore()
-    assert len(other) == 0
+    Checkpointer(tmp_path, other).restore()
+    assert sorted(other["id"].tolist()) == list(range(5)), "the whole trajectory"
 
 
 @pytest.mark.parametrize("ends", [False, True])

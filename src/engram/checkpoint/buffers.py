@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engram.checkpoint.components import check_kind, read_state, write_part
+from engram.errors import IncompatibleCheckpoint
 from engram.format.problems import corrupt
 
 if TYPE_CHECKING:
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartInfo, PartReader
 
-__all__ = ["EMPTY", "INDEX", "STORAGE", "Parts", "index_state", "open_storage", "read_parts", "write_parts"]
+__all__ = [
+    "EMPTY",
+    "INDEX",
+    "STORAGE",
+    "Parts",
+    "begun_anew",
+    "index_state",
+    "open_storage",
+    "read_parts",
+    "write_parts",
+]
 
 STORAGE = "storage"
 #: Parts that are left out where they say nothing else.
@@ -61,6 +72,34 @@ def read_parts(checkpoint: Checkpoint, rank: int, kinds: Mapping[str, str]) -> d
                 raise corrupt(_shard(checkpoint, rank), _no_part(name)) from error
             states[name] = dict(EMPTY[name])
     return states
+
+
+def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> dict[str, Any]:
+    """The state of a part for rows that were moved: passes over them begin anew, and so do generators; nothing is prefetched.
+
+    Args:
+        part: its name.
+        state: as rank 0 saved it.
+        seed: of passes.
+        generator: the state of a generator.
+
+    Raises:
+        IncompatibleCheckpoint: priorities that are not beside the rows that they belong to.
+    """
+    if part == "sampler" and "leaves" in state:
+        raise IncompatibleCheckpoint(
+            "expected priorities in the part of the storage, as a Checkpointer saves them, got those of a dump. Load it with "
+            "loads(path, convert=True), and save that with a Checkpointer."
+        )
+    if part == "sampler" and "visited" in state:
+        return {**state, "key": seed, "rows": 0, "visited": 0, "ran_out": False}
+    if part == "buffer":
+        return {**state, "lane": 0, "iterating": False}
+    if part == "rng":
+        return {"generator": None if state["generator"] is None else [generator, "cpu"], "default": generator}
+    if part == "prefetch":
+        return dict(EMPTY[part])
+    return state
 
 
 def index_state(storage: PartReader, sampler: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
+import json
 import logging
 import os
+import secrets
+import signal
 import threading
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
+from engram.checkpoint.attempts import Attempts
+from engram.checkpoint.crashes import Crashes
+from engram.checkpoint.endpoint import Endpoint
+from engram.checkpoint.moving import checked_incomplete, plan_move
+from engram.checkpoint.plan import Target
+from engram.checkpoint.requests import Requests
+from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
-from engram.errors import CorruptCheckpoint
+from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint, rank_folder
+from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.format.problems import corrupt
+from engram.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+    from engram.checkpoint.moving import Move
+    from engram.checkpoint.plan import Incomplete
     from engram.format.parts import PartReader
     from engram.format.problems import Problem
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("engram")
 
@@ -70,9 +86,26 @@ class RestoreReport(NamedTuple):
     passed_over: list[Problem]
     """Newer ones that were damaged or not complete."""
     seconds: float
+    missing: tuple[int, ...] = ()
+    """Ranks whose shards there are none of."""
+    dealt: dict[str, Any] | None = None
+    """Where trajectories were dealt out anew: episodes and steps ``saved``, ``kept``, ``dropped`` by reason and ``truncated``; what
+    each of the ``shards`` gave and each of the ``targets`` got; and the digest of the ``plan``. None: every rank has its own shard."""
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
+        text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
+        if self.missing:
+            text += f"; without the shards of ranks {', '.join(map(str, self.missing))}"
+        if self.dealt is None:
+            return text
+        counts = {"saved": self.dealt["saved"], "kept": self.dealt["kept"]}
+        counts |= {
+            f"dropped as {reason}": count for reason, count in self.dealt["dropped"].items() if count["episodes"]
+        }
+        if self.dealt["truncated"]["episodes"]:
+            counts["kept as truncated"] = self.dealt["truncated"]
+        parts = [f"{what} {count['episodes']} episodes with {count['steps']} steps" for what, count in counts.items()]
+        return f"{text}; {', '.join(parts)}; from {len(self.dealt['shards'])} ranks to {len(self.dealt['targets'])}"
 
 
 class Entry(NamedTuple):
@@ -89,6 +122,8 @@ class SaveHandle:
     """A save that goes on in the background."""
 
     def __init__(self) -> None:
+        self.path: Path | None = None
+        """The folder that is written; None: not known yet."""
         self._over = threading.Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -127,6 +162,17 @@ class _Parent(NamedTuple):
     lineage: Any
 
 
+class _Moment(NamedTuple):
+    """What a checkpoint is of; rows are read later."""
+
+    storage: Any
+    state: dict[str, Any]
+    parts: buffers.Parts
+    lineage: Any
+    paused: float
+    """Seconds that writers waited."""
+
+
 class Checkpointer:
     """Saves one buffer again and again below one folder, and restores it.
 
@@ -137,16 +183,23 @@ class Checkpointer:
 
     Args:
         root: the folder; made if it is not there. One buffer per folder.
-        buffer: what is saved.
+        buffer: what is saved; of this rank, where there are several.
+        ranks: the processes that save one checkpoint together, each its shard: ``Ranks.from_torch()``, say. Each of them makes this
+            with the same arguments. Default: this process alone.
         keep: how many checkpoints stay.
         full_every: every so many checkpoints are saved without links: a damaged disk block is shared by all that link it.
         paranoid: compare what is linked with the buffer: for tests of programs that write through views, which leaves no trace.
         roles: what fields mean, by key, where they are not called as usual: ``done``, ``terminated``, ``truncated``,
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
+        timeout: seconds that ranks wait for each other, also for the slowest one's shard.
+        every_steps: :meth:`poll` saves whenever so many steps are over. Default: only what is asked for.
+        on_failure: what :meth:`poll` does when a save that it began fails: raise, or warn and go on.
+        poll_every: calls of :meth:`poll` from one agreement of the ranks to the next.
 
     Raises:
-        ValueError: ``keep`` or ``full_every`` below 1, or roles that there are not.
-        OSError: the folder cannot be made.
+        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; no such ``on_failure``, or roles that there are
+            not. TypeError: they are no ints.
+        FileExistsError: a dump lies there. OSError: the folder cannot be made.
 
     >>> import tempfile, torch
     >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -166,21 +219,50 @@ class Checkpointer:
         root: str | os.PathLike[str],
         buffer: Any,
         *,
+        ranks: Ranks | None = None,
+        every_steps: int | None = None,
         keep: int = 3,
+        on_failure: Literal["raise", "warn"] = "warn",
         full_every: int | None = None,
         paranoid: bool = False,
         roles: Mapping[Any, str] | None = None,
+        timeout: float = 600.0,
+        poll_every: int = 10,
     ) -> None:
-        for name, value in (("keep", keep), ("full_every", 1 if full_every is None else full_every)):
+        if on_failure not in ("raise", "warn"):
+            raise ValueError(f"Checkpointer: on_failure: expected 'raise' or 'warn', got {on_failure!r}.")
+        if not timeout > 0:
+            raise ValueError(f"Checkpointer: timeout: expected seconds above 0, got {timeout!r}.")
+        for name, value in (
+            ("keep", keep),
+            ("full_every", 1 if full_every is None else full_every),
+            ("every_steps", 1 if every_steps is None else every_steps),
+            ("poll_every", poll_every),
+        ):
             if type(value) is not int:
                 raise TypeError(f"Checkpointer: {name}: expected an int, got {type(value).__name__}.")
             if value < 1:
                 raise ValueError(f"Checkpointer: {name}: expected at least 1, got {value}.")
+        check_roles(roles)
         self.root = Path(root).absolute()
+        if is_checkpoint(self.root):
+            raise FileExistsError(
+                errno.EEXIST,
+                "Checkpointer: expected a folder for checkpoints, got a dump. Take another",
+                str(self.root),
+            )
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
-        self._epoch: int | None = None
+        self._alone = ranks is None
+        self._ranks = Ranks.local() if ranks is None else ranks
+        self._attempts = Attempts(self.root, self._ranks)
+        self._timeout = timeout
+        self._saves = 0
+        self._every_steps, self._poll_every, self._on_failure = every_steps, poll_every, on_failure
+        self._polls = self._polled_step = self._guards = 0
+        self._unsettled: SaveHandle | None = None
+        self.requests = Requests()
         self._parent: _Parent | None = None
         self._since_full = 0
         self._lock = threading.Lock()
@@ -189,61 +271,67 @@ class Checkpointer:
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, user: Mapping[str, Any] | None = None, wait: bool = True) -> Any:
-        """Make a checkpoint.
+        """Make a checkpoint. With several ranks, each of them calls this with the same step.
 
-        While one is being made, another call joins that: it returns, or waits for, the same one.
+        While one is being made, another call joins that: it returns, or waits for, the same one. With ``ranks`` it waits for its end, and
+        makes one more.
 
         Args:
             step: of the training; orders checkpoints.
-            user: JSON of yours, which :meth:`restore` gives back: the name of the model's checkpoint, say.
+            user: JSON of yours, which :meth:`restore` gives back: the name of the model's checkpoint, say. That of rank 0 counts.
             wait: False: return a :class:`SaveHandle` at once.
 
         Returns:
             A :class:`SaveReport`, or the handle.
 
         Raises:
+            KeyError: a key of ``roles`` is not stored.
             TypeError: state that cannot be saved, or ``user`` is not JSON; names the way to it.
             ValueError: ``step`` is negative.
             RuntimeError: a later process has taken this folder over; or ``paranoid`` found a row that was changed through a view.
             WriterStalled: a writer did not stop for 5 s.
             OSError: no space, or an I/O error. The last checkpoint stays as it is.
+            RankFailed: one of several ranks raised one of these, died, or was not ready in time; on all of them.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"save: step: expected an int of at least 0, got {step!r}.")
+        before = self._handle
+        if before is not None and not self._alone:
+            # Ranks do not see the end of a save at the same moment: which of them would join it?
+            before._over.wait()  # noqa: SLF001 - our own; it ends at its deadline
+        work: Callable[[], None] | None = None
         with self._lock:
             handle = self._handle
             if handle is None or handle.done:
                 handle = self._handle = SaveHandle()
                 work = self._prepared(step, dict(user or {}), handle)
-                if wait:
-                    work()
-                else:
-                    threading.Thread(target=work, name="engram-save", daemon=True).start()
+        if work is not None and wait:
+            work()
+        elif work is not None:
+            try:
+                threading.Thread(target=work, name="engram-save", daemon=True).start()
+            except BaseException as error:
+                handle._end(None, error)  # noqa: SLF001 - our own
+                raise
         return handle.wait() if wait else handle
 
     def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
         """Note the moment; what writes it."""
         started = time.perf_counter()
+        number = self._saves
+        self._saves += 1
+        moment: _Moment | BaseException
         try:
-            if self._epoch is None:
-                self._epoch = series.claim_epoch(self.root)
-                series.recover(self.root, self._epoch)
-            storage = self._buffer.storage
-            self._buffer.parts(of_a_cut=True)  # what cannot be saved, or is made now, keeps nobody waiting
-            cut = storage.prepare_cut()
-            with storage.paused:
-                paused = time.perf_counter()
-                state = cut()
-                parts = self._buffer.parts(of_a_cut=True)
-                lineage = storage.lineage()
-                paused = time.perf_counter() - paused
+            moment = self._noted()
         except BaseException as error:
-            handle._end(None, error)  # noqa: SLF001 - our own
-            raise
+            if self._ranks.world == 1:
+                handle._end(None, error)  # noqa: SLF001 - our own
+                raise
+            moment = error  # others must hear of it
 
         def work() -> None:
             try:
-                report = self._write(step, user, state, parts, lineage, paused, started)
+                report = self._write(number, step, user, moment, started, handle)
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
                 handle._end(None, error)  # noqa: SLF001
             else:
@@ -251,72 +339,108 @@ class Checkpointer:
 
         return work
 
+    def _noted(self) -> _Moment:
+        """What is saved is as it is now."""
+        storage = self._buffer.storage
+        self._buffer.parts()  # what cannot be saved, or is made now, keeps nobody waiting
+        cut = storage.prepare_cut()
+        with storage.paused:
+            began = time.perf_counter()
+            state = cut()
+            parts = self._buffer.parts(noted=state["priorities"])
+            lineage = storage.lineage()
+            return _Moment(storage, state, parts, lineage, time.perf_counter() - began)
+
     def _write(
         self,
+        number: int,
         step: int,
         user: dict[str, Any],
-        state: dict[str, Any],
-        parts: buffers.Parts,
-        lineage: Any,
-        paused: float,
+        moment: _Moment | BaseException,
         started: float,
+        handle: SaveHandle,
     ) -> SaveReport:
-        assert self._epoch is not None  # as _prepared leaves it
-        parent = self._parent_of(lineage)
-        attempt = series.begin(
-            self.root,
-            step=step,
-            epoch=self._epoch,
-            world=1,
-            trigger="save",
-            parent=None if parent is None else parent.path.name,
-            user=user,
-        )
-        try:
-            rows, infos = self._write_parts(attempt / rank_folder(0, 1), state, parts, parent)
-            series.accept(
-                attempt,
-                0,
-                infos,
-                layout="segments",
-                cut=rows.cut,
-                totals=rows.totals,
-                schema_sum=rows.schema_sum,
-            )
-        except BaseException as error:
-            self._refuse(attempt, error)
-            raise
-        manifest = series.decide(attempt, self._epoch)
-        if manifest is None or manifest.status != "complete":
-            raise CorruptCheckpoint(
-                f"save: {attempt.name}: {'; '.join(manifest.reasons) if manifest else 'no decision'}."
-            )
-        self._parent = _Parent(attempt, lineage)
+        parent = None if isinstance(moment, BaseException) else self._parent_of(moment.lineage)
+        name = None if parent is None else parent.path.name
+        attempt = self._attempts.begin(number, step, name, user, "save", self._timeout)
+        handle.path = attempt
+        error = self._vote(attempt, step, moment, parent)
+        if error is not None and (self._ranks.world == 1 or not isinstance(error, Exception)):
+            raise error
+        manifest = self._attempts.decided(attempt, self._timeout)
+        if manifest.status != "complete":
+            why = f"save: {attempt.name}: {'; '.join(manifest.reasons)}."
+            if self._ranks.world == 1:
+                raise CorruptCheckpoint(why)
+            raise RankFailed(why) from error
+        assert isinstance(moment, _Moment)  # else this rank voted against
+        self._parent = _Parent(attempt, moment.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
-        series.set_latest(self.root, attempt.name, self._epoch)
-        series.prune(self.root, self._keep, self._epoch)
-        written, linked = sum(info.written for info in infos), sum(info.linked for info in infos)
-        kinds = {kind: count for kind in KINDS if (count := getattr(rows.totals, kind)).episodes}
-        report = SaveReport(
-            attempt.name,
-            step,
-            attempt,
-            rows.totals.steps,
-            {kind: {"episodes": count.episodes, "steps": count.steps} for kind, count in kinds.items()},
-            rows.cut.lost_rows,
-            written,
-            linked,
-            paused,
-            time.perf_counter() - started,
-        )
+        report = self._report(attempt, moment.paused, started)
+        if self._ranks.rank == 0:
+            series.set_latest(self.root, attempt.name, self._attempts.epoch)
+            series.prune(self.root, self._keep, self._attempts.epoch)
         _log.info("saved %s", report)
         return report
 
-    def _refuse(self, attempt: Path, error: BaseException) -> None:
-        assert self._epoch is not None
-        with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
-            series.refuse(attempt, 0, f"{type(error).__name__}: {error}")
-            series.decide(attempt, self._epoch)
+    def _vote(
+        self, attempt: Path, step: int, moment: _Moment | BaseException, parent: _Parent | None
+    ) -> BaseException | None:
+        """Write the shard of this rank, and vote for the attempt, or against it. Why against it."""
+        try:
+            if isinstance(moment, BaseException):
+                raise moment
+            agreed = series.read_attempt(attempt).step
+            if agreed != step:
+                raise ValueError(f"save: step: expected {agreed}, as on rank 0, got {step}.")
+            self._write_shard(attempt, step, moment, parent)
+            series.decide(attempt, self._attempts.epoch)  # whoever votes last
+        except BaseException as error:  # noqa: BLE001 - raised when all know
+            with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
+                if series.decision(attempt) is None:
+                    series.refuse(attempt, self._ranks.rank, f"{type(error).__name__}: {error}")
+                series.decide(attempt, self._attempts.epoch)
+            return error
+        return None
+
+    def _write_shard(self, attempt: Path, step: int, moment: _Moment, parent: _Parent | None) -> None:
+        rank = self._ranks.rank
+        rows, infos = self._write_parts(attempt / rank_folder(rank, self._ranks.world), moment, parent)
+        series.accept(
+            attempt,
+            rank,
+            infos,
+            layout="segments",
+            cut=rows.cut,
+            totals=rows.totals,
+            schema_sum=rows.schema_sum,
+            step=step,
+        )
+
+    def _report(self, attempt: Path, paused: float, started: float) -> SaveReport:
+        with Checkpoint(attempt) as checkpoint:
+            shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
+            step = checkpoint.manifest.step
+        episodes = {}
+        for kind in KINDS:
+            counts = [getattr(shard.totals, kind) for shard in shards]
+            if any(count.episodes for count in counts):
+                episodes[kind] = {
+                    "episodes": sum(count.episodes for count in counts),
+                    "steps": sum(count.steps for count in counts),
+                }
+        return SaveReport(
+            attempt.name,
+            step,
+            attempt,
+            sum(shard.totals.steps for shard in shards),
+            episodes,
+            sum(shard.cut.lost_rows for shard in shards),
+            sum(shard.totals.bytes_written for shard in shards),
+            sum(shard.totals.bytes_linked for shard in shards),
+            paused,
+            time.perf_counter() - started,
+        )
 
     def _parent_of(self, lineage: Any) -> _Parent | None:
         """The checkpoint to link from: the last one of this very storage, if it is still there."""
@@ -326,25 +450,147 @@ class Checkpointer:
             return None
         return parent
 
-    def _write_parts(
-        self, folder: Path, state: dict[str, Any], parts: buffers.Parts, parent: _Parent | None
-    ) -> tuple[Any, list[Any]]:
-        storage = self._buffer.storage
+    def _write_parts(self, folder: Path, moment: _Moment, parent: _Parent | None) -> tuple[Any, list[Any]]:
+        storage = moment.storage
         with contextlib.ExitStack() as stack, disk.together():
             reader: PartReader | None = None
             if parent is not None:
                 checkpoint = stack.enter_context(Checkpoint(parent.path))
-                reader = stack.enter_context(checkpoint.part(0, buffers.STORAGE))
+                reader = stack.enter_context(checkpoint.part(self._ranks.rank, buffers.STORAGE))
             progress = stack.enter_context(bytes_bar("saving", storage.nbytes))
             rows = storage.save_cut(
                 folder / buffers.STORAGE,
-                state,
+                moment.state,
                 roles=self._roles,
                 parent=reader,
                 paranoid=self._paranoid,
                 progress=progress,
             )
-            return rows, [rows.info, *buffers.write_parts(folder, parts)]
+            return rows, [rows.info, *buffers.write_parts(folder, moment.parts)]
+
+    # ---- when to save ----------------------------------------------------------------------------------------------------
+
+    def poll(self, step: int, *, user: Mapping[str, Any] | None = None) -> SaveHandle | None:
+        """Save if a save is due or was asked for, on whichever rank: then all ranks save at this step, in the background.
+
+        Every rank calls this at every step, all with the same numbers. What was asked for is agreed on at every ``poll_every``-th
+        call, by one number that all ranks exchange; what is due by ``every_steps`` needs no exchange.
+
+        Args:
+            step: of the training; larger than at the last call.
+            user: as for :meth:`save`.
+
+        Returns:
+            The handle of a save that began now; else None.
+
+        Raises:
+            RankFailed: a rank did not come to agree. Or the last save that began here failed, whatever it raised, if ``on_failure`` is
+                ``"raise"``; otherwise that is a warning.
+        """
+        self._settle()
+        due = self._every_steps is not None and step // self._every_steps > self._polled_step // self._every_steps
+        self._polled_step = step
+        self._polls += 1
+        if self._polls % self._poll_every == 0:
+            # Where one rank still writes, all wait with what was asked for: nobody's training is to stop for that.
+            busy = self._handle is not None and not self._handle.done
+            wish = 2 if busy else int(self.requests.any)
+            due |= self._ranks.max(wish, self._timeout) == 1
+        if not due:
+            return None
+        request = self.requests.take()
+        handle: SaveHandle = self.save(step, user=user, wait=False)
+        if request is not None:
+            request.save = handle
+        self._unsettled = handle
+        return handle
+
+    def _settle(self) -> None:
+        """Tell what became of the last save that :meth:`poll` began, once."""
+        handle = self._unsettled
+        if handle is None or not handle.done:
+            return
+        self._unsettled = None
+        try:
+            handle.wait()
+        except Exception as error:
+            if self._on_failure == "raise":
+                raise
+            warnings.warn(f"poll: there is no new checkpoint: {type(error).__name__}: {error}", stacklevel=3)
+
+    def request(self) -> None:
+        """Ask for a checkpoint: at the next agreement in :meth:`poll` all ranks save. From any thread of any rank."""
+        self.requests.ask()
+
+    def listen_signals(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, SIGUSR2 to this process asks for a checkpoint, as :meth:`request` does. From the main thread.
+
+        Whoever handled that signal before still does.
+        """
+        return self.requests.listening(signal.SIGUSR2)
+
+    @contextlib.contextmanager
+    def guard(self, grace: float = 20.0) -> Iterator[None]:
+        """Inside, the death of one rank costs the others nothing: their shards are saved.
+
+        When this rank raises or gets SIGTERM, when another one does, or gives no sign of life for 10 s, each that lives saves its
+        shard at once, in a thread of its own: the main thread may wait in a collective that will never end. What was raised is raised
+        afterwards, SIGTERM does what it did before; if the main thread cannot, the process ends with code 143. With the shards of
+        all ranks that is a checkpoint like others. With fewer it is undecided, and ``restore(allow_partial=True)`` loads it.
+
+        All ranks enter and leave this together. From the main thread, so that it hears of signals; SIGUSR2 is listened to as well.
+
+        Args:
+            grace: seconds that a rank waits for the shards of others, before it goes on with its end. Launchers kill after 30.
+
+        Raises:
+            RankFailed: not all ranks came. Whatever is raised inside.
+        """
+        self._attempts.claim(self._timeout)
+        self._guards += 1
+        crashes = Crashes(self._attempts, self._guards, lambda: self._polled_step, self._write_crash, grace)
+        with contextlib.ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                stack.enter_context(self.listen_signals())
+            with crashes.watching():
+                yield
+
+    def _write_crash(self, folder: Path) -> None:
+        """Write the shard of this rank. If that fails, it is missing: there is no vote against what others can save."""
+        moment = self._noted()
+        self._write_shard(folder, self._polled_step, moment, self._parent_of(moment.lineage))
+
+    @contextlib.contextmanager
+    def serve(
+        self,
+        address: str | None = None,
+        *,
+        token_file: str | os.PathLike[str] | None = None,
+        interval: float = 1.0,
+    ) -> Iterator[Endpoint | None]:
+        """Inside, rank 0 answers HTTP requests for checkpoints; on other ranks nothing happens.
+
+        ``POST /checkpoint`` asks for one, as :meth:`request` does: 202 and an id. ``GET /checkpoint/<id>`` says what became of it, by
+        rank; ``GET /checkpoints`` lists them. There is nothing else, and each needs ``Authorization: Bearer <token>``.
+
+        Args:
+            address: ``"unix:<path>"``, or ``"127.0.0.1:<port>"`` (0: any that is free) for this machine alone. Default: a socket in a
+                new folder that nobody else may enter.
+            token_file: where the token lies; made if it is not there. Default: beside the socket, or in such a folder.
+            interval: seconds from the end of a save that was asked for to the next request.
+
+        Yields:
+            The endpoint, with ``address`` and ``token_file``; None on other ranks.
+
+        Raises:
+            ValueError: an address that other machines could reach. PermissionError: a token file that others could read.
+            OSError: the address cannot be used.
+        """
+        if self._ranks.rank:
+            yield None
+            return
+        with Endpoint(self, address, token_file, interval) as endpoint:
+            yield endpoint
 
     # ---- restoring -------------------------------------------------------------------------------------------------------
 
@@ -352,50 +598,230 @@ class Checkpointer:
         self,
         step: int | None = None,
         *,
+        name: str | None = None,
+        incomplete: Mapping[str, str] | None = None,
+        overflow: Literal["cut", "fill"] = "cut",
+        max_drop_fraction: float = 0.5,
+        env_id: Literal["lane", "global"] = "lane",
         resume: Literal["env_reset", "exact"] = "env_reset",
         verify: Literal["read", "full"] = "read",
+        allow_partial: bool = False,
         default_rng: bool = False,
     ) -> RestoreReport:
-        """Load a checkpoint into the buffer.
+        """Load a checkpoint into the buffer. With several ranks, each of them calls this with the same arguments.
+
+        As many ranks as saved it, with the same capacities and lanes, get back their own shards, bit for bit. Any other
+        number or size of them gets whole trajectories, the newest first, each to the rank and lane that hold the least so far;
+        priorities and ages stay as they are, and fields whose role is ``env_id``, ``traj_id`` or ``position`` say where a step is now.
 
         Args:
             step: which one. Default: the newest that is whole; newer ones that are not are passed over, with a warning.
+            name: which one, as the report of the save has it: note it with the model that belongs to it.
+            incomplete: what becomes of trajectories that are not whole when they are dealt out: ``"open"`` ones, without a last step,
+                are dropped, ``"truncate"`` marks the last one there is, ``"keep"`` leaves them as they are; ``"headless"`` ones, whose
+                first steps were overwritten, are dropped or kept. Default: dropped. Given, they are dealt out in any case.
+            overflow: where there is less room than was saved: ``"cut"`` keeps the newest and nothing behind the first that fits
+                nowhere; ``"fill"`` goes on with older, shorter ones.
+            max_drop_fraction: of the steps that may be left out as incomplete, or longer than a lane.
+            env_id: what that field gets: the lane, or its number among the lanes of all ranks.
             resume: ``"env_reset"``: environments begin anew, so the trajectories that were open end where they are; the next row of
-                their lanes is left out, which marks that. ``"exact"``: they go on, as after ``loads``.
+                their lanes is left out, which marks that. ``"exact"``: they go on, as after ``loads``. Of shards that come back as
+                they were.
             verify: ``"full"``: check every block before anything changes. ``"read"``: when it is read, if nothing is stored here;
                 that halves what is read.
+            allow_partial: take one that lacks shards, too: what is left of a job of which ranks died. Then ``missing`` of the report
+                names those.
             default_rng: as for ``loads``.
 
         Returns:
             A :class:`RestoreReport`.
 
         Raises:
+            ValueError: an argument out of its range.
             FileNotFoundError: there is none, or none of that step.
             CorruptCheckpoint: that of ``step`` is damaged, or every one is. As ``loads``.
-            IncompatibleCheckpoint: as ``loads``.
+            IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be left out. Nothing is changed.
+            RankFailed: one of several ranks raised one of these or died; on all of them. Buffers that had begun to load are empty.
         """
         started = time.perf_counter()
-        if resume not in ("env_reset", "exact"):
-            raise ValueError(f"restore: resume: expected 'env_reset' or 'exact', got {resume!r}.")
-        if verify not in ("read", "full"):
-            raise ValueError(f"restore: verify: expected 'read' or 'full', got {verify!r}.")
-        path, passed_over = self._found(step)
-        with Checkpoint(path) as checkpoint:
-            if verify == "full":
-                for problem in checkpoint.problems("full"):
-                    raise corrupt(*problem)
-            take = self._buffer.checked_parts(checkpoint, default_rng=default_rng, close_open=resume == "env_reset")
-            take()
-            manifest, totals = checkpoint.manifest, checkpoint.shard(0).totals
-        self._parent = _Parent(path, self._buffer.storage.lineage())
+        for argument, value, allowed in (
+            ("resume", resume, ("env_reset", "exact")),
+            ("verify", verify, ("read", "full")),
+            ("overflow", overflow, ("cut", "fill")),
+            ("env_id", env_id, ("lane", "global")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"restore: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
+        if not 0.0 <= max_drop_fraction <= 1.0:
+            raise ValueError(f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}.")
+        policy = checked_incomplete(incomplete)
+        path, passed_over = self._agreed(step, name, allow_partial=allow_partial)
+        with contextlib.ExitStack() as stack:
+            checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
+            rank = self._ranks.rank
+            if targets is None:
+                close_open = resume == "env_reset"
+                self._take(
+                    lambda: self._buffer.checked_parts(checkpoint, rank, default_rng=default_rng, close_open=close_open)
+                )
+                dealt, steps = None, checkpoint.shard(rank).totals.steps
+            else:
+                move = self._planned(checkpoint, stack, targets, policy, overflow, max_drop_fraction)
+                offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
+                self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
+                dealt = move.report()
+                steps = dealt["targets"][rank]["steps"]
+            manifest, missing = checkpoint.manifest, checkpoint.missing
+        self._polled_step = manifest.step
+        self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
         report = RestoreReport(
-            path.name, manifest.step, path, totals.steps, manifest.user, passed_over, time.perf_counter() - started
+            path.name,
+            manifest.step,
+            path,
+            steps,
+            manifest.user,
+            passed_over,
+            time.perf_counter() - started,
+            missing,
+            dealt,
         )
-        _log.info("restored %s", report)
+        self._note(report)
         return report
 
-    def _found(self, step: int | None) -> tuple[Path, list[Problem]]:
+    def _agreed(
+        self, step: int | None, name: str | None, *, allow_partial: bool
+    ) -> tuple[Path, builtins.list[Problem]]:
+        """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first."""
+        passed_over: builtins.list[Problem] = []
+
+        def find() -> bytes:
+            if self._ranks.rank:
+                return b""
+            if not self._alone:  # all may have voted, and rank 0 died before it decided
+                series.recover(self.root, series.newest_epoch(self.root))
+            path, problems = self._found(step, name, allow_partial=allow_partial)
+            passed_over.extend(problems)
+            return path.name.encode()
+
+        found = self._ranks.together("restore", find, self._timeout)[0].decode()
+        return self.root / found, passed_over
+
+    def _opened(
+        self, stack: contextlib.ExitStack, path: Path, verify: str, *, dealt_out: bool
+    ) -> tuple[Checkpoint, builtins.list[Target] | None]:
+        """The checkpoint, and where its trajectories are dealt out to; None: every rank gets back its shard."""
+        opened: builtins.list[Checkpoint] = []
+
+        def open_it() -> bytes:
+            checkpoint = stack.enter_context(series.open_partial(path) if series.is_partial(path) else Checkpoint(path))
+            opened.append(checkpoint)
+            if verify == "full" and self._ranks.rank == 0:
+                for problem in checkpoint.problems("full"):
+                    raise corrupt(*problem)
+            storage = self._buffer.storage
+            same = (
+                not (dealt_out or checkpoint.missing)
+                and checkpoint.manifest.world == self._ranks.world
+                and self._fits(checkpoint)
+            )
+            return json.dumps([same, storage.lanes, storage.max_size // storage.lanes]).encode()
+
+        said = [json.loads(one) for one in self._ranks.together("restore", open_it, self._timeout)]
+        same = all(one[0] for one in said)
+        return opened[0], None if same else [Target(lanes, length) for _, lanes, length in said]
+
+    def _fits(self, checkpoint: Checkpoint) -> bool:
+        """Whether this rank's shard is of a storage like the one here."""
+        storage = self._buffer.storage
+        with buffers.open_storage(checkpoint, self._ranks.rank) as reader:
+            geometry = reader.geometry
+        if geometry is None or geometry.columns:
+            return geometry is None or storage.ndim > 1
+        return bool(storage.ndim == 1 and (geometry.capacity, geometry.lanes) == (storage.max_size, storage.lanes))
+
+    def _planned(
+        self,
+        checkpoint: Checkpoint,
+        stack: contextlib.ExitStack,
+        targets: builtins.list[Target],
+        incomplete: Incomplete,
+        overflow: str,
+        max_drop_fraction: float,
+    ) -> Move:
+        moves: builtins.list[Move] = []
+
+        def plan() -> bytes:
+            moves.append(plan_move(checkpoint, stack, targets, incomplete, overflow, max_drop_fraction))
+            return moves[0].plan.digest.encode()
+
+        digests = self._ranks.together("restore", plan, self._timeout)
+        other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if other:
+            raise RankFailed(f"restore: expected the plan of rank 0 on all ranks, got others on ranks {other}.")
+        return moves[0]
+
+    def _placed(self, checkpoint: Checkpoint, move: Move, env_offset: int, *, default_rng: bool) -> Callable[[], None]:
+        rank = self._ranks.rank
+        state, fill = move.rows(rank, env_offset)
+        take: Callable[[], None] = self._buffer.checked_placed(
+            checkpoint, state, fill, seed=move.seed(rank), default_rng=default_rng
+        )
+        return take
+
+    def _take(self, check: Callable[[], Callable[[], None]]) -> None:
+        """Take over what ``check`` returns, once all ranks have passed theirs; where one cannot then, all hold nothing."""
+        found: builtins.list[Callable[[], None]] = []
+        loaded = False
+
+        def look() -> bytes:
+            found.append(check())
+            return b""
+
+        def load() -> bytes:
+            nonlocal loaded
+            found[0]()
+            loaded = True
+            return b""
+
+        self._ranks.together("restore", look, self._timeout)
+        try:
+            self._ranks.together("restore", load, self._timeout)
+        except BaseException:
+            if loaded:
+                self._buffer.empty()
+            raise
+
+    def _note(self, report: RestoreReport) -> None:
+        """Log what was loaded, and keep what was dealt out in a file."""
+        _log.info("restored %s", report)
+        if report.dealt is None or self._ranks.rank:
+            return
+        dropped = report.dealt["dropped"]
+        if dropped["overflow"]["steps"]:
+            warnings.warn(
+                f"restore: {dropped['overflow']['steps']} steps did not fit and were left out, the oldest first.",
+                stacklevel=4,
+            )
+        folder = self.root / "reports"
+        try:
+            if not folder.is_dir():
+                disk.make_folder(folder)
+            raw = json.dumps({"checkpoint": report.name, "step": report.step, **report.dealt}, indent=1).encode()
+            disk.put(folder / f"load-{report.name}-{secrets.token_hex(4)}.json", raw)
+        except OSError as error:  # the rows are there
+            warnings.warn(f"restore: the report could not be written: {error}", stacklevel=4)
+
+    def _found(self, step: int | None, wanted: str | None, *, allow_partial: bool) -> tuple[Path, list[Problem]]:
         """The checkpoint to load, and what was passed over."""
+        if allow_partial and (left := self._left(step, wanted)) is not None:
+            return left, []
+        if wanted is not None:
+            if wanted not in map(str, series.names(self.root)):
+                raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint called {wanted!r}, found none.")
+            wrong = series.look(self.root / wanted)
+            if wrong is not None:
+                raise corrupt(*wrong)
+            return self.root / wanted, []
         if step is None:
             path, passed_over = series.latest(self.root)
             if path is None:
@@ -407,6 +833,18 @@ class Checkpointer:
             for problem in passed_over:
                 warnings.warn(f"restore: {path.name} is loaded, and not: {problem}", stacklevel=3)
             return path, passed_over
+        return self._of_step(step)
+
+    def _left(self, step: int | None, wanted: str | None) -> Path | None:
+        """The newest that is whole, or of which shards are there."""
+        for name in series.names(self.root):
+            path = self.root / str(name)
+            meant = (step is None or name.step == step) and (wanted is None or str(name) == wanted)
+            if meant and (series.look(path) is None or series.is_partial(path)):
+                return path
+        return None
+
+    def _of_step(self, step: int) -> tuple[Path, builtins.list[Problem]]:
         named = [name for name in series.names(self.root) if name.step == step]
         if not named:
             steps = sorted({name.step for name in series.names(self.root)})
@@ -461,6 +899,4 @@ class Checkpointer:
         Raises:
             ValueError: below 1. RuntimeError: a later process has taken this folder over. OSError: something cannot be removed.
         """
-        if self._epoch is None:
-            self._epoch = series.claim_epoch(self.root)
-        return series.prune(self.root, self._keep if keep is None else keep, self._epoch)
+        return series.prune(self.root, self._keep if keep is None else keep, self._attempts.epoch)

@@ -113,13 +113,11 @@ def described_state(writer: PartWriter, state: dict[str, Any], where: str) -> di
     """The state as JSON values, its tensors written as arrays. Raises as :func:`write_part`."""
 
     def written(value: Tensor) -> dict[str, int]:
-        if value.dtype not in _NAMES or value.layout is not torch.strided:
-            raise TypeError(f"{where}: expected dense tensors of {', '.join(DTYPES)}, got one of {value.dtype}.")
         plain = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         raw = plain.reshape(-1).view(torch.uint8).numpy().data
         return {"$array": writer.array(_NAMES[value.dtype], tuple(plain.shape), raw)}
 
-    _check_keys(state, where)
+    _check_entries(state, where)
     described: dict[str, Any] = mapped(_without_tails(state), written, where)
     return described
 
@@ -137,15 +135,23 @@ def _without_tails(state: Any) -> Any:
     return shorter
 
 
-def _check_keys(state: Any, where: str) -> None:
+def _check_entries(state: Any, where: str) -> None:
     if isinstance(state, dict):
         for key, value in state.items():
             if isinstance(key, str) and key.startswith("$"):
                 raise TypeError(f"{where}[{key!r}]: expected a key that does not begin with '$'. Rename it.")
-            _check_keys(value, f"{where}[{key!r}]")
+            _check_entries(value, f"{where}[{key!r}]")
     elif isinstance(state, list):
         for i, value in enumerate(state):
-            _check_keys(value, f"{where}[{i}]")
+            _check_entries(value, f"{where}[{i}]")
+    elif isinstance(state, torch.Tensor) and (state.dtype not in _NAMES or state.layout is not torch.strided):
+        raise TypeError(
+            f"{where}: expected a dense tensor of {', '.join(DTYPES)}, got a {_form(state)} one of {state.dtype}."
+        )
+
+
+def _form(value: Tensor) -> str:
+    return "dense" if value.layout is torch.strided else "sparse"
 
 
 def read_state(reader: PartReader) -> dict[str, Any]:

@@ -33,6 +33,7 @@ __all__ = ["Saved", "fill_placed", "open_saved", "placed_state"]
 _PIECE = 16 << 20
 #: Pieces that rows without trajectories are moved in, at most.
 _BLOCKS = 1 << 16
+_MOVABLE = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 _ENDS = frozenset({"done", "terminated", "truncated", "step_type", "traj_id"})
 
 
@@ -40,35 +41,64 @@ class Saved(NamedTuple):
     """A store in a checkpoint, and what is planned with."""
 
     reader: PartReader
-    state: dict[str, Any]
-    """Of the storage, without rows."""
     source: Source
+    held: dict[str, Any] | None = None
+    """The state of the storage without rows; None: it is read when it is needed."""
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """That state, in which arrays may be missing."""
+        return self.reader.state if self.held is None else self.held
+
+    def state(self) -> dict[str, Any]:
+        """That state. Raises ``CorruptCheckpoint``: a block is damaged."""
+        return read_rows_state(self.reader) if self.held is None else self.held
 
     @property
     def fields(self) -> tuple[PartField, ...]:
         return self.reader.schema or ()
 
 
-def open_saved(reader: PartReader) -> Saved:
+def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
     """What there is to move in a part. Where no field says how steps belong together, they are moved in blocks.
+
+    Of each shard the table of its trajectories is held, and nothing that grows with its rows; unless ``held`` says so.
 
     Raises:
         CorruptCheckpoint: a table is damaged.
+        IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
     """
-    state = read_rows_state(reader)
+    state = read_rows_state(reader) if held else None
     geometry = reader.geometry
     if geometry is None:
-        return Saved(reader, state, Source(int(state["clock"]), np.empty((0, 5), np.int64)))
+        if reader.type not in _MOVABLE:
+            raise IncompatibleCheckpoint(
+                f"{reader.folder}: expected a storage of type {' or '.join(_MOVABLE)}, whose rows can be moved, got a "
+                f"{reader.type!r:.100}. Load it with as many ranks as saved it, into storages of the same size."
+            )
+        return Saved(reader, Source(1, np.empty((0, 5), np.int64)), state)
+    clock = reader.state.get("clock")
+    if type(clock) is not int or clock < 1:
+        raise corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
     columns = math.prod(geometry.columns)
-    runs = _checked_runs(reader, state, geometry.lane_length, columns)
+    runs = _checked_runs(reader, geometry.lane_length, columns)
     if not any(field.role in _ENDS for field in reader.schema or ()):
-        runs = _blocks(runs, state, geometry.lane_length, columns)
-    return Saved(reader, state, Source(int(state["clock"]), runs, columns))
+        runs = _blocks(
+            runs, _lanes(reader)[:, 1], read_rows_state(reader)["numbers"].numpy(), geometry.lane_length, columns
+        )
+    return Saved(reader, Source(clock, runs, columns), state)
 
 
-def _checked_runs(reader: PartReader, state: dict[str, Any], lane_length: int, columns: int) -> NDArray[np.int64]:
+def _lanes(reader: PartReader) -> NDArray[np.int64]:
+    """Position and live rows of each lane."""
+    return np.frombuffer(reader.read_all(f"{layout.FOLDER}/lanes.bin"), "<i8").reshape(-1, 4)[:, :2]
+
+
+def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> NDArray[np.int64]:
     """The trajectories, each of rows that are there and no two of the same ones."""
-    lanes, rows = state["lanes"].numpy(), len(state["numbers"])
+    lanes, rows = _lanes(reader), reader.records["tickets"]
+    if reader.segment_rows is not None:
+        rows = max((it.first_row + it.rows for it in reader.segments()), default=0)
     position, live = lanes[:, 0], lanes[:, 1]
     if (position < 0).any() or (live < np.minimum(position, lane_length)).any() or (live > lane_length).any():
         raise corrupt(reader.folder / layout.FOLDER / "lanes.bin", "expected lanes of a store")
@@ -89,9 +119,10 @@ def _checked_runs(reader: PartReader, state: dict[str, Any], lane_length: int, c
     return runs
 
 
-def _blocks(runs: NDArray[np.int64], state: dict[str, Any], lane_length: int, columns: int) -> NDArray[np.int64]:
+def _blocks(
+    runs: NDArray[np.int64], live: NDArray[np.int64], numbers: NDArray[np.int64], lane_length: int, columns: int
+) -> NDArray[np.int64]:
     """Runs in pieces of one length, counted from their newest steps, as if each were a trajectory."""
-    live, numbers = state["lanes"][:, 1].numpy(), state["numbers"].numpy()
     steps = (runs[:, 2] - runs[:, 1]) // columns
     block = max(1, -(-int(steps.sum()) // _BLOCKS))
     counts = -(-steps // block)
@@ -128,7 +159,7 @@ def _extents(plan: Plan, rank: int, which: int, saved: Saved, lane_length: int) 
     target, steps = plan.lane[at] * lane_length + plan.position[at], plan.steps[at]
     start = runs[:, 0] * geometry.lane_length
     # Positions go round the live rows: those that were written by number, ahead of the cursor, lie behind the newest one.
-    ring = saved.state["lanes"][:, 1].numpy()[runs[:, 0]]
+    ring = _lanes(saved.reader)[runs[:, 0], 1]
     columns = saved.source.columns
     if columns > 1:  # every step is an extent
         step = _within(steps)
@@ -169,18 +200,21 @@ def placed_state(saved: Sequence[Saved], plan: Plan, rank: int, schema: Schema) 
     clock = max(one.source.clock for one in saved)
     length = schema.capacity // schema.lanes
     numbers = np.zeros(schema.capacity, np.int64)
-    priorities = _common_priorities(saved, schema.capacity)
+    mine = plan.rank == rank
+    written = [one for one in saved if one.reader.geometry is not None]
+    heads = [one.head for one in written]  # arrays are read shard by shard
+    priorities = _common_priorities(written, schema.capacity)
     for which, one in enumerate(saved):
-        if not len(one.source.runs):
+        if not (mine & (plan.source == which)).any():
             continue
+        state = one.state()
         extents = _extents(plan, rank, which, one, length)
         rows, target = _pairs(extents, 0, np.iinfo(np.int64).max)
-        numbers[target] = one.state["numbers"].numpy()[rows] + (clock - one.source.clock)
-        for name, state in priorities.items():
-            leaves = one.state["priorities"][name]["leaves"]
+        numbers[target] = state["numbers"].numpy()[rows] + (clock - one.source.clock)
+        for name, common in priorities.items():
+            leaves = state["priorities"][name]["leaves"]
             there = rows < len(leaves)
-            state["leaves"][torch.from_numpy(target[there])] = leaves[torch.from_numpy(rows[there])]
-    mine = plan.rank == rank
+            common["leaves"][torch.from_numpy(target[there])] = leaves[torch.from_numpy(rows[there])]
     lanes = torch.zeros((schema.lanes, 4), dtype=torch.int64, device="cpu")
     load = np.bincount(plan.lane[mine], plan.steps[mine] + plan.gap[mine], schema.lanes).astype(np.int64)
     lanes[:, 0] = lanes[:, 1] = torch.from_numpy(load)
@@ -189,10 +223,10 @@ def placed_state(saved: Sequence[Saved], plan: Plan, rank: int, schema: Schema) 
         "lanes": lanes,
         "numbers": torch.from_numpy(numbers),
         "clock": clock,
-        "write_count": _share(sum(int(one.state["write_count"]) for one in saved), rank, plan.ranks),
+        "write_count": _share(sum(int(head["write_count"]) for head in heads), rank, plan.ranks),
         "priorities": priorities,
         "passes": {},
-        "windows": dict(saved[0].state["windows"]),
+        "windows": dict(heads[0]["windows"]) if heads else {},
     }
 
 
@@ -201,24 +235,24 @@ def _share(total: int, rank: int, ranks: int) -> int:
 
 
 def _common_priorities(saved: Sequence[Saved], rows: int) -> dict[str, dict[str, Any]]:
-    first = saved[0].state["priorities"]
-    common = {}
-    for one in saved:
-        if one.state["priorities"].keys() != first.keys():
+    if not saved:
+        return {}
+    every = [one.head["priorities"] for one in saved]
+    for one, other in zip(saved, every, strict=True):
+        if other.keys() != every[0].keys():
             raise IncompatibleCheckpoint(
-                f"{one.reader.folder}: expected the priorities {sorted(first)}, as in {saved[0].reader.folder}, got "
-                f"{sorted(one.state['priorities'])}."
+                f"{one.reader.folder}: expected the priorities {sorted(every[0])}, as in {saved[0].reader.folder}, got {sorted(other)}."
             )
-    for name, state in first.items():
-        for one in saved:
-            other = one.state["priorities"][name]
+    common = {}
+    for name, state in every[0].items():
+        for one, other in zip(saved, every, strict=True):
             for entry in ("alpha", "eps", "max_priority_within_buffer"):
-                if other[entry] != state[entry]:
+                if other[name][entry] != state[entry]:
                     raise IncompatibleCheckpoint(
                         f"{one.reader.folder}: priorities {name!r}: expected {entry}={state[entry]}, as in {saved[0].reader.folder}, "
-                        f"got {other[entry]}."
+                        f"got {other[name][entry]}."
                     )
-        highest = max(one.state["priorities"][name]["highest"] for one in saved)
+        highest = max(other[name]["highest"] for other in every)
         leaves = torch.zeros(rows, dtype=torch.float64, device="cpu")
         common[name] = {**state, "highest": highest, "leaves": leaves}
     return common
@@ -246,12 +280,23 @@ def fill_placed(
             if len(one.source.runs):
                 extents = _extents(plan, rank, which, one, length)
                 for rows, target, columns in _read(one, extents):
-                    to = torch.from_numpy(target)
+                    at, to = torch.from_numpy(rows), torch.from_numpy(target)
+                    together = len(rows) == rows[-1] - rows[0] + 1 and bool((np.diff(rows) == 1).all())
                     for tensor, column in zip(tensors, columns, strict=True):
-                        tensor[to.to(tensor.device)] = column[torch.from_numpy(rows)].to(tensor.device)
+                        wide = _words(column)
+                        taken = wide[rows[0] : rows[-1] + 1] if together else wide.index_select(0, at)
+                        _words(tensor).index_copy_(0, to.to(tensor.device), taken.to(tensor.device))
         _rewrite(tensors, fields, plan, mine, saved, length, env_offset)
 
     return fill
+
+
+def _words(rows: Tensor) -> Tensor:
+    """Rows in the largest units that they consist of: torch moves unit by unit, and ten times as fast in words as in bytes."""
+    size = rows[:1].numel() * rows.element_size()
+    unit = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % dtype.itemsize == 0)
+    flat = rows.reshape(len(rows), -1) if size else rows.new_empty((len(rows), 0))
+    return flat.view(torch.uint8).view(unit) if size else flat.to(torch.uint8)
 
 
 def _read(saved: Saved, extents: _Extents) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], list[Tensor]]]:

@@ -268,6 +268,10 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
     goes_on = lanes[:, 2] != 0
     lanes[:, 2] = 0  # whoever needs it finds it in the rows
     stored = _read_numbers(reader)
+    for name, nbytes in reader.files.items():  # what a load does not need; but what is damaged is not loaded
+        if name.rpartition("/")[2] in ("trajectories.bin", "meta.json"):
+            for at in range(0, nbytes, _PIECE):
+                reader.read(name, at, bytearray(min(_PIECE, nbytes - at)))
     if reader.segment_rows is None:
         numbers = stored
     else:

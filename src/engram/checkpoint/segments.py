@@ -65,6 +65,7 @@ def save_segments(
     roles: Sequence[str],
     *,
     base: int = 0,
+    live: int,
     parent: PartReader | None = None,
     paranoid: bool = False,
     progress: Callable[[int], None] = lambda _: None,
@@ -75,9 +76,10 @@ def save_segments(
         folder: where; it must not exist.
         kind: the class of the storage.
         store: whose rows they are.
-        state: the storage's at the cut, without rows; ``numbers`` may have been read later.
+        state: the storage's at the cut, without rows; ``numbers`` may have been read later, and have the store's base.
         roles: of each field.
-        base: by how much tickets are larger than those that are saved.
+        base: by how much tickets were larger at the cut than those that are saved.
+        live: rows that there were at the cut.
         parent: the same part of an older checkpoint of this very store.
         paranoid: compare segments of the parent that are taken over with the rows, as far as they are still there.
         progress: called with how many bytes were done.
@@ -90,7 +92,6 @@ def save_segments(
     geometry, fields = described(store.schema, roles)
     lanes = state["lanes"].numpy()
     numbers = state["numbers"].numpy().copy()
-    committed = int(np.count_nonzero(numbers))
     marks = _marks_now(store, roles, numbers)
     size = rows_of_a_segment(store.lane_length, store.schema.row_bytes)
     known: dict[tuple[int, int, int, int, int], str] = {}
@@ -120,12 +121,11 @@ def save_segments(
     in_order = np.concatenate([saved[:0], *(saved[it.first_row : it.first_row + it.rows] for it in sorted(segments))])
     totals = write_tables(part, store, lanes, saved, in_order, marks)
     rest = {name: value for name, value in state.items() if name not in TABLES}
-    clock = rest["clock"] = state["clock"] - base
-    lost = committed - int(np.count_nonzero(numbers))
+    lost = live - int(np.count_nonzero(numbers))
     info = part.finish(
         described_state(part, rest, "storage"), geometry=geometry, schema=fields, segment_rows=size, segments=segments
     )
-    return SavedRows(info, Cut(clock, exact=not lost, lost_rows=lost), totals, schema_sum(fields))
+    return SavedRows(info, Cut(state["clock"], exact=not lost, lost_rows=lost), totals, schema_sum(fields))
 
 
 def _sum(numbers: NDArray[np.int64], base: int) -> int:

@@ -1,4 +1,7 @@
-"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``verify``. Starts without torch; each command loads what it needs."""
+"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``verify``, ``reshard``.
+
+Starts without torch; each command loads what it needs.
+"""
 
 from __future__ import annotations
 
@@ -124,6 +127,59 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
 
         show_report(report)
     sys.exit(0 if report.good else 1)
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--ranks", type=click.IntRange(min=1), required=True, help="How many will load it.")
+@click.option("--lanes", type=click.IntRange(min=1), required=True, help="Of each of them.")
+@click.option("--capacity", type=click.IntRange(min=1), help="Rows of each. Default: as many in all as there are now.")
+@click.option(
+    "--open",
+    "open_ones",
+    type=click.Choice(["drop", "truncate", "keep"]),
+    default="drop",
+    show_default=True,
+    help="What becomes of trajectories without a last step.",
+)
+@click.option(
+    "--headless",
+    type=click.Choice(["drop", "keep"]),
+    default="drop",
+    show_default=True,
+    help="What becomes of those whose first steps were overwritten.",
+)
+@click.option(
+    "--overflow",
+    type=click.Choice(["cut", "fill"]),
+    default="cut",
+    show_default=True,
+    help="Of more than there is room for: keep the newest alone, or older, shorter ones where they fit.",
+)
+@click.option(
+    "--max-drop-fraction",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    help="Of the steps that may be left out as incomplete, or longer than a lane.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
+def reshard(source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, **how: Any) -> None:
+    """Deal the trajectories of SOURCE out to other ranks and lanes, into a new checkpoint below TARGET.
+
+    SOURCE is a checkpoint, or a folder of them, of which the newest is taken. Its bytes stay as they are. A job of --ranks ranks
+    with --lanes lanes each then gets back exactly what is planned here.
+
+    Exit code: 0, 1 if SOURCE is damaged or cannot be dealt out so, 2 if there is none.
+    """
+    from engram.cli.reshard import reshard as act
+    from engram.errors import EngramError
+
+    try:
+        _usable(lambda: act(source, target, ranks, lanes, dry_run=dry_run, **how))
+    except EngramError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _usable(act: Callable[[], T]) -> T:

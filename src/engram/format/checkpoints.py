@@ -391,6 +391,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder = folder
+        self._opened: list[PartReader] = []
         try:
             self._fd = disk.open_folder(folder)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -400,6 +401,9 @@ class Checkpoint:
             #: Names the whole checkpoint.
             self.sha256 = hashlib.sha256(raw).hexdigest()
             self.manifest = self._decode(raw)
+            self._places = [(rank, self.manifest.world) for rank in range(self.manifest.world)]
+            #: Ranks that wrote no shard, where that is allowed: others then count from 0 without them.
+            self.missing: tuple[int, ...] = ()
         except BaseException:
             self.close()
             raise
@@ -411,9 +415,26 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
+        """Also of the parts that were opened. Repeatable."""
+        while self._opened:
+            self._opened.pop().close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    @classmethod
+    def partial(cls, folder: Path, manifest: Manifest, ranks: Sequence[int], world: int) -> Checkpoint:
+        """What some ranks of an undecided attempt wrote, as if it were a checkpoint of theirs alone.
+
+        Args:
+            folder: where it lies.
+            manifest: of those ranks, numbered from 0.
+            ranks: what they are called there, of ``world``.
+        """
+        checkpoint = cls(folder, manifest)
+        checkpoint._places = [(rank, world) for rank in ranks]
+        checkpoint.missing = tuple(sorted(set(range(world)) - set(ranks)))
+        return checkpoint
 
     @property
     def is_dump(self) -> bool:
@@ -432,16 +453,16 @@ class Checkpoint:
         entry = self.manifest.shards[rank]
         name = f"{self._shard_name(rank)}/{SHARD}" if not self.is_dump else SHARD
         shard = read_shard(self.folder, self._fd, name, entry)[0]
-        if (shard.rank, shard.world) != (rank, self.manifest.world) or shard.schema_sum != self.manifest.schema_sum:
+        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum != self.manifest.schema_sum:
             raise corrupt(
                 self.folder / name,
-                f"expected rank {rank} of {self.manifest.world} with the schema {self.manifest.schema_sum}, "
+                f"expected rank {self._places[rank][0]} of {self._places[rank][1]} with the schema {self.manifest.schema_sum}, "
                 f"got rank {shard.rank} of {shard.world} with {shard.schema_sum}",
             )
         return shard
 
     def part(self, rank: int, folder: str) -> PartReader:
-        """A part of a rank's shard, by the name of its folder. All its files have their sizes.
+        """A part of a rank's shard, by the name of its folder. All its files have their sizes. Closed with this at the latest.
 
         Raises:
             CorruptCheckpoint: a file is missing or damaged.
@@ -449,7 +470,8 @@ class Checkpoint:
         """
         for entry in self.shard(rank).parts:
             if entry.folder == folder:
-                return self._open_part(rank, entry, PartReader.open)
+                self._opened.append(self._open_part(rank, entry, PartReader.open))
+                return self._opened[-1]
         raise KeyError(folder)
 
     def parts(self, rank: int) -> Iterator[PartReader]:
@@ -478,7 +500,7 @@ class Checkpoint:
     # -- inside --
 
     def _shard_name(self, rank: int) -> str:
-        return "." if self.is_dump else rank_folder(rank, self.manifest.world)
+        return "." if self.is_dump else rank_folder(*self._places[rank])
 
     def _decode(self, raw: bytes) -> Manifest:
         path = self.folder / MANIFEST

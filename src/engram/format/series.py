@@ -4,7 +4,7 @@
 
     <root>/LATEST                               name of the newest one; a hint
            EPOCH-00000007                       create-only: the seventh incarnation of the job began
-           ckpt-000000120000-e0007-a3f91c2d/    step, epoch, random attempt; the name is never used again
+           ckpt-000000120000-e0007-00001c2d/    step, epoch, attempt: its number at this step, then at random
              attempt.json                       written first
              rank-00000-of-00004/shard.json     a rank's vote: yes.    error.json: no
              manifest.json                      the decision, create-only: complete or aborted
@@ -22,6 +22,8 @@ import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from engram.format.part_writer import PartInfo
 
 __all__ = [
+    "ATTEMPT",
     "LATEST",
     "Attempt",
     "Name",
@@ -61,10 +64,12 @@ __all__ = [
     "claim_epoch",
     "decide",
     "decision",
+    "is_partial",
     "is_series",
     "latest",
     "names",
     "newest_epoch",
+    "open_partial",
     "prune",
     "read_attempt",
     "recover",
@@ -191,7 +196,7 @@ def begin(
         trigger: who asked for it, in a word.
         parent: name of the checkpoint that segments are linked from.
         user: the user's own state, as JSON.
-        attempt: eight hex digits, or ``crash`` and a number. Default: random.
+        attempt: eight hex digits, or ``crash`` and a number. Default: one that is larger than those before at this step.
 
     Raises:
         TypeError: ``user`` has something that JSON has no word for; names it.
@@ -202,7 +207,7 @@ def begin(
         raise ValueError(
             f"begin: expected a step, an epoch and 1 to {MAX_RANKS} ranks, got {step}, {epoch} and {world}."
         )
-    attempt = secrets.token_hex(4) if attempt is None else attempt
+    attempt = _next_attempt(root, step, epoch) if attempt is None else attempt
     if not _ATTEMPT_ID.fullmatch(attempt):
         raise ValueError(f"begin: expected eight hex digits, or 'crash' and a number, got {attempt!r:.100}.")
     _check_epoch(root, epoch)
@@ -230,6 +235,16 @@ def begin(
             disk.remove(folder)
         raise
     return folder
+
+
+def _next_attempt(root: Path, step: int, epoch: int) -> str:
+    """A name that nobody has: of several attempts at one step the last one is the newest."""
+    before = [
+        int(name.attempt[:4], 16)
+        for name in names(root)
+        if name[:2] == (step, epoch) and not name.attempt.startswith("crash")
+    ]
+    return f"{min(max(before, default=-1) + 1, 0xFFFF):04x}{secrets.token_hex(2)}"
 
 
 def read_attempt(folder: Path) -> Attempt:
@@ -501,6 +516,33 @@ def look(folder: Path) -> Problem | None:
         return problem_of(error)
     except IncompatibleCheckpoint as error:
         return Problem(folder, str(error).removesuffix("."))
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether some ranks of an attempt voted for it, none against it, and nothing is decided."""
+    try:
+        given = votes(folder) if decision(folder) is None else []
+    except (CorruptCheckpoint, IncompatibleCheckpoint):
+        return False
+    return any(vote.shard for vote in given) and not any(vote.error for vote in given)
+
+
+def open_partial(folder: Path) -> Checkpoint:
+    """What those ranks wrote. Raises ``CorruptCheckpoint``: it does not fit together, or nobody voted for it."""
+    attempt = read_attempt(folder)
+    given = [vote for vote in votes(folder) if vote.shard is not None and vote.entry is not None]
+    if not given:
+        raise corrupt(folder, "expected shards of some ranks, found none")
+    shards = [vote.shard for vote in given if vote.shard is not None]
+    manifest = msgspec.structs.replace(
+        _manifest(attempt, given, []),
+        world=len(given),
+        shards=tuple(
+            msgspec.structs.replace(vote.entry, rank=i) for i, vote in enumerate(given) if vote.entry is not None
+        ),
+        schema_sum=shards[0].schema_sum,
+    )
+    return Checkpoint.partial(folder, manifest, [vote.rank for vote in given], attempt.world)
 
 
 def set_latest(root: Path, name: str, epoch: int) -> None:

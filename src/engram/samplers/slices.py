@@ -676,13 +676,13 @@ class SliceSamplerWithoutReplacement(_SliceSampler):
     def state_dict(self) -> dict[str, Any]:
         """``key, version, visited, count`` of the pass under way, ``clock`` of the store, and ``ran_out``: plain values."""
         key, version, visited, count = self._pass
-        clock = self._clock()
+        clock, base = self._clock(), self._base()
         return {
             "key": key,
-            "version": version,
+            "version": max(0, version - base),
             "visited": visited,
             "count": count,
-            "clock": clock,
+            "clock": clock - base,
             "ran_out": self.ran_out,
         }
 
@@ -690,6 +690,10 @@ class SliceSamplerWithoutReplacement(_SliceSampler):
         """Ticket number of the store's next write: any write ends a pass."""
         memory: Store | None = getattr(self._storage, "memory", None)
         return 0 if memory is None else int(memory.core.next_ticket)
+
+    def _base(self) -> int:
+        memory: Store | None = getattr(self._storage, "memory", None)
+        return 0 if memory is None else memory.base
 
     def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
         where = type(self).__name__
@@ -704,9 +708,8 @@ class SliceSamplerWithoutReplacement(_SliceSampler):
         def take() -> None:
             with self._lock:
                 now = self._clock()
-                memory: Store | None = getattr(self._storage, "memory", None)
-                same = now == clock or (memory is not None and memory.replaced == (clock, now))
-                self._pass = (key, now, visited, count) if same and version == clock else (0, 0, 0, 0)
+                same = now - self._base() == clock == version
+                self._pass = (key, now, visited, count) if same else (0, 0, 0, 0)
                 self.ran_out = ran_out
 
         return take

@@ -249,7 +249,7 @@ class Storage(Dumpable):
 
     # ---- files ---------------------------------------------------------------------------------------------------------
 
-    #: Classes whose dumps can be loaded here.
+    #: Classes whose dumps can be loaded here, beside its own.
     _loads: tuple[str, ...] = ()
 
     def save_part(
@@ -272,8 +272,11 @@ class Storage(Dumpable):
 
         Raises: as :meth:`loads`. Nothing is changed.
         """
-        check_kind(reader, "storage", *self._loads)
+        self._check_kind(reader)
         return self.checked_state(read_state(reader))
+
+    def _check_kind(self, reader: PartReader) -> None:
+        check_kind(reader, "storage", *dict.fromkeys((*self._loads, type(self).__name__)))
 
     def checked_dump(self, dump: TorchRLDump, without: Collection[str]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Check a dump of TorchRL's: the plain values of the state it makes, and what takes it over.
@@ -297,6 +300,10 @@ class Storage(Dumpable):
         raise IncompatibleCheckpoint(
             f"{saved.reader.folder}: a {type(self).__name__} cannot be converted. Load it as it is."
         )
+
+    def priorities_in_use(self, name: str) -> dict[str, Any] | None:
+        """The state of the priorities of that name, as far as rows are in use; None: as the sampler says it."""
+        return None
 
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:
         """What notes all that :meth:`save_cut` needs of one moment, while writers are :attr:`paused`: as fast as can be."""

@@ -562,8 +562,8 @@ class TensorStorage(Storage):
 
         ``schema``, JSON text, None before the first write; ``lanes``, int64 ``[L, 4]``: the position of each lane's next step and
         its live rows; ``numbers``, int64 ``[n]``: the tickets of the rows up to the last live one, 0 for those that hold nothing;
-        ``clock``: the next ticket; ``write_count``; by name ``priorities``, the ``passes`` of a directory, and ``windows``: the
-        length that tables of trajectories count.
+        ``clock``: the next ticket; a load changes neither, as both are without the store's ``base``; ``write_count``; by name
+        ``priorities``, the ``passes`` of a directory, and ``windows``: the length that tables of trajectories count.
         """
         store = self.memory
         if store is None:
@@ -578,10 +578,11 @@ class TensorStorage(Storage):
                 "windows": {},
             }
         words = self._words(store, store.all_indexes(), without)
-        numbers = store.numbers_before(words["clock"], store.rows_in_use(words["lanes"]))
+        numbers = store.numbers_before(words["clock"] + store.base, store.rows_in_use(words["lanes"]))
         live = numbers.nonzero()
         last = int(live[-1]) + 1 if len(live) else 0
-        return {**words, "numbers": numbers[:last].clone()}
+        kept = numbers[:last]
+        return {**words, "numbers": torch.where(kept == 0, 0, kept - store.base)}
 
     def _words(
         self,
@@ -592,7 +593,7 @@ class TensorStorage(Storage):
     ) -> dict[str, Any]:
         """All that is said of the rows but their tickets. ``room``: for the leaves of priorities, by name."""
         passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == PASSES}
-        clock, lanes = store.core.next_ticket, store.lane_words()
+        clock, lanes = int(store.core.next_ticket) - store.base, store.lane_words()
         return {
             "schema": schemas.encode(store.schema).decode(),
             "clock": clock,
@@ -703,8 +704,8 @@ class TensorStorage(Storage):
         self, saved: Saved, *, without: Collection[str] = ()
     ) -> tuple[dict[str, Any], Callable[[], None]]:
         check_kind(saved.reader, "storage", *self._loads)
-        schema = self._schema_here(saved.state["schema"], str(saved.reader.folder))
-        state, fill_rows = saved.state, fill(saved.reader)
+        schema = self._schema_here(saved.head["schema"], str(saved.reader.folder))
+        state, fill_rows = saved.state(), fill(saved.reader)
         if schemas.encode(schema).decode() != state["schema"]:
             state, fill_rows, plan = converted(saved, schema)
             left_out = {reason: count for reason, count in plan.dropped.items() if count["steps"]}
@@ -734,23 +735,27 @@ class TensorStorage(Storage):
             )
         return here if self.memory is None else self.memory.schema
 
-    def priorities_in_use(self, name: str) -> dict[str, Any]:
-        """The state of the priorities of that name, as far as rows are in use."""
-        store = self.store
-        index: PriorityIndex = store.all_indexes()[name, PRIORITIES]
-        return index.state(store.rows_in_use(store.lane_words()))
+    def priorities_in_use(self, name: str) -> dict[str, Any] | None:
+        store = self.memory
+        index: PriorityIndex | None = None if store is None else store.all_indexes().get((name, PRIORITIES))
+        return None if store is None or index is None else index.state(store.rows_in_use(store.lane_words()))
 
     def prepare_cut(self) -> Callable[[], dict[str, Any]]:
-        store = self.memory
-        if store is None:
-            return self.state_without_rows
-        indexes = store.all_indexes()
+        prepared = self.memory
+        indexes = {} if prepared is None else prepared.all_indexes()
         # Pages are taken now, so that writers wait for a copy only.
-        size = 8 * min(store.capacity, store.rows_in_use(store.lane_words()) + _SLACK)
-        room = {name: store.room(size)[:size].zero_().view(torch.float64) for name in _of_kind(indexes, PRIORITIES)}
+        room = {}
+        if prepared is not None:
+            size = 8 * min(prepared.capacity, prepared.rows_in_use(prepared.lane_words()) + _SLACK)
+            for name in _of_kind(indexes, PRIORITIES):
+                room[name] = prepared.room(size)[:size].zero_().view(torch.float64)
 
         def cut() -> dict[str, Any]:
-            return self._words(store, indexes, (), room)
+            store = self.memory
+            if store is None:
+                return self.state_without_rows()
+            live = int(store.lane_words()[:, 1].sum()) - int(store.core.void_rows)
+            return {**self._words(store, indexes, (), room), "base": store.base, "live": live}
 
         return cut
 
@@ -767,24 +772,26 @@ class TensorStorage(Storage):
         store, kind = self.memory, type(self).__name__
         if cut["schema"] is None or store is None:
             return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
-        state = {**cut, "numbers": store.numbers_before(cut["clock"], store.rows_in_use(cut["lanes"]))}
+        state = {name: value for name, value in cut.items() if name not in ("base", "live")}
+        state["numbers"] = store.numbers_before(cut["clock"] + cut["base"], store.rows_in_use(cut["lanes"]))
         return save_segments(
             folder,
             kind,
             store,
             state,
             roles_of(store.schema.fields, roles),
-            base=0 if store.replaced is None else store.replaced[1] - store.replaced[0],
+            base=cut["base"],
+            live=cut["live"],
             parent=parent,
             paranoid=paranoid,
             progress=progress,
         )
 
     def lineage(self) -> Any:
-        return None if self.memory is None else (id(self.memory), self.memory.replaced)
+        return None if self.memory is None else (weakref.ref(self.memory), self.memory.replaced)
 
     def checked_part(self, reader: PartReader, *, close_open: bool = False) -> Callable[[], None]:
-        check_kind(reader, "storage", *self._loads)
+        self._check_kind(reader)
         take = self.checked_without_rows(read_rows_state(reader, close_open=close_open))
         if len(self):
             check_blocks(reader)

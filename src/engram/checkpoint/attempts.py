@@ -1,0 +1,143 @@
+"""Attempts of a job at checkpoints: every rank joins the same ones, in the same order, and learns the same decision.
+
+Nothing here is a collective: rank 0 names an attempt through the store, votes and the decision are files. So a rank that died
+makes others wait for a deadline, and no longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from engram.errors import RankFailed
+from engram.format import series
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from engram.format.checkpoints import Manifest
+    from engram.ranks import Ranks
+
+__all__ = ["Attempts"]
+
+#: Seconds between two looks at what others wrote: the first, and the longest.
+_SOON, _LATER = 0.001, 0.05
+#: Seconds after which ranks other than 0, which does it at once, try to decide: it may be dead.
+_TRY_S = 2.0
+#: Seconds that they leave rank 0 at the deadline, to give up for all.
+_GRACE_S = 2.0
+
+
+class Attempts:
+    """One series of checkpoints of one job.
+
+    Args:
+        root: of the series; the same folder for all ranks.
+        ranks: of the job. Each makes this in the same order, if there are several.
+    """
+
+    def __init__(self, root: Path, ranks: Ranks) -> None:
+        self.root, self.ranks = root, ranks
+        self.section = ranks.section()
+        """Before all of its keys in the store."""
+        self._epoch: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Of this incarnation of the job. Rank 0's first call claims it, and commits what an earlier one left undecided.
+
+        Raises:
+            RankFailed: rank 0 has not said it. OSError: the folder cannot be used.
+        """
+        if self._epoch is None:
+            if self.ranks.rank:
+                raise RankFailed("rank 0 has not begun anything here yet.")
+            self._epoch = series.claim_epoch(self.root)
+            series.recover(self.root, self._epoch)
+        return self._epoch
+
+    def claim(self, timeout: float) -> int:
+        """The same on all ranks, which must all call this. Raises :class:`RankFailed`: some did not."""
+
+        def own() -> bytes:
+            return str(self.epoch).encode() if self.ranks.rank == 0 else b""
+
+        said = self.ranks.together("epoch", own, timeout)
+        self._epoch = int(said[0])
+        return self._epoch
+
+    def begin(
+        self, number: int, step: int, parent: str | None, user: Mapping[str, Any], trigger: str, timeout: float
+    ) -> Path:
+        """The folder of the attempt of that number; what is not rank 0's own is taken from it.
+
+        Raises:
+            RankFailed: rank 0 could not begin it, or did not in time; or this folder is not visible here.
+            ValueError: it is of another step. Whatever :func:`series.begin` raises, on rank 0.
+        """
+        key = f"{self.section}attempt/{number}"
+        if self.ranks.rank == 0:
+            try:
+                folder = series.begin(
+                    self.root,
+                    step=step,
+                    epoch=self.epoch,
+                    world=self.ranks.world,
+                    trigger=trigger,
+                    parent=parent,
+                    user=user,
+                )
+            except BaseException as error:
+                self.ranks.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+                raise
+            self.ranks.set(key, json.dumps({"name": folder.name, "epoch": self.epoch, "step": step}).encode())
+            return folder
+        return self._joined(key, timeout)
+
+    def _joined(self, key: str, timeout: float) -> Path:
+        started = time.monotonic()
+        raw = self.ranks.wait([key], timeout)[0]
+        if raw is None:
+            raise RankFailed(f"save: rank 0 began no checkpoint within {timeout:g} s.")
+        said = json.loads(raw)
+        if "error" in said:
+            raise RankFailed(f"save: rank 0: {said['error']}")
+        self._epoch = int(said["epoch"])
+        name = series.Name.parse(said["name"])
+        if name is None:
+            raise RankFailed(f"save: expected the name of an attempt from rank 0, got {said['name']!r:.100}.")
+        folder = self.root / str(name)
+        pause = _SOON
+        while not os.path.lexists(folder / series.ATTEMPT):
+            if time.monotonic() - started > timeout:
+                raise RankFailed(
+                    f"save: rank {self.ranks.rank}: expected {folder}, which rank 0 made, found none in {timeout:g} s. Is it a file "
+                    "system that all ranks share?"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LATER)
+        return folder
+
+    def decided(self, folder: Path, timeout: float) -> Manifest:
+        """The decision on an attempt, when it is there; after ``timeout`` seconds votes that are missing are ones against.
+
+        Raises:
+            RuntimeError: a later incarnation of the job has taken over.
+        """
+        started = time.monotonic()
+        first = self.ranks.rank == 0
+        asked, pause = started, _SOON
+        while True:
+            now = time.monotonic()
+            late = now - started > timeout + (0 if first else _GRACE_S)
+            made = series.decision(folder)
+            if made is None and (first or late or now - asked > _TRY_S):
+                asked = now
+                made = series.decide(folder, self.epoch, give_up=f"after {timeout:g} s" if late else None)
+            if made is not None:
+                return made
+            time.sleep(pause)
+            pause = min(2 * pause, _LATER)

@@ -1,0 +1,251 @@
+"""When a rank of a job fails, all that live save their shards: without a collective, even while their main threads wait in one.
+
+The first rank that notices names an attempt in ``<root>/CRASH-e<epoch>-<number>``, which it creates; a thread of every rank looks
+for that file. It is decided when all ranks have voted; what has fewer votes stays undecided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from engram.errors import CorruptCheckpoint, RankFailed
+from engram.format import disk, series
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from engram.checkpoint.attempts import Attempts
+
+__all__ = ["Crashes"]
+
+_log = logging.getLogger("engram")
+
+#: Seconds between two looks for the file, and between two signs of life.
+_LOOK_S, _BEAT_S = 0.2, 1.0
+#: Seconds without a sign of life after which a rank counts as dead.
+_SILENT_S = 10.0
+#: Seconds that a main thread has to notice a signal, before it counts as stuck.
+_STUCK_S = 1.0
+
+
+class Crashes:
+    """The watch of one rank.
+
+    Args:
+        attempts: of the job.
+        number: of the watch: the same on all ranks.
+        step: what the training has come to.
+        write: writes this rank's shard into a folder and votes.
+        grace: seconds to wait for the votes of others.
+    """
+
+    def __init__(
+        self, attempts: Attempts, number: int, step: Callable[[], int], write: Callable[[Path], None], grace: float
+    ) -> None:
+        self._attempts, self._ranks = attempts, attempts.ranks
+        self._number, self._step, self._write, self._grace = number, step, write, grace
+        self._file = attempts.root / f"CRASH-e{attempts.epoch:04d}-{number}"
+        self._key = f"{attempts.section}watch/{number}/"
+        self._once = threading.RLock()
+        self._begun = False
+        self._saver: int | None = None
+        self._over = threading.Event()
+        self._stop = threading.Event()
+        self._dead: set[int] = set()
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._thread = threading.Thread(target=self._watch, name="engram-watch", daemon=True)
+        self._signals: int | None = None
+        self._others = -1
+        self._ends_by_default = False
+        self._handled = threading.Event()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, this rank is watched, and watches others. An exception that leaves it saves first."""
+        with self._signals_watched():
+            self._thread.start()
+            try:
+                yield
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    self.save(f"SystemExit: {error.code}")
+                raise
+            except BaseException as error:
+                self.save(f"{type(error).__name__}: {error}")
+                raise
+            else:
+                self._leave()
+            finally:
+                self._stop.set()
+
+    def _leave(self) -> None:
+        """Wait until all ranks have come to their end, or one of them has failed: they must not think that this one died."""
+        try:
+            self._ranks.set(f"{self._key}end/{self._ranks.rank}", b"")
+            ends = [f"{self._key}end/{rank}" for rank in range(self._ranks.world)]
+            while not self._begun and None in self._ranks.wait(ends, _LOOK_S):
+                pass
+        except RankFailed:  # the watch sees it, too
+            pass
+        if self._begun:
+            self._over.wait(self._grace)
+
+    # ---- a crash ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        return self._begun
+
+    def save(self, cause: str) -> None:
+        """Save this rank's shard, and let all others save theirs; once. Raises nothing: whatever failed is logged."""
+        with self._once:
+            first, self._begun = not self._begun, True
+            if first:
+                self._saver = threading.get_ident()
+        if not first:
+            if self._saver != threading.get_ident():  # a signal, while this thread saves: it will end soon
+                self._over.wait(self._grace)
+            return
+        try:
+            folder = self._agreed()
+            _log.warning("saving to %s: %s", folder.name, cause)
+            self._write(folder)
+            self._decide(folder)
+        except Exception:  # noqa: BLE001 - the error that led here is what matters
+            _log.exception("rank %d: its shard was not saved", self._ranks.rank)
+        finally:
+            self._over.set()
+
+    def _agreed(self) -> Path:
+        """The folder that all ranks use: the first of them says which."""
+        root, epoch = self._attempts.root, self._attempts.epoch
+        name = series.Name(self._step(), epoch, f"crash{self._number}")
+        disk.publish(self._file, str(name).encode())
+        said = self._file.read_bytes().decode("ascii", "replace")
+        agreed = series.Name.parse(said)
+        if agreed is None:
+            raise CorruptCheckpoint(f"{self._file}: expected the name of an attempt, got {said!r:.100}.")
+        folder: Path = root / str(agreed)
+        try:
+            series.begin(
+                root,
+                step=agreed.step,
+                epoch=epoch,
+                world=self._ranks.world,
+                trigger="crash",
+                attempt=agreed.attempt,
+            )
+        except FileExistsError:
+            until = time.monotonic() + self._grace
+            while not os.path.lexists(folder / series.ATTEMPT):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+        return folder
+
+    def _decide(self, folder: Path) -> None:
+        """Wait for those that live; commit if all voted."""
+        until = time.monotonic() + self._grace
+        while True:
+            made = series.decide(folder, self._attempts.epoch)
+            if made is not None:
+                _log.warning("saved %s: %s", folder.name, made.status)
+                return
+            missing = {vote.rank for vote in series.votes(folder) if vote.shard is None and vote.error is None}
+            if missing <= self._dead or time.monotonic() > until:
+                _log.warning("saved %s without ranks %s", folder.name, sorted(missing))
+                return
+            time.sleep(0.05)
+
+    # ---- watching --------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        beat = 0.0
+        while not self._stop.wait(0 if self._signals is not None else _LOOK_S):
+            if self._signals is not None and signal.SIGTERM in self._received():
+                self._terminated()
+            if not self._begun and self._file.exists():
+                self.save("another rank failed")
+            if self._ranks.world > 1 and time.monotonic() - beat >= _BEAT_S:
+                beat = time.monotonic()
+                self._look_for_life()
+
+    def _look_for_life(self) -> None:
+        try:
+            self._ranks.add(f"{self._key}{self._ranks.rank}", 1)
+            counts = {rank: self._ranks.add(f"{self._key}{rank}", 0) for rank in range(self._ranks.world)}
+        except RankFailed as error:
+            self._dead.add(0)
+            if not (self._stop.is_set() or self._begun):
+                self.save(str(error))
+            return
+        now = time.monotonic()
+        for rank, count in counts.items():
+            if rank not in self._seen or self._seen[rank][0] != count:
+                self._seen[rank] = (count, now)
+        silent = {rank for rank, (count, since) in self._seen.items() if now - since > _SILENT_S and count}
+        self._dead |= silent
+        if silent and not self._begun:
+            self.save(f"no sign of life of ranks {sorted(silent)} for {_SILENT_S:g} s")
+
+    # ---- signals ---------------------------------------------------------------------------------------------------------
+
+    def _received(self) -> bytes:
+        """Signals that arrived, also while the main thread cannot handle them. Waits a moment."""
+        assert self._signals is not None
+        ready, _, _ = select.select([self._signals], [], [], _LOOK_S)
+        if not ready:
+            return b""
+        numbers = os.read(self._signals, 4096)
+        if self._others >= 0:  # whoever listened before does so still
+            with contextlib.suppress(OSError):
+                os.write(self._others, numbers)
+        return numbers
+
+    def _terminated(self) -> None:
+        """SIGTERM arrived. The main thread handles it; unless it is stuck, then this one does."""
+        if self._handled.wait(_STUCK_S) or self._saver is not None:
+            return
+        self.save("SIGTERM")
+        if not self._handled.wait(_STUCK_S) and self._ends_by_default:
+            os._exit(128 + signal.SIGTERM)  # as a shell says it: its own way to end needs the main thread
+
+    @contextlib.contextmanager
+    def _signals_watched(self) -> Iterator[None]:
+        """Inside, SIGTERM saves before it does what it did; and the thread hears of it, whatever the main thread is doing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGTERM)
+        self._ends_by_default = before == signal.SIG_DFL
+
+        def handle(number: int, _: Any) -> None:
+            self._handled.set()
+            if self._saver == threading.get_ident():
+                return  # it saves, and then ends with the error that it has
+            self.save("SIGTERM")
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        read, write = os.pipe()
+        for fd in (read, write):
+            os.set_blocking(fd, False)
+        self._signals, self._others = read, signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+            signal.set_wakeup_fd(self._others)
+            self._stop.set()
+            self._thread.join(2 * _LOOK_S + 1)
+            os.close(read)
+            os.close(write)

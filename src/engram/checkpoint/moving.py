@@ -1,0 +1,162 @@
+"""A checkpoint on its way to other ranks, lanes or capacities: what goes where, what is left out and why, in figures."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from engram.checkpoint import buffers
+from engram.checkpoint.placing import fill_placed, open_saved, placed_state
+from engram.checkpoint.plan import DROPPED, Incomplete, make_plan
+from engram.checkpoint.rows import read_rows_state
+from engram.checkpoint.runs import count_kinds
+from engram.errors import IncompatibleCheckpoint
+from engram.format import schema as schemas
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from engram.checkpoint.placing import Saved
+    from engram.checkpoint.plan import Plan, Target
+    from engram.format.checkpoints import Checkpoint
+
+__all__ = ["Move", "checked_incomplete", "plan_move"]
+
+_POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
+
+
+def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
+    """Policies by kind. Raises ``ValueError``: a kind or a policy that there is not."""
+    for kind, policy in (given or {}).items():
+        if kind not in _POLICIES:
+            raise ValueError(f"incomplete: expected the keys {', '.join(_POLICIES)}, got {kind!r}.")
+        if policy not in _POLICIES[kind]:
+            raise ValueError(f"incomplete: {kind!r}: expected one of {', '.join(_POLICIES[kind])}, got {policy!r}.")
+    return Incomplete(**(given or {}))  # type: ignore[arg-type]
+
+
+class Move(NamedTuple):
+    """Shards and where their trajectories go."""
+
+    saved: list[Saved]
+    plan: Plan
+    targets: list[Target]
+    sha256: str
+    """Of the checkpoint."""
+
+    def rows(self, rank: int, env_offset: int = 0) -> tuple[dict[str, Any], Callable[[Sequence[Tensor]], None]]:
+        """What a rank gets: the state of its store without rows, and what reads those into it.
+
+        Raises:
+            CorruptCheckpoint: a table or a block is damaged.
+            IncompatibleCheckpoint: shards differ in alpha or eps, or a dtype cannot number the lanes.
+        """
+        text = next((one.reader.state["schema"] for one in self.saved if one.reader.geometry is not None), None)
+        if text is None:
+            return read_rows_state(self.saved[0].reader), lambda _: None
+        target = self.targets[rank]
+        schema = msgspec.structs.replace(
+            schemas.decode(text.encode(), str(self.saved[0].reader.folder)),
+            capacity=target.capacity,
+            lanes=target.lanes,
+            columns=(),
+        )
+        return placed_state(self.saved, self.plan, rank, schema), fill_placed(
+            self.saved, self.plan, rank, schema, env_offset
+        )
+
+    def seed(self, rank: int) -> int:
+        """Of a rank's generator: every load of this checkpoint by as many ranks gives the same."""
+        text = f"{self.sha256} {len(self.targets)} {rank}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+    def report(self) -> dict[str, Any]:
+        """Episodes and steps: saved, kept, dropped by reason; by shard and by target."""
+        plan = self.plan
+        shards = []
+        for which, one in enumerate(self.saved):
+            of_it = plan.source == which
+            kept = {"episodes": int(of_it.sum()), "steps": int(plan.steps[of_it].sum())}
+            shards.append({"rank": which, "saved": count_kinds(one.source.runs, one.source.columns), "kept": kept})
+        targets = []
+        for rank, target in enumerate(self.targets):
+            mine = plan.rank == rank
+            loads = np.bincount(plan.lane[mine], plan.steps[mine], target.lanes).astype(int)
+            targets.append(
+                {
+                    "rank": rank,
+                    "lanes": target.lanes,
+                    "lane_length": target.lane_length,
+                    "episodes": int(mine.sum()),
+                    "steps": int(loads.sum()),
+                    "smallest_lane": int(loads.min()),
+                    "largest_lane": int(loads.max()),
+                    "unused": target.capacity - int(loads.sum()),
+                }
+            )
+        cut = plan.truncated
+        return {
+            "plan": plan.digest,
+            "saved": _total(plan.saved),
+            "kept": plan.kept,
+            "dropped": plan.dropped,
+            "truncated": {"episodes": int(cut.sum()), "steps": int(plan.steps[cut].sum())},
+            "shards": shards,
+            "targets": targets,
+        }
+
+
+def _total(counts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    return {unit: sum(count[unit] for count in counts.values()) for unit in ("episodes", "steps")}
+
+
+def plan_move(
+    checkpoint: Checkpoint,
+    stack: contextlib.ExitStack,
+    targets: Sequence[Target],
+    incomplete: Incomplete,
+    overflow: str,
+    max_drop_fraction: float,
+) -> Move:
+    """Plan where everything goes. What is opened is closed with the stack.
+
+    Raises:
+        CorruptCheckpoint: a shard is missing, or a table is damaged.
+        IncompatibleCheckpoint: what cannot be moved; or more than ``max_drop_fraction`` of the steps would be left out as
+            incomplete or longer than any lane.
+    """
+    saved = [
+        open_saved(stack.enter_context(buffers.open_storage(checkpoint, rank)))
+        for rank in range(checkpoint.manifest.world)
+    ]
+    plan = make_plan([one.source for one in saved], targets, incomplete, overflow)  # type: ignore[arg-type]
+    steps = _total(plan.saved)["steps"]
+    lost = {reason: plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
+    if sum(lost.values()) > max_drop_fraction * steps:
+        raise IncompatibleCheckpoint(_too_many(checkpoint, steps, lost, targets, max_drop_fraction))
+    return Move(saved, plan, list(targets), checkpoint.sha256)
+
+
+def _too_many(
+    checkpoint: Checkpoint, steps: int, lost: Mapping[str, int], targets: Sequence[Target], most: float
+) -> str:
+    named = ", ".join(f"{count} {reason}" for reason, count in lost.items() if count)
+    ways = []
+    if lost["open"]:
+        ways.append('incomplete={"open": "keep"} (or "truncate") keeps the open ones')
+    if lost["headless"]:
+        ways.append('incomplete={"headless": "keep"} keeps the headless ones')
+    if lost["oversize"]:
+        longest = max(target.lane_length for target in targets)
+        ways.append(f"lanes longer than {longest} rows keep the oversize ones")
+    ways.append("max_drop_fraction=1.0 loads the rest")
+    return (
+        f"restore: {checkpoint.folder}: expected to leave out at most {most:.0%} of {steps} saved steps, would leave out "
+        f"{sum(lost.values())} ({named}). {'; '.join(ways)}. The buffer is as it was."
+    )

@@ -1,0 +1,159 @@
+"""``engram reshard``: a checkpoint of some ranks as one of others, without the program that made it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from engram._progress import bytes_bar
+from engram.checkpoint import buffers
+from engram.checkpoint.components import read_state, write_part
+from engram.checkpoint.moving import checked_incomplete, plan_move
+from engram.checkpoint.plan import Target
+from engram.format import disk, series
+from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
+from engram.storages import LazyMemmapStorage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engram.checkpoint.moving import Move
+
+__all__ = ["reshard"]
+
+
+def reshard(
+    source: Path,
+    target: Path,
+    ranks: int,
+    lanes: int,
+    *,
+    capacity: int | None,
+    open_ones: str,
+    headless: str,
+    overflow: str,
+    max_drop_fraction: float,
+    dry_run: bool,
+) -> None:
+    """Plan, print the plan, and write it unless it is a dry run.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint. CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it cannot be dealt out so.
+        OSError: no space, or an I/O error; nothing new is to be seen below ``target``.
+    """
+    with contextlib.ExitStack() as stack:
+        checkpoint = stack.enter_context(Checkpoint(_found(source)))
+        targets = [Target(lanes, _lane_length(checkpoint, ranks, lanes, capacity))] * ranks
+        incomplete = checked_incomplete({"open": open_ones, "headless": headless})
+        move = plan_move(checkpoint, stack, targets, incomplete, overflow, max_drop_fraction)
+        _show(checkpoint, move)
+        if not dry_run:
+            name = _write(checkpoint, move, target)
+            Console(highlight=False).print(f"wrote {target / name}", soft_wrap=True)
+
+
+def _found(source: Path) -> Path:
+    if is_checkpoint(source):
+        return source
+    path = series.latest(source)[0] if series.is_series(source) else None
+    if path is None:
+        raise FileNotFoundError(f"{source}: expected a checkpoint that is whole, or a folder of them, found none.")
+    return path
+
+
+def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int | None) -> int:
+    if capacity is None:
+        total = 0
+        for rank in range(checkpoint.manifest.world):
+            with buffers.open_storage(checkpoint, rank) as reader:
+                total += reader.geometry.capacity if reader.geometry else 0
+        capacity = -(-total // ranks)
+    return max(1, -(-capacity // lanes))
+
+
+def _show(checkpoint: Checkpoint, move: Move) -> None:
+    found = move.report()
+    console = Console(highlight=False)
+    console.print(f"{checkpoint.folder}: {len(found['shards'])} ranks → {len(found['targets'])}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "rank",
+        "lanes",
+        "rows per lane",
+        "episodes",
+        "steps",
+        "smallest lane",
+        "largest lane",
+        "unused rows",
+    ):
+        table.add_column(column, justify="right")
+    for it in found["targets"]:
+        table.add_row(*(str(value) for value in it.values()))
+    console.print(table)
+    counts = {"saved": found["saved"], "kept": found["kept"], "truncated": found["truncated"]}
+    counts |= {f"dropped: {reason}": count for reason, count in found["dropped"].items() if count["episodes"]}
+    for what, count in counts.items():
+        console.print(f"{what}: {count['episodes']} episodes, {count['steps']} steps")
+    console.print(f"plan {found['plan']}", soft_wrap=True)
+
+
+def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:
+    """One rank after the other, each through a store on the disk of the target: memory does not depend on their sizes."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    epoch = series.claim_epoch(root)
+    manifest, world = checkpoint.manifest, len(move.targets)
+    attempt = series.begin(root, step=manifest.step, epoch=epoch, world=world, trigger="reshard", user=manifest.user)
+    total = sum(target.capacity for target in move.targets) * sum(f.row_bytes for f in move.saved[0].fields)
+    try:
+        with bytes_bar("resharding", total) as progress:
+            for rank in range(world):
+                _write_rank(checkpoint, move, rank, attempt / rank_folder(rank, world), attempt, progress)
+        made = series.decide(attempt, epoch)
+        assert made is not None  # all have voted
+        if made.status != "complete":
+            raise OSError(f"{attempt}: {'; '.join(made.reasons)}")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.remove(attempt)
+        raise
+    series.set_latest(root, attempt.name, epoch)
+    return attempt.name
+
+
+def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, attempt: Path, progress: Any) -> None:
+    state, fill = move.rows(rank)
+    target = move.targets[rank]
+    roles = {field.key: field.role for field in move.saved[0].fields}
+    with tempfile.TemporaryDirectory(prefix=".reshard-", dir=attempt.parent) as scratch:
+        storage = LazyMemmapStorage(target.capacity, lanes=target.lanes, scratch_dir=scratch)
+        try:
+            storage.checked_without_rows(state)(fill)
+            cut = storage.prepare_cut()()
+            with disk.together():
+                rows = storage.save_cut(folder / buffers.STORAGE, cut, roles=roles, progress=progress)
+                infos = [rows.info, *_others(checkpoint, folder, move.seed(rank))]
+        finally:
+            storage.close()
+        series.accept(
+            attempt, rank, infos, layout="segments", cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum
+        )
+
+
+def _others(checkpoint: Checkpoint, folder: Path, seed: int) -> list[Any]:
+    """The parts that are not of rows: as rank 0 has them, but for what begins anew."""
+    infos = []
+    for reader in checkpoint.parts(0):
+        if reader.part == buffers.STORAGE:
+            continue
+        state = buffers.begun_anew(
+            reader.part, read_state(reader), seed, torch.Generator().manual_seed(seed).get_state()
+        )
+        if state == buffers.EMPTY.get(reader.part):
+            continue
+        infos.append(write_part(folder / reader.part, reader.part, reader.type, state))
+    return infos

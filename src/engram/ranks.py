@@ -1,0 +1,352 @@
+"""The processes of one job: small messages between them, and what they agree on. Every wait ends.
+
+Bulk data never travels here. Nothing uses the default process group, and no thread but the caller's takes part in a collective.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from engram.errors import RankFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+_FINE, _FAILED = b"+", b"-"
+#: Seconds between two looks at what others said: the first, and the longest.
+_SOON, _LATER = 0.0005, 0.05
+#: Seconds for those that live to say so, once something failed that does not say who did.
+_ROLL_CALL_S = 3.0
+
+
+class Ranks(abc.ABC):
+    """This process among those of its job.
+
+    :meth:`set`, :meth:`get` and :meth:`add` work from any thread and wait for nobody. :meth:`gather`, :meth:`max` and
+    :meth:`together` are for one thread of each rank, all of which must call them in the same order.
+
+    >>> from engram.ranks import Ranks
+    >>> alone = Ranks.local()
+    >>> alone.rank, alone.world, alone.gather(b"mine", timeout=1.0)
+    (0, 1, [b'mine'])
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self._gathered = 0
+        self._sections = 0
+
+    # ---- making them -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def local() -> Ranks:
+        """One process alone."""
+        return Ranks.threads(1)[0]
+
+    @staticmethod
+    def threads(n: int) -> list[Ranks]:
+        """As many as there are threads in this process that play ranks; for tests. Raises ``ValueError``: below 1."""
+        if n < 1:
+            raise ValueError(f"Ranks.threads: expected at least 1, got {n}.")
+        board = _Board()
+        return [_OnBoard(rank, n, board) for rank in range(n)]
+
+    @staticmethod
+    def from_torch(*, timeout: float = 60.0, host: str | None = None) -> Ranks:
+        """The ranks of ``torch.distributed``, which must be initialised. All of them must call this, at the same place.
+
+        They get a gloo group and a key-value store of their own: neither takes part in what training does with the default group.
+
+        Args:
+            timeout: seconds that any later message or agreement may take.
+            host: name or address under which others reach the machine of rank 0. Default: ``MASTER_ADDR``, else its host name.
+
+        Raises:
+            RuntimeError: ``torch.distributed`` is not initialised.
+            RankFailed: others did not come.
+        """
+        from torch import distributed
+
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise RuntimeError(
+                "Ranks.from_torch: expected torch.distributed to be initialised, found that it is not. Call "
+                "torch.distributed.init_process_group first, or use Ranks.local()."
+            )
+        return _Torch(distributed.get_rank(), distributed.get_world_size(), timeout, host)
+
+    # ---- the store -------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def set(self, key: str, value: bytes) -> None:
+        """Let all ranks know."""
+
+    @abc.abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """What some rank set; None: nothing yet."""
+
+    @abc.abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that all ranks share, 0 at first; its value then. Keys of counters and of values are different."""
+
+    @abc.abstractmethod
+    def forget(self, key: str) -> None:
+        """Remove a key that nobody waits for any more."""
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        """What is set under each key, once all are; None where nothing is when the time is over.
+
+        Args:
+            keys: that some rank sets.
+            timeout: seconds.
+        """
+        found: dict[str, bytes] = {}
+        until = time.monotonic() + timeout
+        pause = _SOON
+        while True:
+            for key in keys:
+                if key not in found and (value := self.get(key)) is not None:
+                    found[key] = value
+            left = until - time.monotonic()
+            if len(found) == len(set(keys)) or left <= 0:
+                return [found.get(key) for key in keys]
+            time.sleep(min(pause, left))
+            pause = min(pause * 2, _LATER)
+
+    def section(self) -> str:
+        """A prefix for keys of one user of the store: the first on each rank gets the same, and so on."""
+        self._sections += 1
+        return f"{self._sections}/"
+
+    # ---- together --------------------------------------------------------------------------------------------------------
+
+    def gather(self, value: bytes, timeout: float) -> list[bytes]:
+        """What every rank gave, in their order, on every rank.
+
+        Raises:
+            RankFailed: some did not come in time; names them.
+        """
+        number = self._gathered
+        self._gathered += 1
+        self.set(f"gather/{number}/{self.rank}", value)
+        given = self.wait([f"gather/{number}/{rank}" for rank in range(self.world)], timeout)
+        missing = [rank for rank, one in enumerate(given) if one is None]
+        if missing:
+            raise RankFailed(
+                f"expected all {self.world} ranks within {timeout:g} s, got nothing from {_names(missing)}."
+            )
+        if number:  # whoever came here has read what was given before
+            self.forget(f"gather/{number - 1}/{self.rank}")
+        return [one for one in given if one is not None]
+
+    def max(self, value: int, timeout: float) -> int:
+        """The largest of what all ranks gave. Raises as :meth:`gather`."""
+        return max(int(one) for one in self.gather(str(value).encode(), timeout))
+
+    def together(self, what: str, act: Callable[[], bytes], timeout: float) -> list[bytes]:
+        """Let every rank do its part; what each one's returned.
+
+        Args:
+            what: is being done, for messages.
+            act: this rank's part. Whatever it raises, others hear of it.
+            timeout: seconds, for the slowest one.
+
+        Raises:
+            RankFailed: the part of some ranks failed, or they did not come in time: the same on all ranks. Where all failed in
+                the same way, each raises that.
+        """
+        failure: BaseException | None = None
+        try:
+            mine = _FINE + act()
+        except BaseException as error:  # noqa: BLE001 - raised below, once others know
+            failure, mine = error, _FAILED + f"{type(error).__name__}: {error}".encode()
+        try:
+            given = self.gather(mine, timeout)
+        except RankFailed as error:
+            raise RankFailed(f"{what}: {error}") from failure
+        failed = {rank: one[1:].decode() for rank, one in enumerate(given) if one[:1] == _FAILED}
+        if failure is not None and (not isinstance(failure, Exception) or set(given) == {mine}):
+            raise failure
+        if failed:
+            raise RankFailed(f"{what}: {'; '.join(f'rank {r}: {text}' for r, text in failed.items())}") from failure
+        return [one[1:] for one in given]
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+        """Let go of connections. Repeatable."""
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+# ---- threads of one process ------------------------------------------------------------------------------------------
+
+
+class _Board:
+    """What threads share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.values: dict[str, bytes] = {}
+        self.counters: dict[str, int] = {}
+
+
+class _OnBoard(Ranks):
+    def __init__(self, rank: int, world: int, board: _Board) -> None:
+        super().__init__(rank, world)
+        self._board = board
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._board.lock:
+            self._board.values[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        with self._board.lock:
+            return self._board.values.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._board.lock:
+            self._board.counters[key] = self._board.counters.get(key, 0) + amount
+            return self._board.counters[key]
+
+    def forget(self, key: str) -> None:
+        with self._board.lock:
+            self._board.values.pop(key, None)
+
+
+# ---- torch.distributed -----------------------------------------------------------------------------------------------
+
+
+class _Torch(Ranks):
+    """A gloo group for agreements, and a TCPStore on rank 0 for the rest.
+
+    A client of the store waits for an answer without a limit: one thread does that, and others wait for it with one.
+    """
+
+    def __init__(self, rank: int, world: int, timeout: float, host: str | None) -> None:
+        super().__init__(rank, world)
+        from torch import distributed
+
+        self._timeout = timeout
+        self._distributed: Any = distributed
+        self._dead = ""
+        limit = timedelta(seconds=timeout)
+        try:
+            self._group: Any = distributed.new_group(backend="gloo", timeout=limit)
+            self._store = self._make_store(host, limit)
+        except RuntimeError as error:
+            raise RankFailed(f"Ranks.from_torch: {error}") from error
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="engram-ranks", daemon=True).start()
+
+    def _make_store(self, host: str | None, limit: timedelta) -> Any:
+        """Rank 0 listens, and says where through the group."""
+        import torch
+
+        where = torch.zeros(260, dtype=torch.int64)
+        store = None
+        if self.rank == 0:
+            name = host or os.environ.get("MASTER_ADDR") or _own_name()
+            store = self._distributed.TCPStore(name, 0, None, True, timeout=limit, wait_for_workers=False)
+            raw = name.encode()[:255]
+            where[0], where[1] = store.port, len(raw)
+            where[2 : 2 + len(raw)] = torch.tensor(list(raw))
+        self._distributed.broadcast(where, self._distributed.get_global_rank(self._group, 0), group=self._group)
+        if store is None:
+            port, length = int(where[0]), int(where[1])
+            name = bytes(where[2 : 2 + length].tolist()).decode()
+            store = self._distributed.TCPStore(name, port, None, False, timeout=limit)
+        return store
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def _ask(self, act: Callable[[], T]) -> T:
+        """What the store says."""
+        if self._dead:
+            raise RankFailed(self._dead)
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def call() -> None:
+            try:
+                answer.put((act(), None))
+            except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+                answer.put((None, error))
+
+        self._calls.put(call)
+        try:
+            value, error = answer.get(timeout=self._timeout)
+        except queue.Empty:
+            self._dead = f"rank 0, which holds the store of this job, did not answer for {self._timeout:g} s."
+            raise RankFailed(self._dead) from None
+        if error is not None:
+            if not isinstance(error, RuntimeError):
+                raise error
+            self._dead = f"rank 0, which holds the store of this job, cannot be reached: {error}"
+            raise RankFailed(self._dead) from error
+        return value  # type: ignore[return-value]
+
+    def set(self, key: str, value: bytes) -> None:
+        # A TCPStore takes strings: one byte a character, as UTF-8 would change others.
+        self._ask(lambda: self._store.set(key, value.hex()))
+
+    def get(self, key: str) -> bytes | None:
+        def look() -> bytes | None:
+            return bytes.fromhex(self._store.get(key).decode()) if self._store.check([key]) else None
+
+        return self._ask(look)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(lambda: self._store.add(key, amount)))
+
+    def forget(self, key: str) -> None:
+        self._ask(lambda: self._store.delete_key(key))
+
+    def max(self, value: int, timeout: float) -> int:
+        import torch
+
+        mine = torch.tensor([value], dtype=torch.int64)
+        try:
+            work = self._distributed.all_reduce(mine, self._distributed.ReduceOp.MAX, group=self._group, async_op=True)
+            work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise RankFailed(f"expected all {self.world} ranks to agree, {self._who_failed()}: {error}") from error
+        return int(mine)
+
+    def _who_failed(self) -> str:
+        """Those who did not notice."""
+        try:
+            self.set(f"roll/{self.rank}", b"here")
+            given = self.wait([f"roll/{rank}" for rank in range(self.world)], min(_ROLL_CALL_S, self._timeout))
+        except RankFailed as error:
+            return f"but {error}"
+        missing = [rank for rank, one in enumerate(given) if one is None]
+        return f"{_names(missing)} did not" if missing else "a connection broke"
+
+    def close(self) -> None:
+        if not self._dead:
+            self._dead = "closed"
+            self._calls.put(None)
+            with contextlib.suppress(Exception):
+                self._distributed.destroy_process_group(self._group)
+
+
+def _own_name() -> str:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name

@@ -1,0 +1,106 @@
+"""``engram reshard``: what it writes is what a job of so many ranks would have loaded."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from engram.cli import main
+from engram.format import series
+from engram.format.verify import verify
+from tests.ranks.jobs import buffer, checkpointer, done, job, layout, play, steps_of
+from tests.twins import contents
+
+
+def call(*arguments):
+    result = CliRunner().invoke(main, ["reshard", *map(str, arguments)], env={"COLUMNS": "200"})
+    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def act(ranks, rank):
+        rb = buffer(2, 64, seed=rank)
+        play(rb, rank, 0, [5, 7, 3])
+        play(rb, rank, 1, [9, 4], open_end=True)
+        checkpointer(tmp_path / "source", rb, ranks).save(7, user={"model": "m"})
+        return steps_of(rb)
+
+    return tmp_path, set().union(*done(job(3, act)))
+
+
+def load(root, n, lanes, length):
+    def act(ranks, rank):
+        rb = buffer(lanes, length, seed=9)
+        report = checkpointer(root, rb, ranks).restore()
+        return report, rb
+
+    return done(job(n, act))
+
+
+def test_what_is_written_is_what_a_job_would_have_loaded(saved):
+    root, every = saved
+    said = call(root / "source", root / "target", "--ranks", 2, "--lanes", 3)
+    assert said.exit_code == 0, said.output
+    assert "3 ranks → 2" in said.output
+    assert "dropped: open: 3 episodes, 12 steps" in said.output
+    assert verify(root / "target", "full").good
+    offline = load(root / "target", 2, 3, 64)
+    online = load(root / "source", 2, 3, 64)
+    assert [report.dealt for report, _ in offline] == [None, None]
+    assert [report.dealt["plan"] in said.output for report, _ in online] == [True, True]
+    for (report, one), (_, other) in zip(offline, online, strict=True):
+        assert contents(one) == contents(other)
+        assert layout(one) == layout(other)
+        assert (report.step, report.user) == (7, {"model": "m"})
+    kept = set().union(*(steps_of(rb) for _, rb in offline))
+    assert len(kept) == len(every) - 12
+    assert kept < every
+
+
+def test_options(saved):
+    root, every = saved
+    said = call(root / "source", root / "t", "--ranks", 1, "--lanes", 1, "--capacity", 300, "--open", "truncate")
+    assert said.exit_code == 0, said.output
+    assert "truncated: 3 episodes, 12 steps" in said.output
+    assert {step[0] for step in steps_of(load(root / "t", 1, 1, 300)[0][1])} == {step[0] for step in every}
+    said = call(root / "source", root / "u", "--ranks", 1, "--lanes", 1, "--capacity", 20, "--overflow", "fill")
+    assert "dropped: overflow" in said.output
+
+
+def test_a_dry_run_writes_nothing(saved):
+    root, _ = saved
+    before = sorted(path.name for path in root.rglob("*"))
+    said = call(root / "source", root / "target", "--ranks", 4, "--lanes", 1, "--dry-run")
+    assert said.exit_code == 0
+    assert "plan " in said.output
+    assert "wrote" not in said.output
+    assert sorted(path.name for path in root.rglob("*")) == before
+
+
+def test_mistakes(saved):
+    root, _ = saved
+    assert call(root, root / "target", "--ranks", 1, "--lanes", 1).exit_code == 2
+    assert call(root / "nothing", root / "target", "--ranks", 1, "--lanes", 1).exit_code == 2
+    said = call(root / "source", root / "target", "--ranks", 1, "--lanes", 1, "--max-drop-fraction", "0.01")
+    assert said.exit_code == 1
+    assert 'incomplete={"open": "keep"}' in said.output
+    path = series.latest(root / "source")[0]
+    shard = path / "rank-00001-of-00003" / "shard.json"
+    shard.chmod(0o600)
+    shard.write_text(json.dumps({}))
+    said = call(path, root / "target", "--ranks", 1, "--lanes", 1)
+    assert said.exit_code == 1
+    assert "shard.json" in said.output
+    assert not (root / "target").exists()
+
+
+def test_a_dump_with_priorities_is_refused_with_the_way_to_it(tmp_path):
+    rb = buffer()
+    play(rb, 0, 0, [5])
+    rb.dumps(tmp_path / "dump")
+    said = call(tmp_path / "dump", tmp_path / "target", "--ranks", 1, "--lanes", 1)
+    assert said.exit_code == 1
+    assert "convert=True" in said.output
+    assert series.latest(tmp_path / "target")[0] is None

@@ -1,0 +1,72 @@
+"""Jobs of real processes with gloo. They come from a process that has loaded torch already, so that many are cheap."""
+
+import json
+import multiprocessing
+import os
+import time
+import traceback
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.ranks.jobs", "torch.distributed", "engram.checkpoint.checkpointer"])
+
+
+def start(n, act, folder, *more):
+    """``n`` processes that run ``act(ranks, rank, folder, *more)``; what each returns is in ``answer`` then."""
+    folder.mkdir(exist_ok=True)
+    every = [_context.Process(target=_run, args=(rank, n, act, folder, *more)) for rank in range(n)]
+    for process in every:
+        process.start()
+    return every
+
+
+def run(n, act, folder, *more, timeout=30):
+    """The answers of all, after they ended."""
+    every = start(n, act, folder, *more)
+    codes = join(every, timeout)
+    return [answer(folder, rank) for rank in range(n)], codes
+
+
+def join(every, timeout=30):
+    """Exit codes, by the end of the time; whoever still runs then is killed, and the test fails."""
+    until = time.monotonic() + timeout
+    for process in every:
+        process.join(max(0, until - time.monotonic()))
+    hung = [rank for rank, process in enumerate(every) if process.is_alive()]
+    for process in every:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    assert not hung, f"ranks {hung} hang"
+    return [process.exitcode for process in every]
+
+
+def answer(folder, rank):
+    """What a rank returned, or the text of what it raised; None: it said nothing."""
+    file = folder / f"answer-{rank}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def wait_for(there, timeout=15):
+    until = time.monotonic() + timeout
+    while not there():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.02)
+
+
+def _run(rank, n, act, folder, *more):
+    import torch
+    from torch import distributed
+
+    from engram import Ranks
+
+    torch.set_num_threads(1)
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=n)
+    ranks = Ranks.from_torch(timeout=10.0)
+    try:
+        said = act(ranks, rank, folder, *more)
+    except BaseException as error:
+        said = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()}
+        (folder / f"answer-{rank}.json").write_text(json.dumps(said))
+        raise
+    (folder / f"answer-{rank}.json").write_text(json.dumps(said))

@@ -1,0 +1,264 @@
+"""The endpoint, by the rules: whatever is not allowed is refused, and many requests are one save."""
+
+import json
+import os
+import re
+import socket
+import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engram import Ranks
+from engram.checkpoint import endpoint as endpoints
+from engram.format import series
+from tests.ranks.jobs import buffer, checkpointer, done, job, play
+
+
+def send(endpoint, raw):
+    """The code and the whole answer to some bytes."""
+    if endpoint.address.startswith("unix:"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(endpoint.address.removeprefix("unix:"))
+    else:
+        host, port = endpoint.address.split(":")
+        connection = socket.create_connection((host, int(port)))
+    with connection:
+        connection.settimeout(10)
+        connection.sendall(raw)
+        said = b""
+        while piece := connection.recv(65536):
+            said += piece
+    return int(said.split()[1]), said
+
+
+def call(endpoint, method="POST", path="/checkpoint", body=b"", **headers):
+    token = endpoint.token_file.read_text().strip()
+    usual = {"Host": "localhost", "Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    usual |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"{name}: {value}" for name, value in usual.items() if value is not None]
+    if "Content-Length" not in usual:
+        lines.append(f"Content-Length: {len(body)}")
+    raw = "\r\n".join([f"{method} {path} HTTP/1.1", *lines]).encode() + b"\r\n\r\n" + body
+    return send(endpoint, raw)
+
+
+def said(endpoint, *args, **more):
+    code, raw = call(endpoint, *args, **more)
+    return code, json.loads(raw.partition(b"\r\n\r\n")[2] or b"null")
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def served(request, tmp_path):
+    ck = checkpointer(tmp_path / "root", buffer(), Ranks.local(), poll_every=1)
+    play(ck._buffer, 0, 0, [3])
+    with ck.serve(None if request.param == "unix" else "127.0.0.1:0", interval=0.0) as endpoint:
+        yield ck, endpoint
+
+
+def test_request_status_and_list(served):
+    ck, endpoint = served
+    code, asked = said(endpoint)
+    assert code == 202
+    assert said(endpoint, "GET", f"/checkpoint/{asked['id']}")[1]["state"] == "asked"
+    name = ck.poll(5).wait(10).name
+    assert said(endpoint, "GET", f"/checkpoint/{asked['id']}") == (
+        200,
+        {
+            "id": asked["id"],
+            "state": "complete",
+            "checkpoint": name,
+            "error": None,
+            "ranks": [{"rank": 0, "state": "saved"}],
+        },
+    )
+    assert said(endpoint, "GET", "/checkpoints") == (200, [{"name": name, "step": 5, "good": True}])
+
+
+def test_all_ranks_save_and_the_state_of_each_is_told(tmp_path):
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks, poll_every=2)
+        play(ck._buffer, rank, 0, [3])
+        if rank == 1:
+            ck._write_parts = lambda *_: (_ for _ in ()).throw(OSError(f"no space at {tmp_path}"))
+        with ck.serve() as endpoint:
+            assert (endpoint is None) == (rank != 0)
+            if rank == 0:
+                asked = said(endpoint)[1]["id"]
+            for step in range(1, 3):
+                handle = ck.poll(step)
+            while not handle.done:
+                time.sleep(0.01)
+            if rank == 0:
+                _, raw = call(endpoint, "GET", f"/checkpoint/{asked}")
+                assert str(tmp_path).encode() not in raw
+                return json.loads(raw.partition(b"\r\n\r\n")[2])
+        return None
+
+    state = done(job(3, act))[0]
+    assert state["state"] == "failed"
+    assert state["error"] == "RankFailed"
+    assert [it["rank"] for it in state["ranks"]] == [0, 1, 2]
+    assert [it["state"] == "failed" for it in state["ranks"]] == [False, True, False]
+
+
+def test_rule_14_nobody_else_on_this_or_other_machines_can_connect(tmp_path):
+    ck = checkpointer(tmp_path, buffer(), Ranks.local())
+    with ck.serve() as endpoint:
+        path = endpoint.address.removeprefix("unix:")
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+    assert not os.path.exists(os.path.dirname(path))
+    for address in ("0.0.0.0:80", "localhost:80", ":80", "192.168.0.1:80", "127.0.0.1:x", "127.0.0.1:99999", "[::]:1"):
+        with pytest.raises(ValueError, match="serve: address: expected"), ck.serve(address):
+            pass
+
+
+def test_rule_15_the_token_lies_in_a_file_of_ours_and_nowhere_else(tmp_path, caplog):
+    ck = checkpointer(tmp_path, buffer(), Ranks.local())
+    file = tmp_path / "token"
+    with caplog.at_level("DEBUG"), ck.serve(token_file=file) as endpoint:
+        token = file.read_text().strip()
+        assert re.fullmatch("[0-9a-f]{64}", token)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert call(endpoint)[0] == 202
+        for wrong in ("", token[:-1], token[:-1] + ("0" if token[-1] != "0" else "1"), token.upper() + "x"):
+            assert call(endpoint, Authorization=f"Bearer {wrong}")[0] == 401
+        assert call(endpoint, Authorization=None)[0] == 401
+        assert call(endpoint, Authorization=f"Basic {token}")[0] == 401
+        assert call(endpoint, path=f"/checkpoint?token={token}", Authorization=None)[0] == 401
+    assert token not in caplog.text
+    with ck.serve(token_file=file):  # used again
+        assert file.read_text().strip() == token
+    file.chmod(0o644)
+    with pytest.raises(PermissionError, match="mode 644"), ck.serve(token_file=file):
+        pass
+    file.chmod(0o600)
+    file.write_text("short")
+    with pytest.raises(ValueError, match="64 hex digits"), ck.serve(token_file=file):
+        pass
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    with pytest.raises(OSError, match="link"), ck.serve(token_file=link):
+        pass
+
+
+def test_rules_16_and_20_what_is_not_listed_is_refused(served):
+    ck, endpoint = served
+    for method in ("DELETE", "PUT", "PATCH", "OPTIONS", "HEAD", "TRACE", "GET"):
+        assert call(endpoint, method)[0] == 405
+    for method in ("POST", "DELETE", "PUT"):
+        assert call(endpoint, method, "/checkpoints")[0] == 405
+    for path in (
+        "/",
+        "/checkpoint/",
+        "/checkpoint/../x",
+        "/checkpoints/1",
+        "/load",
+        "/checkpoint/" + "0" * 15,
+        "/metrics",
+    ):
+        assert call(endpoint, "GET", path)[0] == 404
+    assert call(endpoint, "GET", "/checkpoint/" + "0" * 16)[0] == 404
+    assert not ck.requests.any
+
+
+def test_rule_17_web_pages_are_refused(served):
+    ck, endpoint = served
+    for headers in (
+        {"Origin": "http://localhost"},
+        {"Origin": "null"},
+        {"Sec_Fetch_Site": "none"},
+        {"Host": "evil.example"},
+        {"Host": "localhost.evil.example"},
+        {"Host": None},
+    ):
+        assert call(endpoint, **headers)[0] == 403
+    for kind in ("text/plain", "application/x-www-form-urlencoded", None):
+        assert call(endpoint, Content_Type=kind)[0] == 415
+    assert not ck.requests.any
+    code, raw = call(endpoint)
+    assert code == 202
+    assert b"access-control" not in raw.lower()
+
+
+def test_rule_18_nothing_is_chosen_by_the_client(served):
+    ck, endpoint = served
+    for body in (b'{"path": "/tmp/x"}', b"[]", b"null", b'{"name": "a"}'):
+        assert call(endpoint, body=body)[0] == 400
+    assert call(endpoint, "GET", "/checkpoints", body=b"{}")[0] == 400
+    assert not ck.requests.any
+    assert call(endpoint, body=b"{}")[0] == 202
+
+
+def test_rule_19_limits(served, monkeypatch):
+    ck, endpoint = served
+    assert call(endpoint, body=b" " * 4096)[0] == 202
+    ck.poll(1).wait(10)
+    assert call(endpoint, body=b" " * 4097)[0] == 413
+    assert call(endpoint, X="a" * 9000)[0] == 431
+    monkeypatch.setattr(endpoints, "READ_S", 0.2)
+    started = time.monotonic()
+    assert send(endpoint, b"POST /checkpoint HTTP/1.1\r\n")[0] == 408
+    assert call(endpoint, Content_Length="10")[0] == 408
+    assert time.monotonic() - started < 3
+    for raw in (
+        b"nonsense\r\n\r\n",
+        b"POST /checkpoint HTTP/2\r\n\r\n",
+        b"POST  /checkpoint HTTP/1.1\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nHost localhost\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\n folded: x\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nHost: \xff\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
+    ):
+        assert send(endpoint, raw)[0] == 400, raw
+    assert not ck.requests.any
+
+
+def test_rule_19_connections(tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoints, "READ_S", 3.0)
+    ck = checkpointer(tmp_path, buffer(), Ranks.local())
+    with ck.serve("127.0.0.1:0") as endpoint:
+        host, port = endpoint.address.split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(16)]
+        time.sleep(0.2)
+        assert send(endpoint, b"")[0] == 503
+        for connection in idle:
+            connection.close()
+        time.sleep(0.2)
+        assert call(endpoint)[0] == 202
+
+
+def test_a_minimum_interval(tmp_path):
+    ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
+    play(ck._buffer, 0, 0, [3])
+    with ck.serve(interval=0.3) as endpoint:
+        assert call(endpoint)[0] == 202
+        ck.poll(1).wait(10)
+        assert call(endpoint)[0] == 429
+        assert not ck.requests.any
+        time.sleep(0.35)
+        assert call(endpoint)[0] == 202
+
+
+def test_many_requests_at_once_are_one_save(tmp_path):
+    ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
+    play(ck._buffer, 0, 0, [3])
+    gate = threading.Event()
+    real = ck._write_parts
+    ck._write_parts = lambda *args: gate.wait(20) and real(*args)
+    with ck.serve(interval=60.0) as endpoint, ThreadPoolExecutor(6) as pool:
+        before = [said(endpoint) for _ in range(3)]
+        handle = ck.poll(1)
+        answers = list(pool.map(lambda _: said(endpoint), range(1000)))
+        gate.set()
+        handle.wait(10)
+        ck.poll(2)
+    assert {code for code, _ in answers} == {202}
+    assert len({answer["id"] for _, answer in before + answers}) == 1
+    assert len(series.names(tmp_path)) == 1

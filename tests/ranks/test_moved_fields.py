@@ -1,0 +1,191 @@
+"""What a field says after its step was moved: where it is now, and which trajectory is its own."""
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram import FrameStack, IncompatibleCheckpoint, LazyTensorStorage, RandomSampler, SliceSampler
+from engram import TensorDictReplayBuffer as Buffer
+from tests.ranks.jobs import checkpointer, columns_of, done, job, layout
+
+
+def make(lanes, length, sampler=None):
+    return Buffer(
+        storage=LazyTensorStorage(lanes * length, lanes=lanes), sampler=sampler or RandomSampler(), batch_size=8
+    )
+
+
+def rows(who, steps, *, env_dtype=torch.int64, lane=0, trajectory=0, first=0):
+    over = torch.zeros(steps, 1, dtype=torch.bool)
+    over[-1] = True
+    return TensorDict(
+        {
+            "who": torch.arange(steps) + who,
+            "seen": (torch.arange(steps) + who)[:, None],
+            "env_id": torch.full((steps, 1), lane, dtype=env_dtype),
+            "episode": torch.full((steps,), trajectory, dtype=torch.int32),
+            "place": torch.arange(first, first + steps),
+            ("next", "done"): over,
+        },
+        [steps],
+    )
+
+
+def save(ranks, rank, root, lengths, roles=None, sampler=None, **more):
+    """Every lane of every rank has the same trajectories with the same numbers."""
+    rb = make(2, 64, sampler() if sampler else None)
+    for lane in range(2):
+        first = 0
+        for i, steps in enumerate(lengths):
+            who = ((rank * 2 + lane) * 100 + i) * 1000
+            rb.extend(rows(who, steps, lane=lane, trajectory=i, first=first, **more), lane=lane)
+            first += steps
+    checkpointer(root, rb, ranks, roles=roles).save(1)
+
+
+def load(ranks, rank, root, lanes, length, sampler=None, **how):
+    rb = make(lanes, length, sampler() if sampler else None)
+    return checkpointer(root, rb, ranks).restore(**how), rb
+
+
+def test_more_lanes_than_the_field_can_number(tmp_path):
+    done(job(1, lambda *args: save(*args, [3, 4], env_dtype=torch.uint8), tmp_path))
+    errors = job(2, load, tmp_path, 300, 8)
+    for error in errors:
+        assert isinstance(error, IncompatibleCheckpoint)
+        assert "expected at most 256 lanes, as many as uint8 can number, got 300" in str(error)
+    done(job(2, load, tmp_path, 128, 8, None))
+    with pytest.raises((IncompatibleCheckpoint, RuntimeError), match="256 lanes"):
+        done(job(3, lambda *args: load(*args, env_id="global"), tmp_path, 100, 8))
+
+
+def test_no_two_trajectories_have_one_number_and_slices_never_cross(tmp_path):
+    """The sources number theirs alike: neighbours with one number would be one trajectory."""
+
+    def sampler():
+        return SliceSampler(slice_len=4, traj_key="episode")
+
+    done(job(3, save, tmp_path, [4, 5, 4, 6], {("next", "done"): "data"}, sampler))
+    for _, rb in done(job(2, load, tmp_path, 1, 200, sampler)):
+        columns = columns_of(rb)
+        there = layout(rb)[0]
+        numbers = columns["episode"][: len(there)]
+        owners = torch.tensor(there) // 1000
+        assert ((numbers[1:] == numbers[:-1]) == (owners[1:] == owners[:-1])).all()
+        for _ in range(30):
+            who = rb.sample()["who"].reshape(-1)
+            runs = who.reshape(-1, 4)
+            assert (runs // 1000 == runs[:, :1] // 1000).all()
+
+
+def test_positions_move_along(tmp_path):
+    done(job(2, save, tmp_path, [3, 5, 4], {"place": "position"}))
+    for _, rb in done(job(3, load, tmp_path, 1, 100)):
+        there = layout(rb)[0]
+        assert columns_of(rb)["place"][: len(there)].tolist() == list(range(len(there)))
+
+
+def test_longer_than_a_lane(tmp_path):
+    done(job(2, save, tmp_path, [3, 20, 4]))
+    (report, rb), *_ = done(job(1, lambda *args: load(*args, max_drop_fraction=1.0), tmp_path, 4, 10))
+    assert report.dealt["dropped"]["oversize"] == {"episodes": 4, "steps": 80}
+    assert len(rb) == 4 * 7
+    with pytest.raises(IncompatibleCheckpoint, match="lanes longer than 10 rows keep the oversize ones"):
+        done(job(1, load, tmp_path, 4, 10))
+
+
+def test_lanes_that_are_exactly_full(tmp_path):
+    done(job(2, save, tmp_path, [4, 4]))
+    for report, rb in done(job(2, load, tmp_path, 1, 16)):
+        assert len(rb) == 16
+        assert report.dealt["targets"][0]["unused"] == 0
+        rb.extend(rows(0, 3), lane=0)  # and then the oldest go
+        assert layout(rb)[0][-3:] == [0, 1, 2]
+
+
+def test_a_stack_at_a_headless_trajectory_amid_a_lane_never_reads_its_neighbour(tmp_path):
+    def act(ranks, rank, root):
+        rb = make(1, 10, FrameStack(RandomSampler(), 3, -1, ["seen"]))
+        rb.extend(rows(rank * 100_000, 8), lane=0)
+        rb.extend(rows(rank * 100_000 + 1000, 6), lane=0)  # of the first one 4 are left, without their beginning
+        checkpointer(root, rb, ranks).save(1)
+
+    done(job(2, act, tmp_path))
+    how = {"incomplete": {"headless": "keep"}}
+
+    def sampler():
+        return FrameStack(RandomSampler(), 3, -1, ["seen"])
+
+    _, rb = done(job(1, lambda *args: load(*args, **how), tmp_path, 1, 40, sampler))[0]
+    assert len(rb) == 20
+    for _ in range(20):
+        stacked = rb.sample()["seen"].reshape(8, 3)
+        assert (stacked // 1000 == stacked[:, -1:] // 1000).all()
+
+
+def test_no_field_says_where_trajectories_end(tmp_path):
+    def act(ranks, rank, root):
+        rb = make(2, 50)
+        for lane in range(2):
+            rb.extend(TensorDict({"x": torch.arange(40) + 1000 * rank + 100 * lane}, [40]), lane=lane)
+        checkpointer(root, rb, ranks).save(1)
+
+    done(job(2, act, tmp_path))
+    loaded = done(job(3, load, tmp_path, 1, 100))
+    found = [columns_of(rb)["x"][: len(rb)].tolist() for _, rb in loaded]
+    every = sorted(x + 1000 * rank + 100 * lane for x in range(40) for rank in range(2) for lane in range(2))
+    assert sorted(sum(found, [])) == every
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4), (0,)])
+def test_every_dtype_and_shape_is_moved_bit_for_bit(tmp_path, dtype, shape):
+    values = torch.randint(0, 2, (12, *shape)).to(dtype)
+
+    def act(ranks, _, root):
+        rb = make(1, 12)
+        rb.extend(TensorDict({"x": values, "n": torch.arange(12)}, [12]), lane=0)
+        checkpointer(root, rb, ranks).save(1)
+
+    done(job(1, act, tmp_path))
+    for _, rb in done(job(2, load, tmp_path, 1, 12)):
+        columns = columns_of(rb)
+        here = columns["n"][: len(rb)]
+        assert len(here) == 6
+        assert torch.equal(columns["x"][: len(rb)], values[here])
+
+
+def test_columns_become_lanes(tmp_path):
+    def act(ranks, rank, root):
+        rb = Buffer(storage=LazyTensorStorage(60, ndim=2), batch_size=4)
+        over = torch.zeros(3, 12, 1, dtype=torch.bool)
+        over[:, 3::4] = True
+        who = torch.arange(12) + 1000 * torch.arange(3)[:, None] + 100_000 * rank
+        rb.extend(TensorDict({"who": who, ("next", "done"): over}, [3, 12]))  # time is the second dimension
+        checkpointer(root, rb, ranks).save(1)
+        return set(who.reshape(-1).tolist())
+
+    every = set().union(*done(job(2, act, tmp_path)))
+    loaded = done(job(2, load, tmp_path, 2, 40))
+    found = [who for _, rb in loaded for lane in layout(rb) for who in lane]
+    assert sorted(found) == sorted(every)
+    for _, rb in loaded:
+        for lane in layout(rb):
+            steps = np.array(lane).reshape(-1, 4)
+            assert (np.diff(steps) == 1).all()
+
+
+def test_a_buffer_with_columns_cannot_take_what_is_dealt_out(tmp_path):
+    done(job(1, save, tmp_path, [3, 4]))
+
+    def act(ranks, _):
+        rb = Buffer(storage=LazyTensorStorage(60, ndim=2), batch_size=4)
+        checkpointer(tmp_path, rb, ranks).restore()
+
+    for error in job(2, act):
+        assert isinstance(error, IncompatibleCheckpoint)
+        assert "ndim=2" in str(error)

@@ -1,0 +1,307 @@
+"""Real processes with gloo: saving, restoring, requests, and deaths in each phase."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from engram.format import series
+from engram.format.checkpoints import Checkpoint
+from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
+from tests.ranks.processes import answer, join, run, start, wait_for
+
+
+def filled(rank):
+    rb = buffer(2, 64)
+    play(rb, rank, 0, [5, 7, 3])
+    play(rb, rank, 1, [9, 4])
+    return rb
+
+
+def save(ranks, rank, folder):
+    rb = filled(rank)
+    report = checkpointer(folder / "root", rb, ranks).save(3)
+    return {"name": report.name, "who": sorted(whos(steps_of(rb))), "steps": report.steps}
+
+
+def restore(ranks, rank, folder, root):
+    rb = buffer(2, 128)
+    report = checkpointer(root, rb, ranks).restore()
+    return {"who": sorted(whos(steps_of(rb))), "plan": report.dealt and report.dealt["plan"]}
+
+
+def test_four_processes_save_three_restore(tmp_path):
+    said, codes = run(4, save, tmp_path / "one")
+    assert codes == [0] * 4
+    assert len({it["name"] for it in said}) == 1
+    every = sorted(who for it in said for who in it["who"])
+    assert {it["steps"] for it in said} == {len(every)}
+    loaded, codes = run(3, restore, tmp_path / "two", tmp_path / "one" / "root")
+    assert codes == [0] * 3
+    assert sorted(who for it in loaded for who in it["who"]) == every
+    assert len({it["plan"] for it in loaded}) == 1
+
+
+def primitives(ranks, rank, folder):
+    ranks.set(f"k{rank}", bytes(range(256)))
+    given = ranks.gather(bytes([rank]) * 3, 5.0)
+    seen = ranks.wait(["k0", "k1"], 5.0)
+    return [
+        [list(one) for one in given],
+        [one == bytes(range(256)) for one in seen],
+        ranks.max(rank * 10, 5.0),
+        ranks.get("nothing"),
+        ranks.max(ranks.add("n", 1), 5.0),
+    ]
+
+
+def test_messages(tmp_path):
+    said, codes = run(2, primitives, tmp_path / "job")
+    assert codes == [0, 0]
+    assert said == [[[[0] * 3, [1] * 3], [True, True], 10, None, 2]] * 2
+
+
+def dies_or_stops(ranks, rank, folder, how):
+    import engram.ranks
+    from engram import RankFailed
+
+    engram.ranks._ROLL_CALL_S = 1.0
+    if rank == 1:
+        if how == "dies":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    started = time.monotonic()
+    said = []
+    for act in (lambda: ranks.max(1, 1.0), lambda: ranks.gather(b"", 0.5)):
+        try:
+            act()
+        except RankFailed as error:
+            said.append(str(error))
+    took = time.monotonic() - started
+    if rank == 0:
+        wait_for((folder / "answer-2.json").exists)  # it holds the store
+    return {"said": said, "took": took}
+
+
+@pytest.mark.parametrize("how", ["dies", "stops"])
+def test_who_failed_is_named_in_time(tmp_path, how):
+    every = start(3, dies_or_stops, tmp_path / "job", how)
+    wait_for(lambda: answer(tmp_path / "job", 0) and answer(tmp_path / "job", 2))
+    every[1].kill()
+    join(every)
+    for rank in (0, 2):
+        said = answer(tmp_path / "job", rank)
+        assert len(said["said"]) == 2
+        assert all("rank 1" in text for text in said["said"])
+        assert said["took"] < 12
+
+
+def asked_by_a_signal(ranks, rank, folder):
+    ck = checkpointer(folder / "root", filled(rank), ranks, poll_every=5)
+    with ck.listen_signals():
+        (folder / f"ready-{rank}").touch()
+        for step in range(1, 2000):
+            handle = ck.poll(step)
+            if handle is not None:
+                return [step, handle.wait(10).name]
+            time.sleep(0.005)
+    return None
+
+
+def test_sigusr2_to_one_process_saves_all(tmp_path):
+    folder = tmp_path / "job"
+    every = start(3, asked_by_a_signal, folder)
+    wait_for(lambda: all((folder / f"ready-{rank}").exists() for rank in range(3)))
+    os.kill(every[2].pid, signal.SIGUSR2)
+    assert join(every) == [0, 0, 0]
+    said = [answer(folder, rank) for rank in range(3)]
+    assert said[0] == said[1] == said[2]
+    with Checkpoint(folder / "root" / said[0][1]) as checkpoint:
+        assert checkpoint.manifest.world == 3
+
+
+def in_a_collective(ranks, rank, folder, how):
+    """Rank 1 fails while others wait for it in an all-reduce of the default group."""
+    from torch import distributed
+
+    from engram.checkpoint import crashes
+
+    crashes._SILENT_S = 2.0
+    ck = checkpointer(folder / "root", filled(rank), ranks, poll_every=5)
+    with ck.guard(grace=10.0):
+        for step in range(1, 11):
+            ck.poll(step)
+        (folder / f"ready-{rank}").touch()
+        if rank == 1:
+            if how == "raises":
+                time.sleep(0.5)
+                raise ZeroDivisionError("the original error")
+            if how == "exits":
+                sys.exit(23)
+            if how == "is killed":
+                time.sleep(1.5)  # it gave signs of life before
+                os.kill(os.getpid(), signal.SIGKILL)
+        # With no wait of its own: only the death of the peer ends it.
+        distributed.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize("how", ["raises", "exits"])
+def test_a_rank_fails_while_others_wait_in_a_collective(tmp_path, how):
+    folder = tmp_path / "job"
+    every = start(3, in_a_collective, folder, how)
+    codes = join(every)
+    assert codes[1] == (1 if how == "raises" else 23)
+    if how == "raises":
+        assert answer(folder, 1)["error"] == "ZeroDivisionError: the original error"
+    path, _ = series.latest(folder / "root")
+    assert path is not None
+    assert path.name.endswith("crash1")
+    with Checkpoint(path) as checkpoint:
+        assert checkpoint.manifest.world == 3
+        assert checkpoint.manifest.trigger == "crash"
+        assert checkpoint.manifest.step == 10
+    expected = set().union(*(whos(steps_of(filled(rank))) for rank in range(3)))
+    with pytest.warns(UserWarning, match="LATEST"):
+        loaded = done(job(2, lambda ranks, rank: restored(ranks, folder / "root")))
+    assert set().union(*loaded) == expected
+
+
+def restored(ranks, root, **more):
+    rb = buffer(2, 128)
+    checkpointer(root, rb, ranks).restore(**more)
+    return whos(steps_of(rb))
+
+
+def test_a_rank_is_killed_and_what_is_left_loads_on_request_only(tmp_path):
+    folder = tmp_path / "job"
+    every = start(3, in_a_collective, folder, "is killed")
+    codes = join(every)
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] == codes[2] == 1  # their all-reduce failed, and that is what they end with
+    root = folder / "root"
+    with pytest.raises(RuntimeError, match="undecided: 2 of 3 ranks voted for it"):
+        done(job(1, lambda ranks, rank: restored(ranks, root)))
+    expected = set().union(*(whos(steps_of(filled(rank))) for rank in (0, 2)))
+    assert done(job(1, lambda ranks, rank: restored(ranks, root, allow_partial=True))) == [expected]
+
+
+def stuck(ranks, rank, folder):
+    """The main thread of rank 1 is in C, where no handler runs."""
+    import ctypes
+
+    ck = checkpointer(folder / "root", filled(rank), ranks, poll_every=5)
+    with ck.guard(grace=10.0):
+        (folder / f"ready-{rank}").touch()
+        if rank == 1:
+            libc = ctypes.CDLL(None)
+            lock = (ctypes.c_char * 64)()
+            libc.pthread_mutex_lock(lock)
+            libc.pthread_mutex_lock(lock)  # for ever; signals do not end it
+        else:
+            time.sleep(30)
+
+
+def test_sigterm_with_the_main_thread_stuck_in_c(tmp_path):
+    folder = tmp_path / "job"
+    every = start(2, stuck, folder)
+    wait_for(lambda: all((folder / f"ready-{rank}").exists() for rank in range(2)))
+    time.sleep(0.3)
+    os.kill(every[1].pid, signal.SIGTERM)
+    wait_for(lambda: series.latest(folder / "root")[0] is not None)
+    every[1].join(10)
+    assert every[1].exitcode == 143
+    os.kill(every[0].pid, signal.SIGTERM)
+    every[0].join(10)
+    assert every[0].exitcode == -signal.SIGTERM
+    with Checkpoint(series.latest(folder / "root")[0]) as checkpoint:
+        assert checkpoint.manifest.world == 2
+
+
+def killed_in_a_phase(ranks, rank, folder, victim, phase):
+    """A process dies in a phase of a save; what others say of it."""
+    from engram import RankFailed
+
+    rb = filled(rank)
+    ck = checkpointer(folder / "root", rb, ranks, timeout=1.0)
+    first = ck.save(1).name
+    if rank == victim:
+
+        def die(*_, **__):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if phase == "begin":
+            ck._attempts.begin = die
+        elif phase == "write":
+            ck._write_parts = die
+        elif phase == "vote":
+            series.accept = die
+        elif phase == "decide":
+            ck._attempts.decided = die
+        elif phase == "prune":
+            series.prune = die
+    started = time.monotonic()
+    try:
+        said = ck.save(2).name
+    except RankFailed as error:
+        said = f"RankFailed: {error}"
+    return {"first": first, "said": said, "took": time.monotonic() - started}
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [(1, "begin"), (1, "write"), (0, "write"), (1, "vote"), (1, "decide"), (0, "prune")],
+)
+def test_killed_in_a_phase_of_a_save(tmp_path, victim, phase):
+    folder = tmp_path / "job"
+    said, codes = run(2, killed_in_a_phase, folder, victim, phase)
+    assert codes[victim] == -signal.SIGKILL
+    assert said[victim] is None
+    other = said[1 - victim]
+    path, _ = series.latest(folder / "root")
+    if phase in ("decide", "prune"):
+        assert other["said"] == path.name
+    else:
+        assert other["said"].startswith("RankFailed")
+        assert f"[{victim}]" in other["said"] or f"rank {victim}" in other["said"]
+        assert path.name == other["first"]
+    assert other["took"] < 6
+    loaded = done(job(2, lambda ranks, rank: retried(ranks, rank, folder / "root")))
+    assert len(set(loaded)) == 1
+
+
+def retried(ranks, rank, root):
+    import warnings
+
+    rb = buffer(2, 64)
+    ck = checkpointer(root, rb, ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ck.restore()
+    return ck.save(2).name
+
+
+def replaced(ranks, rank, folder, root):
+    """A job that another one replaced at the same root."""
+    ck = checkpointer(root, filled(rank), ranks, timeout=5.0)
+    ck.save(1)
+    (folder / f"saved-{rank}").touch()
+    wait_for((folder / "go").exists)
+    try:
+        ck.save(2)
+    finally:
+        (folder / f"tried-{rank}").touch()
+        wait_for((folder / f"tried-{1 - rank}").exists)  # rank 0 holds the store
+
+
+def test_two_jobs_at_one_root(tmp_path):
+    root = tmp_path / "root"
+    every = start(2, replaced, tmp_path / "one", root)
+    wait_for(lambda: all((tmp_path / "one" / f"saved-{rank}").exists() for rank in range(2)))
+    names = done(job(2, lambda ranks, rank: checkpointer(root, filled(rank), ranks).save(5).name))
+    (tmp_path / "one" / "go").touch()
+    join(every)
+    assert all("later incarnation" in answer(tmp_path / "one", rank)["error"] for rank in range(2))
+    assert series.latest(root)[0].name == names[0]

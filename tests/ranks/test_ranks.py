@@ -1,0 +1,104 @@
+"""Messages between ranks: all get the same, and nobody waits for ever."""
+
+import time
+
+import pytest
+
+from engram import RankFailed, Ranks
+from tests.ranks.jobs import done, job
+
+
+def test_one_process_is_a_job_too():
+    alone = Ranks.local()
+    assert (alone.rank, alone.world) == (0, 1)
+    assert alone.gather(b"x", 1.0) == [b"x"]
+    assert alone.max(-7, 1.0) == -7
+    assert alone.together("test", lambda: b"done", 1.0) == [b"done"]
+    with pytest.raises(KeyError, match="mine"):
+        alone.together("test", lambda: {}["mine"], 1.0)
+
+
+def test_threads_below_one():
+    with pytest.raises(ValueError, match="expected at least 1, got 0"):
+        Ranks.threads(0)
+
+
+def test_everybody_gets_what_all_gave_in_the_order_of_ranks():
+    def act(ranks, rank):
+        return [ranks.gather(bytes([rank, i, 0, 255]), 5.0) for i in range(5)], ranks.max(10 - rank, 5.0)
+
+    every = [[bytes([rank, i, 0, 255]) for rank in range(3)] for i in range(5)]
+    assert done(job(3, act)) == [(every, 10)] * 3
+
+
+def test_what_was_gathered_is_forgotten():
+    ranks = Ranks.local()
+    for i in range(50):
+        ranks.gather(bytes([i]), 1.0)
+    assert len(ranks._board.values) == 1
+
+
+def test_the_store():
+    first, second = Ranks.threads(2)
+    assert first.get("a") is None
+    first.set("a", b"\x00\xff")
+    assert second.get("a") == b"\x00\xff"
+    assert (first.add("n", 2), second.add("n", 3)) == (2, 5)
+    assert second.wait(["a", "b"], 0.01) == [b"\x00\xff", None]
+    second.forget("a")
+    assert first.get("a") is None
+    assert first.section() == second.section() != first.section()
+
+
+def test_who_does_not_come_is_named_in_time():
+    def act(ranks, rank):
+        if rank in (1, 2):
+            return None
+        started = time.monotonic()
+        with pytest.raises(RankFailed, match=r"expected all 4 ranks within 0\.2 s, got nothing from ranks 1, 2"):
+            ranks.gather(b"", 0.2)
+        return time.monotonic() - started
+
+    took = done(job(4, act))
+    assert 0.2 <= took[0] < 2.0
+    assert 0.2 <= took[3] < 2.0
+
+
+def test_a_failure_of_one_is_everybodys_with_the_same_words():
+    def act(ranks, rank):
+        def part():
+            if rank == 1:
+                raise OSError("no space")
+            return b""
+
+        with pytest.raises(RankFailed) as caught:
+            ranks.together("work", part, 5.0)
+        return str(caught.value), type(caught.value.__cause__)
+
+    said = done(job(3, act))
+    assert said == [("work: rank 1: OSError: no space", OSError if rank == 1 else type(None)) for rank in range(3)]
+
+
+def test_a_failure_that_is_the_same_everywhere_keeps_its_class():
+    def act(ranks, _):
+        def part():
+            raise ValueError("expected 1, got 2")
+
+        ranks.together("work", part, 5.0)
+
+    assert [(type(error), str(error)) for error in job(3, act)] == [(ValueError, "expected 1, got 2")] * 3
+
+
+def test_an_interrupt_stays_one_and_others_hear_of_it():
+    def act(ranks, rank):
+        def part():
+            if rank == 0:
+                raise KeyboardInterrupt
+            return b""
+
+        ranks.together("work", part, 5.0)
+
+    first, second = job(2, act)
+    assert isinstance(first, KeyboardInterrupt)
+    assert isinstance(second, RankFailed)
+    assert "rank 0: KeyboardInterrupt" in str(second)

@@ -1,0 +1,153 @@
+"""Whoever asks on whichever rank: all ranks save at one step, within one interval."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from engram import Ranks
+from engram.format import series
+from engram.format.checkpoints import Checkpoint
+from tests.ranks.jobs import buffer, checkpointer, done, job, play
+
+
+def train(ranks, rank, root, steps, *, ask=None, every=None, poll_every=5, **more):
+    """Steps of a training, in which rank ``ask[0]`` asks before step ``ask[1]``; the steps at which this rank saved."""
+    rb = buffer()
+    play(rb, rank, 0, [3])
+    ck = checkpointer(root, rb, ranks, every_steps=every, poll_every=poll_every, **more)
+    saved = []
+    for step in range(1, steps + 1):
+        if ask == (rank, step):
+            ck.request()
+        handle = ck.poll(step)
+        if handle is not None:
+            saved.append((step, handle.wait(20).name))
+    return saved
+
+
+@pytest.mark.parametrize("asking", [0, 1, 2])
+def test_a_request_of_any_rank_reaches_all_within_one_interval(tmp_path, asking):
+    saved = done(job(3, lambda *args: train(*args, 20, ask=(asking, 7)), tmp_path))
+    assert saved[0] == saved[1] == saved[2]
+    assert [step for step, _ in saved[0]] == [10]
+    with Checkpoint(tmp_path / saved[0][0][1]) as checkpoint:
+        assert checkpoint.manifest.steps_by_rank == (10, 10, 10)
+
+
+def test_nobody_asked(tmp_path):
+    assert done(job(2, lambda *args: train(*args, 20), tmp_path)) == [[], []]
+
+
+def test_every_so_many_steps_without_an_exchange(tmp_path):
+    def act(ranks, rank):
+        ranks.max = None  # would raise
+        return train(ranks, rank, tmp_path, 20, every=6, poll_every=100)
+
+    saved = done(job(2, act))
+    assert saved[0] == saved[1]
+    assert [step for step, _ in saved[0]] == [6, 12, 18]
+
+
+def test_after_a_restore_the_next_save_is_due_one_period_later(tmp_path):
+    ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_steps=10)
+    play(ck._buffer, 0, 0, [3])
+    ck.save(25)
+    again = checkpointer(tmp_path, buffer(), Ranks.local(), every_steps=10)
+    again.restore()
+    assert [step for step in range(26, 45) if (h := again.poll(step)) and h.wait(10)] == [30, 40]
+
+
+def test_two_requests_are_one_save(tmp_path):
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks, poll_every=1)
+        play(ck._buffer, rank, 0, [3])
+        assert ck.requests.ask() is ck.requests.ask()
+        ck.request()
+        first = ck.poll(1)
+        first.wait(10)
+        return ck.poll(2)
+
+    assert done(job(2, act)) == [None, None]
+    assert len(series.names(tmp_path)) == 1
+
+
+def test_a_request_while_a_save_goes_on_waits_and_is_not_lost(tmp_path):
+    gate = threading.Event()
+
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks, poll_every=1)
+        play(ck._buffer, rank, 0, [3])
+        if rank == 1:
+            real = ck._write_parts
+            ck._write_parts = lambda *args: gate.wait(10) and real(*args)
+        ck.request()
+        first = ck.poll(1)
+        ck.request()
+        assert ck.poll(2) is None
+        ranks.gather(b"", 5.0)
+        gate.set()
+        first.wait(10)
+        ranks.gather(b"", 5.0)
+        return ck.poll(3).wait(10).step
+
+    assert done(job(2, act)) == [3, 3]
+
+
+def test_a_failed_save_warns_or_raises_at_the_next_poll(tmp_path):
+    def act(ranks, rank, on_failure):
+        ck = checkpointer(tmp_path, buffer(), ranks, every_steps=1, poll_every=100, on_failure=on_failure)
+        ck._write_parts = lambda *_: (_ for _ in ()).throw(OSError("no space"))
+        handle = ck.poll(1)
+        while not handle.done:
+            time.sleep(0.01)
+        ck._settle()
+
+    for error in job(2, act, "raise"):
+        assert "no space" in str(error)
+    with pytest.warns(UserWarning, match="poll: there is no new checkpoint: .*no space"):
+        done(job(2, act, "warn"))
+
+
+def test_sigusr2_asks_and_the_old_handler_is_still_called(tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append(1))
+    try:
+        ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
+        play(ck._buffer, 0, 0, [3])
+        with ck.listen_signals():
+            assert ck.poll(1) is None
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert ck.poll(2).wait(10).step == 2
+            assert ck.poll(3) is None
+        assert heard == [1]
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == [1, 1]
+        assert not ck.requests.any
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_many_saves_in_a_row_beside_agreements(tmp_path):
+    def act(ranks, rank):
+        rb = buffer()
+        ck = checkpointer(tmp_path, rb, ranks, every_steps=1, poll_every=3, keep=2)
+        for step in range(1, 21):
+            play(rb, rank, 0, [3], first=step)
+            ck.poll(step)
+            ranks.max(step, 10.0)
+        ck.save(21)
+
+    done(job(2, act))
+    good = [name.step for name in series.names(tmp_path) if series.look(tmp_path / str(name)) is None]
+    assert good == [21, 20]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("every_steps", 0), ("poll_every", 0), ("on_failure", "stop"), ("timeout", 0)]
+)
+def test_arguments_out_of_range(tmp_path, argument, value):
+    with pytest.raises(ValueError, match=f"{argument}: expected"):
+        checkpointer(tmp_path, buffer(), Ranks.local(), **{argument: value})
