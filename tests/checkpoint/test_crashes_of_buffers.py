@@ -197,6 +197,8 @@ def test_killed_at_any_time(kind, ram):
             finally:
                 os._exit(1)
         time.sleep(chance.uniform(0.0, 4 * took))
+        if found and max(found) == work.after:
+            took = min(1.5 * took, 1.0)  # on a machine that has become slower
         os.kill(pid, signal.SIGKILL)
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL, round_
         work.checkpointer = None
