@@ -514,7 +514,10 @@ def test_a_buffer_of_another_kind_refuses(kind, used, ram):
     elif kind in ("alpha", "eps"):
         pytest.skip("there are no priorities yet")
     before, saved = bits(other.state_dict()), tree(ram)
-    for load in (lambda: other.loads(ram / "dump"), Checkpointer(ram / "series", other).restore):
+    loads = [lambda: other.loads(ram / "dump")]
+    if kind not in ("capacity", "lanes"):  # to which a series deals itself out: tests/ranks
+        loads.append(Checkpointer(ram / "series", other).restore)
+    for load in loads:
         with pytest.raises(IncompatibleCheckpoint):
             load()
         assert bits(other.state_dict()) == before
