@@ -1302,7 +1302,7 @@ class ReplayBuffer:
 
         Args:
             path: a free name, an empty folder, or what an earlier call has made.
-            prefetch: ``"drop"`` leaves out batches that were drawn ahead: then the saved buffer draws them anew.
+            prefetch: ``"drop"`` leaves out batches that were drawn ahead: then the saved buffer draws others in their place.
 
         Raises:
             FileExistsError: something else lies there.

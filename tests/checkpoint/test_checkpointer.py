@@ -847,3 +847,41 @@ def test_a_checkpoint_is_found_by_its_folder(ram):
     assert contents(other) == contents(rb)
     assert series.latest(ram)[0] == report.path
     assert module.__all__
+
+
+def test_batches_ahead_that_cannot_be_saved_can_be_left_out(ram):
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(12),
+        batch_size=4,
+        prefetch=2,
+        sampler=SamplerWithoutReplacement(),
+        collate_fn=lambda rows: {*rows.tolist()},
+    )
+    rb.extend(torch.arange(12))
+    first = rb.sample()
+    with pytest.raises(TypeError, match="got a set"):
+        Checkpointer(ram / "a", rb).save(1)
+    assert not [name for name in os.listdir(ram / "a") if name.startswith("ckpt")]
+    with pytest.raises(ValueError, match="expected 'save' or 'drop'"):
+        Checkpointer(ram / "b", rb, prefetch="no")
+    Checkpointer(ram / "b", rb, prefetch="drop").save(1)
+    other = ReplayBuffer(
+        storage=LazyTensorStorage(12),
+        batch_size=4,
+        prefetch=2,
+        sampler=SamplerWithoutReplacement(),
+        collate_fn=lambda rows: {*rows.tolist()},
+    )
+    Checkpointer(ram / "b", other).restore()
+    assert first | other.sample() | other.sample() == set(range(12))
+
+
+def test_a_save_in_the_background_that_fails_is_told(ram, caplog, monkeypatch):
+    rb = ReplayBuffer(storage=LazyTensorStorage(12))
+    rb.extend(torch.arange(12))
+    checkpointer = Checkpointer(ram / "a", rb)
+    monkeypatch.setattr(rb.storage, "save_cut", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    handle = checkpointer.save(7, wait=False)
+    with pytest.raises(OSError, match="No space left"):
+        handle.wait(10)
+    assert "the save of step 7 failed: OSError" in caplog.text

@@ -189,6 +189,8 @@ class Checkpointer:
         keep: how many checkpoints stay.
         full_every: every so many checkpoints are saved without links: a damaged disk block is shared by all that link it.
         paranoid: compare what is linked with the buffer: for tests of programs that write through views, which leaves no trace.
+        prefetch: ``"drop"`` leaves out batches that were drawn ahead, as for ``dumps``: for buffers whose batches are neither tensors
+            nor TensorDicts, which cannot be saved.
         roles: what fields mean, by key, where they are not called as usual: ``done``, ``terminated``, ``truncated``,
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
         timeout: seconds that ranks wait for each other, also for the slowest one's shard.
@@ -197,8 +199,8 @@ class Checkpointer:
         poll_every: calls of :meth:`poll` from one agreement of the ranks to the next.
 
     Raises:
-        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; no such ``on_failure``, or roles that there are
-            not. TypeError: they are no ints.
+        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; no such ``on_failure`` or ``prefetch``, or roles
+            that there are not. TypeError: they are no ints.
         FileExistsError: a dump lies there. OSError: the folder cannot be made.
 
     >>> import tempfile, torch
@@ -225,12 +227,15 @@ class Checkpointer:
         on_failure: Literal["raise", "warn"] = "warn",
         full_every: int | None = None,
         paranoid: bool = False,
+        prefetch: Literal["save", "drop"] = "save",
         roles: Mapping[Any, str] | None = None,
         timeout: float = 600.0,
         poll_every: int = 10,
     ) -> None:
         if on_failure not in ("raise", "warn"):
             raise ValueError(f"Checkpointer: on_failure: expected 'raise' or 'warn', got {on_failure!r}.")
+        if prefetch not in ("save", "drop"):
+            raise ValueError(f"Checkpointer: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
         if not timeout > 0:
             raise ValueError(f"Checkpointer: timeout: expected seconds above 0, got {timeout!r}.")
         for name, value in (
@@ -254,6 +259,7 @@ class Checkpointer:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
+        self._prefetch = prefetch
         self._alone = ranks is None
         self._ranks = Ranks.local() if ranks is None else ranks
         self._attempts = Attempts(self.root, self._ranks)
@@ -333,6 +339,7 @@ class Checkpointer:
             try:
                 report = self._write(number, step, user, moment, started, handle)
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+                _log.warning("the save of step %d failed: %s: %s", step, type(error).__name__, error)
                 handle._end(None, error)  # noqa: SLF001
             else:
                 handle._end(report, None)  # noqa: SLF001
@@ -342,12 +349,13 @@ class Checkpointer:
     def _noted(self) -> _Moment:
         """What is saved is as it is now."""
         storage = self._buffer.storage
-        self._buffer.parts()  # what cannot be saved, or is made now, keeps nobody waiting
+        drop = self._prefetch == "drop"
+        self._buffer.parts(drop_ahead=drop)  # what cannot be saved, or is made now, keeps nobody waiting
         cut = storage.prepare_cut()
         with storage.paused:
             began = time.perf_counter()
             state = cut()
-            parts = self._buffer.parts(noted=state["priorities"])
+            parts = self._buffer.parts(noted=state["priorities"], drop_ahead=drop)
             lineage = storage.lineage()
             return _Moment(storage, state, parts, lineage, time.perf_counter() - began)
 
