@@ -16,6 +16,8 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -850,13 +852,16 @@ def test_a_checkpoint_is_found_by_its_folder(ram):
 
 
 def test_batches_ahead_that_cannot_be_saved_can_be_left_out(ram):
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(12),
-        batch_size=4,
-        prefetch=2,
-        sampler=SamplerWithoutReplacement(),
-        collate_fn=lambda rows: {*rows.tolist()},
-    )
+    def made():
+        return ReplayBuffer(
+            storage=LazyTensorStorage(12),
+            batch_size=4,
+            prefetch=2,
+            sampler=SamplerWithoutReplacement(),
+            collate_fn=lambda rows: {*rows.tolist()},
+        )
+
+    rb = made()
     rb.extend(torch.arange(12))
     first = rb.sample()
     with pytest.raises(TypeError, match="got a set"):
@@ -865,13 +870,7 @@ def test_batches_ahead_that_cannot_be_saved_can_be_left_out(ram):
     with pytest.raises(ValueError, match="expected 'save' or 'drop'"):
         Checkpointer(ram / "b", rb, prefetch="no")
     Checkpointer(ram / "b", rb, prefetch="drop").save(1)
-    other = ReplayBuffer(
-        storage=LazyTensorStorage(12),
-        batch_size=4,
-        prefetch=2,
-        sampler=SamplerWithoutReplacement(),
-        collate_fn=lambda rows: {*rows.tolist()},
-    )
+    other = made()
     Checkpointer(ram / "b", other).restore()
     assert first | other.sample() | other.sample() == set(range(12))
 
