@@ -871,7 +871,7 @@ def test_batches_ahead_that_cannot_be_saved_can_be_left_out(ram):
         Checkpointer(ram / "b", rb, prefetch="no")
     Checkpointer(ram / "b", rb, prefetch="drop").save(1)
     other = made()
-    Checkpointer(ram / "b", other).restore()
+    Checkpointer(ram / "b", other).restore(resume="exact")
     assert first | other.sample() | other.sample() == set(range(12))
 
 

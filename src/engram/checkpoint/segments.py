@@ -137,7 +137,7 @@ def _sum(numbers: NDArray[np.int64], base: int) -> int:
 def _marks_now(store: Store, roles: Sequence[str], numbers: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], Marks]:
     """What all rows say of trajectories, copied before they may be overwritten; 0 in ``numbers`` for those that are already."""
     fields = Boundaries(store.schema, roles)
-    rows = np.flatnonzero(numbers)
+    rows = np.flatnonzero(numbers != 0)  # of bools: without the interpreter
     place = np.zeros(len(numbers), np.int64)
     place[rows] = np.arange(len(rows))
     said = []
