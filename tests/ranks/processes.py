@@ -13,7 +13,12 @@ _context.set_forkserver_preload(["tests.ranks.jobs", "torch.distributed", "engra
 def start(n, act, folder, *more):
     """``n`` processes that run ``act(ranks, rank, folder, *more)``; what each returns is in ``answer`` then."""
     folder.mkdir(exist_ok=True)
-    every = [_context.Process(target=_run, args=(rank, n, act, folder, *more)) for rank in range(n)]
+    return spawn(n, _run, act, folder, *more)
+
+
+def spawn(n, main, *more):
+    """``n`` processes that run ``main(rank, n, *more)``."""
+    every = [_context.Process(target=main, args=(rank, n, *more)) for rank in range(n)]
     for process in every:
         process.start()
     return every

@@ -377,6 +377,8 @@ class Checkpointer:
             raise error
         manifest = self._attempts.decided(attempt, self._timeout)
         if manifest.status != "complete":
+            with contextlib.suppress(OSError, CorruptCheckpoint):  # it may be removed by now
+                series.withdraw(attempt, self._ranks.rank)
             why = f"save: {attempt.name}: {'; '.join(manifest.reasons)}."
             if self._ranks.world == 1:
                 raise CorruptCheckpoint(why)

@@ -76,6 +76,7 @@ __all__ = [
     "refuse",
     "set_latest",
     "votes",
+    "withdraw",
 ]
 
 LATEST = "LATEST"
@@ -320,6 +321,17 @@ def refuse(folder: Path, rank: int, error: str) -> None:
     with contextlib.suppress(FileExistsError):
         disk.make_folder(own)
     disk.publish(own / REFUSAL, strict.encode(Refusal(attempt=attempt.attempt, rank=rank, error=error[:10_000])))
+
+
+def withdraw(folder: Path, rank: int) -> None:
+    """Remove what a rank wrote for an attempt that was aborted: a disk that is full stays so otherwise. Its vote stays.
+
+    Raises:
+        CorruptCheckpoint: the attempt cannot be read. OSError: something cannot be removed.
+    """
+    own = folder / rank_folder(rank, read_attempt(folder).world)
+    for name in set(os.listdir(own)) - {SHARD, REFUSAL}:
+        disk.remove(own / name)
 
 
 def votes(folder: Path) -> list[Vote]:
