@@ -82,7 +82,7 @@ void gather_runs(const Field& field, const std::int64_t* rows, std::uint64_t n, 
   }
 }
 
-void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, const Runs& runs, const Field& to,
+void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, const RowRuns& runs, const Field& to,
                 std::uint64_t capacity) {
   check(begin >= 0 && n <= static_cast<std::uint64_t>(INT64_MAX - begin), "rows that there are");
   for (std::uint64_t i = 0; i < runs.n; ++i) {

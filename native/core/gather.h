@@ -43,7 +43,7 @@ void gather_runs(const Field& field, const std::int64_t* rows, std::uint64_t n, 
 
 /// Rows that follow each other in one place and will in another: for run i, rows [first[i], first[i] + count[i]) of a source become
 /// rows [target[i], target[i] + count[i]) of a field.
-struct Runs {
+struct RowRuns {
   const std::int64_t* first;
   const std::int64_t* target;
   const std::int64_t* count;
@@ -52,7 +52,7 @@ struct Runs {
 
 /// Copies what runs want of rows [begin, begin + n) of a source, which lie at `from`, into a field of `capacity` rows. Throws before
 /// anything was copied if a run does not fit.
-void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, const Runs& runs, const Field& to,
+void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, const RowRuns& runs, const Field& to,
                 std::uint64_t capacity);
 
 /// out[j] = field[rows[j]] for j in [0, n). Rows must have been checked. Meanwhile the same rows of `next`, the field that
