@@ -705,7 +705,7 @@ class TensorStorage(Storage):
     ) -> tuple[dict[str, Any], Callable[[], None]]:
         check_kind(saved.reader, "storage", *self._loads)
         schema = self._schema_here(saved.head["schema"], str(saved.reader.folder))
-        state, fill_rows = saved.state(), fill(saved.reader)
+        state, fill_rows = saved.head, fill(saved.reader)
         if schemas.encode(schema).decode() != state["schema"]:
             state, fill_rows, plan = converted(saved, schema)
             left_out = {reason: count for reason, count in plan.dropped.items() if count["steps"]}
