@@ -24,9 +24,7 @@ def main(rank, n, act, folder, *more):
     (folder / f"alone-{rank}").write_text(str(os.getpid()))
     wait_for((folder / f"connected-{rank}").exists)
     os.environ["GLOO_SOCKET_IFNAME"] = "cable"
-    distributed.init_process_group(
-        "gloo", init_method=f"tcp://{Switch.address(0)}:29400", rank=rank, world_size=n
-    )
+    distributed.init_process_group("gloo", init_method=f"tcp://{Switch.address(0)}:29400", rank=rank, world_size=n)
     ranks = Ranks.from_torch(timeout=3.0, host=Switch.address(0))
     said = act(ranks, rank, folder, *more)
     (folder / f"answer-{rank}.json").write_text(json.dumps(said))
@@ -137,7 +135,10 @@ def test_a_cable_is_pulled_amid_a_restore(tmp_path, switch):
     for rank in range(3):
         said = answer(two, rank)
         for what, (text, took) in said.items():
-            assert ("rank 0" if rank == 2 else "rank 2") in text or (what, "[2]" in text) == ("save", True), (rank, said)
+            assert ("rank 0" if rank == 2 else "rank 2") in text or (what, "[2]" in text) == ("save", True), (
+                rank,
+                said,
+            )
             assert took < 8.0, said
     path, _ = series.latest(root)
     assert path.name == name
