@@ -58,6 +58,18 @@ def wait_for(there, timeout=15):
         time.sleep(0.02)
 
 
+def meet(folder, where, ranks):
+    """Wait until all have come here; needs nobody after that."""
+    (folder / f"{where}-{ranks.rank}").touch()
+    wait_for(lambda: all((folder / f"{where}-{rank}").exists() for rank in range(ranks.world)))
+
+
+def stopped(pid):
+    """Whether a process is, by a signal."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "T"
+
+
 def _run(rank, n, act, folder, *more):
     import torch
     from torch import distributed

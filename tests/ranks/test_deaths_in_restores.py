@@ -12,7 +12,7 @@ from engram.format import disk
 from tests import stress
 from tests.format.checkpoint_folders import tree
 from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
-from tests.ranks.processes import answer, join, run, start, wait_for
+from tests.ranks.processes import answer, join, run, start, stopped, wait_for
 
 #: What all ranks do one after the other; each hears of the others before it goes on.
 PHASES = ("finding", "opening", "planning", "checking", "loading")
@@ -231,7 +231,7 @@ def test_a_process_is_stopped_for_a_moment(tmp_path):
     root, folder = tmp_path / "root", tmp_path / "job"
     steps, _ = saved(root)
     every = start(3, is_stopped, folder, root, 1, "planning", "before", 10.0)
-    wait_for(lambda: every[1].pid and state_of(every[1].pid) == "T")
+    wait_for(lambda: every[1].pid and stopped(every[1].pid))
     time.sleep(0.3)
     os.kill(every[1].pid, signal.SIGCONT)
     assert join(every) == [0, 0, 0]
@@ -239,9 +239,3 @@ def test_a_process_is_stopped_for_a_moment(tmp_path):
         said = [answer(folder, rank)[which] for rank in range(3)]
         assert [it[0] for it in said] == [None] * 3
         assert set().union(*(it[1] for it in said)) == steps
-
-
-def state_of(pid):
-    """One letter of ``/proc``: T is stopped."""
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0]

@@ -220,69 +220,6 @@ def test_sigterm_with_the_main_thread_stuck_in_c(tmp_path):
         assert checkpoint.manifest.world == 2
 
 
-def killed_in_a_phase(ranks, rank, folder, victim, phase):
-    """A process dies in a phase of a save; what others say of it."""
-    from engram import RankFailed
-
-    rb = filled(rank)
-    ck = checkpointer(folder / "root", rb, ranks, timeout=1.0)
-    first = ck.save(1).name
-    if rank == victim:
-
-        def die(*_, **__):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if phase == "begin":
-            ck._attempts.begin = die
-        elif phase == "write":
-            ck._write_parts = die
-        elif phase == "vote":
-            series.accept = die
-        elif phase == "decide":
-            ck._attempts.decided = die
-        elif phase == "prune":
-            series.prune = die
-    started = time.monotonic()
-    try:
-        said = ck.save(2).name
-    except RankFailed as error:
-        said = f"RankFailed: {error}"
-    return {"first": first, "said": said, "took": time.monotonic() - started}
-
-
-@pytest.mark.parametrize(
-    ("victim", "phase"),
-    [(1, "begin"), (1, "write"), (0, "write"), (1, "vote"), (1, "decide"), (0, "prune")],
-)
-def test_killed_in_a_phase_of_a_save(tmp_path, victim, phase):
-    folder = tmp_path / "job"
-    said, codes = run(2, killed_in_a_phase, folder, victim, phase)
-    assert codes[victim] == -signal.SIGKILL
-    assert said[victim] is None
-    other = said[1 - victim]
-    path, _ = series.latest(folder / "root")
-    if phase in ("decide", "prune"):
-        assert other["said"] == path.name
-    else:
-        assert other["said"].startswith("RankFailed")
-        assert f"[{victim}]" in other["said"] or f"rank {victim}" in other["said"]
-        assert path.name == other["first"]
-    assert other["took"] < 6
-    loaded = done(job(2, lambda ranks, rank: retried(ranks, rank, folder / "root")))
-    assert len(set(loaded)) == 1
-
-
-def retried(ranks, rank, root):
-    import warnings
-
-    rb = buffer(2, 64)
-    ck = checkpointer(root, rb, ranks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ck.restore()
-    return ck.save(2).name
-
-
 def replaced(ranks, rank, folder, root):
     """A job that another one replaced at the same root."""
     ck = checkpointer(root, filled(rank), ranks, timeout=5.0)
