@@ -774,7 +774,7 @@ class Checkpointer:
         rank = self._ranks.rank
         state, fill = move.rows(rank, env_offset)
         take: Callable[[], None] = self._buffer.checked_placed(
-            checkpoint, state, fill, seed=move.seed(rank), default_rng=default_rng
+            checkpoint, state, fill, head=move.head, seed=move.seed(rank), default_rng=default_rng
         )
         return take
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engram.checkpoint.placing import Saved
     from engram.checkpoint.plan import Plan, Target
     from engram.format.checkpoints import Checkpoint
+    from engram.format.parts import PartField
 
 __all__ = ["Move", "checked_incomplete", "plan_move"]
 
@@ -50,6 +51,16 @@ class Move(NamedTuple):
     sha256: str
     """Of the checkpoint."""
 
+    @property
+    def head(self) -> int:
+        """The first rank that has rows. What is not of rows is as that saved it."""
+        return next((rank for rank, one in enumerate(self.saved) if one.reader.geometry is not None), 0)
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        """Of all rows."""
+        return self.saved[self.head].fields
+
     def rows(self, rank: int, env_offset: int = 0) -> tuple[dict[str, Any], Callable[[Sequence[Tensor]], None]]:
         """What a rank gets: the state of its store without rows, and what reads those into it.
 
@@ -57,12 +68,12 @@ class Move(NamedTuple):
             CorruptCheckpoint: a table or a block is damaged.
             IncompatibleCheckpoint: shards differ in alpha or eps, or a dtype cannot number the lanes.
         """
-        text = next((one.reader.state["schema"] for one in self.saved if one.reader.geometry is not None), None)
-        if text is None:
-            return read_rows_state(self.saved[0].reader), lambda _: None
+        head = self.saved[self.head].reader
+        if head.geometry is None:
+            return read_rows_state(head), lambda _: None
         target = self.targets[rank]
         schema = msgspec.structs.replace(
-            schemas.decode(text.encode(), str(self.saved[0].reader.folder)),
+            schemas.decode(head.state["schema"].encode(), str(head.folder)),
             capacity=target.capacity,
             lanes=target.lanes,
             columns=(),

@@ -324,7 +324,7 @@ def fill_placed(
     Raises:
         IncompatibleCheckpoint: lanes or trajectories have numbers that the dtype of their field cannot hold.
     """
-    fields = saved[0].fields
+    fields = next((one.fields for one in saved if one.fields), ())
     length = schema.capacity // schema.lanes
     mine = np.flatnonzero(plan.rank == rank)
     _check_range(fields, "env_id", env_offset + schema.lanes - 1, "lanes")

@@ -20,6 +20,7 @@ import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
+from engram.format.description import schema_sum
 from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
@@ -45,6 +46,7 @@ __all__ = [
     "is_checkpoint",
     "rank_folder",
     "replacing",
+    "schemas_of",
 ]
 
 MANIFEST = "manifest.json"
@@ -121,6 +123,16 @@ class Shard(strict.Document, frozen=True, kw_only=True):
     cut: Cut
     totals: Totals
     format: Literal["engram.shard"] = "engram.shard"
+
+
+def schemas_of(shards: Sequence[Shard]) -> list[str]:
+    """The sums of what shards have for fields; a rank that had nothing to save has none, and goes with any."""
+    some = {shard.schema_sum for shard in shards if not _is_bare(shard)}
+    return sorted(some or {shard.schema_sum for shard in shards})
+
+
+def _is_bare(shard: Shard) -> bool:
+    return shard.schema_sum == schema_sum(()) and not shard.totals.steps
 
 
 class Manifest(strict.Document, frozen=True, kw_only=True):
@@ -453,7 +465,8 @@ class Checkpoint:
         entry = self.manifest.shards[rank]
         name = f"{self._shard_name(rank)}/{SHARD}" if not self.is_dump else SHARD
         shard = read_shard(self.folder, self._fd, name, entry)[0]
-        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum != self.manifest.schema_sum:
+        fits = shard.schema_sum == self.manifest.schema_sum or _is_bare(shard)
+        if (shard.rank, shard.world) != self._places[rank] or not fits:
             raise corrupt(
                 self.folder / name,
                 f"expected rank {self._places[rank][0]} of {self._places[rank][1]} with the schema {self.manifest.schema_sum}, "
