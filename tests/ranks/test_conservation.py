@@ -159,39 +159,6 @@ def test_there_and_back_and_three_times_in_a_row(tmp_path):
                 )  # of one old lane: in the order of writing
 
 
-def test_the_plan_does_not_depend_on_hash_seeds_or_the_order_of_a_folder(tmp_path):
-    import os
-    import subprocess
-    import sys
-
-    def act(ranks, rank):
-        rb = buffer(3, 60)
-        for lane in range(3):
-            play(rb, rank, lane, [3, 5, 2, 7, 1, 4])
-        checkpointer(tmp_path, rb, ranks).save(0)
-
-    done(job(3, act))
-    code = (
-        "import os, random, sys; real = os.listdir\n"
-        "def shuffled(*a):\n    names = list(real(*a)); random.shuffle(names); return names\n"
-        "os.listdir = shuffled\n"
-        "from tests.ranks.jobs import *\n"
-        "def act(ranks, rank):\n"
-        "    rb = buffer(2, 60); return checkpointer(sys.argv[1], rb, ranks).restore().dealt['plan']\n"
-        "print(*done(job(4, act)))"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    here = done(job(4, lambda ranks, _: checkpointer(tmp_path, buffer(2, 60), ranks).restore().dealt["plan"]))
-    assert said.split() == here
-    assert len(set(here)) == 1
-
-
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """Rows, tickets and priorities are read in windows, which all lie in one piece of memory."""
     from engram.checkpoint import placing

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import random
 import shutil
 import time
 
@@ -11,27 +10,28 @@ import pytest
 
 from engram import RankFailed
 from engram.format import series
+from tests import stress
 from tests.format import checkpoint_folders as made
 from tests.ranks import processes
 from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
 from tests.ranks.processes import join
 
-ROUNDS = 25
+ROUNDS = stress.size(12, 500)
 
 
 # ---- decisions ---------------------------------------------------------------------------------------------------------------
 
 
-def decides(rank, n, folder, root):
-    """The last vote, two that commit and one that gives up, all at once."""
-    draws = random.Random(rank)
+def decides(rank, n, folder, root, usual):
+    """The last vote, two that commit and one that gives up: at once, and later from round to round."""
     said = []
     for step in range(ROUNDS):
         attempt = root / str(series.Name(step, 1, f"{step:08x}"))
         (folder / f"{step}-{rank}").touch()
         while not all((folder / f"{step}-{other}").exists() for other in range(n)):
             time.sleep(0.0002)
-        time.sleep(draws.random() * 0.004)
+        if rank == 3:
+            time.sleep(usual * 6 * step / ROUNDS)
         if rank == 0:
             made.vote(attempt, 1, 2)
         made_of_it = None
@@ -47,10 +47,13 @@ def test_processes_that_commit_and_one_that_gives_up(tmp_path):
     folder.mkdir()
     root.mkdir()
     assert series.claim_epoch(root) == 1
+    took = []
     for step in range(ROUNDS):
         begun = series.begin(root, step=step, epoch=1, world=2, trigger="t", attempt=f"{step:08x}")
+        started = time.monotonic()
         made.vote(begun, 0, 2)
-    assert join(processes.spawn(4, decides, folder, root)) == [0] * 4
+        took.append(time.monotonic() - started)
+    assert join(processes.spawn(4, decides, folder, root, sorted(took)[ROUNDS // 2])) == [0] * 4
     said = [processes.answer(folder, rank) for rank in range(4)]
     assert said[1:] == said[:1] * 3
     for step, (status, reasons) in enumerate(said[0]):
@@ -58,6 +61,7 @@ def test_processes_that_commit_and_one_that_gives_up(tmp_path):
         assert series.decision(attempt).status == status
         assert (series.look(attempt) is None) == (status == "complete")
         assert reasons == ([] if status == "complete" else ["at last: no vote of ranks [1]"])
+    assert {status for status, _ in said[0]} == {"complete", "aborted"}
     assert not list(root.glob("*/*.tmp"))
 
 
