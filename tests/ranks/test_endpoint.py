@@ -17,6 +17,7 @@ import pytest
 from engram import Ranks
 from engram.checkpoint import endpoint as endpoints
 from engram.format import series
+from engram.format.checkpoints import Checkpoint
 from tests import stress
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.ranks.processes import wait_for
@@ -107,6 +108,30 @@ def test_all_ranks_save_and_the_state_of_each_is_told(tmp_path):
     assert state["error"] == "RankFailed"
     assert [it["rank"] for it in state["ranks"]] == [0, 1, 2]
     assert [it["state"] == "failed" for it in state["ranks"]] == [False, True, False]
+
+
+def test_two_requests_to_a_job_are_one_checkpoint_of_all_ranks(tmp_path):
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks, poll_every=3)
+        play(ck._buffer, rank, 0, [3])
+        with ck.serve() as endpoint:
+            asked = [said(endpoint) for _ in range(2)] if rank == 0 else []
+            ranks.gather(b"", 5.0)
+            saved = [handle.wait(10).name for step in range(1, 10) if (handle := ck.poll(step)) is not None]
+            assert len(saved) == 1
+            if rank:
+                return saved
+            assert asked[0] == asked[1]
+            assert asked[0][0] == 202
+            state = said(endpoint, "GET", f"/checkpoint/{asked[0][1]['id']}")[1]
+            assert (state["state"], state["checkpoint"]) == ("complete", saved[0])
+            assert state["ranks"] == [{"rank": rank, "state": "saved"} for rank in range(3)]
+        return saved
+
+    saved = done(job(3, act))
+    assert saved[0] == saved[1] == saved[2]
+    with Checkpoint(tmp_path / saved[0][0]) as checkpoint:
+        assert checkpoint.manifest.steps_by_rank == (3, 3, 3)
 
 
 def test_rule_14_nobody_else_on_this_or_other_machines_can_connect(tmp_path):
