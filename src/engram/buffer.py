@@ -23,7 +23,6 @@ from engram import _native, collate, expanders, priorities, samplers, storages, 
 from engram._later import refuse
 from engram._tensordict import children
 from engram.checkpoint import buffers, torchrl
-from engram.checkpoint.conversion import with_parameters
 from engram.checkpoint.placing import open_saved
 from engram.errors import CorruptStore, IncompatibleCheckpoint, NoSampleable, RowError, WriterStalled
 from engram.format import disk, files, layout
@@ -1498,7 +1497,7 @@ class ReplayBuffer:
         own = [name for name, kind in self._sampler_indexes() if kind == priorities.KIND and "leaves" in sampler]
         for name in own:
             here = self._sampler.state_dict()
-            saved_rows.head["priorities"][name] = with_parameters(sampler, here["alpha"], here["eps"])
+            saved_rows.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])
         of_storage, take = self._storage.checked_conversion(saved_rows, without=own)
         for name in own:
             states["sampler"] = of_storage["priorities"][name]

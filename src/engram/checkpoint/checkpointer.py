@@ -21,7 +21,7 @@ from engram.checkpoint import buffers
 from engram.checkpoint.attempts import Attempts
 from engram.checkpoint.crashes import Crashes
 from engram.checkpoint.endpoint import Endpoint
-from engram.checkpoint.moving import checked_incomplete, plan_move
+from engram.checkpoint.moving import checked_incomplete, open_shards, plan_move, seed_of
 from engram.checkpoint.plan import Target
 from engram.checkpoint.requests import Requests
 from engram.checkpoint.roles import check_roles
@@ -45,6 +45,13 @@ __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
 T = TypeVar("T")
 
 _log = logging.getLogger("engram")
+
+#: How trajectories that are not whole come back all the same.
+_WAYS = {
+    "open": 'incomplete={"open": "keep"} (or "truncate") keeps the open ones',
+    "headless": 'incomplete={"headless": "keep"} keeps the headless ones',
+}
+_OTHERWISE = "max_drop_fraction=1.0 loads the rest. The buffer is as it was"
 
 
 class SaveReport(NamedTuple):
@@ -759,8 +766,10 @@ class Checkpointer:
         moves: builtins.list[Move] = []
 
         def plan() -> bytes:
-            moves.append(plan_move(checkpoint, stack, targets, incomplete, overflow, max_drop_fraction))
-            return moves[0].plan.digest.encode()
+            move = plan_move(open_shards(checkpoint, stack), targets, incomplete, overflow)
+            move.check_left_out(max_drop_fraction, f"restore: {checkpoint.folder}", _WAYS, _OTHERWISE)
+            moves.append(move)
+            return move.plan.digest.encode()
 
         digests = self._ranks.together("restore", plan, self._timeout)
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -772,7 +781,7 @@ class Checkpointer:
         rank = self._ranks.rank
         state, fill = move.rows(rank, env_offset)
         take: Callable[[], None] = self._buffer.checked_placed(
-            checkpoint, state, fill, seed=move.seed(rank), default_rng=default_rng
+            checkpoint, state, fill, seed=seed_of(checkpoint, self._ranks.world, rank), default_rng=default_rng
         )
         return take
 

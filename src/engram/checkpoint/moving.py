@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engram.checkpoint.plan import Plan, Target
     from engram.format.checkpoints import Checkpoint
 
-__all__ = ["Move", "checked_incomplete", "plan_move"]
+__all__ = ["Move", "checked_incomplete", "open_shards", "plan_move", "seed_of"]
 
 _POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
 
@@ -47,8 +47,6 @@ class Move(NamedTuple):
     saved: list[Saved]
     plan: Plan
     targets: list[Target]
-    sha256: str
-    """Of the checkpoint."""
 
     def rows(self, rank: int, env_offset: int = 0) -> tuple[dict[str, Any], Callable[[Sequence[Tensor]], None]]:
         """What a rank gets: the state of its store without rows, and what reads those into it.
@@ -71,10 +69,31 @@ class Move(NamedTuple):
             self.saved, self.plan, rank, schema, env_offset
         )
 
-    def seed(self, rank: int) -> int:
-        """Of a rank's generator: every load of this checkpoint by as many ranks gives the same."""
-        text = f"{self.sha256} {len(self.targets)} {rank}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    def check_left_out(self, most: float, where: str, ways: Mapping[str, str], otherwise: str) -> None:
+        """Raise unless enough of the steps are kept. What there is no room for is not counted: smaller targets mean that.
+
+        Args:
+            most: the fraction of the saved steps that may be left out.
+            where: for the message.
+            ways: by reason, how those are kept.
+            otherwise: what else can be done.
+
+        Raises:
+            IncompatibleCheckpoint: more would be left out as incomplete, or longer than any lane.
+        """
+        steps = _total(self.plan.saved)["steps"]
+        lost = {reason: self.plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
+        if sum(lost.values()) <= most * steps:
+            return
+        named = ", ".join(f"{count} {reason}" for reason, count in lost.items() if count)
+        advice = [way for reason, way in ways.items() if lost[reason]]
+        if lost["oversize"]:
+            longest = max(target.lane_length for target in self.targets)
+            advice.append(f"lanes longer than {longest} rows keep the oversize ones")
+        raise IncompatibleCheckpoint(
+            f"{where}: expected to leave out at most {most:.0%} of {steps} saved steps, would leave out {sum(lost.values())} "
+            f"({named}). {'; '.join([*advice, otherwise])}."
+        )
 
     def report(self) -> dict[str, Any]:
         """Episodes and steps: saved, kept, dropped by reason; by shard and by target."""
@@ -116,47 +135,26 @@ def _total(counts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return {unit: sum(count[unit] for count in counts.values()) for unit in ("episodes", "steps")}
 
 
-def plan_move(
-    checkpoint: Checkpoint,
-    stack: contextlib.ExitStack,
-    targets: Sequence[Target],
-    incomplete: Incomplete,
-    overflow: str,
-    max_drop_fraction: float,
-) -> Move:
-    """Plan where everything goes. What is opened is closed with the stack.
+def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[Saved]:
+    """What all ranks saved. It is closed with the stack.
 
     Raises:
         CorruptCheckpoint: a shard is missing, or a table is damaged.
-        IncompatibleCheckpoint: what cannot be moved; or more than ``max_drop_fraction`` of the steps would be left out as
-            incomplete or longer than any lane.
+        IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
     """
-    saved = [
+    return [
         open_saved(stack.enter_context(buffers.open_storage(checkpoint, rank)))
         for rank in range(checkpoint.manifest.world)
     ]
+
+
+def plan_move(saved: Sequence[Saved], targets: Sequence[Target], incomplete: Incomplete, overflow: str) -> Move:
+    """Plan where everything goes."""
     plan = make_plan([one.source for one in saved], targets, incomplete, overflow)  # type: ignore[arg-type]
-    steps = _total(plan.saved)["steps"]
-    lost = {reason: plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
-    if sum(lost.values()) > max_drop_fraction * steps:
-        raise IncompatibleCheckpoint(_too_many(checkpoint, steps, lost, targets, max_drop_fraction))
-    return Move(saved, plan, list(targets), checkpoint.sha256)
+    return Move(list(saved), plan, list(targets))
 
 
-def _too_many(
-    checkpoint: Checkpoint, steps: int, lost: Mapping[str, int], targets: Sequence[Target], most: float
-) -> str:
-    named = ", ".join(f"{count} {reason}" for reason, count in lost.items() if count)
-    ways = []
-    if lost["open"]:
-        ways.append('incomplete={"open": "keep"} (or "truncate") keeps the open ones')
-    if lost["headless"]:
-        ways.append('incomplete={"headless": "keep"} keeps the headless ones')
-    if lost["oversize"]:
-        longest = max(target.lane_length for target in targets)
-        ways.append(f"lanes longer than {longest} rows keep the oversize ones")
-    ways.append("max_drop_fraction=1.0 loads the rest")
-    return (
-        f"restore: {checkpoint.folder}: expected to leave out at most {most:.0%} of {steps} saved steps, would leave out "
-        f"{sum(lost.values())} ({named}). {'; '.join(ways)}. The buffer is as it was."
-    )
+def seed_of(checkpoint: Checkpoint, ranks: int, rank: int) -> int:
+    """Of a rank's generator: every load of this checkpoint by as many ranks gives the same."""
+    text = f"{checkpoint.sha256} {ranks} {rank}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -13,7 +13,7 @@ from rich.table import Table
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
 from engram.checkpoint.components import read_state, write_part
-from engram.checkpoint.moving import checked_incomplete, plan_move
+from engram.checkpoint.moving import checked_incomplete, open_shards, plan_move, seed_of
 from engram.checkpoint.plan import Target
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from engram.checkpoint.moving import Move
 
 __all__ = ["reshard"]
+
+#: How trajectories that are not whole are taken along all the same.
+_WAYS = {
+    "open": "--open keep (or truncate) keeps the open ones",
+    "headless": "--headless keep keeps the headless ones",
+}
+_OTHERWISE = "--max-drop-fraction 1 takes the rest"
 
 
 def reshard(
@@ -50,7 +57,8 @@ def reshard(
         checkpoint = stack.enter_context(Checkpoint(_found(source)))
         targets = [Target(lanes, _lane_length(checkpoint, ranks, lanes, capacity))] * ranks
         incomplete = checked_incomplete({"open": open_ones, "headless": headless})
-        move = plan_move(checkpoint, stack, targets, incomplete, overflow, max_drop_fraction)
+        move = plan_move(open_shards(checkpoint, stack), targets, incomplete, overflow)
+        move.check_left_out(max_drop_fraction, str(checkpoint.folder), _WAYS, _OTHERWISE)
         _show(checkpoint, move)
         if not dry_run:
             name = _write(checkpoint, move, target)
@@ -136,7 +144,7 @@ def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, att
             cut = storage.prepare_cut()()
             with disk.together():
                 rows = storage.save_cut(folder / buffers.STORAGE, cut, roles=roles, progress=progress)
-                infos = [rows.info, *_others(checkpoint, folder, move.seed(rank))]
+                infos = [rows.info, *_others(checkpoint, folder, seed_of(checkpoint, len(move.targets), rank))]
         finally:
             storage.close()
         series.accept(
