@@ -21,8 +21,9 @@ from engram.checkpoint import buffers
 from engram.checkpoint.attempts import Attempts
 from engram.checkpoint.crashes import Crashes
 from engram.checkpoint.endpoint import Endpoint
-from engram.checkpoint.moving import checked_incomplete, open_shards, plan_move, seed_of
+from engram.checkpoint.moving import checked_incomplete, moves_trajectories, open_shards, plan_move, seed_of
 from engram.checkpoint.plan import Target
+from engram.checkpoint.reports import Lost, move_lines, move_report, said_move
 from engram.checkpoint.requests import Requests
 from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
@@ -72,13 +73,20 @@ class SaveReport(NamedTuple):
     paused_s: float
     """For how long writers waited."""
     seconds: float
+    would_drop: dict[str, dict[str, int]] = {}  # noqa: RUF012 - a value
+    """Of ``episodes``, what is left out if another number or size of ranks loads them, unless ``restore(incomplete=…)`` says
+    otherwise."""
 
     def __str__(self) -> str:
         episodes = ", ".join(f"{count['episodes']} {kind}" for kind, count in self.episodes.items())
+        drop = ", ".join(
+            f"{it['episodes']} {kind} episodes with {it['steps']} steps" for kind, it in self.would_drop.items()
+        )
         return (
             f"{self.name}: {self.steps} rows (episodes: {episodes or 'none'}; {self.lost_rows} overwritten meanwhile), "
             f"{self.bytes_written / 1e6:.1f} MB written and {self.bytes_linked / 1e6:.1f} MB linked in {self.seconds:.2f} s, "
             f"writers waited {self.paused_s * 1e3:.1f} ms"
+            + (f"; dealt out to other ranks it would drop {drop}" if drop else "")
         )
 
 
@@ -96,23 +104,14 @@ class RestoreReport(NamedTuple):
     missing: tuple[int, ...] = ()
     """Ranks whose shards there are none of."""
     dealt: dict[str, Any] | None = None
-    """Where trajectories were dealt out anew: episodes and steps ``saved``, ``kept``, ``dropped`` by reason and ``truncated``; what
-    each of the ``shards`` gave and each of the ``targets`` got; and the digest of the ``plan``. None: every rank has its own shard."""
+    """Where trajectories were dealt out anew: episodes and steps ``saved``, of which ``kinds``, ``kept``, ``dropped`` by reason and
+    ``truncated``, in total and of each of the ``shards``; ``lost`` with missing ones, as far as an older checkpoint says it; the least
+    and most steps of a rank and of a lane and the rows that are unused, in total and of each of the ``targets``; and the digest of
+    the ``plan``. None: every rank has its own shard."""
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
-        if self.missing:
-            text += f"; without the shards of ranks {', '.join(map(str, self.missing))}"
-        if self.dealt is None:
-            return text
-        counts = {"saved": self.dealt["saved"], "kept": self.dealt["kept"]}
-        counts |= {
-            f"dropped as {reason}": count for reason, count in self.dealt["dropped"].items() if count["episodes"]
-        }
-        if self.dealt["truncated"]["episodes"]:
-            counts["kept as truncated"] = self.dealt["truncated"]
-        parts = [f"{what} {count['episodes']} episodes with {count['steps']} steps" for what, count in counts.items()]
-        return f"{text}; {', '.join(parts)}; from {len(self.dealt['shards'])} ranks to {len(self.dealt['targets'])}"
+        return text if self.dealt is None else f"{text}; {said_move(self.dealt)}"
 
 
 class Entry(NamedTuple):
@@ -436,6 +435,7 @@ class Checkpointer:
         with Checkpoint(attempt) as checkpoint:
             shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
             step = checkpoint.manifest.step
+            by_trajectory = moves_trajectories(checkpoint)
         episodes = {}
         for kind in KINDS:
             counts = [getattr(shard.totals, kind) for shard in shards]
@@ -455,6 +455,7 @@ class Checkpointer:
             sum(shard.totals.bytes_linked for shard in shards),
             paused,
             time.perf_counter() - started,
+            {kind: count for kind, count in episodes.items() if by_trajectory and kind != "complete"},
         )
 
     def _parent_of(self, lineage: Any) -> _Parent | None:
@@ -684,7 +685,7 @@ class Checkpointer:
                 move = self._planned(checkpoint, stack, targets, policy, overflow, max_drop_fraction)
                 offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
                 self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
-                dealt = move.report()
+                dealt = move_report(move, self._lost(checkpoint))
                 steps = dealt["targets"][rank]["steps"]
             manifest, missing = checkpoint.manifest, checkpoint.missing
         self._polled_step = manifest.step
@@ -811,7 +812,11 @@ class Checkpointer:
     def _note(self, report: RestoreReport) -> None:
         """Log what was loaded, and keep what was dealt out in a file."""
         _log.info("restored %s", report)
-        if report.dealt is None or self._ranks.rank:
+        if report.dealt is None:
+            return
+        for line in move_lines(report.dealt):
+            _log.info("%s: %s", report.name, line)
+        if self._ranks.rank:
             return
         dropped = report.dealt["dropped"]
         if dropped["overflow"]["steps"]:
@@ -827,6 +832,18 @@ class Checkpointer:
             disk.put(folder / f"load-{report.name}-{secrets.token_hex(4)}.json", raw)
         except OSError as error:  # the rows are there
             warnings.warn(f"restore: the report could not be written: {error}", stacklevel=4)
+
+    def _lost(self, checkpoint: Checkpoint) -> Lost:
+        """What the last whole checkpoint of this job has of ranks whose shards are missing."""
+        missing, manifest = checkpoint.missing, checkpoint.manifest
+        path = series.latest(self.root, at_most=manifest.step)[0] if missing else None
+        if path is None:
+            return Lost(missing)
+        with Checkpoint(path) as before:
+            if before.manifest.world != manifest.world + len(missing):
+                return Lost(missing)
+            totals = [before.shard(rank).totals for rank in missing]
+        return Lost(missing, path.name, sum(it.episodes for it in totals), sum(it.steps for it in totals))
 
     def _found(self, step: int | None, wanted: str | None, *, allow_partial: bool) -> tuple[Path, list[Problem]]:
         """The checkpoint to load, and what was passed over."""

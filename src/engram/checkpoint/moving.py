@@ -6,13 +6,11 @@ import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from engram.checkpoint import buffers
-from engram.checkpoint.placing import fill_placed, open_saved, placed_state
-from engram.checkpoint.plan import DROPPED, Incomplete, make_plan
+from engram.checkpoint.placing import fill_placed, has_ends, open_saved, placed_state
+from engram.checkpoint.plan import DROPPED, Incomplete, counted, make_plan
 from engram.checkpoint.rows import read_rows_state
-from engram.checkpoint.runs import count_kinds
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from engram.checkpoint.plan import Plan, Target
     from engram.format.checkpoints import Checkpoint
 
-__all__ = ["Move", "checked_incomplete", "open_shards", "plan_move", "seed_of"]
+__all__ = ["Move", "checked_incomplete", "moves_trajectories", "open_shards", "plan_move", "seed_of"]
 
 _POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
 
@@ -81,7 +79,7 @@ class Move(NamedTuple):
         Raises:
             IncompatibleCheckpoint: more would be left out as incomplete, or longer than any lane.
         """
-        steps = _total(self.plan.saved)["steps"]
+        steps = sum(int(one.source.saved[1]) for one in self.saved)
         lost = {reason: self.plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
         if sum(lost.values()) <= most * steps:
             return
@@ -95,44 +93,16 @@ class Move(NamedTuple):
             f"({named}). {'; '.join([*advice, otherwise])}."
         )
 
-    def report(self) -> dict[str, Any]:
-        """Episodes and steps: saved, kept, dropped by reason; by shard and by target."""
+    def check_counts(self) -> None:
+        """Raise ``RuntimeError`` unless, of every shard, what is kept and what is left out is what was saved: a bug otherwise."""
         plan = self.plan
-        shards = []
+        found = counted(plan.source, plan.steps, len(self.saved)) + plan.left_out.sum(1)
         for which, one in enumerate(self.saved):
-            of_it = plan.source == which
-            kept = {"episodes": int(of_it.sum()), "steps": int(plan.steps[of_it].sum())}
-            shards.append({"rank": which, "saved": count_kinds(one.source.runs, one.source.columns), "kept": kept})
-        targets = []
-        for rank, target in enumerate(self.targets):
-            mine = plan.rank == rank
-            loads = np.bincount(plan.lane[mine], plan.steps[mine], target.lanes).astype(int)
-            targets.append(
-                {
-                    "rank": rank,
-                    "lanes": target.lanes,
-                    "lane_length": target.lane_length,
-                    "episodes": int(mine.sum()),
-                    "steps": int(loads.sum()),
-                    "smallest_lane": int(loads.min()),
-                    "largest_lane": int(loads.max()),
-                    "unused": target.capacity - int(loads.sum()),
-                }
-            )
-        cut = plan.truncated
-        return {
-            "plan": plan.digest,
-            "saved": _total(plan.saved),
-            "kept": plan.kept,
-            "dropped": plan.dropped,
-            "truncated": {"episodes": int(cut.sum()), "steps": int(plan.steps[cut].sum())},
-            "shards": shards,
-            "targets": targets,
-        }
-
-
-def _total(counts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    return {unit: sum(count[unit] for count in counts.values()) for unit in ("episodes", "steps")}
+            if (found[which] != one.source.saved).any():
+                raise RuntimeError(
+                    f"{one.reader.folder}: expected a plan for {one.source.saved.tolist()} episodes and steps, got one for "
+                    f"{found[which].tolist()}. Nothing was changed. This is a bug of engram: please report it."
+                )
 
 
 def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[Saved]:
@@ -148,10 +118,21 @@ def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[Sav
     ]
 
 
+def moves_trajectories(checkpoint: Checkpoint) -> bool:
+    """Whether trajectories are moved, of which those that are not whole may be left out; and not rows by themselves."""
+    for rank in range(checkpoint.manifest.world):
+        with buffers.open_storage(checkpoint, rank) as reader:
+            if reader.schema is not None:
+                return has_ends(reader.schema)
+    return False
+
+
 def plan_move(saved: Sequence[Saved], targets: Sequence[Target], incomplete: Incomplete, overflow: str) -> Move:
     """Plan where everything goes."""
     plan = make_plan([one.source for one in saved], targets, incomplete, overflow)  # type: ignore[arg-type]
-    return Move(list(saved), plan, list(targets))
+    move = Move(list(saved), plan, list(targets))
+    move.check_counts()
+    return move
 
 
 def seed_of(checkpoint: Checkpoint, ranks: int, rank: int) -> int:

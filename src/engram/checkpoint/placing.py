@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engram.format.parts import PartField, PartReader
     from engram.format.schema import Schema
 
-__all__ = ["Saved", "fill_placed", "open_saved", "placed_state"]
+__all__ = ["Saved", "fill_placed", "has_ends", "open_saved", "placed_state"]
 
 #: Bytes of a flat file that are read at a time.
 _PIECE = 16 << 20
@@ -82,11 +82,16 @@ def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
         raise corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
     columns = math.prod(geometry.columns)
     runs = _checked_runs(reader, geometry.lane_length, columns)
-    if not any(field.role in _ENDS for field in reader.schema or ()):
+    if not has_ends(reader.schema or ()):
         runs = _blocks(
             runs, _lanes(reader)[:, 1], read_rows_state(reader)["numbers"].numpy(), geometry.lane_length, columns
         )
     return Saved(reader, Source(clock, runs, columns), state)
+
+
+def has_ends(fields: Sequence[PartField]) -> bool:
+    """Whether some field says where trajectories end."""
+    return any(field.role in _ENDS for field in fields)
 
 
 def _lanes(reader: PartReader) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from engram.checkpoint import buffers
 from engram.checkpoint.components import read_state, write_part
 from engram.checkpoint.moving import checked_incomplete, open_shards, plan_move, seed_of
 from engram.checkpoint.plan import Target
+from engram.checkpoint.reports import move_report
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.storages import LazyMemmapStorage
@@ -85,7 +86,7 @@ def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int |
 
 
 def _show(checkpoint: Checkpoint, move: Move) -> None:
-    found = move.report()
+    found = move_report(move)
     console = Console(highlight=False)
     console.print(f"{checkpoint.folder}: {len(found['shards'])} ranks → {len(found['targets'])}", soft_wrap=True)
     table = Table(box=None, pad_edge=False)
