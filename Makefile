@@ -192,7 +192,7 @@ test-native:
 	@echo "==> Compiling the C++ tests with sanitizers"
 	@$(MAKE) --no-print-directory -j$(JOBS) native-binaries
 	@$(RUN) $(patsubst %,run/%,$(filter-out $(ALONE),$(BINARIES)))
-	@$(RUN) $(ALONE:%=run/%)
+	$(if $(ALONE),@$(RUN) $(ALONE:%=run/%))
 
 run/%: FORCE
 	@echo "==> $*"

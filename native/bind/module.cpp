@@ -463,6 +463,17 @@ NB_MODULE(_core, m) {
       },
       "lane_length"_a, "clock"_a, "lanes"_a, "lane_count"_a, "numbers"_a, "Raises ValueError unless a store may say so.");
   m.def(
+      "place_runs",
+      [](Address from, std::int64_t begin, std::uint64_t n, Address first, Address target, Address count,
+         std::uint64_t runs, Address to, std::uint64_t capacity, std::uint64_t row_bytes) {
+        nb::gil_scoped_release release;
+        engram::place_runs(at<std::byte>(from), begin, n,
+                           {at<std::int64_t>(first), at<std::int64_t>(target), at<std::int64_t>(count), runs},
+                           {at<std::byte>(to), row_bytes}, capacity);
+      },
+      "source"_a, "begin"_a, "n"_a, "first"_a, "target"_a, "count"_a, "runs"_a, "to"_a, "capacity"_a, "row_bytes"_a,
+      "Copies what runs want of rows [begin, begin + n) of a source into a field.");
+  m.def(
       "permute",
       [](std::uint64_t key, std::uint64_t n, std::uint64_t start, std::uint64_t count, Address out) {
         nb::gil_scoped_release release;

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "check.h"
+
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -77,6 +79,25 @@ void gather_runs(const Field& field, const std::int64_t* rows, std::uint64_t n, 
     end = j + 1;
     while (end < n && rows[end] == rows[end - 1] + 1) ++end;
     copy_from_shared(out + j * bytes, field.data + static_cast<std::uint64_t>(rows[j]) * bytes, (end - j) * bytes);
+  }
+}
+
+void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, const RowRuns& runs, const Field& to,
+                std::uint64_t capacity) {
+  check(begin >= 0 && n <= static_cast<std::uint64_t>(INT64_MAX - begin), "rows that there are");
+  for (std::uint64_t i = 0; i < runs.n; ++i) {
+    const auto count = static_cast<std::uint64_t>(runs.count[i]);
+    check(runs.first[i] >= 0, "rows that there are");
+    check(count <= capacity && static_cast<std::uint64_t>(runs.target[i]) <= capacity - count, "places in the field");
+  }
+  for (std::uint64_t i = 0; i < runs.n; ++i) {
+    // Steps of the run that lie here.
+    const std::int64_t low = std::max<std::int64_t>(begin - runs.first[i], 0);
+    const std::int64_t high = std::min(begin - runs.first[i] + static_cast<std::int64_t>(n), runs.count[i]);
+    if (low >= high) continue;
+    copy_to_shared(to.data + static_cast<std::uint64_t>(runs.target[i] + low) * to.row_bytes,
+                   from + static_cast<std::uint64_t>(runs.first[i] + low - begin) * to.row_bytes,
+                   static_cast<std::uint64_t>(high - low) * to.row_bytes);
   }
 }
 

@@ -41,6 +41,20 @@ bool mostly_runs(const std::int64_t* rows, std::uint64_t n);
 /// As gather_rows, one copy for each run of rows that follow one another.
 void gather_runs(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out);
 
+/// Rows that follow each other in one place and will in another: for run i, rows [first[i], first[i] + count[i]) of a source become
+/// rows [target[i], target[i] + count[i]) of a field.
+struct RowRuns {
+  const std::int64_t* first;
+  const std::int64_t* target;
+  const std::int64_t* count;
+  std::uint64_t n;
+};
+
+/// Copies what runs want of rows [begin, begin + n) of a source, which lie at `from`, into a field of `capacity` rows. Throws before
+/// anything was copied if a run does not fit.
+void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, const RowRuns& runs, const Field& to,
+                std::uint64_t capacity);
+
 /// out[j] = field[rows[j]] for j in [0, n). Rows must have been checked. Meanwhile the same rows of `next`, the field that
 /// will be gathered after this one (or null), are asked for: the waits for memory then lie beside the copies. Beside long
 /// rows nothing is: there the memory is busy anyway.

@@ -90,4 +90,52 @@ TEST(copies_nothing_from_and_to_nowhere) {
   engram::gather_rows({nullptr, 8}, nullptr, 0, nullptr, nullptr);
 }
 
+TEST(places_what_a_naive_loop_places) {
+  Dice dice(4);
+  constexpr std::int64_t source_rows = 40, capacity = 60;
+  for (const std::uint64_t bytes : kSizes) {
+    const std::vector<std::byte> source = noise(source_rows * bytes, dice);
+    for (int round = 0; round < 6; ++round) {
+      // Runs one behind the other in the source, some of them empty, in any order in the field.
+      std::vector<std::int64_t> first, target, count;
+      for (std::int64_t row = 0, to = 0; row < source_rows && to < capacity;) {
+        const auto n = static_cast<std::int64_t>(dice.below(8));
+        if (row + n > source_rows || to + n > capacity) break;
+        first.push_back(row);
+        target.push_back(capacity - to - n);
+        count.push_back(n);
+        row += n + static_cast<std::int64_t>(dice.below(3));
+        to += n + static_cast<std::int64_t>(dice.below(3));
+      }
+      const auto begin = static_cast<std::int64_t>(dice.below(source_rows));
+      const auto n = dice.below(source_rows - static_cast<std::uint64_t>(begin) + 1);
+      std::vector<std::byte> out = noise(capacity * bytes, dice), wanted = out;
+      for (std::size_t i = 0; i < first.size(); ++i) {
+        for (std::int64_t j = 0; j < count[i]; ++j) {
+          const std::int64_t row = first[i] + j;
+          if (row < begin || row >= begin + static_cast<std::int64_t>(n)) continue;
+          for (std::uint64_t b = 0; b < bytes; ++b) {
+            wanted[static_cast<std::uint64_t>(target[i] + j) * bytes + b] = source[static_cast<std::uint64_t>(row) * bytes + b];
+          }
+        }
+      }
+      engram::place_runs(source.data() + static_cast<std::uint64_t>(begin) * bytes, begin, n,
+                         {first.data(), target.data(), count.data(), first.size()}, {out.data(), bytes}, capacity);
+      if (out != wanted) expect::fail(__FILE__, __LINE__, "row size " + std::to_string(bytes));
+    }
+  }
+}
+
+TEST(places_nothing_outside_the_field) {
+  const std::vector<std::byte> source(8, std::byte{1});
+  std::vector<std::byte> out(8), before = out;
+  const std::int64_t first[] = {0, 4};
+  const std::int64_t bad[][2] = {{5, 4}, {-1, 2}, {8, 1}, {0, 9}, {0, -1}, {INT64_MAX, 1}, {INT64_MIN, 4}, {4, INT64_MAX}};
+  for (const auto& run : bad) {  // beside one that fits, which must not be copied either
+    const std::int64_t target[] = {0, run[0]}, count[] = {4, run[1]};
+    EXPECT_THROWS(std::invalid_argument, engram::place_runs(source.data(), 0, 8, {first, target, count, 2}, {out.data(), 1}, 8));
+    EXPECT(out == before);
+  }
+}
+
 }  // namespace

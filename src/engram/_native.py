@@ -42,6 +42,7 @@ __all__ = [
     "pass_bytes",
     "permute",
     "pid_namespace",
+    "place_runs",
     "prefetch",
     "priority_bytes",
     "reset_pass_mutex",
@@ -74,6 +75,7 @@ format_priorities = _core.format_priorities
 pass_bytes: int = _core.pass_bytes
 permute = _core.permute
 pid_namespace = _core.pid_namespace
+place_runs = _core.place_runs
 prefetch = _core.prefetch
 priority_bytes = _core.priority_bytes
 reset_pass_mutex = _core.reset_pass_mutex

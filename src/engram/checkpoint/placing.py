@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from engram import _native
 from engram.checkpoint.plan import Source
-from engram.checkpoint.rows import dtype_of, read_rows_state
+from engram.checkpoint.rows import checked_numbers, dtype_of, read_rows_state
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.parts import segment_layout
 from engram.format.problems import corrupt
+from engram.format.sums import BLOCK
 from engram.format.tables import HAS_FIRST, HAS_LAST
 
 if TYPE_CHECKING:
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Saved", "fill_placed", "has_ends", "open_saved", "placed_state"]
 
-#: Bytes of a flat file that are read at a time.
-_PIECE = 16 << 20
+#: Bytes that are read at a time: as many as caches hold.
+_WINDOW = 2 << 20
+#: Rows whose fields are rewritten at a time.
+_REWRITTEN = 1 << 18
 #: Pieces that rows without trajectories are moved in, at most.
 _BLOCKS = 1 << 16
 _MOVABLE = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
@@ -43,16 +47,12 @@ class Saved(NamedTuple):
     reader: PartReader
     source: Source
     held: dict[str, Any] | None = None
-    """The state of the storage without rows; None: it is read when it is needed."""
+    """The state of the storage without rows; None: what is wanted of its arrays is read when it is needed."""
 
     @property
     def head(self) -> dict[str, Any]:
         """That state, in which arrays may be missing."""
         return self.reader.state if self.held is None else self.held
-
-    def state(self) -> dict[str, Any]:
-        """That state. Raises ``CorruptCheckpoint``: a block is damaged."""
-        return read_rows_state(self.reader) if self.held is None else self.held
 
     @property
     def fields(self) -> tuple[PartField, ...]:
@@ -154,6 +154,22 @@ class _Extents(NamedTuple):
     rows: NDArray[np.int64]
     """How many."""
 
+    def near(self, begin: int, end: int) -> _Extents:
+        """Those with rows in ``[begin, end)`` of the source."""
+        low = np.searchsorted(self.first + self.rows, begin, "right")
+        high = np.searchsorted(self.first, end, "left")
+        return _Extents(*(column[low:high] for column in self))
+
+    def windows(self, begin: int, end: int, most: int, gap: int) -> Iterator[tuple[int, int]]:
+        """Rows of the source in ``[begin, end)`` among which there is something wanted: ``most`` at a time, without long gaps."""
+        low, high = np.maximum(self.first, begin), np.minimum(self.first + self.rows, end)
+        breaks = np.flatnonzero(low[1:] - high[:-1] >= gap) + 1
+        for start, stop in zip(
+            low[np.append(0, breaks)].tolist(), high[np.append(breaks - 1, -1)].tolist(), strict=True
+        ):
+            for at in range(start, stop, most):
+                yield at, min(at + most, stop)
+
 
 def _extents(plan: Plan, rank: int, which: int, saved: Saved, lane_length: int) -> _Extents:
     """What a rank gets of one source."""
@@ -185,9 +201,7 @@ def _extents(plan: Plan, rank: int, which: int, saved: Saved, lane_length: int) 
 
 def _pairs(extents: _Extents, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows of the source in ``[begin, end)`` that are wanted, and where they go."""
-    low = np.searchsorted(extents.first + extents.rows, begin, "right")
-    high = np.searchsorted(extents.first, end, "left")
-    first, target, rows = (column[low:high] for column in extents)
+    first, target, rows = extents.near(begin, end)
     skipped = np.maximum(begin - first, 0)
     count = np.minimum(first + rows, end) - first - skipped
     step = _within(count)
@@ -197,42 +211,83 @@ def _pairs(extents: _Extents, begin: int, end: int) -> tuple[NDArray[np.int64], 
 def placed_state(saved: Sequence[Saved], plan: Plan, rank: int, schema: Schema) -> dict[str, Any]:
     """The state without rows of the store that a rank gets.
 
-    Tickets keep their ages; priorities are copied, bit for bit, and the largest one of all is everybody's; passes begin anew.
+    Tickets keep their ages; priorities are copied, bit for bit, and the largest one of all is everybody's; passes begin anew. What
+    is read of the files is what this rank gets, in whole blocks.
 
     Raises:
+        CorruptCheckpoint: a block is damaged, or a trajectory has rows that are void.
         IncompatibleCheckpoint: the shards differ in alpha, eps or the names of their indexes.
     """
     clock = max(one.source.clock for one in saved)
     length = schema.capacity // schema.lanes
-    numbers = np.zeros(schema.capacity, np.int64)
+    numbers = torch.zeros(schema.capacity, dtype=torch.int64, device="cpu")
     mine = plan.rank == rank
     written = [one for one in saved if one.reader.geometry is not None]
-    heads = [one.head for one in written]  # arrays are read shard by shard
     priorities = _common_priorities(written, schema.capacity)
+    room = _room()
     for which, one in enumerate(saved):
-        if not (mine & (plan.source == which)).any():
-            continue
-        state = one.state()
-        extents = _extents(plan, rank, which, one, length)
-        rows, target = _pairs(extents, 0, np.iinfo(np.int64).max)
-        numbers[target] = state["numbers"].numpy()[rows] + (clock - one.source.clock)
-        for name, common in priorities.items():
-            leaves = state["priorities"][name]["leaves"]
-            there = rows < len(leaves)
-            common["leaves"][torch.from_numpy(target[there])] = leaves[torch.from_numpy(rows[there])]
+        if (mine & (plan.source == which)).any():
+            extents = _extents(plan, rank, which, one, length)
+            _place_numbers(one, extents, clock - one.source.clock, numbers, room)
+            for name, common in priorities.items():
+                _place_leaves(one, extents, name, common["leaves"], room)
+    if int(numbers.count_nonzero()) != int(plan.steps[mine].sum()):
+        raise corrupt(saved[0].reader.folder.parent, "expected trajectories of rows that are there, got void ones")
+    heads = [one.head for one in written]
     lanes = torch.zeros((schema.lanes, 4), dtype=torch.int64, device="cpu")
     load = np.bincount(plan.lane[mine], plan.steps[mine] + plan.gap[mine], schema.lanes).astype(np.int64)
     lanes[:, 0] = lanes[:, 1] = torch.from_numpy(load)
     return {
         "schema": schemas.encode(schema).decode(),
         "lanes": lanes,
-        "numbers": torch.from_numpy(numbers),
+        "numbers": numbers,
         "clock": clock,
         "write_count": _share(sum(int(head["write_count"]) for head in heads), rank, plan.ranks),
         "priorities": priorities,
         "passes": {},
         "windows": dict(heads[0]["windows"]) if heads else {},
     }
+
+
+def _place_numbers(saved: Saved, extents: _Extents, later: int, numbers: Tensor, room: Tensor) -> None:
+    """Tickets of a source, ``later`` than they are there; 0 for void ones."""
+    if saved.held is not None:
+        held = saved.held["numbers"]
+        _put(torch.where(held != 0, held + later, 0), 0, extents, numbers)
+        return
+    reader = saved.reader
+    file = reader.table_file("tickets")
+    at = 0
+    stretches = [_Stretch(file, 0, 0, 0, reader.records["tickets"])]
+    if reader.segment_rows is not None:
+        stretches = []
+        for it in reader.segments():
+            stretches.append(_Stretch(file, 8 * at, 0, it.first_row, it.first_row + it.rows))
+            at += it.rows
+    for stretch in stretches:
+        for low, raw in _windows(reader, stretch, extents, 8, room):
+            words = raw.view(torch.int64)
+            there = checked_numbers(words.numpy(), reader.folder / file, stretch.offset + 8 * (low - stretch.begin))
+            there[there != 0] += later
+            _put(words, low, extents, numbers)
+
+
+def _place_leaves(saved: Saved, extents: _Extents, name: str, leaves: Tensor, room: Tensor) -> None:
+    """Priorities of a source. Rows behind the last one that has any are not saved."""
+    found = saved.head["priorities"][name]["leaves"]
+    if saved.held is not None:
+        _put(found, 0, extents, leaves)
+        return
+    reader = saved.reader
+    array = reader.array(found["$array"])
+    if array.dtype != "float64" or len(array.shape) != 1:
+        raise corrupt(
+            reader.folder, f"priorities {name!r}: expected a float64 one of [n], got {array.dtype} {array.shape}"
+        )
+    for low, raw in _windows(
+        reader, _Stretch(reader.array_file(found["$array"]), 0, 0, 0, array.shape[0]), extents, 8, room
+    ):
+        _put(raw.view(torch.float64), low, extents, leaves)
 
 
 def _share(total: int, rank: int, ranks: int) -> int:
@@ -281,57 +336,80 @@ def fill_placed(
     _check_range(fields, "traj_id", len(mine) - 1, "trajectories")
 
     def fill(tensors: Sequence[Tensor]) -> None:
+        room = _room(max((field.row_bytes for field in fields), default=0))
         for which, one in enumerate(saved):
-            if len(one.source.runs):
-                extents = _extents(plan, rank, which, one, length)
-                for rows, target, columns in _read(one, extents):
-                    at, to = torch.from_numpy(rows), torch.from_numpy(target)
-                    together = len(rows) == rows[-1] - rows[0] + 1 and bool((np.diff(rows) == 1).all())
-                    for tensor, column in zip(tensors, columns, strict=True):
-                        wide = _words(column)
-                        taken = wide[rows[0] : rows[-1] + 1] if together else wide.index_select(0, at)
-                        _words(tensor).index_copy_(0, to.to(tensor.device), taken.to(tensor.device))
+            if not len(one.source.runs):
+                continue
+            extents = _extents(plan, rank, which, one, length)
+            for stretch in _stretches(one.reader, fields):
+                field, tensor = fields[stretch.field], tensors[stretch.field]
+                for low, raw in _windows(one.reader, stretch, extents, field.row_bytes, room):
+                    _put(raw.reshape(-1, field.row_bytes), low, extents, tensor)
         _rewrite(tensors, fields, plan, mine, saved, length, env_offset)
 
     return fill
 
 
-def _words(rows: Tensor) -> Tensor:
-    """Rows in the largest units that they consist of: torch moves unit by unit, and ten times as fast in words as in bytes."""
-    size = rows[:1].numel() * rows.element_size()
-    unit = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % dtype.itemsize == 0)
-    flat = rows.reshape(len(rows), -1) if size else rows.new_empty((len(rows), 0))
-    return flat.view(torch.uint8).view(unit) if size else flat.to(torch.uint8)
+def _room(row_bytes: int = 0) -> Tensor:
+    """Memory for a window, with the rest of the blocks at its ends."""
+    return torch.empty(max(row_bytes, _WINDOW) + 2 * BLOCK, dtype=torch.uint8, device="cpu")
 
 
-def _read(saved: Saved, extents: _Extents) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], list[Tensor]]]:
-    """Pieces of a source in which something is wanted: places in the piece, rows of the target, and the piece's fields."""
-    reader, fields = saved.reader, saved.fields
-    for begin, end, name, offsets in _pieces(reader, fields):
-        rows, target = _pairs(extents, begin, end)
-        if not len(rows):
-            continue
-        low, high = (begin, end) if name is not None else (int(rows.min()), int(rows.max()) + 1)
-        columns = []
-        for field, offset in zip(fields, offsets, strict=True):
-            column = torch.empty((high - low, *field.shape), dtype=dtype_of(field.dtype), device="cpu")
-            if column.numel():
-                file = reader.field_file(field.id) if name is None else name
-                at = offset + (low - begin) * field.row_bytes
-                reader.read(file, at, column.reshape(-1).view(torch.uint8).numpy().data)
-            columns.append(column)
-        yield rows - low, target, columns
+class _Stretch(NamedTuple):
+    """Rows of a field that lie in a file."""
+
+    file: str
+    offset: int
+    """Of the first row."""
+    field: int
+    begin: int
+    end: int
+    """Which rows of the source."""
 
 
-def _pieces(reader: PartReader, fields: Sequence[PartField]) -> Iterator[tuple[int, int, str | None, list[int]]]:
-    """Rows ``[begin, end)`` that lie together, in which file (None: each field in its own), and where each field begins there."""
-    if reader.segment_rows is not None:
-        for it in reader.segments():
-            yield it.first_row, it.first_row + it.rows, reader.segment_file(it), segment_layout(fields, it.rows)[0]
+def _stretches(reader: PartReader, fields: Sequence[PartField]) -> Iterator[_Stretch]:
+    if reader.segment_rows is None:
+        for number in range(len(fields)):
+            yield _Stretch(reader.field_file(number), 0, number, 0, reader.records["tickets"])
         return
-    step = max(1, _PIECE // max(1, sum(field.row_bytes for field in fields)))
-    for begin in range(0, reader.records["tickets"], step):
-        yield begin, min(begin + step, reader.records["tickets"]), None, [begin * field.row_bytes for field in fields]
+    for it in reader.segments():
+        for number, offset in enumerate(segment_layout(fields, it.rows)[0]):
+            yield _Stretch(reader.segment_file(it), offset, number, it.first_row, it.first_row + it.rows)
+
+
+def _windows(
+    reader: PartReader, stretch: _Stretch, extents: _Extents, size: int, room: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """What is wanted of a stretch, with little beside it: the number of the first row, and the bytes of it and those behind it.
+
+    They are read in whole blocks, each of which is checked; the next ones come to the same memory.
+    """
+    wanted = extents.near(stretch.begin, stretch.end)
+    if not size or not len(wanted.first):
+        return
+    for low, high in wanted.windows(stretch.begin, stretch.end, max(1, _WINDOW // size), max(1, BLOCK // size)):
+        at = stretch.offset + (low - stretch.begin) * size
+        skipped = at % BLOCK
+        stop = min(-(-(at + (high - low) * size) // BLOCK) * BLOCK, reader.bytes_of(stretch.file))
+        reader.read(stretch.file, at - skipped, room[: stop - at + skipped].numpy().data)
+        yield low, room[skipped : skipped + (high - low) * size]
+
+
+def _put(source: Tensor, begin: int, extents: _Extents, tensor: Tensor) -> None:
+    """Rows of a source, ``begin`` and those behind it, to their places in a field."""
+    end = begin + len(source)
+    near = extents.near(begin, end)
+    if tensor.is_cpu:
+        first, target, rows = (np.ascontiguousarray(column) for column in near)
+        addresses = (column.ctypes.data for column in (first, target, rows))
+        size = source.nbytes // max(1, len(source))
+        _native.place_runs(
+            source.data_ptr(), begin, len(source), *addresses, len(first), tensor.data_ptr(), len(tensor), size
+        )
+        return
+    at, to = (torch.from_numpy(column) for column in _pairs(near, begin, end))
+    flat = tensor.reshape(len(tensor), -1).view(torch.uint8)
+    flat.index_copy_(0, to.to(tensor.device), source.index_select(0, at - begin).to(tensor.device))
 
 
 def _check_range(fields: Sequence[PartField], role: str, most: int, what: str) -> None:
@@ -355,35 +433,28 @@ def _rewrite(
     length: int,
     env_offset: int,
 ) -> None:
-    steps = plan.steps[mine]
-    step = _within(steps)
-    rows = torch.from_numpy(np.repeat(plan.lane[mine] * length + plan.position[mine], steps) + step)
     by_role = {field.role: tensor for field, tensor in zip(fields, tensors, strict=True)}
-    moved = None
-    if "position" in by_role:
-        first = np.array(
-            [
-                saved[s].source.runs[run, 1] // saved[s].source.columns
-                for s, run in zip(plan.source[mine], plan.run[mine], strict=True)
-            ],
-            np.int64,
-        )
-        moved = np.repeat(plan.position[mine] - first, steps)
-    values = {
-        "env_id": np.repeat(plan.lane[mine] + env_offset, steps),
-        "traj_id": np.repeat(np.arange(len(mine)), steps),
-        "position": moved,
-    }
-    for role, value in values.items():
-        if role in by_role and value is not None and len(rows):
+    roles = [role for role in ("env_id", "traj_id", "position") if role in by_role]
+    steps, lane, position = plan.steps[mine], plan.lane[mine], plan.position[mine]
+    shift = np.zeros(len(mine), np.int64)
+    if "position" in roles:
+        for which, one in enumerate(saved):
+            its = plan.source[mine] == which
+            shift[its] = position[its] - one.source.runs[plan.run[mine[its]], 1] // one.source.columns
+    values = {"env_id": lane + env_offset, "traj_id": np.arange(len(mine)), "position": shift}
+    piece = (np.cumsum(steps) - steps) // _REWRITTEN
+    for some in np.split(np.arange(len(mine)), np.flatnonzero(np.diff(piece)) + 1) if roles else ():
+        step = _within(steps[some])
+        rows = torch.from_numpy(np.repeat(lane[some] * length + position[some], steps[some]) + step)
+        for role in roles:
             tensor = by_role[role]
             at, shape = rows.to(tensor.device), (len(rows), *[1] * (tensor.ndim - 1))
-            new = torch.from_numpy(value).reshape(shape).to(tensor.device)
-            tensor[at] = ((tensor[at] + new) if role == "position" else new.expand(len(rows), *tensor.shape[1:])).to(
-                tensor.dtype
-            )
+            value = torch.from_numpy(np.repeat(values[role][some], steps[some])).reshape(shape).to(tensor.device)
+            tensor[at] = (
+                (tensor[at] + value) if role == "position" else value.expand(len(rows), *tensor.shape[1:])
+            ).to(tensor.dtype)
     last = plan.truncated[mine]
-    ends = (plan.lane[mine] * length + plan.position[mine] + steps - 1)[last]
+    ends = (lane * length + position + steps - 1)[last]
     if len(ends):
         _truncate(by_role, torch.from_numpy(ends))
 

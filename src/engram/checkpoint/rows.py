@@ -35,6 +35,7 @@ __all__ = [
     "TABLES",
     "Boundaries",
     "SavedRows",
+    "checked_numbers",
     "described",
     "dtype_of",
     "fill",
@@ -294,13 +295,22 @@ def _read_numbers(reader: PartReader) -> NDArray[np.int64]:
     name = f"{layout.FOLDER}/tickets.bin"
     numbers = np.frombuffer(reader.read_all(name), "<i8").astype(np.int64, copy=False)
     for begin in range(0, len(numbers), _LOOK):
-        words = numbers[begin : begin + _LOOK]
-        void = words & 3 == _VOID
-        if not (void | (words & 3 == _COMMITTED)).all() or (words < 0).any():
-            raise corrupt(reader.folder / name, "expected tickets of whole or void rows", 8 * begin)
-        words >>= 2
-        words[void] = 0
+        checked_numbers(numbers[begin : begin + _LOOK], reader.folder / name, 8 * begin)
     return numbers
+
+
+def checked_numbers(words: NDArray[np.int64], path: Path, offset: int) -> NDArray[np.int64]:
+    """Ticket words, which come from ``offset`` of a file, become their numbers, in place; 0 for void ones.
+
+    Raises:
+        CorruptCheckpoint: others.
+    """
+    void = words & 3 == _VOID
+    if not (void | (words & 3 == _COMMITTED)).all() or (words < 0).any():
+        raise corrupt(path, "expected tickets of whole or void rows", offset)
+    words >>= 2
+    words[void] = 0
+    return words
 
 
 def _closed(

@@ -168,6 +168,18 @@ class PartReader:
         assert self.schema is not None
         return description.field_name(self.schema[field])
 
+    def array_file(self, number: int) -> str:
+        """The path of an array of the state."""
+        return description.array_name(description.prefix(self.part), number)
+
+    def table_file(self, table: str) -> str:
+        """The path of a table of a storage."""
+        return description.table_name(table)
+
+    def bytes_of(self, file: str) -> int:
+        """Size of a file, by its path in the folder."""
+        return self._files[file].bytes
+
     # -- bytes --
 
     def read(self, file: str | int, offset: int, into: Buffer, *, verify: bool = True) -> None:
@@ -185,7 +197,7 @@ class PartReader:
             ValueError: beyond the end of the file.
             OSError: an I/O error.
         """
-        name = description.array_name(description.prefix(self.part), file) if isinstance(file, int) else file
+        name = self.array_file(file) if isinstance(file, int) else file
         size = self._files[name].bytes
         view = memoryview(into)
         end = offset + view.nbytes
@@ -202,7 +214,7 @@ class PartReader:
 
     def read_all(self, file: str | int) -> bytearray:
         """All bytes of a file. Raises as ``read``."""
-        name = description.array_name(description.prefix(self.part), file) if isinstance(file, int) else file
+        name = self.array_file(file) if isinstance(file, int) else file
         raw = bytearray(self._files[name].bytes)
         self.read(name, 0, raw)
         return raw

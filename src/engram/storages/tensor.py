@@ -713,7 +713,7 @@ class TensorStorage(Storage):
     ) -> tuple[dict[str, Any], Callable[[], None]]:
         check_kind(saved.reader, "storage", *self._loads)
         schema = self._schema_here(saved.head["schema"], str(saved.reader.folder))
-        state, fill_rows = saved.state(), fill(saved.reader)
+        state, fill_rows = saved.head, fill(saved.reader)
         if schemas.encode(schema).decode() != state["schema"]:
             move = self._checked_move(saved)
             state, fill_rows = move.rows(0)
