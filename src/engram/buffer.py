@@ -1446,17 +1446,19 @@ class ReplayBuffer:
         of_storage: dict[str, Any],
         fill: Callable[[Sequence[Tensor]], None],
         *,
+        leader: int = 0,
         seed: int,
         default_rng: bool = False,
     ) -> Callable[[], None]:
         """Check what a plan gives to this buffer of a checkpoint, of one rank or of many; what takes it over.
 
-        What is not of rows is rank 0's; passes over the rows and generators begin anew, and nothing is prefetched.
+        What is not of rows is that of one rank; passes over the rows and generators begin anew, and nothing is prefetched.
 
         Args:
             checkpoint: open until all is taken over.
             of_storage: the state of the storage, without rows.
             fill: what reads those into its tensors.
+            leader: that rank.
             seed: of generators.
             default_rng: seed torch's default one, too.
 
@@ -1464,8 +1466,8 @@ class ReplayBuffer:
         """
         take_rows = self._storage.checked_without_rows(of_storage)
         generator = torch.Generator().manual_seed(seed).get_state()
-        read = buffers.read_parts(checkpoint, 0, self._kinds())
-        where = str(checkpoint.shard_folder(0))
+        read = buffers.read_parts(checkpoint, leader, self._kinds())
+        where = str(checkpoint.shard_folder(leader))
         self._state_of_parts(read, where)  # they have what is replaced
         states = {part: buffers.begun_anew(part, state, seed, generator) for part, state in read.items()}
         if buffers.INDEX in states["sampler"]:

@@ -79,14 +79,14 @@ def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> d
 
     Args:
         part: its name.
-        state: as rank 0 saved it.
+        state: as one rank saved it.
         seed: of passes.
         generator: the state of a generator.
 
     Raises:
         IncompatibleCheckpoint: priorities that are not beside the rows that they belong to.
     """
-    if part == "sampler" and "leaves" in state:
+    if part == "sampler" and len(state.get("leaves", ())):
         raise IncompatibleCheckpoint(
             "expected priorities in the part of the storage, as a Checkpointer saves them, got those of a dump. Load it with "
             "loads(path, convert=True), and save that with a Checkpointer."

@@ -782,7 +782,12 @@ class Checkpointer:
         rank = self._ranks.rank
         state, fill = move.rows(rank, env_offset)
         take: Callable[[], None] = self._buffer.checked_placed(
-            checkpoint, state, fill, seed=seed_of(checkpoint, self._ranks.world, rank), default_rng=default_rng
+            checkpoint,
+            state,
+            fill,
+            leader=move.leader,
+            seed=seed_of(checkpoint, self._ranks.world, rank),
+            default_rng=default_rng,
         )
         return take
 

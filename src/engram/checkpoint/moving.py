@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from engram.checkpoint import buffers
-from engram.checkpoint.placing import fill_placed, has_ends, open_saved, placed_state
+from engram.checkpoint.placing import fields_of, fill_placed, has_ends, open_saved, placed_state
 from engram.checkpoint.plan import DROPPED, Incomplete, counted, make_plan
 from engram.checkpoint.rows import read_rows_state
 from engram.errors import IncompatibleCheckpoint
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engram.checkpoint.placing import Saved
     from engram.checkpoint.plan import Plan, Target
     from engram.format.checkpoints import Checkpoint
+    from engram.format.parts import PartField
 
 __all__ = ["Move", "checked_incomplete", "moves_trajectories", "open_shards", "plan_move", "seed_of"]
 
@@ -46,6 +47,16 @@ class Move(NamedTuple):
     plan: Plan
     targets: list[Target]
 
+    @property
+    def leader(self) -> int:
+        """The shard that says what is not of rows: the first that was ever written."""
+        return next((i for i, one in enumerate(self.saved) if one.reader.geometry is not None), 0)
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        """None, if no shard was ever written."""
+        return fields_of(self.saved)
+
     def rows(self, rank: int, env_offset: int = 0) -> tuple[dict[str, Any], Callable[[Sequence[Tensor]], None]]:
         """What a rank gets: the state of its store without rows, and what reads those into it.
 
@@ -53,12 +64,12 @@ class Move(NamedTuple):
             CorruptCheckpoint: a table or a block is damaged.
             IncompatibleCheckpoint: shards differ in alpha or eps, or a dtype cannot number the lanes.
         """
-        text = next((one.reader.state["schema"] for one in self.saved if one.reader.geometry is not None), None)
-        if text is None:
-            return read_rows_state(self.saved[0].reader), lambda _: None
+        first = self.saved[self.leader]
+        if first.reader.geometry is None:
+            return read_rows_state(first.reader), lambda _: None
         target = self.targets[rank]
         schema = msgspec.structs.replace(
-            schemas.decode(text.encode(), str(self.saved[0].reader.folder)),
+            schemas.decode(first.reader.state["schema"].encode(), str(first.reader.folder)),
             capacity=target.capacity,
             lanes=target.lanes,
             columns=(),

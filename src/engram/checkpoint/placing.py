@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engram.format.parts import PartField, PartReader
     from engram.format.schema import Schema
 
-__all__ = ["Saved", "fill_placed", "has_ends", "open_saved", "placed_state"]
+__all__ = ["Saved", "fields_of", "fill_placed", "has_ends", "open_saved", "placed_state"]
 
 #: Bytes that are read at a time: as many as caches hold.
 _WINDOW = 2 << 20
@@ -56,6 +56,7 @@ class Saved(NamedTuple):
 
     @property
     def fields(self) -> tuple[PartField, ...]:
+        """None, if it was never written."""
         return self.reader.schema or ()
 
 
@@ -87,6 +88,11 @@ def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
             runs, _lanes(reader)[:, 1], read_rows_state(reader)["numbers"].numpy(), geometry.lane_length, columns
         )
     return Saved(reader, Source(clock, runs, columns), state)
+
+
+def fields_of(saved: Sequence[Saved]) -> tuple[PartField, ...]:
+    """The fields of all shards that were written."""
+    return next((one.fields for one in saved if one.fields), ())
 
 
 def has_ends(fields: Sequence[PartField]) -> bool:
@@ -329,7 +335,7 @@ def fill_placed(
     Raises:
         IncompatibleCheckpoint: lanes or trajectories have numbers that the dtype of their field cannot hold.
     """
-    fields = saved[0].fields
+    fields = fields_of(saved)
     length = schema.capacity // schema.lanes
     mine = np.flatnonzero(plan.rank == rank)
     _check_range(fields, "env_id", env_offset + schema.lanes - 1, "lanes")

@@ -117,7 +117,7 @@ def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:
     epoch = series.claim_epoch(root)
     manifest, world = checkpoint.manifest, len(move.targets)
     attempt = series.begin(root, step=manifest.step, epoch=epoch, world=world, trigger="reshard", user=manifest.user)
-    total = sum(target.capacity for target in move.targets) * sum(f.row_bytes for f in move.saved[0].fields)
+    total = sum(target.capacity for target in move.targets) * sum(f.row_bytes for f in move.fields)
     try:
         with bytes_bar("resharding", total) as progress:
             for rank in range(world):
@@ -137,7 +137,7 @@ def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:
 def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, attempt: Path, progress: Any) -> None:
     state, fill = move.rows(rank)
     target = move.targets[rank]
-    roles = {field.key: field.role for field in move.saved[0].fields}
+    roles = {field.key: field.role for field in move.fields}
     with tempfile.TemporaryDirectory(prefix=".reshard-", dir=attempt.parent) as scratch:
         storage = LazyMemmapStorage(target.capacity, lanes=target.lanes, scratch_dir=scratch)
         try:
@@ -145,7 +145,10 @@ def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, att
             cut = storage.prepare_cut()()
             with disk.together():
                 rows = storage.save_cut(folder / buffers.STORAGE, cut, roles=roles, progress=progress)
-                infos = [rows.info, *_others(checkpoint, folder, seed_of(checkpoint, len(move.targets), rank))]
+                infos = [
+                    rows.info,
+                    *_others(checkpoint, move.leader, folder, seed_of(checkpoint, len(move.targets), rank)),
+                ]
         finally:
             storage.close()
         series.accept(
@@ -153,10 +156,10 @@ def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, att
         )
 
 
-def _others(checkpoint: Checkpoint, folder: Path, seed: int) -> list[Any]:
-    """The parts that are not of rows: as rank 0 has them, but for what begins anew."""
+def _others(checkpoint: Checkpoint, leader: int, folder: Path, seed: int) -> list[Any]:
+    """The parts that are not of rows: as the leader has them, but for what begins anew."""
     infos = []
-    for reader in checkpoint.parts(0):
+    for reader in checkpoint.parts(leader):
         if reader.part == buffers.STORAGE:
             continue
         state = buffers.begun_anew(

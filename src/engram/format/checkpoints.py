@@ -20,6 +20,7 @@ import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
+from engram.format.description import NO_SCHEMA
 from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
@@ -453,7 +454,10 @@ class Checkpoint:
         entry = self.manifest.shards[rank]
         name = f"{self._shard_name(rank)}/{SHARD}" if not self.is_dump else SHARD
         shard = read_shard(self.folder, self._fd, name, entry)[0]
-        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum != self.manifest.schema_sum:
+        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum not in (
+            self.manifest.schema_sum,
+            NO_SCHEMA,
+        ):
             raise corrupt(
                 self.folder / name,
                 f"expected rank {self._places[rank][0]} of {self._places[rank][1]} with the schema {self.manifest.schema_sum}, "
