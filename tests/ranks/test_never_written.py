@@ -29,7 +29,7 @@ def load(ranks, rank, root, written=()):
 
 
 @pytest.mark.parametrize("writers", [(0,), (1,), ()])
-@pytest.mark.parametrize("written", [(), (0,), (0, 1, 2)])
+@pytest.mark.parametrize("written", [(), (0, 1)])
 def test_back_to_as_many_each_has_what_it_had(tmp_path, writers, written):
     saved = done(job(3, write, tmp_path, writers))
     loaded = done(job(3, load, tmp_path, written))
@@ -43,8 +43,8 @@ def test_back_to_as_many_each_has_what_it_had(tmp_path, writers, written):
 
 
 @pytest.mark.parametrize("writers", [(0,), (2,), (1, 2), ()])
-@pytest.mark.parametrize("written", [(), (1,), (0, 1)])
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("written", [(), (0,)])
+@pytest.mark.parametrize("n", [2, 4])
 def test_dealt_out_to_others(tmp_path, writers, written, n):
     saved = set.union(*done(job(3, write, tmp_path, writers)))
     loaded = done(job(n, load, tmp_path, written))

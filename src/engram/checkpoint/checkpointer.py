@@ -21,7 +21,7 @@ from engram.checkpoint import buffers
 from engram.checkpoint.attempts import Attempts
 from engram.checkpoint.crashes import Crashes
 from engram.checkpoint.endpoint import Endpoint
-from engram.checkpoint.moving import checked_incomplete, moves_trajectories, open_shards, plan_move, seed_of
+from engram.checkpoint.moving import checked_incomplete, moves_trajectories, open_shards, seed_of
 from engram.checkpoint.plan import Target
 from engram.checkpoint.reports import Lost, move_lines, move_report, said_move
 from engram.checkpoint.requests import Requests
@@ -36,8 +36,7 @@ from engram.ranks import Ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from engram.checkpoint.moving import Move
-    from engram.checkpoint.plan import Incomplete
+    from engram.checkpoint.moving import Move, Planner
     from engram.format.parts import PartReader
     from engram.format.problems import Problem
 
@@ -435,7 +434,7 @@ class Checkpointer:
         with Checkpoint(attempt) as checkpoint:
             shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
             step = checkpoint.manifest.step
-            by_trajectory = moves_trajectories(checkpoint)
+            drops = not self._in_rows and moves_trajectories(checkpoint)
         episodes = {}
         for kind in KINDS:
             counts = [getattr(shard.totals, kind) for shard in shards]
@@ -455,7 +454,7 @@ class Checkpointer:
             sum(shard.totals.bytes_linked for shard in shards),
             paused,
             time.perf_counter() - started,
-            {kind: count for kind, count in episodes.items() if by_trajectory and kind != "complete"},
+            {kind: count for kind, count in episodes.items() if drops and kind != "complete"},
         )
 
     def _parent_of(self, lineage: Any) -> _Parent | None:
@@ -629,6 +628,7 @@ class Checkpointer:
         As many ranks as saved it, with the same capacities and lanes, get back their own shards, bit for bit. Any other
         number or size of them gets whole trajectories, the newest first, each to the rank and lane that hold the least so far;
         priorities and ages stay as they are, and fields whose role is ``env_id``, ``traj_id`` or ``position`` say where a step is now.
+        With a ``TensorDictMaxValueWriter`` rows are dealt out by themselves, the best first, and stay as they are.
 
         Args:
             step: which one. Default: the newest that is whole; newer ones that are not are passed over, with a warning.
@@ -676,13 +676,14 @@ class Checkpointer:
             checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
             rank = self._ranks.rank
             if targets is None:
-                close_open = resume == "env_reset"
+                close_open = resume == "env_reset" and not self._in_rows
                 self._take(
                     lambda: self._buffer.checked_parts(checkpoint, rank, default_rng=default_rng, close_open=close_open)
                 )
                 dealt, steps = None, checkpoint.shard(rank).totals.steps
             else:
-                move = self._planned(checkpoint, stack, targets, policy, overflow, max_drop_fraction)
+                planner = self._buffer.planner(policy, overflow)
+                move = self._planned(checkpoint, stack, targets, planner, max_drop_fraction)
                 offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
                 self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
                 dealt = move_report(move, self._lost(checkpoint))
@@ -746,6 +747,11 @@ class Checkpointer:
         same = all(one[0] for one in said)
         return opened[0], None if same else [Target(lanes, length) for _, lanes, length in said]
 
+    @property
+    def _in_rows(self) -> bool:
+        """Whether rows of the buffer are no steps of trajectories, as its writer keeps the best ones."""
+        return getattr(self._buffer.writer, "ranking", None) is not None
+
     def _fits(self, checkpoint: Checkpoint) -> bool:
         """Whether this rank's shard is of a storage like the one here."""
         storage = self._buffer.storage
@@ -760,14 +766,13 @@ class Checkpointer:
         checkpoint: Checkpoint,
         stack: contextlib.ExitStack,
         targets: builtins.list[Target],
-        incomplete: Incomplete,
-        overflow: str,
+        planner: Planner,
         max_drop_fraction: float,
     ) -> Move:
         moves: builtins.list[Move] = []
 
         def plan() -> bytes:
-            move = plan_move(open_shards(checkpoint, stack), targets, incomplete, overflow)
+            move = planner(open_shards(checkpoint, stack), targets)
             move.check_left_out(max_drop_fraction, f"restore: {checkpoint.folder}", _WAYS, _OTHERWISE)
             moves.append(move)
             return move.plan.digest.encode()
@@ -826,7 +831,7 @@ class Checkpointer:
         dropped = report.dealt["dropped"]
         if dropped["overflow"]["steps"]:
             warnings.warn(
-                f"restore: {dropped['overflow']['steps']} steps did not fit and were left out, the oldest first.",
+                f"restore: {dropped['overflow']['steps']} steps did not fit and were left out.",
                 stacklevel=4,
             )
         folder = self.root / "reports"

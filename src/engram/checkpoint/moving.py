@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from engram.checkpoint import buffers
-from engram.checkpoint.placing import fields_of, fill_placed, has_ends, open_saved, placed_state
+from engram.checkpoint.best import plan_best
+from engram.checkpoint.placing import (
+    fields_of,
+    fill_placed,
+    has_ends,
+    in_rows,
+    open_saved,
+    placed_state,
+    read_runs,
+)
 from engram.checkpoint.plan import DROPPED, Incomplete, counted, make_plan
 from engram.checkpoint.rows import read_rows_state
 from engram.errors import IncompatibleCheckpoint
@@ -20,12 +30,22 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.checkpoint.best import Ranking
     from engram.checkpoint.placing import Saved
     from engram.checkpoint.plan import Plan, Target
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartField
 
-__all__ = ["Move", "checked_incomplete", "moves_trajectories", "open_shards", "plan_move", "seed_of"]
+__all__ = [
+    "Move",
+    "Planner",
+    "by_trajectory",
+    "by_value",
+    "checked_incomplete",
+    "moves_trajectories",
+    "open_shards",
+    "seed_of",
+]
 
 _POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
 
@@ -38,6 +58,10 @@ def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
         if policy not in _POLICIES[kind]:
             raise ValueError(f"incomplete: {kind!r}: expected one of {', '.join(_POLICIES[kind])}, got {policy!r}.")
     return Incomplete(**(given or {}))  # type: ignore[arg-type]
+
+
+#: What decides where everything goes.
+Planner: TypeAlias = "Callable[[Sequence[Saved], Sequence[Target]], Move]"
 
 
 class Move(NamedTuple):
@@ -138,9 +162,37 @@ def moves_trajectories(checkpoint: Checkpoint) -> bool:
     return False
 
 
-def plan_move(saved: Sequence[Saved], targets: Sequence[Target], incomplete: Incomplete, overflow: str) -> Move:
-    """Plan where everything goes."""
-    plan = make_plan([one.source for one in saved], targets, incomplete, overflow)  # type: ignore[arg-type]
+def by_trajectory(incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:
+    """Whole trajectories are dealt out, the newest first."""
+
+    def plan(saved: Sequence[Saved], targets: Sequence[Target]) -> Move:
+        return _checked(saved, make_plan([one.source for one in saved], targets, incomplete, overflow), targets)
+
+    return plan
+
+
+def by_value(ranking: Ranking) -> Planner:
+    """Rows are dealt out by themselves, the best first.
+
+    What it returns raises:
+        CorruptCheckpoint: a block is damaged.
+        IncompatibleCheckpoint: a shard lacks the field, or a target has several lanes.
+    """
+
+    def plan(saved: Sequence[Saved], targets: Sequence[Target]) -> Move:
+        lanes = max((target.lanes for target in targets), default=1)
+        if lanes > 1:
+            raise IncompatibleCheckpoint(
+                f"{saved[0].reader.folder}: expected targets of 1 lane, as its writer keeps the best rows, got {lanes} lanes."
+            )
+        rows = [in_rows(one) for one in saved]
+        values = [ranking.values(read_runs(one, ranking.key)) if len(one.source.runs) else np.empty(0) for one in rows]
+        return _checked(rows, plan_best([one.source for one in rows], values, targets), targets)
+
+    return plan
+
+
+def _checked(saved: Sequence[Saved], plan: Plan, targets: Sequence[Target]) -> Move:
     move = Move(list(saved), plan, list(targets))
     move.check_counts()
     return move

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["DROPPED", "Incomplete", "Plan", "Source", "Target", "by_reason", "counted", "make_plan"]
+__all__ = ["DROPPED", "Incomplete", "Plan", "Source", "Target", "by_reason", "counted", "leave_out", "make_plan"]
 
 #: Why a trajectory is left out: of which kind it is, or there was no room.
 DROPPED = (*KINDS[1:], "oversize", "overflow")
@@ -187,6 +187,12 @@ def _together(
     table = np.concatenate([np.empty((0, 5), np.int64), *(source.runs for source in sources)])
     steps = np.concatenate([np.empty(0, np.int64), *(source.steps for source in sources)])
     return shard, number, table, steps
+
+
+def leave_out(why: str, shard: NDArray[np.int64], shards: int) -> NDArray[np.int64]:
+    """What a plan says of single rows that are left out for one reason. ``shard``: that of each."""
+    reason = np.full(len(shard), DROPPED.index(why))
+    return _left_out(reason, shard, np.ones(len(shard), np.int64), shards)
 
 
 def _left_out(

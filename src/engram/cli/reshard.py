@@ -13,17 +13,19 @@ from rich.table import Table
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
 from engram.checkpoint.components import read_state, write_part
-from engram.checkpoint.moving import checked_incomplete, open_shards, plan_move, seed_of
+from engram.checkpoint.moving import by_trajectory, by_value, checked_incomplete, open_shards, seed_of
 from engram.checkpoint.plan import Target
 from engram.checkpoint.reports import move_report
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.storages import LazyMemmapStorage
+from engram.writers import TensorDictMaxValueWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engram.checkpoint.moving import Move
+    from engram.checkpoint.moving import Move, Planner
+    from engram.checkpoint.plan import Incomplete
 
 __all__ = ["reshard"]
 
@@ -58,12 +60,20 @@ def reshard(
         checkpoint = stack.enter_context(Checkpoint(_found(source)))
         targets = [Target(lanes, _lane_length(checkpoint, ranks, lanes, capacity))] * ranks
         incomplete = checked_incomplete({"open": open_ones, "headless": headless})
-        move = plan_move(open_shards(checkpoint, stack), targets, incomplete, overflow)
+        move = _planner(checkpoint, incomplete, overflow)(open_shards(checkpoint, stack), targets)
         move.check_left_out(max_drop_fraction, str(checkpoint.folder), _WAYS, _OTHERWISE)
         _show(checkpoint, move)
         if not dry_run:
             name = _write(checkpoint, move, target)
             Console(highlight=False).print(f"wrote {target / name}", soft_wrap=True)
+
+
+def _planner(checkpoint: Checkpoint, incomplete: Incomplete, overflow: Any) -> Planner:
+    """As the writer that was saved would have it."""
+    (state,) = (read_state(reader) for reader in checkpoint.parts(0) if reader.part == "writer")
+    if state.keys() != {"rank_key", "reduction"}:
+        return by_trajectory(incomplete, overflow)
+    return by_value(TensorDictMaxValueWriter(tuple(state["rank_key"]), state["reduction"]).ranking)
 
 
 def _found(source: Path) -> Path:
@@ -137,7 +147,7 @@ def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:
 def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, attempt: Path, progress: Any) -> None:
     state, fill = move.rows(rank)
     target = move.targets[rank]
-    roles = {field.key: field.role for field in move.fields}
+    roles = {field.key: field.role for field in move.saved[move.leader].reader.schema or ()}
     with tempfile.TemporaryDirectory(prefix=".reshard-", dir=attempt.parent) as scratch:
         storage = LazyMemmapStorage(target.capacity, lanes=target.lanes, scratch_dir=scratch)
         try:

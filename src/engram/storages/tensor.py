@@ -20,8 +20,7 @@ from engram import _native
 from engram._devices import existing_device
 from engram._later import refuse
 from engram.checkpoint.components import check_blocks, check_kind, write_part
-from engram.checkpoint.moving import plan_move
-from engram.checkpoint.plan import Incomplete, Target
+from engram.checkpoint.plan import Target
 from engram.checkpoint.roles import roles_of
 from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
 from engram.checkpoint.segments import save_segments
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from engram.checkpoint.moving import Move
+    from engram.checkpoint.moving import Move, Planner
     from engram.checkpoint.placing import Saved
     from engram.checkpoint.torchrl import TorchRLDump
     from engram.format.parts import PartReader
@@ -709,13 +708,13 @@ class TensorStorage(Storage):
         return state, lambda: take(dump.fill(schema))
 
     def checked_conversion(
-        self, saved: Saved, *, without: Collection[str] = ()
+        self, saved: Saved, plan: Planner, *, without: Collection[str] = ()
     ) -> tuple[dict[str, Any], Callable[[], None]]:
         check_kind(saved.reader, "storage", *self._loads)
         schema = self._schema_here(saved.head["schema"], str(saved.reader.folder))
         state, fill_rows = saved.head, fill(saved.reader)
         if schemas.encode(schema).decode() != state["schema"]:
-            move = self._checked_move(saved)
+            move = self._checked_move(saved, plan)
             state, fill_rows = move.rows(0)
             left_out = {reason: count for reason, count in move.plan.dropped.items() if count["steps"]}
             if left_out:
@@ -726,8 +725,8 @@ class TensorStorage(Storage):
         take = self.checked_without_rows({**state, "priorities": others})
         return state, lambda: take(fill_rows)
 
-    def _checked_move(self, saved: Saved) -> Move:
-        """The newest whole trajectories that fit, dealt out to the lanes here; those that are not whole are kept as they are.
+    def _checked_move(self, saved: Saved, plan: Planner) -> Move:
+        """What is planned for the lanes here.
 
         Raises ``IncompatibleCheckpoint``: this has columns, or more than half of the steps cannot be moved.
         """
@@ -737,7 +736,7 @@ class TensorStorage(Storage):
                 f"{where}: expected the geometry of a storage with ndim={self.ndim}: it cannot be converted."
             )
         target = Target(self.lanes, self.max_size // self.lanes)
-        move = plan_move([saved], [target], Incomplete(open="keep", headless="keep"), "cut")
+        move = plan([saved], [target])
         move.check_left_out(_MOST_LEFT_OUT, where, {}, _OTHERWISE)
         return move
 
