@@ -1516,8 +1516,7 @@ class ReplayBuffer:
         of_storage, take = self._storage.checked_conversion(saved_rows, plan, without=own)
         for name in own:
             states["sampler"] = of_storage["priorities"][name]
-        if "visited" in sampler:
-            states["sampler"] = {**sampler, "key": 0, "rows": 0, "visited": 0, "ran_out": False}
+        states["sampler"] = buffers.pass_anew(states["sampler"], 0)
         states["prefetch"] = {"batches": None}
         if states["buffer"].get("lane", 0) >= self._storage.lanes:
             states["buffer"]["lane"] = 0

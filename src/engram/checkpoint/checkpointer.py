@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
+from engram.checkpoint.agreement import disagreements
 from engram.checkpoint.attempts import Attempts
 from engram.checkpoint.crashes import Crashes
 from engram.checkpoint.endpoint import Endpoint
@@ -389,6 +390,7 @@ class Checkpointer:
         assert isinstance(moment, _Moment)  # else this rank voted against
         self._parent = _Parent(attempt, moment.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
+        self._tell_user_state(attempt, user)
         report = self._report(attempt, moment.paused, started)
         if self._ranks.rank == 0:
             series.set_latest(self.root, attempt.name, self._attempts.epoch)
@@ -415,6 +417,17 @@ class Checkpointer:
                 series.decide(attempt, self._attempts.epoch)
             return error
         return None
+
+    def _tell_user_state(self, attempt: Path, user: dict[str, Any]) -> None:
+        """Log it if what was noted here is not what is saved."""
+        saved = series.read_attempt(attempt).user
+        if user and json.loads(json.dumps(user, default=repr)) != saved:
+            _log.warning(
+                "save: %s: user: expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are saved: %s",
+                attempt.name,
+                self._ranks.rank,
+                sorted(saved),
+            )
 
     def _write_shard(self, attempt: Path, step: int, moment: _Moment, parent: _Parent | None) -> None:
         rank = self._ranks.rank
@@ -686,7 +699,7 @@ class Checkpointer:
                 move = self._planned(checkpoint, stack, targets, planner, max_drop_fraction)
                 offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
                 self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
-                dealt = move_report(move, self._lost(checkpoint))
+                dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
                 steps = dealt["targets"][rank]["steps"]
             manifest, missing = checkpoint.manifest, checkpoint.missing
         self._polled_step = manifest.step
@@ -770,17 +783,22 @@ class Checkpointer:
         max_drop_fraction: float,
     ) -> Move:
         moves: builtins.list[Move] = []
+        differing: builtins.list[str] = []
 
         def plan() -> bytes:
             move = planner(open_shards(checkpoint, stack), targets)
             move.check_left_out(max_drop_fraction, f"restore: {checkpoint.folder}", _WAYS, _OTHERWISE)
             moves.append(move)
+            if self._ranks.rank == 0:
+                differing.extend(disagreements(checkpoint, move))
             return move.plan.digest.encode()
 
         digests = self._ranks.together("restore", plan, self._timeout)
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if other:
             raise RankFailed(f"restore: expected the plan of rank 0 on all ranks, got others on ranks {other}.")
+        for text in differing:
+            warnings.warn(f"restore: {checkpoint.folder.name}: {text}.", stacklevel=4)
         return moves[0]
 
     def _placed(self, checkpoint: Checkpoint, move: Move, env_offset: int, *, default_rng: bool) -> Callable[[], None]:

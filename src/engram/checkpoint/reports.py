@@ -28,16 +28,16 @@ class Lost(NamedTuple):
     steps: int | None = None
 
 
-def move_report(move: Move, lost: Lost = Lost()) -> dict[str, Any]:  # noqa: B008 - a value
+def move_report(move: Move, ranks: Sequence[int], lost: Lost = Lost()) -> dict[str, Any]:  # noqa: B008 - a value
     """Episodes and steps: saved, of which kinds, kept, dropped by reason, and truncated; in total and by shard; and what each
     target got.
 
     Args:
         move: what was done.
-        lost: shards that were missing; the others are called by their numbers among all.
+        ranks: what those were called that saved the shards.
+        lost: shards that were missing.
     """
     plan, count = move.plan, len(move.saved)
-    ranks = [rank for rank in range(count + len(lost.ranks)) if rank not in lost.ranks]
     kept = counted(plan.source, plan.steps, count)
     cut = counted(plan.source[plan.truncated], plan.steps[plan.truncated], count)
     shards: list[dict[str, Any]] = [

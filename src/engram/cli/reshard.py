@@ -12,6 +12,7 @@ from rich.table import Table
 
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
+from engram.checkpoint.agreement import disagreements
 from engram.checkpoint.components import read_state, write_part
 from engram.checkpoint.moving import by_trajectory, by_value, checked_incomplete, open_shards, seed_of
 from engram.checkpoint.plan import Target
@@ -96,7 +97,7 @@ def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int |
 
 
 def _show(checkpoint: Checkpoint, move: Move) -> None:
-    found = move_report(move)
+    found = move_report(move, checkpoint.ranks)
     console = Console(highlight=False)
     console.print(f"{checkpoint.folder}: {len(found['shards'])} ranks → {len(found['targets'])}", soft_wrap=True)
     table = Table(box=None, pad_edge=False)
@@ -119,6 +120,8 @@ def _show(checkpoint: Checkpoint, move: Move) -> None:
     for what, count in counts.items():
         console.print(f"{what}: {count['episodes']} episodes, {count['steps']} steps")
     console.print(f"plan {found['plan']}", soft_wrap=True)
+    for text in disagreements(checkpoint, move):
+        console.print(text, soft_wrap=True)
 
 
 def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:

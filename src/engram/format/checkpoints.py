@@ -442,6 +442,11 @@ class Checkpoint:
         """Whether it is a folder of its own, not one of a series."""
         return self.manifest.name == ""
 
+    @property
+    def ranks(self) -> list[int]:
+        """What each shard's rank was called when it was saved: others than their numbers here, where some are missing."""
+        return [rank for rank, _ in self._places]
+
     def shard_folder(self, rank: int) -> Path:
         return self.folder / self._shard_name(rank)
 
