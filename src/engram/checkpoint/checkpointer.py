@@ -168,6 +168,17 @@ class _Parent(NamedTuple):
     lineage: Any
 
 
+class _Wanted(NamedTuple):
+    """Which checkpoint to load."""
+
+    step: int | None = None
+    name: str | None = None
+    at_most: int | None = None
+    """The largest step."""
+    partial: bool = False
+    """One that lacks shards will do."""
+
+
 class _Moment(NamedTuple):
     """What a checkpoint is of; rows are read later."""
 
@@ -627,6 +638,7 @@ class Checkpointer:
         step: int | None = None,
         *,
         name: str | None = None,
+        at_most: int | None = None,
         incomplete: Mapping[str, str] | None = None,
         overflow: Literal["cut", "fill"] = "cut",
         max_drop_fraction: float = 0.5,
@@ -646,6 +658,8 @@ class Checkpointer:
         Args:
             step: which one. Default: the newest that is whole; newer ones that are not are passed over, with a warning.
             name: which one, as the report of the save has it: note it with the model that belongs to it.
+            at_most: a step, that of the model: the newest that is whole and not of a later one. Beside ``name``: what to take if there
+                is none of that name, or it is damaged; a warning says so.
             incomplete: what becomes of trajectories that are not whole when they are dealt out: ``"open"`` ones, without a last step,
                 are dropped, ``"truncate"`` marks the last one there is, ``"keep"`` leaves them as they are; ``"headless"`` ones, whose
                 first steps were overwritten, are dropped or kept. Default: dropped. Given, they are dealt out in any case.
@@ -666,8 +680,8 @@ class Checkpointer:
             A :class:`RestoreReport`.
 
         Raises:
-            ValueError: an argument out of its range.
-            FileNotFoundError: there is none, or none of that step.
+            ValueError: an argument out of its range, or both ``step`` and ``at_most``.
+            FileNotFoundError: there is none, or none of that name or step.
             CorruptCheckpoint: that of ``step`` is damaged, or every one is. As ``loads``.
             IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be left out. Nothing is changed.
             RankFailed: one of several ranks raised one of these or died; on all of them. Buffers that had begun to load are empty.
@@ -681,10 +695,13 @@ class Checkpointer:
         ):
             if value not in allowed:
                 raise ValueError(f"restore: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
+        if step is not None and at_most is not None:
+            raise ValueError(f"restore: expected step or at_most, got step={step} and at_most={at_most}.")
         if not 0.0 <= max_drop_fraction <= 1.0:
             raise ValueError(f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}.")
         policy = checked_incomplete(incomplete)
-        path, passed_over = self._agreed(step, name, allow_partial=allow_partial)
+        wanted = _Wanted(step, name, at_most, allow_partial)
+        path, passed_over = self._agreed(wanted)
         with contextlib.ExitStack() as stack:
             checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
             rank = self._ranks.rank
@@ -718,9 +735,7 @@ class Checkpointer:
         self._note(report)
         return report
 
-    def _agreed(
-        self, step: int | None, name: str | None, *, allow_partial: bool
-    ) -> tuple[Path, builtins.list[Problem]]:
+    def _agreed(self, wanted: _Wanted) -> tuple[Path, builtins.list[Problem]]:
         """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first."""
         passed_over: builtins.list[Problem] = []
 
@@ -729,7 +744,7 @@ class Checkpointer:
                 return b""
             if not self._alone:  # all may have voted, and rank 0 died before it decided
                 series.recover(self.root, series.newest_epoch(self.root))
-            path, problems = self._found(step, name, allow_partial=allow_partial)
+            path, problems = self._found(wanted)
             passed_over.extend(problems)
             return path.name.encode()
 
@@ -873,35 +888,55 @@ class Checkpointer:
             totals = [before.shard(rank).totals for rank in missing]
         return Lost(missing, path.name, sum(it.episodes for it in totals), sum(it.steps for it in totals))
 
-    def _found(self, step: int | None, wanted: str | None, *, allow_partial: bool) -> tuple[Path, list[Problem]]:
+    def _found(self, wanted: _Wanted) -> tuple[Path, builtins.list[Problem]]:
         """The checkpoint to load, and what was passed over."""
-        if allow_partial and (left := self._left(step, wanted)) is not None:
+        if wanted.name is not None and wanted.at_most is not None:
+            try:
+                return self._found(wanted._replace(at_most=None))
+            except (FileNotFoundError, CorruptCheckpoint) as error:
+                path, problems = self._found(wanted._replace(name=None))
+                why = str(error).removeprefix("restore: ")
+                warnings.warn(f"restore: {path.name} is loaded, as: {why}", stacklevel=4)
+                return path, problems
+        if wanted.partial and (left := self._left(wanted)) is not None:
             return left, []
-        if wanted is not None:
-            if wanted not in map(str, series.names(self.root)):
-                raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint called {wanted!r}, found none.")
-            wrong = series.look(self.root / wanted)
+        if wanted.name is not None:
+            if wanted.name not in map(str, series.names(self.root)):
+                raise FileNotFoundError(
+                    f"restore: {self.root}: expected a checkpoint called {wanted.name!r}, found none."
+                )
+            wrong = series.look(self.root / wanted.name)
             if wrong is not None:
                 raise corrupt(*wrong)
-            return self.root / wanted, []
-        if step is None:
-            path, passed_over = series.latest(self.root)
-            if path is None:
-                if passed_over:
-                    raise CorruptCheckpoint(
-                        f"restore: {self.root}: no checkpoint is whole: {'; '.join(map(str, passed_over))}"
-                    )
-                raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint, found none.")
-            for problem in passed_over:
-                warnings.warn(f"restore: {path.name} is loaded, and not: {problem}", stacklevel=3)
-            return path, passed_over
-        return self._of_step(step)
+            return self.root / wanted.name, []
+        return self._newest(wanted.at_most) if wanted.step is None else self._of_step(wanted.step)
 
-    def _left(self, step: int | None, wanted: str | None) -> Path | None:
+    def _newest(self, at_most: int | None) -> tuple[Path, builtins.list[Problem]]:
+        """The newest that is whole, and what was passed over."""
+        path, passed_over = series.latest(self.root, at_most=at_most)
+        if path is None:
+            what = "a checkpoint" if at_most is None else f"a checkpoint of a step of at most {at_most}"
+            if passed_over:
+                raise CorruptCheckpoint(
+                    f"restore: {self.root}: expected {what}, found none that is whole: {'; '.join(map(str, passed_over))}"
+                )
+            steps = sorted({name.step for name in series.names(self.root)})
+            raise FileNotFoundError(
+                f"restore: {self.root}: expected {what}, found {f'the steps {steps}' if steps else 'none'}."
+            )
+        for problem in passed_over:
+            warnings.warn(f"restore: {path.name} is loaded, and not: {problem}", stacklevel=4)
+        return path, passed_over
+
+    def _left(self, wanted: _Wanted) -> Path | None:
         """The newest that is whole, or of which shards are there."""
         for name in series.names(self.root):
             path = self.root / str(name)
-            meant = (step is None or name.step == step) and (wanted is None or str(name) == wanted)
+            meant = (
+                wanted.step in (None, name.step)
+                and wanted.name in (None, str(name))
+                and (wanted.at_most is None or name.step <= wanted.at_most)
+            )
             if meant and (series.look(path) is None or series.is_partial(path)):
                 return path
         return None
