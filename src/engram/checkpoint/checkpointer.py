@@ -212,12 +212,13 @@ class Checkpointer:
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
         timeout: seconds that ranks wait for each other, also for the slowest one's shard.
         every_steps: :meth:`poll` saves whenever so many steps are over. Default: only what is asked for.
+        every_minutes: it saves at the first agreement when the last save began so many minutes ago, by the clock of rank 0.
         on_failure: what :meth:`poll` does when a save that it began fails: raise, or warn and go on.
         poll_every: calls of :meth:`poll` from one agreement of the ranks to the next.
 
     Raises:
-        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; no such ``on_failure`` or ``prefetch``, or roles
-            that there are not. TypeError: they are no ints.
+        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; ``every_minutes`` or ``timeout`` not above 0;
+            no such ``on_failure`` or ``prefetch``, or roles that there are not. TypeError: the first four are no ints.
         FileExistsError: a dump lies there. OSError: the folder cannot be made.
 
     >>> import tempfile, torch
@@ -240,6 +241,7 @@ class Checkpointer:
         *,
         ranks: Ranks | None = None,
         every_steps: int | None = None,
+        every_minutes: float | None = None,
         keep: int = 3,
         on_failure: Literal["raise", "warn"] = "warn",
         full_every: int | None = None,
@@ -253,6 +255,8 @@ class Checkpointer:
             raise ValueError(f"Checkpointer: on_failure: expected 'raise' or 'warn', got {on_failure!r}.")
         if prefetch not in ("save", "drop"):
             raise ValueError(f"Checkpointer: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        if every_minutes is not None and not every_minutes > 0:
+            raise ValueError(f"Checkpointer: every_minutes: expected minutes above 0, got {every_minutes!r}.")
         if not timeout > 0:
             raise ValueError(f"Checkpointer: timeout: expected seconds above 0, got {timeout!r}.")
         for name, value in (
@@ -283,6 +287,8 @@ class Checkpointer:
         self._timeout = timeout
         self._saves = 0
         self._every_steps, self._poll_every, self._on_failure = every_steps, poll_every, on_failure
+        self._period_s = None if every_minutes is None else 60 * every_minutes
+        self._save_began = time.monotonic()
         self._polls = self._polled_step = self._guards = 0
         self._unsettled: SaveHandle | None = None
         self.requests = Requests()
@@ -340,7 +346,7 @@ class Checkpointer:
 
     def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
         """Note the moment; what writes it."""
-        started = time.perf_counter()
+        started, self._save_began = time.perf_counter(), time.monotonic()
         number = self._saves
         self._saves += 1
         moment: _Moment | BaseException
@@ -513,7 +519,7 @@ class Checkpointer:
         """Save if a save is due or was asked for, on whichever rank: then all ranks save at this step, in the background.
 
         Every rank calls this at every step, all with the same numbers. What was asked for is agreed on at every ``poll_every``-th
-        call, by one number that all ranks exchange; what is due by ``every_steps`` needs no exchange.
+        call, by one number that all ranks exchange, and so is what is due by ``every_minutes``; ``every_steps`` needs no exchange.
 
         Args:
             step: of the training; larger than at the last call.
@@ -533,7 +539,7 @@ class Checkpointer:
         if self._polls % self._poll_every == 0:
             # Where one rank still writes, all wait with what was asked for: nobody's training is to stop for that.
             busy = self._handle is not None and not self._handle.done
-            wish = 2 if busy else int(self.requests.any)
+            wish = 2 if busy else int(self.requests.any or self._overdue())
             due |= self._ranks.max(wish, self._timeout) == 1
         if not due:
             return None
@@ -543,6 +549,11 @@ class Checkpointer:
             request.save = handle
         self._unsettled = handle
         return handle
+
+    def _overdue(self) -> bool:
+        """Whether the clock asks for a save: that of rank 0, as others go otherwise."""
+        period = None if self._ranks.rank else self._period_s
+        return period is not None and time.monotonic() - self._save_began >= period
 
     def _settle(self) -> None:
         """Tell what became of the last save that :meth:`poll` began, once."""
@@ -719,7 +730,7 @@ class Checkpointer:
                 dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
                 steps = dealt["targets"][rank]["steps"]
             manifest, missing = checkpoint.manifest, checkpoint.missing
-        self._polled_step = manifest.step
+        self._polled_step, self._save_began = manifest.step, time.monotonic()
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
         report = RestoreReport(
             path.name,
