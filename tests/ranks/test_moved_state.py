@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from engram import (
+    FinalObservations,
     IncompatibleCheckpoint,
     LazyTensorStorage,
+    NextFromFollowing,
     PrioritizedSampler,
     RandomSampler,
     SamplerWithoutReplacement,
@@ -106,6 +108,50 @@ def test_statistics_of_a_transform_that_differ_are_told_of(tmp_path):
     said, _ = told(tmp_path, 3, normed)
     assert said
     assert all("transforms." in text and "that of rank 0 is taken" in text for text in said)
+
+
+def following():
+    kept = FinalObservations(["obs"], LazyTensorStorage(20))
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(64, lanes=2),
+        sampler=NextFromFollowing(RandomSampler(), kept),
+        transform=kept,
+        batch_size=8,
+    )
+
+
+def write_following(ranks, rank, root, writers):
+    rb = following()
+    if rank in writers:
+        for number in range(3):
+            data = episode(rank, 0, number, 4)
+            rb.extend(data.set(("next", "obs"), data["obs"] + 1), lane=0)
+    checkpointer(root, rb, ranks).save(4)
+
+
+def test_final_observations_of_several_ranks_are_refused_and_nothing_changes(tmp_path):
+    """They lie beside the rows, which say where."""
+    done(job(2, write_following, tmp_path, (0, 1)))
+
+    def act(ranks, rank):
+        rb = following()
+        data = episode(5, 0, 0, 3)
+        rb.extend(data.set(("next", "obs"), data["obs"] + 1), lane=0)
+        with pytest.raises(
+            IncompatibleCheckpoint, match=r"transforms\.0\.storage: expected no state with rows of its own"
+        ):
+            checkpointer(tmp_path, rb, ranks).restore()
+        return len(rb)
+
+    assert done(job(3, act)) == [3, 3, 3]
+
+
+def test_those_of_one_rank_go_everywhere(tmp_path):
+    done(job(2, write_following, tmp_path, (1,)))
+    for report, rb in done(job(3, load, tmp_path, following)):
+        assert report.steps == 4
+        batch = rb.sample()
+        assert torch.equal(batch["next", "obs"][batch["next", "done"]], batch["obs"][batch["next", "done"]] + 1)
 
 
 def test_offline_says_it_too(tmp_path, capsys):

@@ -8,6 +8,7 @@ import torch
 
 from engram.checkpoint.buffers import STORAGE, begun_anew
 from engram.checkpoint.components import read_state
+from engram.errors import IncompatibleCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,12 +23,16 @@ _ANEW = ("rng", "prefetch")
 #: Of priorities, what is not of rows; other entries must agree, or are those of all.
 _OF_PRIORITIES = "beta"
 _MOST = 8
+#: What a storage's state is called that is part of something else.
+_ROWS = "storage"
 
 
 def disagreements(checkpoint: Checkpoint, move: Move) -> list[str]:
     """Where ranks that have written differ from the one whose state is taken, an entry each.
 
-    Raises ``CorruptCheckpoint``: a part is damaged.
+    Raises:
+        CorruptCheckpoint: a part is damaged.
+        IncompatibleCheckpoint: something has rows of its own that others' rows mean, such as final observations.
     """
     written = [rank for rank, one in enumerate(move.saved) if one.reader.geometry is not None]
     if len(written) < 2:
@@ -37,9 +42,16 @@ def disagreements(checkpoint: Checkpoint, move: Move) -> list[str]:
     found: dict[str, list[str]] = {}
     names = checkpoint.ranks
     for rank in written:
-        for where, here, there in _differences(ours, _state(checkpoint, move, rank), ""):
+        theirs = _state(checkpoint, move, rank)
+        for where, here, there in _differences(ours, theirs, ""):
             if where not in found:
                 found[where] = [f"rank {names[taken]}{_said(here)}"]
+            if where.rpartition(".")[2] == _ROWS:
+                raise IncompatibleCheckpoint(
+                    f"{checkpoint.folder}: {where}: expected no state with rows of its own, which those of the buffer mean, as final "
+                    "observations are: it cannot be dealt out. Restore it with as many ranks as saved it, into buffers of "
+                    "their sizes."
+                )
             found[where].append(f"rank {names[rank]}{_said(there)}")
     return [
         f"{where}: expected the same on all ranks, got that of {', '.join(said[:_MOST])}{' …' * (len(said) > _MOST)}; "
@@ -63,7 +75,10 @@ def _state(checkpoint: Checkpoint, move: Move, rank: int) -> dict[str, Any]:
 
 
 def _differences(ours: Any, theirs: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """The deepest entries that differ."""
+    """The deepest entries that differ; of a storage's state, that it does."""
+    if where.rpartition(".")[2] == _ROWS and any(True for _ in _differences(ours, theirs, "")):
+        yield where, ours, theirs
+        return
     if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
         for key, value in ours.items():
             yield from _differences(value, theirs[key], f"{where}.{key}" if where else key)

@@ -815,15 +815,14 @@ class Checkpointer:
             move = planner(open_shards(checkpoint, stack), targets)
             move.check_left_out(max_drop_fraction, f"restore: {checkpoint.folder}", _WAYS, _OTHERWISE)
             moves.append(move)
-            if self._ranks.rank == 0:
-                differing.extend(disagreements(checkpoint, move))
+            differing.extend(disagreements(checkpoint, move))
             return move.plan.digest.encode()
 
         digests = self._ranks.together("restore", plan, self._timeout)
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if other:
             raise RankFailed(f"restore: expected the plan of rank 0 on all ranks, got others on ranks {other}.")
-        for text in differing:
+        for text in differing if self._ranks.rank == 0 else ():
             warnings.warn(f"restore: {checkpoint.folder.name}: {text}.", stacklevel=4)
         return moves[0]
 
