@@ -308,7 +308,7 @@ class Checkpointer:
         Args:
             step: of the training; orders checkpoints.
             user: JSON of yours, which :meth:`restore` gives back: the name of the model's checkpoint, say. That of rank 0 counts.
-            wait: False: return a :class:`SaveHandle` at once.
+            wait: False: return a :class:`SaveHandle` at once. A process that ends meanwhile ends after the save.
 
         Returns:
             A :class:`SaveReport`, or the handle.
@@ -338,7 +338,8 @@ class Checkpointer:
             work()
         elif work is not None:
             try:
-                threading.Thread(target=work, name="engram-save", daemon=True).start()
+                # Not a daemon: the interpreter ends when the save has, which has a deadline.
+                threading.Thread(target=work, name="engram-save", daemon=False).start()
             except BaseException as error:
                 handle._end(None, error)  # noqa: SLF001 - our own
                 raise
