@@ -350,3 +350,35 @@ def test_anchors_of_slices_are_those_of_the_new_shard(tmp_path):
         if report.steps:
             who = rb.sample()["who"].reshape(4, 4)
             assert (who.diff(dim=1) == 1).all()
+
+
+# ---- priorities ------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_those_of_the_new_shard(tmp_path):
+    """By their definition, from the leaves that are here; and every row is drawn as often as its leaf says."""
+    done(job(3, write, tmp_path))
+    for _, rb in done(job(2, load, tmp_path)):
+        leaves = rb.sampler.state_dict()["leaves"]
+        batch = torch.cat([rb.sample() for _ in range(500)])
+        expected = (leaves[batch["index"]] / leaves[leaves > 0].min()) ** -rb.sampler.beta
+        torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=0)
+        share = torch.bincount(batch["index"], minlength=64).double() / 4000
+        assert (share - leaves / leaves.sum()).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_new_rows_get_the_largest_priority_of_all_or_the_largest_here(tmp_path, within):
+    def made():
+        sampler = PrioritizedSampler(64, alpha=1.0, beta=0.5, eps=0.0, max_priority_within_buffer=within)
+        return TensorDictReplayBuffer(storage=LazyTensorStorage(64, lanes=2), sampler=sampler, batch_size=8)
+
+    def change(rb, rank):
+        rb.update_priority(torch.arange(8), torch.full((8,), [2.0, 7.0][rank]))
+
+    done(job(2, write, tmp_path, change, made))
+    loaded = [rb for _, rb in done(job(2, lambda *args: load(*args, made, incomplete={"open": "drop"}), tmp_path))]
+    here = [float(rb.sampler.state_dict()["leaves"].max()) for rb in loaded]
+    assert sorted(here) == [2.0, 7.0]
+    for rb, largest in zip(loaded, here, strict=True):
+        assert rb.sampler.default_priority == (largest if within else 7.0)
