@@ -34,8 +34,8 @@ _ROLL_CALL_S = 3.0
 class Ranks(abc.ABC):
     """This process among those of its job.
 
-    :meth:`set`, :meth:`get`, :meth:`claim` and :meth:`add` work from any thread and wait for nobody. :meth:`gather`, :meth:`max` and
-    :meth:`together` are for one thread of each rank, all of which must call them in the same order.
+    :meth:`set`, :meth:`get`, :meth:`claim` and :meth:`add` work from any thread and wait for nobody. :meth:`gather`, :meth:`max`,
+    :meth:`all` and :meth:`together` are for one thread of each rank, all of which must call them in the same order.
 
     >>> from engram.ranks import Ranks
     >>> alone = Ranks.local()
@@ -166,6 +166,16 @@ class Ranks(abc.ABC):
     def max(self, value: int, timeout: float) -> int:
         """The largest of what all ranks gave. Raises as :meth:`gather`."""
         return max(int(one) for one in self.gather(str(value).encode(), timeout))
+
+    def all(self, true: bool, timeout: float) -> bool:
+        """Whether it is true on all ranks. Raises as :meth:`gather`.
+
+        Before training, so that none collects while others wait in a collective::
+
+            while not ranks.all(rb.can_sample(), timeout=60):
+                rb.extend(collect())
+        """
+        return self.max(int(not true), timeout) == 0
 
     def together(self, what: str, act: Callable[[], bytes], timeout: float) -> list[bytes]:
         """Let every rank do its part; what each one's returned.

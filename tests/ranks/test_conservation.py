@@ -82,6 +82,18 @@ def check(root, shards, targets, incomplete, overflow):
     for unit in ("episodes", "steps"):
         assert dealt["saved"][unit] == dealt["kept"][unit] + sum(dealt["dropped"][why][unit] for why in DROPPED)
     assert dealt["kept"]["episodes"] == len({who // 1000 for who in whos(kept)})
+    for rank, (shard, (_, _, steps, _)) in enumerate(zip(dealt["shards"], saved, strict=True)):
+        there = whos(steps)
+        assert (shard["rank"], shard["saved"]["steps"]) == (rank, len(there))
+        assert shard["kept"]["steps"] == len(there & whos(kept))
+        assert shard["kept"]["episodes"] == len({who // 1000 for who in there & whos(kept)})
+        for unit in ("episodes", "steps"):
+            assert shard["saved"][unit] == shard["kept"][unit] + sum(shard["dropped"][why][unit] for why in DROPPED)
+            assert shard["saved"][unit] == sum(count[unit] for count in shard["kinds"].values())
+    assert (dealt["smallest_rank"], dealt["largest_rank"]) == (min(map(len, parts)), max(map(len, parts)))
+    loads = [sum(who is not None for who in lane) for rb in buffers for lane in layout(rb)]
+    assert (dealt["smallest_lane"], dealt["largest_lane"]) == (min(loads), max(loads))
+    assert dealt["unused"] == sum(lanes * length for lanes, length in targets) - len(kept)
 
     # What is not there was dropped for a reason that it has, and counted under it.
     wanted, counts = what_is_kept(shards, [lanes for _, _, _, lanes in saved], targets, incomplete)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engram import LazyTensorStorage, RankFailed, Ranks, SliceSampler, TensorDictReplayBuffer
-from engram.checkpoint import buffers, checkpointer, moving, placing, plan
+from engram.checkpoint import buffers, moving, placing, plan
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
 from tests.format.checkpoint_folders import tree
@@ -159,13 +159,11 @@ def test_a_mutant_that_keeps_an_error_to_itself_is_found(tmp_path, mutant):
 def nobody_loads_by_another_plan(root):
     """Rank 1 deals out otherwise: it has another version, or sees other files."""
     done(job(3, save, root))
-    others, real = set(), checkpointer.plan_move
+    others, real = set(), moving.make_plan
 
     def planned(*args):
-        move = real(*args)
-        if threading.get_ident() not in others:
-            return move
-        return move._replace(plan=move.plan._replace(rank=(move.plan.rank + 1) % 2))
+        made = real(*args)
+        return made._replace(rank=(made.rank + 1) % 2) if threading.get_ident() in others else made
 
     def act(ranks, rank):
         rb = buffer(2, 128)
@@ -177,7 +175,7 @@ def nobody_loads_by_another_plan(root):
             checkpointer_of(root, rb, ranks).restore()
         assert steps_of(rb) == before
 
-    with mock.patch.object(checkpointer, "plan_move", planned):
+    with mock.patch.object(moving, "make_plan", planned):
         results = job(2, act)
     assert results == [None, None]
 

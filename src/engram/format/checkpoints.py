@@ -20,7 +20,7 @@ import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
-from engram.format.description import schema_sum
+from engram.format.description import NO_SCHEMA
 from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
@@ -46,7 +46,6 @@ __all__ = [
     "is_checkpoint",
     "rank_folder",
     "replacing",
-    "schemas_of",
 ]
 
 MANIFEST = "manifest.json"
@@ -123,16 +122,6 @@ class Shard(strict.Document, frozen=True, kw_only=True):
     cut: Cut
     totals: Totals
     format: Literal["engram.shard"] = "engram.shard"
-
-
-def schemas_of(shards: Sequence[Shard]) -> list[str]:
-    """The sums of what shards have for fields; a rank that had nothing to save has none, and goes with any."""
-    some = {shard.schema_sum for shard in shards if not _is_bare(shard)}
-    return sorted(some or {shard.schema_sum for shard in shards})
-
-
-def _is_bare(shard: Shard) -> bool:
-    return shard.schema_sum == schema_sum(()) and not shard.totals.steps
 
 
 class Manifest(strict.Document, frozen=True, kw_only=True):
@@ -453,6 +442,11 @@ class Checkpoint:
         """Whether it is a folder of its own, not one of a series."""
         return self.manifest.name == ""
 
+    @property
+    def ranks(self) -> list[int]:
+        """What each shard's rank was called when it was saved: others than their numbers here, where some are missing."""
+        return [rank for rank, _ in self._places]
+
     def shard_folder(self, rank: int) -> Path:
         return self.folder / self._shard_name(rank)
 
@@ -465,8 +459,10 @@ class Checkpoint:
         entry = self.manifest.shards[rank]
         name = f"{self._shard_name(rank)}/{SHARD}" if not self.is_dump else SHARD
         shard = read_shard(self.folder, self._fd, name, entry)[0]
-        fits = shard.schema_sum == self.manifest.schema_sum or _is_bare(shard)
-        if (shard.rank, shard.world) != self._places[rank] or not fits:
+        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum not in (
+            self.manifest.schema_sum,
+            NO_SCHEMA,
+        ):
             raise corrupt(
                 self.folder / name,
                 f"expected rank {self._places[rank][0]} of {self._places[rank][1]} with the schema {self.manifest.schema_sum}, "

@@ -43,9 +43,9 @@ from engram.format.checkpoints import (
     describe_shard,
     rank_folder,
     read_shard,
-    schemas_of,
     sync_parts,
 )
+from engram.format.description import NO_SCHEMA
 from engram.format.problems import Problem, corrupt, problem_of, read_small
 
 if TYPE_CHECKING:
@@ -420,7 +420,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
 
 def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote]) -> list[str]:
     """Why shards that were all voted for make no checkpoint."""
-    schemas = schemas_of([vote.shard for vote in given if vote.shard])
+    schemas = _schema_sums([vote.shard for vote in given if vote.shard])
     if len(schemas) > 1:
         return [f"expected one schema on all ranks, got those with the sums {schemas}"]
     with Checkpoint(folder, _manifest(attempt, given, [])) as checkpoint:
@@ -439,10 +439,19 @@ def _manifest(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -
         status="complete" if complete else "aborted",
         reasons=tuple(reasons),
         parent=attempt.parent,
-        schema_sum=schemas_of(shards)[0] if complete else "",
+        schema_sum=_schema_sum(shards) if complete else "",
         shards=tuple(vote.entry for vote in given if vote.entry is not None) if complete else (),
         user=attempt.user if complete else {},
     )
+
+
+def _schema_sums(shards: Sequence[Shard]) -> list[str]:
+    """Those of shards that have fields: on other ranks nothing was ever written."""
+    return sorted({shard.schema_sum for shard in shards} - {NO_SCHEMA})
+
+
+def _schema_sum(shards: Sequence[Shard]) -> str:
+    return next(iter(_schema_sums(shards)), NO_SCHEMA)
 
 
 def _open(folder: Path) -> int:
