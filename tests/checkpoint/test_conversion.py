@@ -221,17 +221,28 @@ def test_into_a_directory(tmp_path):
     assert sorted(step for steps in by_episode(other) for step in steps) == list(range(16))
 
 
+def test_of_a_task_without_ends_all_is_kept(tmp_path):
+    rb = buffer(10)
+    rb.extend(episodes([25], 0))
+    rb.dumps(tmp_path / "x")
+    other = buffer(30, 2)
+    other.loads(tmp_path / "x", convert=True)
+    assert other[:]["id"].tolist() == list(range(15, 25))
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_what_cannot_be_converted_changes_nothing(tmp_path, used):
     endless = buffer(10)
     steps = episodes([25], 0)
     endless.extend(steps)
     endless.dumps(tmp_path / "endless")
-    other = buffer(30)
+    other = buffer(8)
     if used:
         other.extend(steps[:3])
     before = other[:] if used else None
-    with pytest.raises(IncompatibleCheckpoint, match=r"at most 50% of 10 saved steps, would leave out 10 \(10 both\)"):
+    with pytest.raises(
+        IncompatibleCheckpoint, match=r"at most 50% of 10 saved steps, would leave out 10 \(10 oversize\)"
+    ):
         other.loads(tmp_path / "endless", convert=True)
     many = buffer(900, 300)
     whole = buffer(9)

@@ -55,12 +55,13 @@ def naive(shards, ranks, incomplete, overflow):
     for s, shard in enumerate(shards):
         for i, (lane, first, end, time, _) in enumerate(shard.runs.tolist()):
             what = kind(shard.runs.tolist(), i)
-            keep = what == "complete" or (what in ("open", "headless") and getattr(incomplete, what) != "drop")
+            ends = bool(shard.runs[i, 4] & LAST)
+            keep = (ends or incomplete.open != "drop") and (
+                bool(shard.runs[i, 4] & FIRST) or incomplete.headless != "drop"
+            )
             if not keep:
                 dropped[what] += end - first
-            elif end - first + (gap := what == "open" and incomplete.open == "keep") > max(
-                t.lane_length for t in ranks
-            ):
+            elif end - first + (gap := not ends and incomplete.open == "keep") > max(t.lane_length for t in ranks):
                 dropped["oversize"] += end - first
             else:
                 candidates.append(((shard.clock - time, s, lane, -first), s, i, end - first, gap))
@@ -103,16 +104,16 @@ def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
         kept = plan.steps[plan.source == s]
         assert (shard.saved == plan.left_out[s].sum(0) + np.array([len(kept), kept.sum()])).all()
         runs = shard.runs.tolist()
-        for name in ("open", "headless", "both", "mid", "orphan"):
+        for name, policy in (("open", incomplete.open), ("headless", incomplete.headless), ("mid", incomplete.open)):
             of_kind = [run[2] - run[1] for i, run in enumerate(runs) if kind(runs, i) == name]
-            keeps = getattr(incomplete, name, "drop") != "drop"
-            assert plan.left_out[s, DROPPED.index(name)].tolist() == ([0, 0] if keeps else [len(of_kind), sum(of_kind)])
+            dropped = [len(of_kind), sum(of_kind)] if policy == "drop" else [0, 0]
+            assert plan.left_out[s, DROPPED.index(name)].tolist() == dropped
     ends = {}
     for rank, lane, position, room in zip(plan.rank, plan.lane, plan.position, plan.steps + plan.gap, strict=True):
         assert position == ends.get((rank, lane), 0)  # one behind the other
         ends[rank, lane] = position + room
         assert ends[rank, lane] <= ranks[rank].lane_length
-    cut = [kind(shards[s].runs.tolist(), i) == "open" for s, i in zip(plan.source, plan.run, strict=True)]
+    cut = [not shards[s].runs[i, 4] & LAST for s, i in zip(plan.source, plan.run, strict=True)]
     assert plan.truncated.tolist() == [c and incomplete.open == "truncate" for c in cut]
     assert plan.digest == make_plan(shards, ranks, incomplete, overflow).digest
 
@@ -143,9 +144,11 @@ def test_ages_count_from_the_clock_of_their_shard():
 
 def test_steps_of_columns_are_counted_as_steps():
     runs = np.array([[0, 0, 6, 5, FIRST | LAST], [0, 1, 7, 4, LAST], [0, 6, 12, 9, LAST]])
+    plan = make_plan([Source(10, runs, columns=2)], [Target(1, 20)])
+    assert plan.dropped["headless"] == plan.dropped["orphan"] == {"episodes": 1, "steps": 3}
+    assert plan.kept == {"episodes": 1, "steps": 3}
     plan = make_plan([Source(10, runs, columns=2)], [Target(1, 20)], Incomplete(headless="keep"))
-    assert plan.dropped["orphan"] == {"episodes": 1, "steps": 3}
-    assert plan.kept == {"episodes": 2, "steps": 6}
+    assert plan.kept == {"episodes": 3, "steps": 9}
 
 
 def test_nothing_to_plan():

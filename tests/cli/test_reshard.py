@@ -103,7 +103,7 @@ def test_mistakes(saved):
     assert call(root / "nothing", root / "target", "--ranks", 1, "--lanes", 1).exit_code == 2
     said = call(root / "source", root / "target", "--ranks", 1, "--lanes", 1, "--max-drop-fraction", "0.01")
     assert said.exit_code == 1
-    assert "--open keep (or truncate) keeps the open ones" in said.output
+    assert "--open keep (or truncate) keeps those without a last step" in said.output
     path = series.latest(root / "source")[0]
     shard = path / "rank-00001-of-00003" / "shard.json"
     shard.chmod(0o600)

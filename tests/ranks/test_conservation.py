@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engram import IncompatibleCheckpoint
 from engram.checkpoint.plan import DROPPED
 from tests import stress
 from tests.ranks.jobs import buffer, checkpointer, columns_of, done, job, layout, play, steps_of, whos
@@ -148,9 +149,10 @@ def what_is_kept(shards, layouts, targets, incomplete):
             for i, run in enumerate(runs):
                 headless, opens = i == 0 and written > len(lane), is_open and i == len(runs) - 1
                 why = "both" if headless and opens else "headless" if headless else "open" if opens else None
-                if incomplete.get(why, "drop") == "drop" and why:
+                asked = {"both": ("open", "headless"), None: ()}.get(why, (why,))
+                if any(incomplete[end] == "drop" for end in asked):
                     pass
-                elif len(run) + (why == "open" and incomplete["open"] == "keep") > longest:
+                elif len(run) + (opens and incomplete["open"] == "keep") > longest:
                     why = "oversize"
                 else:
                     wanted |= set(run)
@@ -229,6 +231,45 @@ def test_dealt_out_though_every_rank_could_have_its_own(tmp_path):
     assert all(report.dealt["dropped"]["open"] == {"episodes": 3, "steps": 12} for report, _ in dealt)
     assert set().union(*(steps for _, steps in dealt)) == whole
     assert sum(len(steps) for _, steps in dealt) == len(whole)
+
+
+def test_endless_ones_are_kept_as_often_as_they_are_dealt_out(tmp_path):
+    """Where one was cut off by a restore, a part lacks its end and the next one its beginning: the same options keep both."""
+    keep = {"open": "keep", "headless": "keep"}
+
+    def first(ranks, rank):
+        rb = buffer(2, 20)
+        for lane in range(2):
+            play(rb, rank, lane, [30], open_end=True)
+        checkpointer(tmp_path, rb, ranks).save(0)
+        return steps_of(rb), together(rb)
+
+    def again(ranks, rank, step):
+        rb = buffer(2, 100)
+        ck = checkpointer(tmp_path, rb, ranks)
+        ck.restore(incomplete=keep)
+        restored = steps_of(rb), together(rb)
+        for lane in range(2):
+            play(rb, 10 * step + rank, lane, [7], open_end=True)
+        ck.save(step)
+        return restored, (steps_of(rb), together(rb))
+
+    def together(rb):
+        return {run for lane in layout(rb) for run in runs_of(lane)}
+
+    def short(ranks, _):
+        rb = buffer(2, 100)
+        with pytest.raises(IncompatibleCheckpoint, match='"open": "keep".*; incomplete={"headless": "keep"}'):
+            checkpointer(tmp_path, rb, ranks).restore(incomplete={})
+
+    every = done(job(2, first))
+    for step, n in enumerate((3, 1, 2), start=1):
+        parts = done(job(n, again, step))
+        for what in (0, 1):  # steps, and which of them follow each other
+            restored = set().union(*(restored[what] for restored, _ in parts))
+            assert restored == set().union(*(before[what] for before in every))
+        every = [there for _, there in parts]
+    done(job(3, short))
 
 
 def test_lanes_of_one_row(tmp_path):

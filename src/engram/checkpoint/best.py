@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engram.checkpoint.plan import Plan, leave_out
+from engram.checkpoint.plan import Plan, leave_out, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,9 +40,7 @@ def plan_best(sources: Sequence[Source], values: Sequence[NDArray[np.float64]], 
 
     Cost: O(n log n).
     """
-    counts = np.array([len(source.runs) for source in sources], np.int64)
-    shard = np.repeat(np.arange(len(sources)), counts)
-    number = np.arange(len(shard)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shard, number = numbered(sources)
     time = np.concatenate([np.empty(0, np.int64), *(source.clock - source.runs[:, 3] for source in sources)])
     best_first = np.lexsort((number, shard, -np.concatenate([np.empty(0), *values])))
     rank = _round_robin([target.capacity for target in targets], len(shard))

@@ -49,8 +49,8 @@ _log = logging.getLogger("engram")
 
 #: How trajectories that are not whole come back all the same.
 _WAYS = {
-    "open": 'incomplete={"open": "keep"} (or "truncate") keeps the open ones',
-    "headless": 'incomplete={"headless": "keep"} keeps the headless ones',
+    "open": 'incomplete={"open": "keep"} (or "truncate") keeps those without a last step',
+    "headless": 'incomplete={"headless": "keep"} keeps those without a first one',
 }
 _OTHERWISE = "max_drop_fraction=1.0 loads the rest. The buffer is as it was"
 
@@ -675,8 +675,9 @@ class Checkpointer:
             at_most: a step, that of the model: the newest that is whole and not of a later one. Beside ``name``: what to take if there
                 is none of that name, or it is damaged; a warning says so.
             incomplete: what becomes of trajectories that are not whole when they are dealt out: ``"open"`` ones, without a last step,
-                are dropped, ``"truncate"`` marks the last one there is, ``"keep"`` leaves them as they are; ``"headless"`` ones, whose
-                first steps were overwritten, are dropped or kept. Default: dropped. Given, they are dealt out in any case.
+                are dropped, ``"truncate"`` marks the last one there is, ``"keep"`` leaves them as they are; ``"headless"`` ones, without
+                their first steps, are dropped or kept. Both count for those without either. Default: dropped. Given, they are dealt
+                out in any case.
             overflow: where there is less room than was saved: ``"cut"`` keeps the newest and nothing behind the first that fits
                 nowhere; ``"fill"`` goes on with older, shorter ones.
             max_drop_fraction: of the steps that may be left out as incomplete, or longer than a lane.

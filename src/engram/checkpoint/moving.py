@@ -48,6 +48,8 @@ __all__ = [
 ]
 
 _POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
+#: Why trajectories are left out that may lack their last steps, or their first ones.
+_LACKING = {"open": ("open", "both", "mid", "orphan"), "headless": ("headless", "both", "orphan")}
 
 
 def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
@@ -108,7 +110,7 @@ class Move(NamedTuple):
         Args:
             most: the fraction of the saved steps that may be left out.
             where: for the message.
-            ways: by reason, how those are kept.
+            ways: how those are kept that lack their last steps (``open``), or their first ones (``headless``).
             otherwise: what else can be done.
 
         Raises:
@@ -119,7 +121,7 @@ class Move(NamedTuple):
         if sum(lost.values()) <= most * steps:
             return
         named = ", ".join(f"{count} {reason}" for reason, count in lost.items() if count)
-        advice = [way for reason, way in ways.items() if lost[reason]]
+        advice = [way for end, way in ways.items() if any(lost[reason] for reason in _LACKING[end])]
         if lost["oversize"]:
             longest = max(target.lane_length for target in self.targets)
             advice.append(f"lanes longer than {longest} rows keep the oversize ones")

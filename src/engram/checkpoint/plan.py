@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import math
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from engram.checkpoint.runs import KINDS, kinds_of
+from engram.format.tables import HAS_FIRST, HAS_LAST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["DROPPED", "Incomplete", "Plan", "Source", "Target", "by_reason", "counted", "leave_out", "make_plan"]
+__all__ = [
+    "DROPPED",
+    "Incomplete",
+    "Plan",
+    "Source",
+    "Target",
+    "by_reason",
+    "counted",
+    "leave_out",
+    "make_plan",
+    "numbered",
+]
 
 #: Why a trajectory is left out: of which kind it is, or there was no room.
 DROPPED = (*KINDS[1:], "oversize", "overflow")
@@ -60,13 +73,13 @@ class Target(NamedTuple):
 
 
 class Incomplete(NamedTuple):
-    """What becomes of trajectories of which a part is missing."""
+    """What becomes of trajectories of which a part is missing. Both count for those that lack both ends."""
 
     open: Literal["drop", "truncate", "keep"] = "drop"
-    """No last step yet. ``truncate``: the last one there is becomes one, marked as cut short. ``keep``: a row that holds nothing
-    follows it, where it ends."""
+    """Without a last step: there is none yet, or a row that holds nothing or another's first step follows. ``truncate``: the last
+    one there is becomes one, marked as cut short. ``keep``: a row that holds nothing follows it, where it ends."""
     headless: Literal["drop", "keep"] = "drop"
-    """The first steps were overwritten."""
+    """Without a first step: it was overwritten, or a row that holds nothing stands before."""
 
 
 class Plan(NamedTuple):
@@ -137,27 +150,27 @@ def make_plan(
     Args:
         sources: the shards, in the order of their ranks.
         targets: the ranks that load.
-        incomplete: what becomes of trajectories that are not whole. Others than open and headless ones are dropped.
+        incomplete: what becomes of trajectories that are not whole.
         overflow: of more than there is room for: stop at the first that fits nowhere, so that nothing newer than anything kept is
             dropped; or go on with older, shorter ones.
 
     Cost: O(n log n), about 3 µs per trajectory.
     """
-    shard, number, table, steps = _together(sources)
-    kind = np.concatenate([np.empty(0, np.int64), *(kinds_of(source.runs, source.columns) for source in sources)])
-    age = np.array([source.clock for source in sources], np.int64)[shard] - table[:, 3]
-    policy = {"complete": True, "open": incomplete.open != "drop", "headless": incomplete.headless != "drop"}
-    wanted = np.array([policy.get(name, False) for name in KINDS])[kind]
+    shard, number = numbered(sources)
+    steps = _joined(source.steps for source in sources)
+    kind = _joined(kinds_of(source.runs, source.columns) for source in sources).astype(np.int8)
+    flags = _joined(source.runs[:, 4] for source in sources)
+    tail, head = flags & HAS_LAST != 0, flags & HAS_FIRST != 0
+    del flags
+    wanted = (tail | (incomplete.open != "drop")) & (head | (incomplete.headless != "drop"))
     reason = np.where(wanted, _KEPT, kind - 1)  # the first reasons are the kinds but for complete
-    is_open = kind == KINDS.index("open")
-    gap = is_open & (incomplete.open == "keep")
+    gap = ~tail & (incomplete.open == "keep")
     room = steps + gap
     longest = max((target.lane_length for target in targets), default=0)
     reason[wanted & (room > longest)] = DROPPED.index("oversize")
     candidates = np.flatnonzero(reason == _KEPT)
-    newest_first = np.lexsort((-table[candidates, 1], table[candidates, 0], shard[candidates], age[candidates]))
-    candidates = candidates[newest_first]
-    rank, lane = _deal(room[candidates].tolist(), targets, overflow)
+    candidates = candidates[_newest_first(sources, shard, candidates)]
+    rank, lane = _deal(room[candidates], targets, overflow)
     placed = rank >= 0
     reason[candidates[~placed]] = DROPPED.index("overflow")
     kept, rank, lane = candidates[placed], rank[placed], lane[placed]
@@ -170,23 +183,30 @@ def make_plan(
         shard[kept],
         number[kept],
         steps[kept],
-        is_open[kept] & (incomplete.open == "truncate"),
+        ~tail[kept] & (incomplete.open == "truncate"),
         gap[kept],
         len(targets),
         _left_out(reason, shard, steps, len(sources)),
     )
 
 
-def _together(
-    sources: Sequence[Source],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The trajectories of all shards: the shard of each, its number there, its record, and its steps."""
+def numbered(sources: Sequence[Source]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The shard of each trajectory of all of them, and its number there."""
     counts = np.array([len(source.runs) for source in sources], np.int64)
     shard = np.repeat(np.arange(len(sources)), counts)
-    number = np.arange(len(shard)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.concatenate([np.empty((0, 5), np.int64), *(source.runs for source in sources)])
-    steps = np.concatenate([np.empty(0, np.int64), *(source.steps for source in sources)])
-    return shard, number, table, steps
+    return shard, np.arange(len(shard)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _joined(parts: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _newest_first(sources: Sequence[Source], shard: NDArray[np.int64], which: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The order of some of all trajectories by age. Of equal ones: by shard and lane, and the later one in it first."""
+    age = _joined(source.clock - source.runs[:, 3] for source in sources)[which]
+    lane = _joined(source.runs[:, 0] for source in sources)[which]
+    later = _joined(-source.runs[:, 1] for source in sources)[which]
+    return np.lexsort((later, lane, shard[which], age))
 
 
 def leave_out(why: str, shard: NDArray[np.int64], shards: int) -> NDArray[np.int64]:
@@ -212,7 +232,7 @@ def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], room: NDArray[n
 
 
 def _deal(
-    room_of: Sequence[int], targets: Sequence[Target], overflow: str
+    rooms: NDArray[np.int64], targets: Sequence[Target], overflow: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rank and lane of each; -1 for what is left out."""
     common = math.lcm(*(target.capacity for target in targets)) if targets else 1
@@ -220,9 +240,9 @@ def _deal(
     ranks = [(0, n) for n in range(len(targets))]
     lanes = [[(0, lane) for lane in range(target.lanes)] for target in targets]
     room = [target.lane_length for target in targets]  # of the lane that holds the least
-    to_rank, to_lane = np.full(len(room_of), -1), np.full(len(room_of), -1)
+    to_rank, to_lane = np.full(len(rooms), -1), np.full(len(rooms), -1)
     hopeless = max(room, default=0) + 1  # nothing of that length or longer fits anywhere
-    for i, length in enumerate(room_of):
+    for i, length in enumerate(_ints(rooms)):
         full: list[tuple[int, int]] = []
         if length < hopeless:
             while ranks and room[ranks[0][1]] < length:
@@ -243,3 +263,8 @@ def _deal(
         for entry in full:
             heapq.heappush(ranks, entry)
     return to_rank, to_lane
+
+
+def _ints(numbers: NDArray[np.int64], piece: int = 1 << 14) -> Iterator[int]:
+    """As ints, which Python adds and compares faster; not all of them at once."""
+    return itertools.chain.from_iterable(numbers[at : at + piece].tolist() for at in range(0, len(numbers), piece))

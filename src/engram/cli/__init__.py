@@ -148,7 +148,7 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
     type=click.Choice(["drop", "keep"]),
     default="drop",
     show_default=True,
-    help="What becomes of those whose first steps were overwritten.",
+    help="What becomes of those without their first steps.",
 )
 @click.option(
     "--overflow",

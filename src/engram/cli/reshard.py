@@ -32,8 +32,8 @@ __all__ = ["reshard"]
 
 #: How trajectories that are not whole are taken along all the same.
 _WAYS = {
-    "open": "--open keep (or truncate) keeps the open ones",
-    "headless": "--headless keep keeps the headless ones",
+    "open": "--open keep (or truncate) keeps those without a last step",
+    "headless": "--headless keep keeps those without a first one",
 }
 _OTHERWISE = "--max-drop-fraction 1 takes the rest"
 
