@@ -85,7 +85,9 @@ def _track(
     """The runs of a lane, or of one of its columns."""
     # The oldest step lies at the seam; where the cursor has not come yet, rows that were written by number are a lap older.
     steps, seam = live // columns, position % length // columns
-    row = lane * length + (seam + np.arange(steps)) % steps * columns + column
+    row = np.concatenate([np.arange(seam, steps), np.arange(seam)])
+    row *= columns
+    row += lane * length + column
     there = numbers[row] != 0
     changes, ends, cut, starts = (np.zeros(steps, bool) for _ in range(4))
     knows_starts = False

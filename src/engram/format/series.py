@@ -17,6 +17,8 @@ its own decides nothing and removes nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import re
 import secrets
@@ -227,9 +229,10 @@ def begin(
     folder = root / name
     disk.make_folder(folder)
     try:
-        disk.put(folder / ATTEMPT, raw)
-        disk.sync_folder(folder)
-        disk.sync_folder(root)
+        with disk.together():
+            disk.put(folder / ATTEMPT, raw)
+            disk.sync_folder(folder)
+            disk.sync_folder(root)
     except BaseException:
         with contextlib.suppress(OSError):
             disk.remove(folder)
@@ -298,9 +301,10 @@ def accept(
         totals=totals,
     )
     raw = strict.encode(shard)
-    sync_parts(own, shard)
-    disk.sync_folder(own)
-    disk.sync_folder(folder)
+    with disk.together():
+        sync_parts(own, shard)
+        disk.sync_folder(own)
+        disk.sync_folder(folder)
     if not disk.publish(own / SHARD, raw):
         raise FileExistsError(f"{own / SHARD}: expected no vote of rank {rank} yet.")
     return shard
@@ -599,11 +603,15 @@ def prune(root: Path, keep: int, epoch: int) -> list[str]:
 
 def _superfluous(root: Path, keep: int, epoch: int) -> list[Name]:
     every = names(root)
-    good = [name for name in every if look(root / str(name)) is None]
-    if not good:
+    good = functools.cache(
+        lambda name: look(root / str(name)) is None
+    )  # most are not asked for: all their files are looked at
+    newest = [*itertools.islice(filter(good, every), keep)]
+    if not newest:
         return []
-    kept = set(good[:keep]) | set(sorted(good, key=lambda name: (name.epoch, name.step), reverse=True)[:keep])
+    by_epoch = sorted(every, key=lambda name: (name.epoch, name.step), reverse=True)
+    kept = {*newest, *itertools.islice(filter(good, by_epoch), keep)}
     kept |= set([name for name in every if name.attempt.startswith("crash")][:1])
-    kept |= {name for name in every if name.epoch > epoch or name.step > good[0].step}
+    kept |= {name for name in every if name.epoch > epoch or name.step > newest[0].step}
     kept |= {name for name in every if name.epoch == epoch and not os.path.lexists(root / str(name) / MANIFEST)}
     return [name for name in every if name not in kept]
