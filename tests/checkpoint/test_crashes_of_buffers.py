@@ -15,7 +15,7 @@ from engram.checkpoint.checkpointer import Checkpointer
 from engram.format import disk
 from engram.format.verify import verify
 from tests import stress
-from tests.format.system_calls import ERRORS, counted, failing_at, killed_at
+from tests.format.system_calls import ERRORS, counted, failing_at, killed_at, settled
 
 L = 40
 
@@ -95,7 +95,7 @@ def check_tidy(work, folder):
         assert verify(folder).good
     else:
         work.save()
-        assert os.listdir(folder) == ["d"]
+        assert settled(folder) == ["d"]
         assert verify(folder / "d").good
     assert newest(work.load()) == work.after + 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,8 @@ KINDS = ("complete", "open", "headless", "both", "mid", "orphan")
 class Marks(NamedTuple):
     """What ``n`` rows say of where trajectories begin and end. None: no field says it."""
 
-    ids: NDArray[np.uint8] | None = None
-    """``[n, bytes]``: of another trajectory where other bytes stand."""
+    ids: NDArray[np.integer[Any]] | None = None
+    """``[n, words]``: of another trajectory where other words stand."""
     ends: NDArray[np.bool_] | None = None
     """``[n]``: the last step of its trajectory."""
     cut: NDArray[np.bool_] | None = None

@@ -24,7 +24,7 @@ from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Self
 
     from engram.format.part_writer import PartInfo
@@ -268,7 +268,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A new folder that takes the place of ``path`` in one step, when the block ends without an exception.
 
     For ``dumps`` of a buffer (``finish_dump`` in it) and of one component (a part in it). Until then, and after an exception,
-    ``path`` is what it was. What a killed process left beside it is removed.
+    ``path`` is what it was. What was replaced is removed in the background; what a killed process left beside it, first.
 
     Raises:
         FileExistsError: ``path`` is neither free, nor an empty folder, nor a dump of the same kind.
@@ -288,14 +288,35 @@ def replacing(path: Path) -> Iterator[Path]:
         if not (_is_dump(temporary) or is_part(temporary)):
             raise ValueError(f"{temporary}: expected a finished dump or part.")
         _take_place(temporary, path)
+    except BaseException:
+        _throw_away(temporary, path, lambda remove: remove())
+        raise
+    else:
+        _throw_away(temporary, path, disk.meanwhile)
     finally:
-        # What is here now is the old dump, or a new one that failed.
-        with contextlib.suppress(OSError):
-            if temporary.exists():
-                trash = temporary.with_name(f".{path.name}.trash-{secrets.token_hex(8)}")
-                disk.rename(temporary, trash)
-                disk.remove(trash)
         os.close(held)
+
+
+def _throw_away(temporary: Path, path: Path, run: Callable[[Callable[[], None]], None]) -> None:
+    """Have what is there removed: the dump that was replaced, or a new one that failed."""
+    trash = temporary.with_name(f".{path.name}.trash-{secrets.token_hex(8)}")
+
+    def remove() -> None:
+        try:
+            with contextlib.suppress(OSError):
+                disk.remove(trash)
+        finally:
+            os.close(fd)
+
+    with contextlib.suppress(OSError):
+        fd = disk.open_folder(temporary)
+        disk.lock(fd)  # others see that it is being removed
+        try:
+            disk.rename(temporary, trash)
+        except OSError:
+            os.close(fd)
+            raise
+        run(remove)
 
 
 def _take_place(temporary: Path, path: Path) -> None:

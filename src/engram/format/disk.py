@@ -36,6 +36,7 @@ __all__ = [
     "link",
     "lock",
     "make_folder",
+    "meanwhile",
     "open_below",
     "open_file",
     "open_folder",
@@ -54,6 +55,9 @@ __all__ = [
 
 _AT_FDCWD = -2 if sys.platform == "darwin" else -100
 _START = 2  # SYNC_FILE_RANGE_WRITE
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS
 #: What a file system says that cannot do a thing at all.
 _CANNOT = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EBADF, errno.EPERM, errno.EACCES})
@@ -132,10 +136,8 @@ def copy(source: int, source_offset: int, target: int, target_offset: int, nbyte
 
 def start(fd: int, offset: int, nbytes: int) -> None:
     """Have the disk begin with bytes that were written, so that less is left to wait for. A hint: where it cannot, nothing happens."""
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-        function(fd, offset, nbytes, _START)  # an error is the file's, and comes again when it is waited for
+    if _sync_file_range is not None:
+        _sync_file_range(fd, offset, nbytes, _START)  # an error is the file's, and comes again when it is waited for
 
 
 class _Waiting(threading.local):
@@ -146,8 +148,10 @@ class _Waiting(threading.local):
 
 _waiting = _Waiting()
 
-#: Threads that wait for the disk at the same time: it writes what they wait for in one go.
+#: Threads that wait for the disk at the same time: it writes what they wait for in one go. Few, as each takes its time to start.
 THREADS = 4
+#: The name of a thread that does something :func:`meanwhile`.
+MEANWHILE = "engram-meanwhile"
 #: Descriptors that wait, at most.
 _MOST_WAITING = 128
 
@@ -336,6 +340,15 @@ def _remove_folder(path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             (_remove_folder if is_folder else os.unlink)(name)
     os.rmdir(path)
+
+
+def meanwhile(work: Callable[[], None]) -> None:
+    """Do what nobody waits for, as removing files takes its time: in a thread, whose end the end of the program waits for."""
+    if THREADS > 1:
+        with contextlib.suppress(RuntimeError):  # there can be no more threads
+            threading.Thread(target=work, name=MEANWHILE).start()
+            return
+    work()
 
 
 def lock(folder: int, *, wait: bool = False) -> bool:
