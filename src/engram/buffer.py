@@ -495,9 +495,7 @@ class ReplayBuffer:
                 prefetcher.turns.append(key)
                 if prefetcher.dear or perf_counter() - start > prefetcher.dear_s:
                     prefetcher.took(perf_counter() - start)
-        (data, rows, info), last = prefetcher.next(self)
-        if last:
-            self._sampler.ran_out = True
+        data, rows, info = prefetcher.next(self)
         if not return_info:
             return data
         return data, (info if rows is None else self._info(rows, info))
@@ -531,7 +529,10 @@ class ReplayBuffer:
             self._sampler.ran_out = False
         return ended
 
-    _steps = Steps(ask=_ask_ahead, read=_read_ahead, finish=_finish_ahead, ended=_pass_ended)
+    def _pass_over(self) -> None:
+        self._sampler.ran_out = True
+
+    _steps = Steps(ask=_ask_ahead, read=_read_ahead, finish=_finish_ahead, ended=_pass_ended, over=_pass_over)
 
     def _settle(self) -> None:
         """What happens to the buffer now is not for batches that were asked for before."""
