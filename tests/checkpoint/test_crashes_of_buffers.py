@@ -90,7 +90,7 @@ def check_tidy(work, folder):
     if isinstance(work, Saves):
         again = Checkpointer(folder, work.rb, keep=1)
         again.save(10**6)
-        left = [name for name in os.listdir(folder) if not name.startswith("EPOCH-")]
+        left = [name for name in settled(folder) if not name.startswith("EPOCH-")]
         assert sorted(left) == ["LATEST", again.list()[0].name]
         assert verify(folder).good
     else:
@@ -136,6 +136,7 @@ def test_a_call_that_fails(kind, code, ram):
         folder = ram / str(number)
         folder.mkdir()
         work = kind(folder)
+        settled(folder)
         descriptors = len(os.listdir("/proc/self/fd"))
         error = failing_at(number, code, work.save)
         assert len(os.listdir("/proc/self/fd")) == descriptors

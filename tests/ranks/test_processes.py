@@ -240,8 +240,8 @@ def killed_in_a_phase(ranks, rank, folder, victim, phase):
             series.accept = die
         elif phase == "decide":
             ck._attempts.decided = die
-        elif phase == "prune":
-            series.prune = die
+        elif phase == "retire":
+            series.retire = die
     started = time.monotonic()
     try:
         said = ck.save(2).name
@@ -252,7 +252,7 @@ def killed_in_a_phase(ranks, rank, folder, victim, phase):
 
 @pytest.mark.parametrize(
     ("victim", "phase"),
-    [(1, "begin"), (1, "write"), (0, "write"), (1, "vote"), (1, "decide"), (0, "prune")],
+    [(1, "begin"), (1, "write"), (0, "write"), (1, "vote"), (1, "decide"), (0, "retire")],
 )
 def test_killed_in_a_phase_of_a_save(tmp_path, victim, phase):
     folder = tmp_path / "job"
@@ -261,7 +261,7 @@ def test_killed_in_a_phase_of_a_save(tmp_path, victim, phase):
     assert said[victim] is None
     other = said[1 - victim]
     path, _ = series.latest(folder / "root")
-    if phase in ("decide", "prune"):
+    if phase in ("decide", "retire"):
         assert other["said"] == path.name
     else:
         assert other["said"].startswith("RankFailed")

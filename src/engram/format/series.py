@@ -76,7 +76,9 @@ __all__ = [
     "read_attempt",
     "recover",
     "refuse",
+    "retire",
     "set_latest",
+    "sweep",
     "votes",
 ]
 
@@ -567,7 +569,14 @@ def _hint(root: Path) -> str | None:
 
 
 def prune(root: Path, keep: int, epoch: int) -> list[str]:
-    """Remove old checkpoints and failed attempts.
+    """Remove old checkpoints and failed attempts: :func:`retire`, then :func:`sweep`. Names of what was removed."""
+    removed = retire(root, keep, epoch)
+    sweep(root)
+    return removed
+
+
+def retire(root: Path, keep: int, epoch: int) -> list[str]:
+    """Rename old checkpoints and failed attempts, so that nobody finds half a one: :func:`sweep` removes them.
 
     Kept are: the ``keep`` newest good checkpoints, by step and by epoch; whatever is of a later epoch, or of a later step than
     the newest good one; the newest crash attempt; and undecided attempts of this epoch, which may be under way.
@@ -578,27 +587,30 @@ def prune(root: Path, keep: int, epoch: int) -> list[str]:
         epoch: of this incarnation.
 
     Returns:
-        Names of what was removed. A folder is renamed first: nobody finds half a checkpoint.
+        Their names.
 
     Raises:
         ValueError: ``keep`` is below 1.
         RuntimeError: a later incarnation has begun.
-        OSError: something cannot be removed.
+        OSError: something cannot be renamed.
     """
     if keep < 1:
         raise ValueError(f"prune: keep: expected at least 1, got {keep}.")
     _check_epoch(root, epoch)
-    removed = []
+    retired = []
     for name in _superfluous(root, keep, epoch):
-        trash = root / f"trash-{name}"
-        disk.rename(root / str(name), trash)
-        removed.append(str(name))
-    if removed:
+        disk.rename(root / str(name), root / f"trash-{name}")
+        retired.append(str(name))
+    if retired:
         disk.sync_folder(root)
+    return retired
+
+
+def sweep(root: Path) -> None:
+    """Remove what was renamed, also by processes that were killed. Raises ``OSError``: something cannot be removed."""
     for left in sorted(os.listdir(root)):
         if left.startswith("trash-") and Name.parse(left.removeprefix("trash-")):
             disk.remove(root / left)
-    return removed
 
 
 def _superfluous(root: Path, keep: int, epoch: int) -> list[Name]:
