@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
@@ -123,11 +122,8 @@ class Shard(strict.Document, frozen=True, kw_only=True):
     format: Literal["engram.shard"] = "engram.shard"
 
 
-class Manifest(strict.Document, frozen=True, kw_only=True):
-    """The decision on an attempt. Two processes that decide write the same bytes.
-
-    No digest names this file, so it holds a sum of itself.
-    """
+class Manifest(strict.Summed, frozen=True, kw_only=True):
+    """The decision on an attempt. Two processes that decide write the same bytes."""
 
     name: str
     """Of the folder; empty: a dump, which may be moved."""
@@ -142,24 +138,7 @@ class Manifest(strict.Document, frozen=True, kw_only=True):
     schema_sum: str
     shards: tuple[ShardEntry, ...]
     user: dict[str, Any]
-    sum: str = ""
-    """xxh3-64 of the text without it."""
     format: Literal["engram.checkpoint"] = "engram.checkpoint"
-
-    def encode(self) -> bytes:
-        """The text of the file. Raises as ``strict.encode``."""
-        bare = strict.encode(msgspec.structs.replace(self, sum=""))
-        return strict.encode(msgspec.structs.replace(self, sum=xxhash.xxh3_64_hexdigest(bare)))
-
-    @classmethod
-    def decode(cls, raw: bytes, path: Path) -> Manifest:
-        """What the text says. Raises as ``strict.decode``, and ``CorruptCheckpoint`` if it is not what was written."""
-        manifest = strict.decode(raw, path, cls)
-        bare = strict.encode({**strict.parse(raw), "sum": ""})  # with what a newer engram may have added
-        expected = xxhash.xxh3_64_hexdigest(bare)
-        if manifest.sum != expected:
-            raise corrupt(path, f"expected the checksum {expected}, got {manifest.sum!r:.100}")
-        return manifest
 
 
 def rank_folder(rank: int, world: int) -> str:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engram.format import description, disk, layout, strict, sums, tables
+from engram.format import description, disk, layout, sums, tables
 from engram.format.description import ArrayInfo, Geometry, Part, PartField, SegmentSize, SumsEntry, TableEntry
 from engram.format.schema import DTYPES, MAX_DIMS
 
@@ -314,7 +314,7 @@ class PartWriter:
         described = {"state": dict(state), "arrays": arrays, "sums": entry, **described}
         document = Part(part=part, type=type_, name=name, **described)
         description.check(document)
-        raw = strict.encode(document)
+        raw = document.encode()
         disk.put(self.folder / f"{self._prefix}{description.SUMS}", raw_sums)
         disk.put(self.folder / f"{self._prefix}{description.PART}", raw)
         for folder in reversed(self._folders.values()):
