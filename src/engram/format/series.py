@@ -494,13 +494,26 @@ def latest(root: Path, *, at_most: int | None = None) -> tuple[Path | None, list
             break
         problems.append(wrong)
     hint = _hint(root)
-    if at_most is None and hint != (found.name if found else None):
+    if at_most is None and hint != (found.name if found else None) and not _lags(root, hint, found):
         problems.append(
             Problem(
                 root / LATEST, f"expected the name of {found.name if found else 'no checkpoint'}, got {hint!r:.100}"
             )
         )
     return found, problems
+
+
+def _lags(root: Path, hint: str | None, found: Path | None) -> bool:
+    """Whether a process may have died between its decision and the hint, which names a good one before that, or there was none."""
+    newest = Name.parse(found.name) if found else None
+    if newest is None:
+        return False
+    before = Name.parse(hint or "")
+    if before is not None:
+        return before < newest and before.epoch <= newest.epoch and look(root / str(before)) is None
+    return not os.path.lexists(root / LATEST) and not any(
+        look(root / str(name)) is None for name in names(root) if name < newest
+    )
 
 
 def look(folder: Path) -> Problem | None:
