@@ -1299,8 +1299,10 @@ class ReplayBuffer:
         """Save the buffer as a folder, which in one step replaces one that was saved there.
 
         All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
-        storage. Of rows that were never written nothing is saved. Writers, of all processes, wait meanwhile; readers do not. What
-        was replaced is removed in the background, where the end of the program waits for it.
+        storage. Of rows that were never written nothing is saved. Writers, of all processes, wait while rows are written,
+        5 s at most: then they raise ``WriterStalled``, which names this process. Beside them a :class:`~engram.Checkpointer`
+        saves what takes longer. Readers do not wait. What was replaced is removed in the background, where the end of the program
+        waits for it.
 
         Args:
             path: a free name, an empty folder, or what an earlier call has made.
