@@ -19,6 +19,7 @@ from benchmarks import (
     bench_indexes,
     bench_memory,
     bench_prefetch,
+    bench_ranks,
     bench_sampling,
     bench_sharing,
     bench_writing,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "sharing": bench_sharing.run,
     "prefetch": bench_prefetch.run,
     "checkpoints": bench_checkpoints.run,
+    "ranks": bench_ranks.run,
 }
 RESULTS = Path(__file__).parent / "results"
 QUICK_SHARE = 0.2

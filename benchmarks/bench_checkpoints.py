@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from benchmarks import bench_indexes, rivals
+from benchmarks import bench_indexes, resident, rivals
 from benchmarks.bench_indexes import ALPHA, BETA, ROWS
 from benchmarks.claims import FLOORS, Comparison, Row, timed
 from benchmarks.timing import Effort, Side, Spread, Timing, alternate, longest, once
@@ -304,16 +304,10 @@ def _grown(name: str, nbytes: int) -> float:
         _dumped(engram, CHUNK * ROW_BYTES / GB, Path(other, "small"))
         _empty(engram, CHUNK * ROW_BYTES).loads(Path(other, "small"))
     replay = _empty(engram, nbytes)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status("VmRSS")
+    resident.forget_peak()
+    before = resident.now()
     replay.loads(path)
-    return (_status("VmHWM") - before) / 1024 - len(replay) * ROW_BYTES / 2**20
-
-
-def _status(entry: str) -> int:
-    """KiB."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{entry}:"))
-    return int(line.split()[1])
+    return (resident.peak() - before - len(replay) * ROW_BYTES) / 2**20
 
 
 def _verify(path: Path, nbytes: int, share: float) -> Row:

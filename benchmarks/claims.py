@@ -47,6 +47,7 @@ def _every(keys: Iterable[str], against: str, floor: Floor) -> dict[tuple[str, s
 
 
 _WARM = ("tensor", "memmap")
+_MOVES = tuple(f"{kind}/{shape}" for kind in ("frames", "small") for shape in ("2-3", "3-2"))
 _CROWDS = ("1-writer", "2-writers")
 _CLASSES = ("ReplayBuffer", "TensorDictReplayBuffer")
 
@@ -99,6 +100,12 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("checkpoints/loads", "reading"): Floor("share", 1.25),
     ("checkpoints/memory", "64 MiB"): Floor("value", 64),
     ("checkpoints/verify", "1 GB/s"): Floor("value", 1000),
+    ("ranks/plan/time", "10 s"): Floor("value", 10),
+    ("ranks/plan/memory", "200 MB"): Floor("value", 200),
+    **_every((f"ranks/restore/{move}" for move in _MOVES), "copying", Floor("share", 1 / 0.6)),
+    **_every((f"ranks/memory/{move}" for move in _MOVES), "64 MiB", Floor("value", 64)),
+    ("ranks/stall/call", "50 ms"): Floor("value", 50),
+    ("ranks/request", "poll_every"): Floor("value", 1),
     ("frames/2-threads", "copy_"): Floor("share", 1.3),
     ("frames/2-threads", "TorchRL"): Floor("times", 8),
     ("frames/two-against-one", "one thread"): Floor("times", 1.6),

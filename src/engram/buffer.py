@@ -12,7 +12,7 @@ import warnings
 from html import escape
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from engram import _native, collate, expanders, priorities, samplers, storages, 
 from engram._later import refuse
 from engram._tensordict import children
 from engram.checkpoint import buffers, torchrl
-from engram.checkpoint.conversion import with_parameters
+from engram.checkpoint.moving import by_trajectory, by_value
 from engram.checkpoint.placing import open_saved
+from engram.checkpoint.plan import Incomplete
 from engram.errors import CorruptStore, IncompatibleCheckpoint, NoSampleable, RowError, WriterStalled
 from engram.format import disk, files, layout
 from engram.format.checkpoints import Checkpoint, finish_dump, replacing
@@ -39,6 +40,8 @@ from engram.types import Draw, Plan, Sampler, Write, Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+    from engram.checkpoint.best import Ranking
+    from engram.checkpoint.moving import Planner
     from engram.format.parts import PartReader
     from engram.pinning import Pinning
     from engram.storages import Rows, Storage
@@ -1341,9 +1344,9 @@ class ReplayBuffer:
             path: the folder; or one that TorchRL 0.14 dumped: its rows, cursor, priorities with alpha and beta, and generator are
                 taken. Its pickles are never opened; a warning names them.
             convert: of another capacity or number of lanes whole trajectories are taken, the newest first, and dealt out to the lanes:
-                fields that mean lanes, ids or positions (``env_id``, ``collector/traj_ids`` or ``episode``) are rewritten, a pass begins
-                anew, batches ahead are dropped. Priorities of another ``alpha`` or ``eps`` are computed anew. What is left out is
-                counted in a warning.
+                fields that mean lanes, ids or positions (``env_id``, ``collector/traj_ids`` or ``episode``) are rewritten. With a
+                ``TensorDictMaxValueWriter`` the best rows are taken, as they are. A pass begins anew, batches ahead are dropped.
+                Priorities of another ``alpha`` or ``eps`` are computed anew. What is left out is counted in a warning.
             default_rng: as for :meth:`load_state_dict`.
 
         Raises:
@@ -1445,23 +1448,33 @@ class ReplayBuffer:
         state = self._state_of_parts(states, str(checkpoint.shard_folder(rank)))
         return self._checked_rest(state, of_storage, take_storage, default_rng=default_rng)
 
+    def planner(self, incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:
+        """What decides where saved rows go that are of other ranks or sizes: as trajectories, or as the writer ranks them.
+
+        ``incomplete``, ``overflow``: of trajectories, as for ``Checkpointer.restore``.
+        """
+        ranking: Ranking | None = getattr(self._writer, "ranking", None)
+        return by_trajectory(incomplete, overflow) if ranking is None else by_value(ranking)
+
     def checked_placed(
         self,
         checkpoint: Checkpoint,
         of_storage: dict[str, Any],
         fill: Callable[[Sequence[Tensor]], None],
         *,
+        leader: int = 0,
         seed: int,
         default_rng: bool = False,
     ) -> Callable[[], None]:
         """Check what a plan gives to this buffer of a checkpoint, of one rank or of many; what takes it over.
 
-        What is not of rows is rank 0's; passes over the rows and generators begin anew, and nothing is prefetched.
+        What is not of rows is that of one rank; passes over the rows and generators begin anew, and nothing is prefetched.
 
         Args:
             checkpoint: open until all is taken over.
             of_storage: the state of the storage, without rows.
             fill: what reads those into its tensors.
+            leader: that rank.
             seed: of generators.
             default_rng: seed torch's default one, too.
 
@@ -1469,8 +1482,8 @@ class ReplayBuffer:
         """
         take_rows = self._storage.checked_without_rows(of_storage)
         generator = torch.Generator().manual_seed(seed).get_state()
-        read = buffers.read_parts(checkpoint, 0, self._kinds())
-        where = str(checkpoint.shard_folder(0))
+        read = buffers.read_parts(checkpoint, leader, self._kinds())
+        where = str(checkpoint.shard_folder(leader))
         self._state_of_parts(read, where)  # they have what is replaced
         states = {part: buffers.begun_anew(part, state, seed, generator) for part, state in read.items()}
         if buffers.INDEX in states["sampler"]:
@@ -1502,12 +1515,12 @@ class ReplayBuffer:
         own = [name for name, kind in self._sampler_indexes() if kind == priorities.KIND and "leaves" in sampler]
         for name in own:
             here = self._sampler.state_dict()
-            saved_rows.head["priorities"][name] = with_parameters(sampler, here["alpha"], here["eps"])
-        of_storage, take = self._storage.checked_conversion(saved_rows, without=own)
+            saved_rows.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])
+        plan = self.planner(Incomplete(open="keep", headless="keep"), "cut")
+        of_storage, take = self._storage.checked_conversion(saved_rows, plan, without=own)
         for name in own:
             states["sampler"] = of_storage["priorities"][name]
-        if "visited" in sampler:
-            states["sampler"] = {**sampler, "key": 0, "rows": 0, "visited": 0, "ran_out": False}
+        states["sampler"] = buffers.pass_anew(states["sampler"], 0)
         states["prefetch"] = {"batches": None}
         if states["buffer"].get("lane", 0) >= self._storage.lanes:
             states["buffer"]["lane"] = 0

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
     from engram.store import Block, Key
 
-__all__ = ["KIND", "NAMES", "NOTHING", "PriorityConfig", "PriorityIndex", "check_priorities", "state_of"]
+__all__ = [
+    "KIND",
+    "NAMES",
+    "NOTHING",
+    "PriorityConfig",
+    "PriorityIndex",
+    "check_priorities",
+    "state_of",
+    "with_parameters",
+]
 
 KIND = "priorities"
 #: Entries of a state.
@@ -89,6 +98,18 @@ def check_priorities(state: dict[str, Any], config: PriorityConfig | None, rows:
             f"{where}: leaves: expected finite ones of at least 0, got {float(leaves[row])} of row {row}."
         )
     return found
+
+
+def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str, Any]:
+    """Priorities as they are with another ``alpha`` or ``eps``: each is computed from its leaf."""
+    if (state["alpha"], state["eps"]) == (alpha, eps):
+        return state
+    leaves = state["leaves"]
+    priorities = leaves.abs() ** (1 / state["alpha"]) - state["eps"] if state["alpha"] else torch.ones_like(leaves)
+    powers = (priorities.clamp(min=0) + eps) ** alpha
+    given = (leaves > 0) | leaves.signbit()
+    powers = torch.where(powers > 0, powers, torch.full_like(powers, -0.0))
+    return {**state, "alpha": alpha, "eps": eps, "leaves": torch.where(given, powers, leaves)}
 
 
 class PriorityIndex:

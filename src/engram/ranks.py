@@ -34,8 +34,8 @@ _ROLL_CALL_S = 3.0
 class Ranks(abc.ABC):
     """This process among those of its job.
 
-    :meth:`set`, :meth:`get` and :meth:`add` work from any thread and wait for nobody. :meth:`gather`, :meth:`max` and
-    :meth:`together` are for one thread of each rank, all of which must call them in the same order.
+    :meth:`set`, :meth:`get`, :meth:`claim` and :meth:`add` work from any thread and wait for nobody. :meth:`gather`, :meth:`max`,
+    :meth:`all` and :meth:`together` are for one thread of each rank, all of which must call them in the same order.
 
     >>> from engram.ranks import Ranks
     >>> alone = Ranks.local()
@@ -97,6 +97,10 @@ class Ranks(abc.ABC):
         """What some rank set; None: nothing yet."""
 
     @abc.abstractmethod
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Set what nobody has set yet; what is there then, the same for all that ask."""
+
+    @abc.abstractmethod
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that all ranks share, 0 at first; its value then. Keys of counters and of values are different."""
 
@@ -135,24 +139,43 @@ class Ranks(abc.ABC):
         """What every rank gave, in their order, on every rank.
 
         Raises:
-            RankFailed: some did not come in time; names them.
+            RankFailed: some did not come in time; names them. On all ranks, also on those, whenever they come.
         """
         number = self._gathered
         self._gathered += 1
-        self.set(f"gather/{number}/{self.rank}", value)
-        given = self.wait([f"gather/{number}/{rank}" for rank in range(self.world)], timeout)
+        keys = [f"gather/{number}/{rank}" for rank in range(self.world)]
+        self.set(keys[self.rank], value)
+        given = self.wait(keys, timeout)
         missing = [rank for rank, one in enumerate(given) if one is None]
+        ended = _FINE
         if missing:
-            raise RankFailed(
-                f"expected all {self.world} ranks within {timeout:g} s, got nothing from {_names(missing)}."
+            ended = _FAILED + (
+                f"expected all {self.world} ranks within {timeout:g} s, got nothing from {_names(missing)}.".encode()
             )
+        ended = self.claim(f"gather/{number}/over", ended)
+        if ended != _FINE:
+            raise RankFailed(ended[1:].decode())
+        if missing:  # they came just then, and others go on with them
+            given = [self.get(key) for key in keys]
         if number:  # whoever came here has read what was given before
             self.forget(f"gather/{number - 1}/{self.rank}")
+            if self.rank == 0:
+                self.forget(f"gather/{number - 1}/over")
         return [one for one in given if one is not None]
 
     def max(self, value: int, timeout: float) -> int:
         """The largest of what all ranks gave. Raises as :meth:`gather`."""
         return max(int(one) for one in self.gather(str(value).encode(), timeout))
+
+    def all(self, true: bool, timeout: float) -> bool:
+        """Whether it is true on all ranks. Raises as :meth:`gather`.
+
+        Before training, so that none collects while others wait in a collective::
+
+            while not ranks.all(rb.can_sample(), timeout=60):
+                rb.extend(collect())
+        """
+        return self.max(int(not true), timeout) == 0
 
     def together(self, what: str, act: Callable[[], bytes], timeout: float) -> list[bytes]:
         """Let every rank do its part; what each one's returned.
@@ -214,6 +237,10 @@ class _OnBoard(Ranks):
     def get(self, key: str) -> bytes | None:
         with self._board.lock:
             return self._board.values.get(key)
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        with self._board.lock:
+            return self._board.values.setdefault(key, value)
 
     def add(self, key: str, amount: int) -> int:
         with self._board.lock:
@@ -307,6 +334,9 @@ class _Torch(Ranks):
             return bytes.fromhex(self._store.get(key).decode()) if self._store.check([key]) else None
 
         return self._ask(look)
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        return self._ask(lambda: bytes.fromhex(self._store.compare_set(key, "", value.hex()).decode()))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(lambda: self._store.add(key, amount)))

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -652,6 +654,23 @@ def test_a_second_call_joins_the_first(ram, monkeypatch, first, second):
     assert reports[0] == reports[1]
     assert len(checkpointer.list()) == 1
     assert checkpointer.save(1).name != reports[0].name
+
+
+def test_a_program_that_ends_meanwhile_ends_after_its_save(ram):
+    program = """if True:
+        import sys, time, torch
+        from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        from engram.format import series
+        accept = series.accept
+        series.accept = lambda *some, **more: (time.sleep(0.5), accept(*some, **more))[1]
+        rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
+        rb.extend(torch.arange(50))
+        assert not Checkpointer(sys.argv[1], rb).save(7, wait=False).done
+        """
+    subprocess.run([sys.executable, "-c", program, str(ram)], check=True, timeout=60)
+    again = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
+    assert Checkpointer(ram, again).restore().step == 7
+    assert again[:].tolist() == list(range(50))
 
 
 def test_in_the_background(ram, monkeypatch):

@@ -97,9 +97,16 @@ def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
     assert found == placed
     assert {reason: count["steps"] for reason, count in plan.dropped.items()} == dropped
     for unit in ("episodes", "steps"):
-        assert plan.kept[unit] + sum(c[unit] for c in plan.dropped.values()) == sum(
-            c[unit] for c in plan.saved.values()
-        )
+        at = ("episodes", "steps").index(unit)
+        assert plan.kept[unit] + sum(c[unit] for c in plan.dropped.values()) == sum(int(it.saved[at]) for it in shards)
+    for s, shard in enumerate(shards):  # and of each shard
+        kept = plan.steps[plan.source == s]
+        assert (shard.saved == plan.left_out[s].sum(0) + np.array([len(kept), kept.sum()])).all()
+        runs = shard.runs.tolist()
+        for name in ("open", "headless", "both", "mid", "orphan"):
+            of_kind = [run[2] - run[1] for i, run in enumerate(runs) if kind(runs, i) == name]
+            keeps = getattr(incomplete, name, "drop") != "drop"
+            assert plan.left_out[s, DROPPED.index(name)].tolist() == ([0, 0] if keeps else [len(of_kind), sum(of_kind)])
     ends = {}
     for rank, lane, position, room in zip(plan.rank, plan.lane, plan.position, plan.steps + plan.gap, strict=True):
         assert position == ends.get((rank, lane), 0)  # one behind the other
@@ -137,7 +144,7 @@ def test_ages_count_from_the_clock_of_their_shard():
 def test_steps_of_columns_are_counted_as_steps():
     runs = np.array([[0, 0, 6, 5, FIRST | LAST], [0, 1, 7, 4, LAST], [0, 6, 12, 9, LAST]])
     plan = make_plan([Source(10, runs, columns=2)], [Target(1, 20)], Incomplete(headless="keep"))
-    assert plan.saved["headless"] == plan.saved["complete"] == plan.saved["orphan"] == {"episodes": 1, "steps": 3}
+    assert plan.dropped["orphan"] == {"episodes": 1, "steps": 3}
     assert plan.kept == {"episodes": 2, "steps": 6}
 
 

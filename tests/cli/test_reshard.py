@@ -18,16 +18,24 @@ def call(*arguments):
     return result
 
 
-@pytest.fixture
-def saved(tmp_path):
+def save(root, empty=None):
     def act(ranks, rank):
         rb = buffer(2, 64, seed=rank)
+        ck = checkpointer(root / "source", rb, ranks)
+        if rank == empty:
+            ck.save(7)
+            return set()
         play(rb, rank, 0, [5, 7, 3])
         play(rb, rank, 1, [9, 4], open_end=True)
-        checkpointer(tmp_path / "source", rb, ranks).save(7, user={"model": "m"})
+        ck.save(7, user={"model": "m"})
         return steps_of(rb)
 
-    return tmp_path, set().union(*done(job(3, act)))
+    return root, set().union(*done(job(3, act)))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return save(tmp_path)
 
 
 def load(root, n, lanes, length):
@@ -59,6 +67,16 @@ def test_what_is_written_is_what_a_job_would_have_loaded(saved):
     assert kept < every
 
 
+def test_a_rank_that_had_nothing(tmp_path):
+    root, every = save(tmp_path, empty=0)
+    said = call(root / "source", root / "target", "--ranks", 2, "--lanes", 3, "--capacity", 192)
+    assert said.exit_code == 0, said.output
+    assert verify(root / "target", "full").good
+    pairs = list(zip(load(root / "target", 2, 3, 64), load(root / "source", 2, 3, 64), strict=True))
+    assert all(contents(one) == contents(other) for (_, one), (_, other) in pairs)
+    assert len(set().union(*(steps_of(rb) for (_, rb), _ in pairs))) == len(every) - 8
+
+
 def test_options(saved):
     root, every = saved
     said = call(root / "source", root / "t", "--ranks", 1, "--lanes", 1, "--capacity", 300, "--open", "truncate")
@@ -85,7 +103,7 @@ def test_mistakes(saved):
     assert call(root / "nothing", root / "target", "--ranks", 1, "--lanes", 1).exit_code == 2
     said = call(root / "source", root / "target", "--ranks", 1, "--lanes", 1, "--max-drop-fraction", "0.01")
     assert said.exit_code == 1
-    assert 'incomplete={"open": "keep"}' in said.output
+    assert "--open keep (or truncate) keeps the open ones" in said.output
     path = series.latest(root / "source")[0]
     shard = path / "rank-00001-of-00003" / "shard.json"
     shard.chmod(0o600)

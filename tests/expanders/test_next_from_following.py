@@ -82,6 +82,7 @@ def test_as_if_they_were_stored(pieces, alone):
         for number in range(oldest[lane], written[lane])
         if number in ends[lane] or number + 1 < written[lane]
     }
+    assert rb.can_sample(3) == bool(known)
     if not known:
         with pytest.raises(NoSampleable, match="has a next observation yet"):
             rb.sample(3)

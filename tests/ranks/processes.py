@@ -13,7 +13,12 @@ _context.set_forkserver_preload(["tests.ranks.jobs", "torch.distributed", "engra
 def start(n, act, folder, *more):
     """``n`` processes that run ``act(ranks, rank, folder, *more)``; what each returns is in ``answer`` then."""
     folder.mkdir(exist_ok=True)
-    every = [_context.Process(target=_run, args=(rank, n, act, folder, *more)) for rank in range(n)]
+    return spawn(n, _run, act, folder, *more)
+
+
+def spawn(n, main, *more):
+    """``n`` processes that run ``main(rank, n, *more)``."""
+    every = [_context.Process(target=main, args=(rank, n, *more)) for rank in range(n)]
     for process in every:
         process.start()
     return every
@@ -51,6 +56,18 @@ def wait_for(there, timeout=15):
     while not there():
         assert time.monotonic() < until, "it did not come"
         time.sleep(0.02)
+
+
+def meet(folder, where, ranks):
+    """Wait until all have come here; needs nobody after that."""
+    (folder / f"{where}-{ranks.rank}").touch()
+    wait_for(lambda: all((folder / f"{where}-{rank}").exists() for rank in range(ranks.world)))
+
+
+def stopped(pid):
+    """Whether a process is, by a signal."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "T"
 
 
 def _run(rank, n, act, folder, *more):

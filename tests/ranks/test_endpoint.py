@@ -1,12 +1,15 @@
 """The endpoint, by the rules: whatever is not allowed is refused, and many requests are one save."""
 
+import gc
 import json
 import os
+import random
 import re
 import socket
 import stat
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +17,10 @@ import pytest
 from engram import Ranks
 from engram.checkpoint import endpoint as endpoints
 from engram.format import series
+from engram.format.checkpoints import Checkpoint
+from tests import stress
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
+from tests.ranks.processes import wait_for
 
 
 def send(endpoint, raw):
@@ -102,6 +108,30 @@ def test_all_ranks_save_and_the_state_of_each_is_told(tmp_path):
     assert state["error"] == "RankFailed"
     assert [it["rank"] for it in state["ranks"]] == [0, 1, 2]
     assert [it["state"] == "failed" for it in state["ranks"]] == [False, True, False]
+
+
+def test_two_requests_to_a_job_are_one_checkpoint_of_all_ranks(tmp_path):
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks, poll_every=3)
+        play(ck._buffer, rank, 0, [3])
+        with ck.serve() as endpoint:
+            asked = [said(endpoint) for _ in range(2)] if rank == 0 else []
+            ranks.gather(b"", 5.0)
+            saved = [handle.wait(10).name for step in range(1, 10) if (handle := ck.poll(step)) is not None]
+            assert len(saved) == 1
+            if rank:
+                return saved
+            assert asked[0] == asked[1]
+            assert asked[0][0] == 202
+            state = said(endpoint, "GET", f"/checkpoint/{asked[0][1]['id']}")[1]
+            assert (state["state"], state["checkpoint"]) == ("complete", saved[0])
+            assert state["ranks"] == [{"rank": rank, "state": "saved"} for rank in range(3)]
+        return saved
+
+    saved = done(job(3, act))
+    assert saved[0] == saved[1] == saved[2]
+    with Checkpoint(tmp_path / saved[0][0]) as checkpoint:
+        assert checkpoint.manifest.steps_by_rank == (3, 3, 3)
 
 
 def test_rule_14_nobody_else_on_this_or_other_machines_can_connect(tmp_path):
@@ -246,19 +276,73 @@ def test_a_minimum_interval(tmp_path):
         assert call(endpoint)[0] == 202
 
 
-def test_many_requests_at_once_are_one_save(tmp_path):
+def held():
+    """What a server must not have more of in the end: descriptors, threads, objects. Its connections are closed soon."""
+    wait_for(lambda: sum(it.name == "engram-http" for it in threading.enumerate()) == 1)
+    gc.collect()
+    ours = sum(it.name.startswith("engram") for it in threading.enumerate())
+    return len(os.listdir("/proc/self/fd")), ours, len(gc.get_objects())
+
+
+def client(endpoint, number, n):
+    """Requests of all kinds; the codes and ids that were answered."""
+    draws, codes, ids = random.Random(number), Counter(), set()
+    for _ in range(n):
+        kind = draws.random()
+        if kind < 0.5:
+            code, answer = said(endpoint)
+            ids.add(answer["id"])
+        elif kind < 0.7:
+            code, _ = said(endpoint, "GET", "/checkpoints")
+        elif kind < 0.8 and ids:
+            code, _ = said(endpoint, "GET", f"/checkpoint/{min(ids)}")
+        elif kind < 0.9:
+            code, _ = call(endpoint, Authorization="Bearer " + "0" * 64)
+        else:
+            code, _ = send(endpoint, draws.randbytes(20) + b"\r\n\r\n")
+        codes[code] += 1
+    return codes, ids
+
+
+def many_at_once_are_one_save_and_leave_nothing_behind(tmp_path, n):
+    """Of several clients, while a save goes on; also requests that are refused."""
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
     play(ck._buffer, 0, 0, [3])
     gate = threading.Event()
     real = ck._write_parts
-    ck._write_parts = lambda *args: gate.wait(20) and real(*args)
-    with ck.serve(interval=60.0) as endpoint, ThreadPoolExecutor(6) as pool:
-        before = [said(endpoint) for _ in range(3)]
+    ck._write_parts = lambda *args: gate.wait(300) and real(*args)
+    clients = 6
+    with ck.serve(interval=60.0) as endpoint, ThreadPoolExecutor(clients) as pool:
+        before = [said(endpoint)[1]["id"] for _ in range(3)]
         handle = ck.poll(1)
-        answers = list(pool.map(lambda _: said(endpoint), range(1000)))
+        list(pool.map(lambda i: client(endpoint, i, 20), range(clients)))
+        fds, threads, objects = held()
+        answers = list(pool.map(lambda i: client(endpoint, i, n), range(clients)))
+        now = held()
+        assert now[:2] == (fds, threads)
+        assert now[2] < objects + clients * n / 4
         gate.set()
         handle.wait(10)
         ck.poll(2)
-    assert {code for code, _ in answers} == {202}
-    assert len({answer["id"] for _, answer in before + answers}) == 1
-    assert len(series.names(tmp_path)) == 1
+    codes, ids = sum((it[0] for it in answers), Counter()), set().union(*(it[1] for it in answers))
+    assert codes.keys() == {200, 202, 400, 401}
+    assert codes.total() == clients * n
+    assert ids == set(before)
+    assert len(ids) == len(series.names(tmp_path)) == 1
+
+
+@pytest.mark.stress
+def test_many_requests_at_once_are_one_save_and_leave_nothing_behind(tmp_path):
+    many_at_once_are_one_save_and_leave_nothing_behind(tmp_path, stress.size(200, 2000))
+
+
+def test_a_mutant_that_remembers_every_request_is_found(tmp_path, monkeypatch):
+    kept, real = [], endpoints._read
+
+    def read(connection):
+        kept.append(real(connection))
+        return kept[-1]
+
+    monkeypatch.setattr(endpoints, "_read", read)
+    with pytest.raises(AssertionError):
+        many_at_once_are_one_save_and_leave_nothing_behind(tmp_path, 60)

@@ -9,6 +9,8 @@ from engram import FrameStack, IncompatibleCheckpoint, LazyTensorStorage, Random
 from engram import TensorDictReplayBuffer as Buffer
 from tests.ranks.jobs import checkpointer, columns_of, done, job, layout
 
+ROLES = {"place": "position"}
+
 
 def make(lanes, length, sampler=None):
     return Buffer(
@@ -84,6 +86,38 @@ def test_positions_move_along(tmp_path):
     for _, rb in done(job(3, load, tmp_path, 1, 100)):
         there = layout(rb)[0]
         assert columns_of(rb)["place"][: len(there)].tolist() == list(range(len(there)))
+
+
+def test_goals_in_hindsight_stay_in_their_trajectories(tmp_path):
+    """Each step says where in its lane its goal is: a later step of its own trajectory. Also after a second move."""
+
+    def with_goals(ranks, rank):
+        rb, first = make(1, 64), 0
+        for i, steps in enumerate([5, 9, 3, 7, 6]):
+            data = rows((rank * 100 + i) * 1000, steps, trajectory=i, first=first)
+            goal = torch.tensor([int(torch.randint(at, steps, ())) for at in range(steps)])
+            data["place"], data["seen"] = first + goal, data["who"][goal][:, None]
+            rb.extend(data, lane=0)
+            first += steps
+        checkpointer(tmp_path, rb, ranks, roles=ROLES).save(1)
+
+    def moved(ranks, rank, lanes, step):
+        rb = make(lanes, 100)
+        ck = checkpointer(tmp_path, rb, ranks, roles=ROLES)
+        ck.restore()
+        ck.save(step)
+        found = columns_of(rb)
+        for lane, there in enumerate(layout(rb)):
+            for at, who in enumerate(there):
+                goal = there[int(found["place"][100 * lane + at])]
+                assert goal == int(found["seen"][100 * lane + at])
+                assert goal >= who
+                assert goal // 1000 == who // 1000
+        return sum(map(len, layout(rb)))
+
+    done(job(3, with_goals))
+    assert sum(done(job(2, moved, 2, 2))) == 3 * 30
+    assert sum(done(job(4, moved, 1, 3))) == 3 * 30
 
 
 def test_longer_than_a_lane(tmp_path):

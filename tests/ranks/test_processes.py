@@ -1,7 +1,9 @@
 """Real processes with gloo: saving, restoring, requests, and deaths in each phase."""
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -11,7 +13,8 @@ import torch
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
 from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
-from tests.ranks.processes import answer, join, run, start, wait_for
+from tests.ranks.processes import answer, join, meet, run, start, wait_for
+from tests.twins import contents
 
 
 def filled(rank):
@@ -220,67 +223,152 @@ def test_sigterm_with_the_main_thread_stuck_in_c(tmp_path):
         assert checkpoint.manifest.world == 2
 
 
-def killed_in_a_phase(ranks, rank, folder, victim, phase):
-    """A process dies in a phase of a save; what others say of it."""
-    from engram import RankFailed
-
-    rb = filled(rank)
-    ck = checkpointer(folder / "root", rb, ranks, timeout=1.0)
-    first = ck.save(1).name
-    if rank == victim:
-
-        def die(*_, **__):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if phase == "begin":
-            ck._attempts.begin = die
-        elif phase == "write":
-            ck._write_parts = die
-        elif phase == "vote":
-            series.accept = die
-        elif phase == "decide":
-            ck._attempts.decided = die
-        elif phase == "retire":
-            series.retire = die
-    started = time.monotonic()
-    try:
-        said = ck.save(2).name
-    except RankFailed as error:
-        said = f"RankFailed: {error}"
-    return {"first": first, "said": said, "took": time.monotonic() - started}
-
-
-@pytest.mark.parametrize(
-    ("victim", "phase"),
-    [(1, "begin"), (1, "write"), (0, "write"), (1, "vote"), (1, "decide"), (0, "retire")],
-)
-def test_killed_in_a_phase_of_a_save(tmp_path, victim, phase):
-    folder = tmp_path / "job"
-    said, codes = run(2, killed_in_a_phase, folder, victim, phase)
-    assert codes[victim] == -signal.SIGKILL
-    assert said[victim] is None
-    other = said[1 - victim]
-    path, _ = series.latest(folder / "root")
-    if phase in ("decide", "retire"):
-        assert other["said"] == path.name
-    else:
-        assert other["said"].startswith("RankFailed")
-        assert f"[{victim}]" in other["said"] or f"rank {victim}" in other["said"]
-        assert path.name == other["first"]
-    assert other["took"] < 6
-    loaded = done(job(2, lambda ranks, rank: retried(ranks, rank, folder / "root")))
-    assert len(set(loaded)) == 1
-
-
-def retried(ranks, rank, root):
-    import warnings
+def trains(ranks, rank, folder, steps):
+    """Collectives of a training in the default group, and saves in the background all the time."""
+    from torch import distributed
 
     rb = buffer(2, 64)
-    ck = checkpointer(root, rb, ranks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    ck = checkpointer(folder / "root", rb, ranks, every_steps=1, poll_every=4, keep=2, on_failure="raise")
+    gradient, handles, beside = torch.zeros(1000), [], 0
+    for step in range(1, steps + 1):
+        play(rb, rank, step % 2, [3], first=step)
+        handles.append(ck.poll(step))
+        for _ in range(4):
+            gradient += step * (rank + 1)
+            distributed.all_reduce(gradient, op=distributed.ReduceOp.MAX)
+            beside += not handles[-1].done
+    last = ck.save(steps + 1)
+    meet(folder, "over", ranks)  # rank 0 holds the store
+    names = [handle.wait(1).name for handle in handles]
+    return {"names": names, "last": last.name, "gradient": gradient.tolist()[0], "beside": beside, "rows": last.steps}
+
+
+def test_fifty_saves_in_a_row_beside_the_collectives_of_a_training(tmp_path):
+    said, codes = run(2, trains, tmp_path / "job", 50)
+    assert codes == [0, 0]
+    assert said[0]["names"] == said[1]["names"]
+    assert len(set(said[0]["names"])) == 50
+    assert said[0]["gradient"] == said[1]["gradient"] == sum(4 * 2 * step for step in range(1, 51))
+    assert max(it["beside"] for it in said) > 20, "no save was going on beside a collective"
+    root = tmp_path / "job" / "root"
+    path, problems = series.latest(root)
+    assert (path.name, problems) == (said[0]["last"], [])
+    expected = done(job(2, lambda ranks, _: restored(ranks, root, incomplete={"headless": "keep"})))
+    assert sum(map(len, expected)) == said[0]["rows"]
+
+
+def fails_then_loads(n, rank, folder):
+    """What a launcher starts: a training that loads what there is, and of which rank 1 fails in the first run."""
+    import torch
+    from torch import distributed
+
+    from engram import Ranks
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    ranks = Ranks.from_torch(timeout=10.0)
+    rb = buffer(2, 128)
+    ck = checkpointer(folder / "root", rb, ranks, poll_every=1)
+    first = series.latest(folder / "root")[0] is None
+    if not first:
         ck.restore()
-    return ck.save(2).name
+    found = sorted(whos(steps_of(rb))) if not first else []
+    (folder / f"found-{n}-{rank}.json").write_text(json.dumps(found))
+    with ck.guard(grace=10.0):
+        for step in range(1, 4):
+            play(rb, rank + 10 * n, step % 2, [4], first=step)
+            ck.poll(step)
+        if first and rank == 1:
+            raise ZeroDivisionError("the original error")
+        distributed.all_reduce(torch.zeros(1))
+    ck.save(10)
+    meet(folder, f"over-{n}", ranks)
+
+
+def launched(n, folder):
+    """The exit code of torchrun, and what it said."""
+    script = folder / "train.py"
+    script.write_text(
+        "import os, pathlib\nfrom tests.ranks.test_processes import fails_then_loads\n"
+        f"fails_then_loads({n}, int(os.environ['RANK']), pathlib.Path({str(folder)!r}))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_launcher_starts_fewer_after_a_failure(tmp_path):
+    code, said = launched(2, tmp_path)
+    assert code == 1
+    assert "ZeroDivisionError: the original error" in said
+    path, _ = series.latest(tmp_path / "root")
+    assert path.name.endswith("crash1")
+    code, said = launched(1, tmp_path)
+    assert code == 0, said
+    found = json.loads((tmp_path / "found-1-0.json").read_text())
+    assert len(found) == 2 * 3 * 4
+    assert {who // 100_000_000 for who in found} == {20, 21}
+    path, _ = series.latest(tmp_path / "root")
+    assert path.name.startswith("ckpt-000000000010-")
+
+
+def loads_by_another_seed(rank, folder, root):
+    """A rank in a process of its own hash seed, to which folders are listed in another order."""
+    import hashlib
+    import random
+
+    from torch import distributed
+
+    from engram import Ranks
+
+    real = os.listdir
+
+    def shuffled(*args):
+        names = list(real(*args))
+        random.shuffle(names)
+        return names
+
+    os.listdir = shuffled
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    ranks = Ranks.from_torch(timeout=20.0)
+    rb = buffer(3, 60, seed=0)
+    plan = checkpointer(root, rb, ranks).restore().dealt["plan"]
+    meet(folder, "over", ranks)
+    print(plan, hashlib.sha256(repr(contents(rb)).encode()).hexdigest())
+
+
+def test_neither_hash_seeds_nor_the_order_of_folders_change_what_is_loaded(tmp_path):
+    """Two processes of other seeds than this one, beside threads here: the same plan, and the same bits on each rank."""
+    import hashlib
+
+    root = tmp_path / "root"
+
+    def act(ranks, rank):
+        rb = buffer(3, 60)
+        for lane in range(3):
+            play(rb, rank, lane, [3, 5, 2, 7, 1, 4])
+        checkpointer(root, rb, ranks).save(0)
+
+    done(job(3, act))
+
+    def load(ranks, _):
+        rb = buffer(3, 60, seed=0)
+        plan = checkpointer(root, rb, ranks).restore().dealt["plan"]
+        return f"{plan} {hashlib.sha256(repr(contents(rb)).encode()).hexdigest()}\n"
+
+    started = []
+    for rank in range(2):
+        code = (
+            "import pathlib\nfrom tests.ranks.test_processes import loads_by_another_seed\n"
+            f"loads_by_another_seed({rank}, pathlib.Path({str(tmp_path)!r}), pathlib.Path({str(root)!r}))"
+        )
+        env = {**os.environ, "PYTHONHASHSEED": str(rank + 1)}
+        started.append(subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=60)[0] for process in started]
+    here = done(job(2, load))
+    assert said == here
+    assert len(set(here)) == 2  # of one plan, other rows
+    assert len({it.split()[0] for it in here}) == 1
 
 
 def replaced(ranks, rank, folder, root):

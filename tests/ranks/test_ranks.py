@@ -35,7 +35,7 @@ def test_what_was_gathered_is_forgotten():
     ranks = Ranks.local()
     for i in range(50):
         ranks.gather(bytes([i]), 1.0)
-    assert len(ranks._board.values) == 1
+    assert len(ranks._board.values) == 2
 
 
 def test_the_store():
@@ -47,6 +47,7 @@ def test_the_store():
     assert second.wait(["a", "b"], 0.01) == [b"\x00\xff", None]
     second.forget("a")
     assert first.get("a") is None
+    assert [first.claim("c", b"1"), second.claim("c", b"2"), second.get("c")] == [b"1"] * 3
     assert first.section() == second.section() != first.section()
 
 
@@ -62,6 +63,33 @@ def test_who_does_not_come_is_named_in_time():
     took = done(job(4, act))
     assert 0.2 <= took[0] < 2.0
     assert 0.2 <= took[3] < 2.0
+
+
+def test_who_comes_too_late_does_not_go_on_without_the_others():
+    """All that was given is there by then. It must fail as they did: the next exchange is everybody's again."""
+
+    def act(ranks, rank):
+        if rank == 1:
+            time.sleep(0.4)
+        said = []
+        for timeout in (0.2, 5.0):
+            try:
+                said.append(ranks.gather(bytes([rank]), timeout))
+            except RankFailed as error:
+                said.append(str(error))
+        return said
+
+    late = "expected all 3 ranks within 0.2 s, got nothing from rank 1."
+    assert done(job(3, act)) == [[late, [b"\x00", b"\x01", b"\x02"]]] * 3
+
+
+def test_who_is_slower_to_give_up_than_others_to_come_goes_on_with_them():
+    """Whoever is first says how an exchange ended, and that holds for all."""
+    first, second = Ranks.threads(2)
+    first.set("gather/0/0", b"a")
+    assert first.claim("gather/0/over", b"+") == b"+"
+    second.wait = lambda keys, timeout: [None, b"b"]  # its time was over just before
+    assert second.gather(b"b", 0.1) == [b"a", b"b"]
 
 
 def test_a_failure_of_one_is_everybodys_with_the_same_words():

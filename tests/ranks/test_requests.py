@@ -51,6 +51,44 @@ def test_every_so_many_steps_without_an_exchange(tmp_path):
     assert [step for step, _ in saved[0]] == [6, 12, 18]
 
 
+def test_every_so_many_minutes_of_rank_0s_clock(tmp_path):
+    """Rank 1's clock goes otherwise, and nobody asks it. What is due waits for the next agreement, and for a save that goes on."""
+
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks, every_minutes=10, poll_every=5)
+        play(ck._buffer, rank, 0, [3])
+        later = {(1, 2): 3600, (0, 7): 599, (0, 11): 2, (0, 19): 600}
+        saved = []
+        for step in range(1, 26):
+            ck._save_began -= later.get((rank, step), 0)
+            if (handle := ck.poll(step)) is not None:
+                handle.wait(20)
+                saved.append(step)
+            ranks.gather(b"", 20.0)  # no save goes on at the next agreement
+        return saved
+
+    assert done(job(2, act)) == [[15, 20]] * 2
+
+
+def test_minutes_count_from_the_last_save_and_the_restore(tmp_path):
+    def made():
+        ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_minutes=1, poll_every=1)
+        play(ck._buffer, 0, 0, [3])
+        ck._save_began -= 61
+        return ck
+
+    assert made().poll(1).wait(10)
+    for act in (lambda ck: ck.save(2), lambda ck: ck.restore()):
+        ck = made()
+        act(ck)
+        assert ck.poll(3) is None
+    ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_minutes=0.001, poll_every=1)
+    play(ck._buffer, 0, 0, [3])
+    assert ck.poll(4) is None
+    time.sleep(0.07)
+    assert ck.poll(5).wait(10)
+
+
 def test_after_a_restore_the_next_save_is_due_one_period_later(tmp_path):
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_steps=10)
     play(ck._buffer, 0, 0, [3])
@@ -146,7 +184,15 @@ def test_many_saves_in_a_row_beside_agreements(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("every_steps", 0), ("poll_every", 0), ("on_failure", "stop"), ("timeout", 0)]
+    ("argument", "value"),
+    [
+        ("every_steps", 0),
+        ("poll_every", 0),
+        ("on_failure", "stop"),
+        ("timeout", 0),
+        ("every_minutes", 0),
+        ("every_minutes", float("nan")),
+    ],
 )
 def test_arguments_out_of_range(tmp_path, argument, value):
     with pytest.raises(ValueError, match=f"{argument}: expected"):

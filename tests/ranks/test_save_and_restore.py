@@ -9,7 +9,7 @@ import torch
 
 from engram import IncompatibleCheckpoint, LazyTensorStorage, ListStorage, RankFailed, ReplayBuffer
 from engram.format import series
-from tests.ranks.jobs import buffer, checkpointer, columns_of, done, job, layout, play, steps_of, whos
+from tests.ranks.jobs import buffer, checkpointer, columns_of, done, episode, job, layout, play, steps_of, whos
 from tests.twins import contents
 
 #: By rank and lane. The last lane of each ends with an open trajectory; of rank 2's first lane one of five was overwritten, and
@@ -330,6 +330,23 @@ def test_other_fields_are_refused_on_all_ranks(tmp_path):
         return len(rb)
 
     assert done(job(1, act)) == [5]
+
+
+def test_other_dtypes_are_refused_on_all_ranks(tmp_path):
+    done(job(2, write_and_save, tmp_path))
+
+    def act(ranks, rank):
+        rb = buffer()
+        data = episode(rank, 0, 0, 5)
+        data["obs"] = data["obs"].double()
+        rb.extend(data, lane=0)
+        before = contents(rb)
+        with pytest.raises((IncompatibleCheckpoint, RankFailed), match="obs"):
+            checkpointer(tmp_path, rb, ranks).restore()
+        assert contents(rb) == before
+
+    for n in (2, 3):
+        done(job(n, act))
 
 
 def test_lists_cannot_be_dealt_out(tmp_path):

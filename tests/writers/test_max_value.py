@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, tensorclass
 
 from engram import (
+    IncompatibleCheckpoint,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -692,6 +693,16 @@ def test_state_dict():
     assert rb.add(row(1.6)) == 0
     with pytest.raises(KeyError, match="cursor"):
         rb.writer.load_state_dict({"cursor": 3})
+
+
+@pytest.mark.parametrize("other", [{"rank_key": ["reward"]}, {"reduction": "max"}])
+def test_a_state_of_rows_that_were_ranked_by_something_else(other):
+    state = {"rank_key": ["score"], "reduction": "sum"}
+    writer = TensorDictMaxValueWriter("score")
+    assert writer.state_dict() == state
+    writer.load_state_dict(state)
+    with pytest.raises(IncompatibleCheckpoint, match="expected rows that are ranked by"):
+        writer.load_state_dict({**state, **other})
 
 
 def test_a_reopened_store_goes_on(tmp_path):

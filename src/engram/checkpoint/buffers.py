@@ -23,6 +23,7 @@ __all__ = [
     "begun_anew",
     "index_state",
     "open_storage",
+    "pass_anew",
     "read_parts",
     "write_parts",
 ]
@@ -30,6 +31,8 @@ __all__ = [
 STORAGE = "storage"
 #: Parts that are left out where they say nothing else.
 EMPTY: dict[str, dict[str, Any]] = {"prefetch": {"batches": None}, "transforms": {}}
+#: In a sampler's state: where its pass is.
+_OF_A_PASS = ("rows", "visited", "count", "version", "clock")
 #: In a sampler's state: the name of the storage's priorities, which are all of that state.
 INDEX = "index_of_storage"
 
@@ -79,20 +82,20 @@ def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> d
 
     Args:
         part: its name.
-        state: as rank 0 saved it.
+        state: as one rank saved it.
         seed: of passes.
         generator: the state of a generator.
 
     Raises:
         IncompatibleCheckpoint: priorities that are not beside the rows that they belong to.
     """
-    if part == "sampler" and "leaves" in state:
+    if part == "sampler" and len(state.get("leaves", ())):
         raise IncompatibleCheckpoint(
             "expected priorities in the part of the storage, as a Checkpointer saves them, got those of a dump. Load it with "
             "loads(path, convert=True), and save that with a Checkpointer."
         )
-    if part == "sampler" and "visited" in state:
-        return {**state, "key": seed, "rows": 0, "visited": 0, "ran_out": False}
+    if part == "sampler":
+        return pass_anew(state, seed)
     if part == "buffer":
         return {**state, "lane": 0, "iterating": False}
     if part == "rng":
@@ -100,6 +103,14 @@ def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> d
     if part == "prefetch":
         return dict(EMPTY[part])
     return state
+
+
+def pass_anew(state: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The state of a sampler, of which a pass over rows or trajectories begins anew. ``seed``: of its order."""
+    if "visited" not in state:
+        return state
+    begin = {name: 0 for name in _OF_A_PASS if name in state}
+    return {**state, **begin, "key": seed, "ran_out": False}
 
 
 def index_state(storage: PartReader, sampler: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
+from engram.checkpoint.agreement import disagreements
 from engram.checkpoint.attempts import Attempts
 from engram.checkpoint.crashes import Crashes
 from engram.checkpoint.endpoint import Endpoint
-from engram.checkpoint.moving import checked_incomplete, plan_move
+from engram.checkpoint.moving import checked_incomplete, moves_trajectories, open_shards, seed_of
 from engram.checkpoint.plan import Target
+from engram.checkpoint.reports import Lost, move_lines, move_report, said_move
 from engram.checkpoint.requests import Requests
 from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
@@ -36,8 +38,7 @@ from engram.ranks import Ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from engram.checkpoint.moving import Move
-    from engram.checkpoint.plan import Incomplete
+    from engram.checkpoint.moving import Move, Planner
     from engram.format.parts import PartReader
     from engram.format.problems import Problem
 
@@ -46,6 +47,13 @@ __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
 T = TypeVar("T")
 
 _log = logging.getLogger("engram")
+
+#: How trajectories that are not whole come back all the same.
+_WAYS = {
+    "open": 'incomplete={"open": "keep"} (or "truncate") keeps the open ones',
+    "headless": 'incomplete={"headless": "keep"} keeps the headless ones',
+}
+_OTHERWISE = "max_drop_fraction=1.0 loads the rest. The buffer is as it was"
 
 
 class SaveReport(NamedTuple):
@@ -66,13 +74,20 @@ class SaveReport(NamedTuple):
     paused_s: float
     """For how long writers waited."""
     seconds: float
+    would_drop: dict[str, dict[str, int]] = {}  # noqa: RUF012 - a value
+    """Of ``episodes``, what is left out if another number or size of ranks loads them, unless ``restore(incomplete=…)`` says
+    otherwise."""
 
     def __str__(self) -> str:
         episodes = ", ".join(f"{count['episodes']} {kind}" for kind, count in self.episodes.items())
+        drop = ", ".join(
+            f"{it['episodes']} {kind} episodes with {it['steps']} steps" for kind, it in self.would_drop.items()
+        )
         return (
             f"{self.name}: {self.steps} rows (episodes: {episodes or 'none'}; {self.lost_rows} overwritten meanwhile), "
             f"{self.bytes_written / 1e6:.1f} MB written and {self.bytes_linked / 1e6:.1f} MB linked in {self.seconds:.2f} s, "
             f"writers waited {self.paused_s * 1e3:.1f} ms"
+            + (f"; dealt out to other ranks it would drop {drop}" if drop else "")
         )
 
 
@@ -90,23 +105,14 @@ class RestoreReport(NamedTuple):
     missing: tuple[int, ...] = ()
     """Ranks whose shards there are none of."""
     dealt: dict[str, Any] | None = None
-    """Where trajectories were dealt out anew: episodes and steps ``saved``, ``kept``, ``dropped`` by reason and ``truncated``; what
-    each of the ``shards`` gave and each of the ``targets`` got; and the digest of the ``plan``. None: every rank has its own shard."""
+    """Where trajectories were dealt out anew: episodes and steps ``saved``, of which ``kinds``, ``kept``, ``dropped`` by reason and
+    ``truncated``, in total and of each of the ``shards``; ``lost`` with missing ones, as far as an older checkpoint says it; the least
+    and most steps of a rank and of a lane and the rows that are unused, in total and of each of the ``targets``; and the digest of
+    the ``plan``. None: every rank has its own shard."""
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
-        if self.missing:
-            text += f"; without the shards of ranks {', '.join(map(str, self.missing))}"
-        if self.dealt is None:
-            return text
-        counts = {"saved": self.dealt["saved"], "kept": self.dealt["kept"]}
-        counts |= {
-            f"dropped as {reason}": count for reason, count in self.dealt["dropped"].items() if count["episodes"]
-        }
-        if self.dealt["truncated"]["episodes"]:
-            counts["kept as truncated"] = self.dealt["truncated"]
-        parts = [f"{what} {count['episodes']} episodes with {count['steps']} steps" for what, count in counts.items()]
-        return f"{text}; {', '.join(parts)}; from {len(self.dealt['shards'])} ranks to {len(self.dealt['targets'])}"
+        return text if self.dealt is None else f"{text}; {said_move(self.dealt)}"
 
 
 class Entry(NamedTuple):
@@ -170,6 +176,17 @@ def _sweep(root: Path) -> None:
         _log.warning("old checkpoints are not removed: %s. The next save tries again", error)
 
 
+class _Wanted(NamedTuple):
+    """Which checkpoint to load."""
+
+    step: int | None = None
+    name: str | None = None
+    at_most: int | None = None
+    """The largest step."""
+    partial: bool = False
+    """One that lacks shards will do."""
+
+
 class _Moment(NamedTuple):
     """What a checkpoint is of; rows are read later."""
 
@@ -203,12 +220,13 @@ class Checkpointer:
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
         timeout: seconds that ranks wait for each other, also for the slowest one's shard.
         every_steps: :meth:`poll` saves whenever so many steps are over. Default: only what is asked for.
+        every_minutes: it saves at the first agreement when the last save began so many minutes ago, by the clock of rank 0.
         on_failure: what :meth:`poll` does when a save that it began fails: raise, or warn and go on.
         poll_every: calls of :meth:`poll` from one agreement of the ranks to the next.
 
     Raises:
-        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; no such ``on_failure`` or ``prefetch``, or roles
-            that there are not. TypeError: they are no ints.
+        ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; ``every_minutes`` or ``timeout`` not above 0;
+            no such ``on_failure`` or ``prefetch``, or roles that there are not. TypeError: the first four are no ints.
         FileExistsError: a dump lies there. OSError: the folder cannot be made.
 
     >>> import tempfile, torch
@@ -231,6 +249,7 @@ class Checkpointer:
         *,
         ranks: Ranks | None = None,
         every_steps: int | None = None,
+        every_minutes: float | None = None,
         keep: int = 3,
         on_failure: Literal["raise", "warn"] = "warn",
         full_every: int | None = None,
@@ -244,6 +263,8 @@ class Checkpointer:
             raise ValueError(f"Checkpointer: on_failure: expected 'raise' or 'warn', got {on_failure!r}.")
         if prefetch not in ("save", "drop"):
             raise ValueError(f"Checkpointer: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        if every_minutes is not None and not every_minutes > 0:
+            raise ValueError(f"Checkpointer: every_minutes: expected minutes above 0, got {every_minutes!r}.")
         if not timeout > 0:
             raise ValueError(f"Checkpointer: timeout: expected seconds above 0, got {timeout!r}.")
         for name, value in (
@@ -274,6 +295,8 @@ class Checkpointer:
         self._timeout = timeout
         self._saves = 0
         self._every_steps, self._poll_every, self._on_failure = every_steps, poll_every, on_failure
+        self._period_s = None if every_minutes is None else 60 * every_minutes
+        self._save_began = time.monotonic()
         self._polls = self._polled_step = self._guards = 0
         self._unsettled: SaveHandle | None = None
         self.requests = Requests()
@@ -293,7 +316,7 @@ class Checkpointer:
         Args:
             step: of the training; orders checkpoints.
             user: JSON of yours, which :meth:`restore` gives back: the name of the model's checkpoint, say. That of rank 0 counts.
-            wait: False: return a :class:`SaveHandle` at once.
+            wait: False: return a :class:`SaveHandle` at once. A process that ends meanwhile ends after the save.
 
         Returns:
             A :class:`SaveReport`, or the handle.
@@ -323,7 +346,8 @@ class Checkpointer:
             work()
         elif work is not None:
             try:
-                threading.Thread(target=work, name="engram-save", daemon=True).start()
+                # Not a daemon: the interpreter ends when the save has, which has a deadline.
+                threading.Thread(target=work, name="engram-save", daemon=False).start()
             except BaseException as error:
                 handle._end(None, error)  # noqa: SLF001 - our own
                 raise
@@ -331,7 +355,7 @@ class Checkpointer:
 
     def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
         """Note the moment; what writes it."""
-        started = time.perf_counter()
+        started, self._save_began = time.perf_counter(), time.monotonic()
         number = self._saves
         self._saves += 1
         moment: _Moment | BaseException
@@ -385,6 +409,8 @@ class Checkpointer:
             raise error
         manifest = self._attempts.decided(attempt, self._timeout)
         if manifest.status != "complete":
+            with contextlib.suppress(OSError, CorruptCheckpoint):  # it may be removed by now
+                series.withdraw(attempt, self._ranks.rank)
             why = f"save: {attempt.name}: {'; '.join(manifest.reasons)}."
             if self._ranks.world == 1:
                 raise CorruptCheckpoint(why)
@@ -392,6 +418,7 @@ class Checkpointer:
         assert isinstance(moment, _Moment)  # else this rank voted against
         self._parent = _Parent(attempt, moment.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
+        self._tell_user_state(attempt, user)
         report = self._report(attempt, moment.paused, started)
         if self._ranks.rank == 0:
             series.set_latest(self.root, attempt.name, self._attempts.epoch)
@@ -420,6 +447,17 @@ class Checkpointer:
             return error
         return None
 
+    def _tell_user_state(self, attempt: Path, user: dict[str, Any]) -> None:
+        """Log it if what was noted here is not what is saved."""
+        saved = series.read_attempt(attempt).user
+        if user and json.loads(json.dumps(user, default=repr)) != saved:
+            _log.warning(
+                "save: %s: user: expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are saved: %s",
+                attempt.name,
+                self._ranks.rank,
+                sorted(saved),
+            )
+
     def _write_shard(self, attempt: Path, step: int, moment: _Moment, parent: _Parent | None) -> None:
         rank = self._ranks.rank
         rows, infos = self._write_parts(attempt / rank_folder(rank, self._ranks.world), moment, parent)
@@ -438,6 +476,7 @@ class Checkpointer:
         with Checkpoint(attempt) as checkpoint:
             shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
             step = checkpoint.manifest.step
+            drops = not self._in_rows and moves_trajectories(checkpoint)
         episodes = {}
         for kind in KINDS:
             counts = [getattr(shard.totals, kind) for shard in shards]
@@ -457,6 +496,7 @@ class Checkpointer:
             sum(shard.totals.bytes_linked for shard in shards),
             paused,
             time.perf_counter() - started,
+            {kind: count for kind, count in episodes.items() if drops and kind != "complete"},
         )
 
     def _parent_of(self, lineage: Any) -> _Parent | None:
@@ -491,7 +531,7 @@ class Checkpointer:
         """Save if a save is due or was asked for, on whichever rank: then all ranks save at this step, in the background.
 
         Every rank calls this at every step, all with the same numbers. What was asked for is agreed on at every ``poll_every``-th
-        call, by one number that all ranks exchange; what is due by ``every_steps`` needs no exchange.
+        call, by one number that all ranks exchange, and so is what is due by ``every_minutes``; ``every_steps`` needs no exchange.
 
         Args:
             step: of the training; larger than at the last call.
@@ -511,7 +551,7 @@ class Checkpointer:
         if self._polls % self._poll_every == 0:
             # Where one rank still writes, all wait with what was asked for: nobody's training is to stop for that.
             busy = self._handle is not None and not self._handle.done
-            wish = 2 if busy else int(self.requests.any)
+            wish = 2 if busy else int(self.requests.any or self._overdue())
             due |= self._ranks.max(wish, self._timeout) == 1
         if not due:
             return None
@@ -521,6 +561,11 @@ class Checkpointer:
             request.save = handle
         self._unsettled = handle
         return handle
+
+    def _overdue(self) -> bool:
+        """Whether the clock asks for a save: that of rank 0, as others go otherwise."""
+        period = None if self._ranks.rank else self._period_s
+        return period is not None and time.monotonic() - self._save_began >= period
 
     def _settle(self) -> None:
         """Tell what became of the last save that :meth:`poll` began, once."""
@@ -616,6 +661,7 @@ class Checkpointer:
         step: int | None = None,
         *,
         name: str | None = None,
+        at_most: int | None = None,
         incomplete: Mapping[str, str] | None = None,
         overflow: Literal["cut", "fill"] = "cut",
         max_drop_fraction: float = 0.5,
@@ -630,10 +676,13 @@ class Checkpointer:
         As many ranks as saved it, with the same capacities and lanes, get back their own shards, bit for bit. Any other
         number or size of them gets whole trajectories, the newest first, each to the rank and lane that hold the least so far;
         priorities and ages stay as they are, and fields whose role is ``env_id``, ``traj_id`` or ``position`` say where a step is now.
+        With a ``TensorDictMaxValueWriter`` rows are dealt out by themselves, the best first, and stay as they are.
 
         Args:
             step: which one. Default: the newest that is whole; newer ones that are not are passed over, with a warning.
             name: which one, as the report of the save has it: note it with the model that belongs to it.
+            at_most: a step, that of the model: the newest that is whole and not of a later one. Beside ``name``: what to take if there
+                is none of that name, or it is damaged; a warning says so.
             incomplete: what becomes of trajectories that are not whole when they are dealt out: ``"open"`` ones, without a last step,
                 are dropped, ``"truncate"`` marks the last one there is, ``"keep"`` leaves them as they are; ``"headless"`` ones, whose
                 first steps were overwritten, are dropped or kept. Default: dropped. Given, they are dealt out in any case.
@@ -654,8 +703,8 @@ class Checkpointer:
             A :class:`RestoreReport`.
 
         Raises:
-            ValueError: an argument out of its range.
-            FileNotFoundError: there is none, or none of that step.
+            ValueError: an argument out of its range, or both ``step`` and ``at_most``.
+            FileNotFoundError: there is none, or none of that name or step.
             CorruptCheckpoint: that of ``step`` is damaged, or every one is. As ``loads``.
             IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be left out. Nothing is changed.
             RankFailed: one of several ranks raised one of these or died; on all of them. Buffers that had begun to load are empty.
@@ -669,27 +718,31 @@ class Checkpointer:
         ):
             if value not in allowed:
                 raise ValueError(f"restore: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
+        if step is not None and at_most is not None:
+            raise ValueError(f"restore: expected step or at_most, got step={step} and at_most={at_most}.")
         if not 0.0 <= max_drop_fraction <= 1.0:
             raise ValueError(f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}.")
         policy = checked_incomplete(incomplete)
-        path, passed_over = self._agreed(step, name, allow_partial=allow_partial)
+        wanted = _Wanted(step, name, at_most, allow_partial)
+        path, passed_over = self._agreed(wanted)
         with contextlib.ExitStack() as stack:
             checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
             rank = self._ranks.rank
             if targets is None:
-                close_open = resume == "env_reset"
+                close_open = resume == "env_reset" and not self._in_rows
                 self._take(
                     lambda: self._buffer.checked_parts(checkpoint, rank, default_rng=default_rng, close_open=close_open)
                 )
                 dealt, steps = None, checkpoint.shard(rank).totals.steps
             else:
-                move = self._planned(checkpoint, stack, targets, policy, overflow, max_drop_fraction)
+                planner = self._buffer.planner(policy, overflow)
+                move = self._planned(checkpoint, stack, targets, planner, max_drop_fraction)
                 offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
                 self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
-                dealt = move.report()
+                dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
                 steps = dealt["targets"][rank]["steps"]
             manifest, missing = checkpoint.manifest, checkpoint.missing
-        self._polled_step = manifest.step
+        self._polled_step, self._save_began = manifest.step, time.monotonic()
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
         report = RestoreReport(
             path.name,
@@ -705,9 +758,7 @@ class Checkpointer:
         self._note(report)
         return report
 
-    def _agreed(
-        self, step: int | None, name: str | None, *, allow_partial: bool
-    ) -> tuple[Path, builtins.list[Problem]]:
+    def _agreed(self, wanted: _Wanted) -> tuple[Path, builtins.list[Problem]]:
         """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first."""
         passed_over: builtins.list[Problem] = []
 
@@ -716,7 +767,7 @@ class Checkpointer:
                 return b""
             if not self._alone:  # all may have voted, and rank 0 died before it decided
                 series.recover(self.root, series.newest_epoch(self.root))
-            path, problems = self._found(step, name, allow_partial=allow_partial)
+            path, problems = self._found(wanted)
             passed_over.extend(problems)
             return path.name.encode()
 
@@ -747,6 +798,11 @@ class Checkpointer:
         same = all(one[0] for one in said)
         return opened[0], None if same else [Target(lanes, length) for _, lanes, length in said]
 
+    @property
+    def _in_rows(self) -> bool:
+        """Whether rows of the buffer are no steps of trajectories, as its writer keeps the best ones."""
+        return getattr(self._buffer.writer, "ranking", None) is not None
+
     def _fits(self, checkpoint: Checkpoint) -> bool:
         """Whether this rank's shard is of a storage like the one here."""
         storage = self._buffer.storage
@@ -761,27 +817,37 @@ class Checkpointer:
         checkpoint: Checkpoint,
         stack: contextlib.ExitStack,
         targets: builtins.list[Target],
-        incomplete: Incomplete,
-        overflow: str,
+        planner: Planner,
         max_drop_fraction: float,
     ) -> Move:
         moves: builtins.list[Move] = []
+        differing: builtins.list[str] = []
 
         def plan() -> bytes:
-            moves.append(plan_move(checkpoint, stack, targets, incomplete, overflow, max_drop_fraction))
-            return moves[0].plan.digest.encode()
+            move = planner(open_shards(checkpoint, stack), targets)
+            move.check_left_out(max_drop_fraction, f"restore: {checkpoint.folder}", _WAYS, _OTHERWISE)
+            moves.append(move)
+            differing.extend(disagreements(checkpoint, move))
+            return move.plan.digest.encode()
 
         digests = self._ranks.together("restore", plan, self._timeout)
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if other:
             raise RankFailed(f"restore: expected the plan of rank 0 on all ranks, got others on ranks {other}.")
+        for text in differing if self._ranks.rank == 0 else ():
+            warnings.warn(f"restore: {checkpoint.folder.name}: {text}.", stacklevel=4)
         return moves[0]
 
     def _placed(self, checkpoint: Checkpoint, move: Move, env_offset: int, *, default_rng: bool) -> Callable[[], None]:
         rank = self._ranks.rank
         state, fill = move.rows(rank, env_offset)
         take: Callable[[], None] = self._buffer.checked_placed(
-            checkpoint, state, fill, seed=move.seed(rank), default_rng=default_rng
+            checkpoint,
+            state,
+            fill,
+            leader=move.leader,
+            seed=seed_of(checkpoint, self._ranks.world, rank),
+            default_rng=default_rng,
         )
         return take
 
@@ -811,12 +877,16 @@ class Checkpointer:
     def _note(self, report: RestoreReport) -> None:
         """Log what was loaded, and keep what was dealt out in a file."""
         _log.info("restored %s", report)
-        if report.dealt is None or self._ranks.rank:
+        if report.dealt is None:
+            return
+        for line in move_lines(report.dealt):
+            _log.info("%s: %s", report.name, line)
+        if self._ranks.rank:
             return
         dropped = report.dealt["dropped"]
         if dropped["overflow"]["steps"]:
             warnings.warn(
-                f"restore: {dropped['overflow']['steps']} steps did not fit and were left out, the oldest first.",
+                f"restore: {dropped['overflow']['steps']} steps did not fit and were left out.",
                 stacklevel=4,
             )
         folder = self.root / "reports"
@@ -828,35 +898,67 @@ class Checkpointer:
         except OSError as error:  # the rows are there
             warnings.warn(f"restore: the report could not be written: {error}", stacklevel=4)
 
-    def _found(self, step: int | None, wanted: str | None, *, allow_partial: bool) -> tuple[Path, list[Problem]]:
+    def _lost(self, checkpoint: Checkpoint) -> Lost:
+        """What the last whole checkpoint of this job has of ranks whose shards are missing."""
+        missing, manifest = checkpoint.missing, checkpoint.manifest
+        path = series.latest(self.root, at_most=manifest.step)[0] if missing else None
+        if path is None:
+            return Lost(missing)
+        with Checkpoint(path) as before:
+            if before.manifest.world != manifest.world + len(missing):
+                return Lost(missing)
+            totals = [before.shard(rank).totals for rank in missing]
+        return Lost(missing, path.name, sum(it.episodes for it in totals), sum(it.steps for it in totals))
+
+    def _found(self, wanted: _Wanted) -> tuple[Path, builtins.list[Problem]]:
         """The checkpoint to load, and what was passed over."""
-        if allow_partial and (left := self._left(step, wanted)) is not None:
+        if wanted.name is not None and wanted.at_most is not None:
+            try:
+                return self._found(wanted._replace(at_most=None))
+            except (FileNotFoundError, CorruptCheckpoint) as error:
+                path, problems = self._found(wanted._replace(name=None))
+                why = str(error).removeprefix("restore: ")
+                warnings.warn(f"restore: {path.name} is loaded, as: {why}", stacklevel=4)
+                return path, problems
+        if wanted.partial and (left := self._left(wanted)) is not None:
             return left, []
-        if wanted is not None:
-            if wanted not in map(str, series.names(self.root)):
-                raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint called {wanted!r}, found none.")
-            wrong = series.look(self.root / wanted)
+        if wanted.name is not None:
+            if wanted.name not in map(str, series.names(self.root)):
+                raise FileNotFoundError(
+                    f"restore: {self.root}: expected a checkpoint called {wanted.name!r}, found none."
+                )
+            wrong = series.look(self.root / wanted.name)
             if wrong is not None:
                 raise corrupt(*wrong)
-            return self.root / wanted, []
-        if step is None:
-            path, passed_over = series.latest(self.root)
-            if path is None:
-                if passed_over:
-                    raise CorruptCheckpoint(
-                        f"restore: {self.root}: no checkpoint is whole: {'; '.join(map(str, passed_over))}"
-                    )
-                raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint, found none.")
-            for problem in passed_over:
-                warnings.warn(f"restore: {path.name} is loaded, and not: {problem}", stacklevel=3)
-            return path, passed_over
-        return self._of_step(step)
+            return self.root / wanted.name, []
+        return self._newest(wanted.at_most) if wanted.step is None else self._of_step(wanted.step)
 
-    def _left(self, step: int | None, wanted: str | None) -> Path | None:
+    def _newest(self, at_most: int | None) -> tuple[Path, builtins.list[Problem]]:
+        """The newest that is whole, and what was passed over."""
+        path, passed_over = series.latest(self.root, at_most=at_most)
+        if path is None:
+            what = "a checkpoint" if at_most is None else f"a checkpoint of a step of at most {at_most}"
+            if passed_over:
+                raise CorruptCheckpoint(
+                    f"restore: {self.root}: expected {what}, found none that is whole: {'; '.join(map(str, passed_over))}"
+                )
+            steps = sorted({name.step for name in series.names(self.root)})
+            raise FileNotFoundError(
+                f"restore: {self.root}: expected {what}, found {f'the steps {steps}' if steps else 'none'}."
+            )
+        for problem in passed_over:
+            warnings.warn(f"restore: {path.name} is loaded, and not: {problem}", stacklevel=4)
+        return path, passed_over
+
+    def _left(self, wanted: _Wanted) -> Path | None:
         """The newest that is whole, or of which shards are there."""
         for name in series.names(self.root):
             path = self.root / str(name)
-            meant = (step is None or name.step == step) and (wanted is None or str(name) == wanted)
+            meant = (
+                wanted.step in (None, name.step)
+                and wanted.name in (None, str(name))
+                and (wanted.at_most is None or name.step <= wanted.at_most)
+            )
             if meant and (series.look(path) is None or series.is_partial(path)):
                 return path
         return None

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from engram.checkpoint import buffers
-from engram.checkpoint.placing import fill_placed, open_saved, placed_state
-from engram.checkpoint.plan import DROPPED, Incomplete, make_plan
+from engram.checkpoint.best import plan_best
+from engram.checkpoint.placing import (
+    fields_of,
+    fill_placed,
+    has_ends,
+    in_rows,
+    open_saved,
+    placed_state,
+    read_runs,
+)
+from engram.checkpoint.plan import DROPPED, Incomplete, counted, make_plan
 from engram.checkpoint.rows import read_rows_state
-from engram.checkpoint.runs import count_kinds
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 
@@ -22,11 +30,22 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.checkpoint.best import Ranking
     from engram.checkpoint.placing import Saved
     from engram.checkpoint.plan import Plan, Target
     from engram.format.checkpoints import Checkpoint
+    from engram.format.parts import PartField
 
-__all__ = ["Move", "checked_incomplete", "plan_move"]
+__all__ = [
+    "Move",
+    "Planner",
+    "by_trajectory",
+    "by_value",
+    "checked_incomplete",
+    "moves_trajectories",
+    "open_shards",
+    "seed_of",
+]
 
 _POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
 
@@ -41,14 +60,26 @@ def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
     return Incomplete(**(given or {}))  # type: ignore[arg-type]
 
 
+#: What decides where everything goes.
+Planner: TypeAlias = "Callable[[Sequence[Saved], Sequence[Target]], Move]"
+
+
 class Move(NamedTuple):
     """Shards and where their trajectories go."""
 
     saved: list[Saved]
     plan: Plan
     targets: list[Target]
-    sha256: str
-    """Of the checkpoint."""
+
+    @property
+    def leader(self) -> int:
+        """The shard that says what is not of rows: the first that was ever written."""
+        return next((i for i, one in enumerate(self.saved) if one.reader.geometry is not None), 0)
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        """None, if no shard was ever written."""
+        return fields_of(self.saved)
 
     def rows(self, rank: int, env_offset: int = 0) -> tuple[dict[str, Any], Callable[[Sequence[Tensor]], None]]:
         """What a rank gets: the state of its store without rows, and what reads those into it.
@@ -57,12 +88,12 @@ class Move(NamedTuple):
             CorruptCheckpoint: a table or a block is damaged.
             IncompatibleCheckpoint: shards differ in alpha or eps, or a dtype cannot number the lanes.
         """
-        text = next((one.reader.state["schema"] for one in self.saved if one.reader.geometry is not None), None)
-        if text is None:
-            return read_rows_state(self.saved[0].reader), lambda _: None
+        first = self.saved[self.leader]
+        if first.reader.geometry is None:
+            return read_rows_state(first.reader), lambda _: None
         target = self.targets[rank]
         schema = msgspec.structs.replace(
-            schemas.decode(text.encode(), str(self.saved[0].reader.folder)),
+            schemas.decode(first.reader.state["schema"].encode(), str(first.reader.folder)),
             capacity=target.capacity,
             lanes=target.lanes,
             columns=(),
@@ -71,92 +102,103 @@ class Move(NamedTuple):
             self.saved, self.plan, rank, schema, env_offset
         )
 
-    def seed(self, rank: int) -> int:
-        """Of a rank's generator: every load of this checkpoint by as many ranks gives the same."""
-        text = f"{self.sha256} {len(self.targets)} {rank}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    def check_left_out(self, most: float, where: str, ways: Mapping[str, str], otherwise: str) -> None:
+        """Raise unless enough of the steps are kept. What there is no room for is not counted: smaller targets mean that.
 
-    def report(self) -> dict[str, Any]:
-        """Episodes and steps: saved, kept, dropped by reason; by shard and by target."""
+        Args:
+            most: the fraction of the saved steps that may be left out.
+            where: for the message.
+            ways: by reason, how those are kept.
+            otherwise: what else can be done.
+
+        Raises:
+            IncompatibleCheckpoint: more would be left out as incomplete, or longer than any lane.
+        """
+        steps = sum(int(one.source.saved[1]) for one in self.saved)
+        lost = {reason: self.plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
+        if sum(lost.values()) <= most * steps:
+            return
+        named = ", ".join(f"{count} {reason}" for reason, count in lost.items() if count)
+        advice = [way for reason, way in ways.items() if lost[reason]]
+        if lost["oversize"]:
+            longest = max(target.lane_length for target in self.targets)
+            advice.append(f"lanes longer than {longest} rows keep the oversize ones")
+        raise IncompatibleCheckpoint(
+            f"{where}: expected to leave out at most {most:.0%} of {steps} saved steps, would leave out {sum(lost.values())} "
+            f"({named}). {'; '.join([*advice, otherwise])}."
+        )
+
+    def check_counts(self) -> None:
+        """Raise ``RuntimeError`` unless, of every shard, what is kept and what is left out is what was saved: a bug otherwise."""
         plan = self.plan
-        shards = []
+        found = counted(plan.source, plan.steps, len(self.saved)) + plan.left_out.sum(1)
         for which, one in enumerate(self.saved):
-            of_it = plan.source == which
-            kept = {"episodes": int(of_it.sum()), "steps": int(plan.steps[of_it].sum())}
-            shards.append({"rank": which, "saved": count_kinds(one.source.runs, one.source.columns), "kept": kept})
-        targets = []
-        for rank, target in enumerate(self.targets):
-            mine = plan.rank == rank
-            loads = np.bincount(plan.lane[mine], plan.steps[mine], target.lanes).astype(int)
-            targets.append(
-                {
-                    "rank": rank,
-                    "lanes": target.lanes,
-                    "lane_length": target.lane_length,
-                    "episodes": int(mine.sum()),
-                    "steps": int(loads.sum()),
-                    "smallest_lane": int(loads.min()),
-                    "largest_lane": int(loads.max()),
-                    "unused": target.capacity - int(loads.sum()),
-                }
-            )
-        cut = plan.truncated
-        return {
-            "plan": plan.digest,
-            "saved": _total(plan.saved),
-            "kept": plan.kept,
-            "dropped": plan.dropped,
-            "truncated": {"episodes": int(cut.sum()), "steps": int(plan.steps[cut].sum())},
-            "shards": shards,
-            "targets": targets,
-        }
+            if (found[which] != one.source.saved).any():
+                raise RuntimeError(
+                    f"{one.reader.folder}: expected a plan for {one.source.saved.tolist()} episodes and steps, got one for "
+                    f"{found[which].tolist()}. Nothing was changed. This is a bug of engram: please report it."
+                )
 
 
-def _total(counts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    return {unit: sum(count[unit] for count in counts.values()) for unit in ("episodes", "steps")}
-
-
-def plan_move(
-    checkpoint: Checkpoint,
-    stack: contextlib.ExitStack,
-    targets: Sequence[Target],
-    incomplete: Incomplete,
-    overflow: str,
-    max_drop_fraction: float,
-) -> Move:
-    """Plan where everything goes. What is opened is closed with the stack.
+def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[Saved]:
+    """What all ranks saved. It is closed with the stack.
 
     Raises:
         CorruptCheckpoint: a shard is missing, or a table is damaged.
-        IncompatibleCheckpoint: what cannot be moved; or more than ``max_drop_fraction`` of the steps would be left out as
-            incomplete or longer than any lane.
+        IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
     """
-    saved = [
+    return [
         open_saved(stack.enter_context(buffers.open_storage(checkpoint, rank)))
         for rank in range(checkpoint.manifest.world)
     ]
-    plan = make_plan([one.source for one in saved], targets, incomplete, overflow)  # type: ignore[arg-type]
-    steps = _total(plan.saved)["steps"]
-    lost = {reason: plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
-    if sum(lost.values()) > max_drop_fraction * steps:
-        raise IncompatibleCheckpoint(_too_many(checkpoint, steps, lost, targets, max_drop_fraction))
-    return Move(saved, plan, list(targets), checkpoint.sha256)
 
 
-def _too_many(
-    checkpoint: Checkpoint, steps: int, lost: Mapping[str, int], targets: Sequence[Target], most: float
-) -> str:
-    named = ", ".join(f"{count} {reason}" for reason, count in lost.items() if count)
-    ways = []
-    if lost["open"]:
-        ways.append('incomplete={"open": "keep"} (or "truncate") keeps the open ones')
-    if lost["headless"]:
-        ways.append('incomplete={"headless": "keep"} keeps the headless ones')
-    if lost["oversize"]:
-        longest = max(target.lane_length for target in targets)
-        ways.append(f"lanes longer than {longest} rows keep the oversize ones")
-    ways.append("max_drop_fraction=1.0 loads the rest")
-    return (
-        f"restore: {checkpoint.folder}: expected to leave out at most {most:.0%} of {steps} saved steps, would leave out "
-        f"{sum(lost.values())} ({named}). {'; '.join(ways)}. The buffer is as it was."
-    )
+def moves_trajectories(checkpoint: Checkpoint) -> bool:
+    """Whether trajectories are moved, of which those that are not whole may be left out; and not rows by themselves."""
+    for rank in range(checkpoint.manifest.world):
+        with buffers.open_storage(checkpoint, rank) as reader:
+            if reader.schema is not None:
+                return has_ends(reader.schema)
+    return False
+
+
+def by_trajectory(incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:
+    """Whole trajectories are dealt out, the newest first."""
+
+    def plan(saved: Sequence[Saved], targets: Sequence[Target]) -> Move:
+        return _checked(saved, make_plan([one.source for one in saved], targets, incomplete, overflow), targets)
+
+    return plan
+
+
+def by_value(ranking: Ranking) -> Planner:
+    """Rows are dealt out by themselves, the best first.
+
+    What it returns raises:
+        CorruptCheckpoint: a block is damaged.
+        IncompatibleCheckpoint: a shard lacks the field, or a target has several lanes.
+    """
+
+    def plan(saved: Sequence[Saved], targets: Sequence[Target]) -> Move:
+        lanes = max((target.lanes for target in targets), default=1)
+        if lanes > 1:
+            raise IncompatibleCheckpoint(
+                f"{saved[0].reader.folder}: expected targets of 1 lane, as its writer keeps the best rows, got {lanes} lanes."
+            )
+        rows = [in_rows(one) for one in saved]
+        values = [ranking.values(read_runs(one, ranking.key)) if len(one.source.runs) else np.empty(0) for one in rows]
+        return _checked(rows, plan_best([one.source for one in rows], values, targets), targets)
+
+    return plan
+
+
+def _checked(saved: Sequence[Saved], plan: Plan, targets: Sequence[Target]) -> Move:
+    move = Move(list(saved), plan, list(targets))
+    move.check_counts()
+    return move
+
+
+def seed_of(checkpoint: Checkpoint, ranks: int, rank: int) -> int:
+    """Of a rank's generator: every load of this checkpoint by as many ranks gives the same."""
+    text = f"{checkpoint.sha256} {ranks} {rank}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

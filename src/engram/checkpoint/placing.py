@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from engram.format.parts import PartField, PartReader
     from engram.format.schema import Schema
 
-__all__ = ["Saved", "fill_placed", "open_saved", "placed_state"]
+__all__ = ["Saved", "fields_of", "fill_placed", "has_ends", "in_rows", "open_saved", "placed_state", "read_runs"]
 
 #: Bytes that are read at a time: as many as caches hold.
 _WINDOW = 2 << 20
@@ -46,6 +47,8 @@ class Saved(NamedTuple):
 
     reader: PartReader
     source: Source
+    fields: tuple[PartField, ...] = ()
+    """None, if it was never written."""
     held: dict[str, Any] | None = None
     """The state of the storage without rows; None: what is wanted of its arrays is read when it is needed."""
 
@@ -53,10 +56,6 @@ class Saved(NamedTuple):
     def head(self) -> dict[str, Any]:
         """That state, in which arrays may be missing."""
         return self.reader.state if self.held is None else self.held
-
-    @property
-    def fields(self) -> tuple[PartField, ...]:
-        return self.reader.schema or ()
 
 
 def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
@@ -76,17 +75,67 @@ def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
                 f"{reader.folder}: expected a storage of type {' or '.join(_MOVABLE)}, whose rows can be moved, got a "
                 f"{reader.type!r:.100}. Load it with as many ranks as saved it, into storages of the same size."
             )
-        return Saved(reader, Source(1, np.empty((0, 5), np.int64)), state)
+        return Saved(reader, Source(1, np.empty((0, 5), np.int64)), held=state)
     clock = reader.state.get("clock")
     if type(clock) is not int or clock < 1:
         raise corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
     columns = math.prod(geometry.columns)
     runs = _checked_runs(reader, geometry.lane_length, columns)
-    if not any(field.role in _ENDS for field in reader.schema or ()):
-        runs = _blocks(
-            runs, _lanes(reader)[:, 1], read_rows_state(reader)["numbers"].numpy(), geometry.lane_length, columns
+    fields = reader.schema or ()
+    if not has_ends(fields):
+        steps = int((runs[:, 2] - runs[:, 1]).sum()) // columns
+        runs = _blocks(reader, runs, columns, max(1, -(-steps // _BLOCKS)))
+    return Saved(reader, Source(clock, runs, columns), fields, state)
+
+
+def in_rows(saved: Saved) -> Saved:
+    """The same, of which each row is moved by itself, as it is: no field is rewritten.
+
+    Raises ``CorruptCheckpoint``: a block is damaged.
+    """
+    source = saved.source
+    if not len(source.runs):
+        return saved
+    fields = tuple(msgspec.structs.replace(field, role="data") for field in saved.fields)
+    return saved._replace(
+        source=source._replace(runs=_blocks(saved.reader, source.runs, source.columns, 1)), fields=fields
+    )
+
+
+def read_runs(saved: Saved, key: tuple[str, ...]) -> Tensor:
+    """A field of the first step of each trajectory, ``[K, *shape]``.
+
+    Raises:
+        CorruptCheckpoint: a block is damaged.
+        IncompatibleCheckpoint: there is no such field.
+    """
+    reader, geometry = saved.reader, saved.reader.geometry
+    number = next((number for number, field in enumerate(saved.fields) if field.key == key), None)
+    if number is None or geometry is None:
+        raise IncompatibleCheckpoint(
+            f"{reader.folder}: expected the field {key} to rank rows by, got {[field.key for field in saved.fields]}."
         )
-    return Saved(reader, Source(clock, runs, columns), state)
+    field = saved.fields[number]
+    lane, first = saved.source.runs[:, 0], saved.source.runs[:, 1]
+    rows = lane * geometry.lane_length + first % _lanes(reader)[lane, 1]
+    column = torch.empty((int(rows.max(initial=-1)) + 1, *field.shape), dtype=dtype_of(field.dtype), device="cpu")
+    every = _Extents(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(column)]))
+    room = _room(field.row_bytes)
+    for stretch in _stretches(reader, saved.fields):
+        if stretch.field == number:
+            for low, raw in _windows(reader, stretch, every, field.row_bytes, room):
+                _put(raw.reshape(-1, field.row_bytes), low, every, column)
+    return column[torch.from_numpy(rows)]
+
+
+def fields_of(saved: Sequence[Saved]) -> tuple[PartField, ...]:
+    """The fields of all shards that were written."""
+    return next((one.fields for one in saved if one.fields), ())
+
+
+def has_ends(fields: Sequence[PartField]) -> bool:
+    """Whether some field says where trajectories end."""
+    return any(field.role in _ENDS for field in fields)
 
 
 def _lanes(reader: PartReader) -> NDArray[np.int64]:
@@ -119,18 +168,18 @@ def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> NDArray
     return runs
 
 
-def _blocks(
-    runs: NDArray[np.int64], live: NDArray[np.int64], numbers: NDArray[np.int64], lane_length: int, columns: int
-) -> NDArray[np.int64]:
-    """Runs in pieces of one length, counted from their newest steps, as if each were a trajectory."""
+def _blocks(reader: PartReader, runs: NDArray[np.int64], columns: int, block: int) -> NDArray[np.int64]:
+    """Runs in pieces of so many steps, counted from their newest ones, as if each were a trajectory."""
+    geometry = reader.geometry
+    assert geometry is not None  # it has runs
+    live, numbers = _lanes(reader)[:, 1], read_rows_state(reader)["numbers"].numpy()
     steps = (runs[:, 2] - runs[:, 1]) // columns
-    block = max(1, -(-int(steps.sum()) // _BLOCKS))
     counts = -(-steps // block)
     run = np.repeat(np.arange(len(runs)), counts)
     from_newest = np.repeat(counts, counts) - 1 - _within(counts)
     end = runs[run, 2] - from_newest * block * columns
     first = np.maximum(end - block * columns, runs[run, 1])
-    last = runs[run, 0] * lane_length + (end - columns) % live[runs[run, 0]]
+    last = runs[run, 0] * geometry.lane_length + (end - columns) % live[runs[run, 0]]
     return np.stack([runs[run, 0], first, end, numbers[last], np.full(len(run), HAS_FIRST | HAS_LAST)], 1)
 
 
@@ -324,7 +373,7 @@ def fill_placed(
     Raises:
         IncompatibleCheckpoint: lanes or trajectories have numbers that the dtype of their field cannot hold.
     """
-    fields = saved[0].fields
+    fields = fields_of(saved)
     length = schema.capacity // schema.lanes
     mine = np.flatnonzero(plan.rank == rank)
     _check_range(fields, "env_id", env_offset + schema.lanes - 1, "lanes")

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["DROPPED", "Incomplete", "Plan", "Source", "Target", "make_plan"]
+__all__ = ["DROPPED", "Incomplete", "Plan", "Source", "Target", "by_reason", "counted", "leave_out", "make_plan"]
 
-#: Why a trajectory is left out.
-DROPPED = ("open", "headless", "both", "mid", "orphan", "oversize", "overflow")
+#: Why a trajectory is left out: of which kind it is, or there was no room.
+DROPPED = (*KINDS[1:], "oversize", "overflow")
+_KEPT = -1
 
 
 class Source(NamedTuple):
@@ -35,6 +36,16 @@ class Source(NamedTuple):
     """int64 ``[K, 5]``: the table of its trajectories."""
     columns: int = 1
     """By which positions step."""
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Of each trajectory, int64 ``[K]``."""
+        return (self.runs[:, 2] - self.runs[:, 1]) // self.columns
+
+    @property
+    def saved(self) -> NDArray[np.int64]:
+        """int64 ``[2]``: how many trajectories, and how many steps."""
+        return np.array([len(self.runs), self.steps.sum()], np.int64)
 
 
 class Target(NamedTuple):
@@ -75,10 +86,8 @@ class Plan(NamedTuple):
     """The row behind it holds nothing."""
     ranks: int
     """That load."""
-    saved: dict[str, dict[str, int]]
-    """Episodes and steps of each kind."""
-    dropped: dict[str, dict[str, int]]
-    """Episodes and steps that are left out, by reason."""
+    left_out: NDArray[np.int64]
+    """int64 ``[M, reasons, 2]``: by shard and reason, as in :data:`DROPPED`, how many trajectories and steps."""
 
     @property
     def digest(self) -> str:
@@ -91,6 +100,27 @@ class Plan(NamedTuple):
     @property
     def kept(self) -> dict[str, int]:
         return {"episodes": len(self.rank), "steps": int(self.steps.sum())}
+
+    @property
+    def dropped(self) -> dict[str, dict[str, int]]:
+        """Episodes and steps that are left out, by reason, of all shards."""
+        return by_reason(self.left_out.sum(0))
+
+
+def by_reason(left_out: NDArray[np.int64]) -> dict[str, dict[str, int]]:
+    """Episodes and steps by reason, of an int64 ``[reasons, 2]``."""
+    return {
+        reason: {"episodes": int(count[0]), "steps": int(count[1])}
+        for reason, count in zip(DROPPED, left_out, strict=True)
+    }
+
+
+def counted(of: NDArray[np.int64], steps: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
+    """int64 ``[groups, 2]``: how many trajectories each group has, and how many steps. ``of``: the group of each."""
+    episodes = np.bincount(of, minlength=groups)
+    total = np.zeros(groups, np.int64)
+    np.add.at(total, of, steps)
+    return np.stack([episodes, total], 1)
 
 
 def make_plan(
@@ -113,30 +143,23 @@ def make_plan(
 
     Cost: O(n log n), about 3 µs per trajectory.
     """
-    if not sources:
-        sources = [Source(1, np.empty((0, 5), np.int64))]
-    shard = np.concatenate([np.full(len(source.runs), i) for i, source in enumerate(sources)])
-    number = np.concatenate([np.arange(len(source.runs)) for source in sources])
-    table = np.concatenate([source.runs for source in sources])
-    kind = np.concatenate([kinds_of(source.runs, source.columns) for source in sources])
-    steps = (table[:, 2] - table[:, 1]) // np.array([source.columns for source in sources])[shard]
-    age = np.array([source.clock for source in sources])[shard] - table[:, 3]
-    saved = {name: _count(steps, kind == i) for i, name in enumerate(KINDS)}
+    shard, number, table, steps = _together(sources)
+    kind = np.concatenate([np.empty(0, np.int64), *(kinds_of(source.runs, source.columns) for source in sources)])
+    age = np.array([source.clock for source in sources], np.int64)[shard] - table[:, 3]
     policy = {"complete": True, "open": incomplete.open != "drop", "headless": incomplete.headless != "drop"}
     wanted = np.array([policy.get(name, False) for name in KINDS])[kind]
-    dropped = {name: _count(steps, ~wanted & (kind == KINDS.index(name))) for name in DROPPED[:5]}
+    reason = np.where(wanted, _KEPT, kind - 1)  # the first reasons are the kinds but for complete
     is_open = kind == KINDS.index("open")
     gap = is_open & (incomplete.open == "keep")
     room = steps + gap
     longest = max((target.lane_length for target in targets), default=0)
-    dropped["oversize"] = _count(steps, wanted & (room > longest))
-    wanted &= room <= longest
-    candidates = np.flatnonzero(wanted)
+    reason[wanted & (room > longest)] = DROPPED.index("oversize")
+    candidates = np.flatnonzero(reason == _KEPT)
     newest_first = np.lexsort((-table[candidates, 1], table[candidates, 0], shard[candidates], age[candidates]))
     candidates = candidates[newest_first]
     rank, lane = _deal(room[candidates].tolist(), targets, overflow)
     placed = rank >= 0
-    dropped["overflow"] = _count(steps[candidates], ~placed)
+    reason[candidates[~placed]] = DROPPED.index("overflow")
     kept, rank, lane = candidates[placed], rank[placed], lane[placed]
     oldest_first = np.lexsort((-np.arange(len(kept)), lane, rank))
     kept, rank, lane = kept[oldest_first], rank[oldest_first], lane[oldest_first]
@@ -150,13 +173,34 @@ def make_plan(
         is_open[kept] & (incomplete.open == "truncate"),
         gap[kept],
         len(targets),
-        saved,
-        dropped,
+        _left_out(reason, shard, steps, len(sources)),
     )
 
 
-def _count(steps: NDArray[np.int64], which: NDArray[np.bool_]) -> dict[str, int]:
-    return {"episodes": int(which.sum()), "steps": int(steps[which].sum())}
+def _together(
+    sources: Sequence[Source],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The trajectories of all shards: the shard of each, its number there, its record, and its steps."""
+    counts = np.array([len(source.runs) for source in sources], np.int64)
+    shard = np.repeat(np.arange(len(sources)), counts)
+    number = np.arange(len(shard)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table = np.concatenate([np.empty((0, 5), np.int64), *(source.runs for source in sources)])
+    steps = np.concatenate([np.empty(0, np.int64), *(source.steps for source in sources)])
+    return shard, number, table, steps
+
+
+def leave_out(why: str, shard: NDArray[np.int64], shards: int) -> NDArray[np.int64]:
+    """What a plan says of single rows that are left out for one reason. ``shard``: that of each."""
+    reason = np.full(len(shard), DROPPED.index(why))
+    return _left_out(reason, shard, np.ones(len(shard), np.int64), shards)
+
+
+def _left_out(
+    reason: NDArray[np.int64], shard: NDArray[np.int64], steps: NDArray[np.int64], shards: int
+) -> NDArray[np.int64]:
+    of = reason != _KEPT
+    groups = shard[of] * len(DROPPED) + reason[of]
+    return counted(groups, steps[of], shards * len(DROPPED)).reshape(shards, len(DROPPED), 2)
 
 
 def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], room: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.checkpoints import Count, Cut, Totals
-from engram.format.parts import Geometry, PartField, PartWriter, schema_sum, segment_layout
+from engram.format.parts import NO_SCHEMA, Geometry, PartField, PartWriter, schema_sum, segment_layout
 from engram.format.problems import corrupt
 from engram.format.tables import OPEN
 
@@ -71,7 +71,7 @@ class SavedRows(NamedTuple):
 
 def nothing_saved(info: PartInfo, clock: int, steps: int) -> SavedRows:
     """Of a storage without fields: never written, or a list."""
-    return SavedRows(info, Cut(clock), Totals(steps=steps, episodes=0), schema_sum(()))
+    return SavedRows(info, Cut(clock), Totals(steps=steps, episodes=0), NO_SCHEMA)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -12,19 +12,30 @@ from rich.table import Table
 
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
+from engram.checkpoint.agreement import disagreements
 from engram.checkpoint.components import read_state, write_part
-from engram.checkpoint.moving import checked_incomplete, plan_move
+from engram.checkpoint.moving import by_trajectory, by_value, checked_incomplete, open_shards, seed_of
 from engram.checkpoint.plan import Target
+from engram.checkpoint.reports import move_report
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.storages import LazyMemmapStorage
+from engram.writers import TensorDictMaxValueWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engram.checkpoint.moving import Move
+    from engram.checkpoint.moving import Move, Planner
+    from engram.checkpoint.plan import Incomplete
 
 __all__ = ["reshard"]
+
+#: How trajectories that are not whole are taken along all the same.
+_WAYS = {
+    "open": "--open keep (or truncate) keeps the open ones",
+    "headless": "--headless keep keeps the headless ones",
+}
+_OTHERWISE = "--max-drop-fraction 1 takes the rest"
 
 
 def reshard(
@@ -50,11 +61,20 @@ def reshard(
         checkpoint = stack.enter_context(Checkpoint(_found(source)))
         targets = [Target(lanes, _lane_length(checkpoint, ranks, lanes, capacity))] * ranks
         incomplete = checked_incomplete({"open": open_ones, "headless": headless})
-        move = plan_move(checkpoint, stack, targets, incomplete, overflow, max_drop_fraction)
+        move = _planner(checkpoint, incomplete, overflow)(open_shards(checkpoint, stack), targets)
+        move.check_left_out(max_drop_fraction, str(checkpoint.folder), _WAYS, _OTHERWISE)
         _show(checkpoint, move)
         if not dry_run:
             name = _write(checkpoint, move, target)
             Console(highlight=False).print(f"wrote {target / name}", soft_wrap=True)
+
+
+def _planner(checkpoint: Checkpoint, incomplete: Incomplete, overflow: Any) -> Planner:
+    """As the writer that was saved would have it."""
+    (state,) = (read_state(reader) for reader in checkpoint.parts(0) if reader.part == "writer")
+    if state.keys() != {"rank_key", "reduction"}:
+        return by_trajectory(incomplete, overflow)
+    return by_value(TensorDictMaxValueWriter(tuple(state["rank_key"]), state["reduction"]).ranking)
 
 
 def _found(source: Path) -> Path:
@@ -77,7 +97,7 @@ def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int |
 
 
 def _show(checkpoint: Checkpoint, move: Move) -> None:
-    found = move.report()
+    found = move_report(move, checkpoint.ranks)
     console = Console(highlight=False)
     console.print(f"{checkpoint.folder}: {len(found['shards'])} ranks → {len(found['targets'])}", soft_wrap=True)
     table = Table(box=None, pad_edge=False)
@@ -100,6 +120,8 @@ def _show(checkpoint: Checkpoint, move: Move) -> None:
     for what, count in counts.items():
         console.print(f"{what}: {count['episodes']} episodes, {count['steps']} steps")
     console.print(f"plan {found['plan']}", soft_wrap=True)
+    for text in disagreements(checkpoint, move):
+        console.print(text, soft_wrap=True)
 
 
 def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:
@@ -108,7 +130,7 @@ def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:
     epoch = series.claim_epoch(root)
     manifest, world = checkpoint.manifest, len(move.targets)
     attempt = series.begin(root, step=manifest.step, epoch=epoch, world=world, trigger="reshard", user=manifest.user)
-    total = sum(target.capacity for target in move.targets) * sum(f.row_bytes for f in move.saved[0].fields)
+    total = sum(target.capacity for target in move.targets) * sum(f.row_bytes for f in move.fields)
     try:
         with bytes_bar("resharding", total) as progress:
             for rank in range(world):
@@ -128,7 +150,7 @@ def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:
 def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, attempt: Path, progress: Any) -> None:
     state, fill = move.rows(rank)
     target = move.targets[rank]
-    roles = {field.key: field.role for field in move.saved[0].fields}
+    roles = {field.key: field.role for field in move.saved[move.leader].reader.schema or ()}
     with tempfile.TemporaryDirectory(prefix=".reshard-", dir=attempt.parent) as scratch:
         storage = LazyMemmapStorage(target.capacity, lanes=target.lanes, scratch_dir=scratch)
         try:
@@ -136,7 +158,10 @@ def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, att
             cut = storage.prepare_cut()()
             with disk.together():
                 rows = storage.save_cut(folder / buffers.STORAGE, cut, roles=roles, progress=progress)
-                infos = [rows.info, *_others(checkpoint, folder, move.seed(rank))]
+                infos = [
+                    rows.info,
+                    *_others(checkpoint, move.leader, folder, seed_of(checkpoint, len(move.targets), rank)),
+                ]
         finally:
             storage.close()
         series.accept(
@@ -144,10 +169,10 @@ def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, att
         )
 
 
-def _others(checkpoint: Checkpoint, folder: Path, seed: int) -> list[Any]:
-    """The parts that are not of rows: as rank 0 has them, but for what begins anew."""
+def _others(checkpoint: Checkpoint, leader: int, folder: Path, seed: int) -> list[Any]:
+    """The parts that are not of rows: as the leader has them, but for what begins anew."""
     infos = []
-    for reader in checkpoint.parts(0):
+    for reader in checkpoint.parts(leader):
         if reader.part == buffers.STORAGE:
             continue
         state = buffers.begun_anew(

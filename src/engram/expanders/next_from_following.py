@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, is_tensor_collection
 
+from engram.errors import NoSampleable
 from engram.expanders._base import END_KEYS, Expander, Following, public
 from engram.samplers import SamplerWithoutReplacement
 from engram.samplers._boundaries import as_keys
 from engram.state import check_keys
+from engram.store import Key as DrawKey
 from engram.types import Plan
 
 if TYPE_CHECKING:
@@ -217,6 +219,16 @@ class NextFromFollowing(Expander):
                     f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
                 )
         reading.following = Following(reading.numbers[_MARK], fields, self.finals.read, self.finals.storage)
+
+    def can_sample(self, storage: Any, batch_size: int) -> bool:
+        """Whether a row that has a next observation can be drawn. Draws one to see; no generator is asked."""
+        if not len(storage) or not getattr(self.sampler, "can_sample", lambda *_: True)(storage, batch_size):
+            return False
+        try:
+            self.sample_natively(storage, DrawKey.of(0), 1)
+        except NoSampleable:
+            return False
+        return True
 
     @property
     def recordable(self) -> bool:

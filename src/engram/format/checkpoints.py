@@ -19,6 +19,7 @@ import msgspec
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
+from engram.format.description import NO_SCHEMA
 from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
@@ -441,6 +442,11 @@ class Checkpoint:
         """Whether it is a folder of its own, not one of a series."""
         return self.manifest.name == ""
 
+    @property
+    def ranks(self) -> list[int]:
+        """What each shard's rank was called when it was saved: others than their numbers here, where some are missing."""
+        return [rank for rank, _ in self._places]
+
     def shard_folder(self, rank: int) -> Path:
         return self.folder / self._shard_name(rank)
 
@@ -453,7 +459,10 @@ class Checkpoint:
         entry = self.manifest.shards[rank]
         name = f"{self._shard_name(rank)}/{SHARD}" if not self.is_dump else SHARD
         shard = read_shard(self.folder, self._fd, name, entry)[0]
-        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum != self.manifest.schema_sum:
+        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum not in (
+            self.manifest.schema_sum,
+            NO_SCHEMA,
+        ):
             raise corrupt(
                 self.folder / name,
                 f"expected rank {self._places[rank][0]} of {self._places[rank][1]} with the schema {self.manifest.schema_sum}, "

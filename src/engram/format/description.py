@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGN",
+    "NO_SCHEMA",
     "PART",
     "SUMS",
     "ArrayInfo",
@@ -140,6 +141,10 @@ class Part(strict.Summed, frozen=True, kw_only=True):
 def schema_sum(fields: Sequence[PartField]) -> str:
     """xxh3-64 of the fields, as 16 hex digits."""
     return str(xxhash.xxh3_64_hexdigest(strict.encode({"schema": list(fields)})))
+
+
+#: Of a storage without fields: a list, or one that was never written.
+NO_SCHEMA = schema_sum(())
 
 
 def segment_layout(fields: Sequence[PartField], rows: int) -> tuple[list[int], int]:

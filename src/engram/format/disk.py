@@ -16,7 +16,6 @@ import secrets
 import stat
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,11 +183,38 @@ def _wait() -> None:
         for fd in fds:
             _sync(fd)
     else:
-        with ThreadPoolExecutor(min(THREADS, len(fds))) as pool:
-            for _ in pool.map(_sync, fds):
-                pass
+        _sync_all(fds)
     while fds:
         os.close(fds.pop())
+
+
+def _sync_all(fds: list[int]) -> None:
+    # Plain threads: those of an executor are refused while the interpreter ends, and a save may end after the program.
+    todo, errors = iter(fds), list[BaseException]()
+    turn = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with turn:
+                fd = next(todo, None)
+            if fd is None:
+                return
+            try:
+                _sync(fd)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(min(THREADS, len(fds))):
+            thread = threading.Thread(target=work, name="engram-sync")
+            thread.start()
+            threads.append(thread)
+    finally:
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _sync(fd: int) -> None:

@@ -47,6 +47,7 @@ from engram.format.checkpoints import (
     read_shard,
     sync_parts,
 )
+from engram.format.description import NO_SCHEMA
 from engram.format.problems import Problem, corrupt, problem_of, read_small
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ __all__ = [
     "set_latest",
     "sweep",
     "votes",
+    "withdraw",
 ]
 
 LATEST = "LATEST"
@@ -328,6 +330,17 @@ def refuse(folder: Path, rank: int, error: str) -> None:
     disk.publish(own / REFUSAL, strict.encode(Refusal(attempt=attempt.attempt, rank=rank, error=error[:10_000])))
 
 
+def withdraw(folder: Path, rank: int) -> None:
+    """Remove what a rank wrote for an attempt that was aborted: a disk that is full stays so otherwise. Its vote stays.
+
+    Raises:
+        CorruptCheckpoint: the attempt cannot be read. OSError: something cannot be removed.
+    """
+    own = folder / rank_folder(rank, read_attempt(folder).world)
+    for name in set(os.listdir(own)) - {SHARD, REFUSAL}:
+        disk.remove(own / name)
+
+
 def votes(folder: Path) -> list[Vote]:
     """What every rank said so far.
 
@@ -413,7 +426,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
 
 def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote]) -> list[str]:
     """Why shards that were all voted for make no checkpoint."""
-    schemas = sorted({vote.shard.schema_sum for vote in given if vote.shard})
+    schemas = _schema_sums([vote.shard for vote in given if vote.shard])
     if len(schemas) > 1:
         return [f"expected one schema on all ranks, got those with the sums {schemas}"]
     with Checkpoint(folder, _manifest(attempt, given, [])) as checkpoint:
@@ -432,10 +445,19 @@ def _manifest(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -
         status="complete" if complete else "aborted",
         reasons=tuple(reasons),
         parent=attempt.parent,
-        schema_sum=shards[0].schema_sum if complete else "",
+        schema_sum=_schema_sum(shards) if complete else "",
         shards=tuple(vote.entry for vote in given if vote.entry is not None) if complete else (),
         user=attempt.user if complete else {},
     )
+
+
+def _schema_sums(shards: Sequence[Shard]) -> list[str]:
+    """Those of shards that have fields: on other ranks nothing was ever written."""
+    return sorted({shard.schema_sum for shard in shards} - {NO_SCHEMA})
+
+
+def _schema_sum(shards: Sequence[Shard]) -> str:
+    return next(iter(_schema_sums(shards)), NO_SCHEMA)
 
 
 def _open(folder: Path) -> int:
@@ -552,14 +574,12 @@ def open_partial(folder: Path) -> Checkpoint:
     given = [vote for vote in votes(folder) if vote.shard is not None and vote.entry is not None]
     if not given:
         raise corrupt(folder, "expected shards of some ranks, found none")
-    shards = [vote.shard for vote in given if vote.shard is not None]
     manifest = msgspec.structs.replace(
         _manifest(attempt, given, []),
         world=len(given),
         shards=tuple(
             msgspec.structs.replace(vote.entry, rank=i) for i, vote in enumerate(given) if vote.entry is not None
         ),
-        schema_sum=shards[0].schema_sum,
     )
     return Checkpoint.partial(folder, manifest, [vote.rank for vote in given], attempt.world)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.checkpoint.moving import Planner
     from engram.checkpoint.placing import Saved
     from engram.checkpoint.torchrl import TorchRLDump
     from engram.format.parts import PartReader
@@ -289,10 +290,11 @@ class Storage(Dumpable):
         )
 
     def checked_conversion(
-        self, saved: Saved, *, without: Collection[str] = ()
+        self, saved: Saved, plan: Planner, *, without: Collection[str] = ()
     ) -> tuple[dict[str, Any], Callable[[], None]]:
         """Check what is to be converted to the capacity and lanes here: the state it makes, and what takes it over.
 
+        ``plan``: what decides which rows are taken, and where they go.
         ``without``: priorities that somebody else takes over.
 
         Raises: as :meth:`loads`. Nothing is changed.

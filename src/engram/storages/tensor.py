@@ -20,7 +20,7 @@ from engram import _native
 from engram._devices import existing_device
 from engram._later import refuse
 from engram.checkpoint.components import check_blocks, check_kind, write_part
-from engram.checkpoint.conversion import converted
+from engram.checkpoint.plan import Target
 from engram.checkpoint.roles import roles_of
 from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
 from engram.checkpoint.segments import save_segments
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram.checkpoint.moving import Move, Planner
     from engram.checkpoint.placing import Saved
     from engram.checkpoint.torchrl import TorchRLDump
     from engram.format.parts import PartReader
@@ -99,10 +100,16 @@ def announce(lines: Sequence[str]) -> None:
         logger.info("%s", line)
 
 
-#: Entries of a state, but for the rows.
 #: Rows that may be written between preparing a cut and making it, for which there is memory.
 _SLACK = 1 << 17
 
+#: Of the steps, that a conversion may leave out as longer than a lane, or without both ends.
+_MOST_LEFT_OUT = 0.5
+_OTHERWISE = (
+    "load it into a buffer of the same capacity and lanes; or save it by a Checkpointer with roles={...: 'data'} for the fields "
+    "that say where trajectories end: then its rows are moved by themselves. The buffer is as it was"
+)
+#: Entries of a state, but for the rows.
 _WITHOUT_ROWS = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
 
 
@@ -701,14 +708,15 @@ class TensorStorage(Storage):
         return state, lambda: take(dump.fill(schema))
 
     def checked_conversion(
-        self, saved: Saved, *, without: Collection[str] = ()
+        self, saved: Saved, plan: Planner, *, without: Collection[str] = ()
     ) -> tuple[dict[str, Any], Callable[[], None]]:
         check_kind(saved.reader, "storage", *self._loads)
         schema = self._schema_here(saved.head["schema"], str(saved.reader.folder))
         state, fill_rows = saved.head, fill(saved.reader)
         if schemas.encode(schema).decode() != state["schema"]:
-            state, fill_rows, plan = converted(saved, schema)
-            left_out = {reason: count for reason, count in plan.dropped.items() if count["steps"]}
+            move = self._checked_move(saved, plan)
+            state, fill_rows = move.rows(0)
+            left_out = {reason: count for reason, count in move.plan.dropped.items() if count["steps"]}
             if left_out:
                 warnings.warn(f"loads: {saved.reader.folder}: left out: {left_out}.", stacklevel=5)
         if len(self):
@@ -716,6 +724,21 @@ class TensorStorage(Storage):
         others = {name: known for name, known in state["priorities"].items() if name not in without}
         take = self.checked_without_rows({**state, "priorities": others})
         return state, lambda: take(fill_rows)
+
+    def _checked_move(self, saved: Saved, plan: Planner) -> Move:
+        """What is planned for the lanes here.
+
+        Raises ``IncompatibleCheckpoint``: this has columns, or more than half of the steps cannot be moved.
+        """
+        where = str(saved.reader.folder)
+        if self.ndim > 1:
+            raise IncompatibleCheckpoint(
+                f"{where}: expected the geometry of a storage with ndim={self.ndim}: it cannot be converted."
+            )
+        target = Target(self.lanes, self.max_size // self.lanes)
+        move = plan([saved], [target])
+        move.check_left_out(_MOST_LEFT_OUT, where, {}, _OTHERWISE)
+        return move
 
     def _schema_here(self, text: str | None, where: str) -> Schema:
         """The schema of a state, with the capacity and lanes of this storage. Raises ``IncompatibleCheckpoint``: other fields."""

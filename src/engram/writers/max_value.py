@@ -13,6 +13,9 @@ from torch import Tensor
 from engram import _native
 from engram._later import refuse
 from engram._tensordict import children, find
+from engram.checkpoint.best import Ranking
+from engram.errors import IncompatibleCheckpoint
+from engram.state import check_keys
 from engram.types import Extent, Plan
 from engram.writers._base import NativeWriter
 
@@ -130,6 +133,11 @@ class TensorDictMaxValueWriter(NativeWriter):
         super().register_storage(storage)
         self._stored = None
 
+    @property
+    def ranking(self) -> Ranking:
+        """Which rows are kept of saved ones, if there is no room for all."""
+        return Ranking(self._rank_key, lambda values: _or_least(self._reduced(values, len(values))))
+
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> Plan:
         ranks = self._ranks_of(data, n)
         free = _free_rows(extent, n)
@@ -201,8 +209,23 @@ class TensorDictMaxValueWriter(NativeWriter):
         return ranks.reshape(n)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: ranks follow from the rows, cursors and counts belong to the store."""
-        return super().state_dict()
+        """What rows are ranked by: ``rank_key``, a list, and ``reduction``. Ranks follow from the rows."""
+        return {"rank_key": list(self._rank_key), "reduction": self._reduction}
+
+    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Check a state; what takes it over.
+
+        Raises:
+            KeyError: a missing or unknown entry. IncompatibleCheckpoint: rows were ranked by something else; nothing is changed.
+        """
+        check_keys(state_dict, ("rank_key", "reduction"), type(self).__name__)
+        here = self.state_dict()
+        if state_dict != here:
+            raise IncompatibleCheckpoint(
+                f"{type(self).__name__}: expected rows that are ranked by {here}, as here, got {state_dict!r:.300}. Make the "
+                "writer with those arguments."
+            )
+        return lambda: None
 
     def config(self) -> dict[str, Any]:
         return {"rank_key": self.rank_key, "reduction": self._reduction}
@@ -284,7 +307,12 @@ class _Stored:
             ranks = self._reduced(values, n)
         else:
             ranks = np.array([self._reduced(value, 1)[0] for value in values], dtype=np.float64)
-        return np.where(np.isnan(ranks), -np.inf, ranks)
+        return _or_least(ranks)
+
+
+def _or_least(ranks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A NaN that is stored ranks below all numbers."""
+    return np.where(np.isnan(ranks), -np.inf, ranks)
 
 
 _NONE = np.empty(0, np.int64)

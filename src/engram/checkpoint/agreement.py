@@ -1,0 +1,101 @@
+"""What shards say beside their rows: one rank's is taken where they are dealt out, so others must have had the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engram.checkpoint.buffers import STORAGE, begun_anew
+from engram.checkpoint.components import read_state
+from engram.errors import IncompatibleCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engram.checkpoint.moving import Move
+    from engram.format.checkpoints import Checkpoint
+
+__all__ = ["disagreements"]
+
+#: Parts that begin anew, whatever they say.
+_ANEW = ("rng", "prefetch")
+#: Of priorities, what is not of rows; other entries must agree, or are those of all.
+_OF_PRIORITIES = "beta"
+_MOST = 8
+#: What a storage's state is called that is part of something else.
+_ROWS = "storage"
+
+
+def disagreements(checkpoint: Checkpoint, move: Move) -> list[str]:
+    """Where ranks that have written differ from the one whose state is taken, an entry each.
+
+    Raises:
+        CorruptCheckpoint: a part is damaged.
+        IncompatibleCheckpoint: something has rows of its own that others' rows mean, such as final observations.
+    """
+    written = [rank for rank, one in enumerate(move.saved) if one.reader.geometry is not None]
+    if len(written) < 2:
+        return []
+    taken = move.leader
+    ours = _state(checkpoint, move, taken)
+    found: dict[str, list[str]] = {}
+    names = checkpoint.ranks
+    for rank in written:
+        theirs = _state(checkpoint, move, rank)
+        for where, here, there in _differences(ours, theirs, ""):
+            if where not in found:
+                found[where] = [f"rank {names[taken]}{_said(here)}"]
+            if where.rpartition(".")[2] == _ROWS:
+                raise IncompatibleCheckpoint(
+                    f"{checkpoint.folder}: {where}: expected no state with rows of its own, which those of the buffer mean, as final "
+                    "observations are: it cannot be dealt out. Restore it with as many ranks as saved it, into buffers of "
+                    "their sizes."
+                )
+            found[where].append(f"rank {names[rank]}{_said(there)}")
+    return [
+        f"{where}: expected the same on all ranks, got that of {', '.join(said[:_MOST])}{' …' * (len(said) > _MOST)}; "
+        f"that of rank {names[taken]} is taken"
+        for where, said in found.items()
+    ]
+
+
+def _state(checkpoint: Checkpoint, move: Move, rank: int) -> dict[str, Any]:
+    """All of it that could matter to others."""
+    storage = move.saved[rank].head
+    state: dict[str, Any] = {
+        "priorities": {name: {_OF_PRIORITIES: it[_OF_PRIORITIES]} for name, it in storage["priorities"].items()},
+        "windows": storage["windows"],
+        "transforms": {},
+    }
+    for reader in checkpoint.parts(rank):
+        if reader.part not in (STORAGE, *_ANEW):
+            state[reader.part] = begun_anew(reader.part, read_state(reader), 0, None)
+    return state
+
+
+def _differences(ours: Any, theirs: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+    """The deepest entries that differ; of a storage's state, that it does."""
+    if where.rpartition(".")[2] == _ROWS and any(True for _ in _differences(ours, theirs, "")):
+        yield where, ours, theirs
+        return
+    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        for key, value in ours.items():
+            yield from _differences(value, theirs[key], f"{where}.{key}" if where else key)
+        return
+    tensors = isinstance(ours, torch.Tensor), isinstance(theirs, torch.Tensor)
+    same = _same_tensors(ours, theirs) if all(tensors) else not any(tensors) and repr(ours) == repr(theirs)
+    if not same:
+        yield where, ours, theirs
+
+
+def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit."""
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    raw = (value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return torch.equal(*raw)
+
+
+def _said(value: Any) -> str:
+    return f" ({value!r})" if isinstance(value, bool | int | float | str) and len(repr(value)) < 40 else ""

@@ -1,0 +1,74 @@
+"""Rows by themselves, of which a writer keeps the best: where they go when others load them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from engram.checkpoint.plan import Plan, leave_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.checkpoint.plan import Source, Target
+
+__all__ = ["Ranking", "plan_best"]
+
+
+class Ranking(NamedTuple):
+    """Which of two rows is better."""
+
+    key: tuple[str, ...]
+    """Of the field that says it."""
+    values: Callable[[Tensor], NDArray[np.float64]]
+    """The value of each of ``n`` rows of that field, float64 ``[n]``, without NaN: larger ones are better."""
+
+
+def plan_best(sources: Sequence[Source], values: Sequence[NDArray[np.float64]], targets: Sequence[Target]) -> Plan:
+    """Deal rows out round robin, the best first, until there is no room; each rank's lie in the order of their ages.
+
+    Of equal ones that of the lower shard comes first, then the one that lies first in its table.
+
+    Args:
+        sources: the shards, in the order of their ranks; each row is a run of its own.
+        values: of their rows.
+        targets: the ranks that load, of one lane each.
+
+    Cost: O(n log n).
+    """
+    counts = np.array([len(source.runs) for source in sources], np.int64)
+    shard = np.repeat(np.arange(len(sources)), counts)
+    number = np.arange(len(shard)) - np.repeat(np.cumsum(counts) - counts, counts)
+    time = np.concatenate([np.empty(0, np.int64), *(source.clock - source.runs[:, 3] for source in sources)])
+    best_first = np.lexsort((number, shard, -np.concatenate([np.empty(0), *values])))
+    rank = _round_robin([target.capacity for target in targets], len(shard))
+    kept = best_first[: len(rank)]
+    by_age = np.lexsort((number[kept], shard[kept], -time[kept], rank))
+    kept, rank = kept[by_age], rank[by_age]
+    loads = np.bincount(rank, minlength=len(targets))
+    position = np.arange(len(rank)) - np.repeat(np.cumsum(loads) - loads, loads)
+    none = np.zeros(len(rank), bool)
+    return Plan(
+        rank,
+        np.zeros_like(rank),
+        position,
+        shard[kept],
+        number[kept],
+        np.ones_like(rank),
+        none,
+        none,
+        len(targets),
+        leave_out("overflow", shard[best_first[len(rank) :]], len(sources)),
+    )
+
+
+def _round_robin(room: Sequence[int], n: int) -> NDArray[np.int64]:
+    """The rank of each of ``n`` rows, or of as many as there is room for."""
+    places = [min(size, n) for size in room]
+    turn = np.concatenate([np.empty(0, np.int64), *(np.arange(size) for size in places)])
+    rank = np.repeat(np.arange(len(places)), places)
+    return rank[np.lexsort((rank, turn))][:n]

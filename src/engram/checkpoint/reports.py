@@ -1,0 +1,132 @@
+"""What a redistribution did, in figures and in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engram.checkpoint.plan import by_reason, counted
+from engram.checkpoint.runs import count_kinds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engram.checkpoint.moving import Move
+
+__all__ = ["Lost", "move_lines", "move_report", "said_move"]
+
+
+class Lost(NamedTuple):
+    """Shards that there are none of."""
+
+    ranks: tuple[int, ...] = ()
+    as_of: str | None = None
+    """The checkpoint that last had them. None: none did, so nobody knows what is lost."""
+    episodes: int | None = None
+    steps: int | None = None
+
+
+def move_report(move: Move, ranks: Sequence[int], lost: Lost = Lost()) -> dict[str, Any]:  # noqa: B008 - a value
+    """Episodes and steps: saved, of which kinds, kept, dropped by reason, and truncated; in total and by shard; and what each
+    target got.
+
+    Args:
+        move: what was done.
+        ranks: what those were called that saved the shards.
+        lost: shards that were missing.
+    """
+    plan, count = move.plan, len(move.saved)
+    kept = counted(plan.source, plan.steps, count)
+    cut = counted(plan.source[plan.truncated], plan.steps[plan.truncated], count)
+    shards: list[dict[str, Any]] = [
+        {
+            "rank": rank,
+            "saved": _count(one.source.saved),
+            "kinds": count_kinds(one.source.runs, one.source.columns),
+            "kept": _count(kept[which]),
+            "dropped": by_reason(plan.left_out[which]),
+            "truncated": _count(cut[which]),
+        }
+        for which, (rank, one) in enumerate(zip(ranks, move.saved, strict=True))
+    ]
+    targets = [_load(move, rank) for rank in range(len(move.targets))]
+    return {
+        "plan": plan.digest,
+        **{what: _sum([shard[what] for shard in shards]) for what in shards[0] if what != "rank"},
+        "lost": {**lost._asdict(), "ranks": list(lost.ranks)},
+        "smallest_rank": min(target["steps"] for target in targets),
+        "largest_rank": max(target["steps"] for target in targets),
+        "smallest_lane": min(target["smallest_lane"] for target in targets),
+        "largest_lane": max(target["largest_lane"] for target in targets),
+        "unused": sum(target["unused"] for target in targets),
+        "shards": shards,
+        "targets": targets,
+    }
+
+
+def _load(move: Move, rank: int) -> dict[str, int]:
+    target, mine = move.targets[rank], move.plan.rank == rank
+    steps = counted(move.plan.lane[mine], move.plan.steps[mine], target.lanes)[:, 1]
+    return {
+        "rank": rank,
+        "lanes": target.lanes,
+        "lane_length": target.lane_length,
+        "episodes": int(mine.sum()),
+        "steps": int(steps.sum()),
+        "smallest_lane": int(steps.min()),
+        "largest_lane": int(steps.max()),
+        "unused": target.capacity - int(steps.sum()),
+    }
+
+
+def said_move(dealt: Mapping[str, Any]) -> str:
+    """A report in a line."""
+    text = f"{_said_counts(dealt)}; from {len(dealt['shards'])} ranks to {len(dealt['targets'])}"
+    lost = dealt["lost"]
+    if not lost["ranks"]:
+        return text
+    whose = f"the shards of ranks {', '.join(map(str, lost['ranks']))}"
+    if lost["as_of"] is None:
+        return f"{text}; lost with {whose}: nobody knows how much"
+    return f"{text}; lost with {whose}: at {lost['as_of']} that was {_said(lost)}"
+
+
+def move_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
+    """What became of each shard, and what each target got, in a line each."""
+    for shard in dealt["shards"]:
+        yield f"shard of rank {shard['rank']}: {_said_counts(shard)}"
+    for it in dealt["targets"]:
+        yield (
+            f"rank {it['rank']}: {_said(it)} in {it['lanes']} lanes of {it['lane_length']} rows, {it['smallest_lane']} to "
+            f"{it['largest_lane']} in each; {it['unused']} rows unused"
+        )
+    yield (
+        f"{dealt['smallest_rank']} to {dealt['largest_rank']} steps in a rank, {dealt['smallest_lane']} to "
+        f"{dealt['largest_lane']} in a lane; {dealt['unused']} rows unused; plan {dealt['plan']}"
+    )
+
+
+def _said_counts(counts: Mapping[str, Any]) -> str:
+    every = {"saved": counts["saved"], "kept": counts["kept"]}
+    every |= {f"dropped as {reason}": count for reason, count in counts["dropped"].items() if count["episodes"]}
+    if counts["truncated"]["episodes"]:
+        every["kept as truncated"] = counts["truncated"]
+    return ", ".join(f"{what} {_said(count)}" for what, count in every.items())
+
+
+def _said(count: Mapping[str, int]) -> str:
+    return f"{count['episodes']} episodes with {count['steps']} steps"
+
+
+def _count(pair: NDArray[np.int64]) -> dict[str, int]:
+    return {"episodes": int(pair[0]), "steps": int(pair[1])}
+
+
+def _sum(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of all, added up; also those one level below."""
+    return {
+        key: sum(one[key] for one in counts) if isinstance(value, int) else _sum([one[key] for one in counts])
+        for key, value in counts[0].items()
+    }

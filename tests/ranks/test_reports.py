@@ -1,0 +1,125 @@
+"""What is said of a redistribution: by shard and in total, before it (by a save) and after it; and of shards that are missing."""
+
+import json
+
+from engram import LazyTensorStorage, ReplayBuffer
+from engram.format import series
+from tests.ranks.jobs import buffer, checkpointer, done, job, play
+
+KINDS = {"complete": 2, "open": 1, "headless": 0, "both": 0, "mid": 0, "orphan": 0}
+
+
+def write(ranks, rank, root, *, save=True):
+    """On each rank two whole trajectories and an open one, of rank + 1 steps more each."""
+    rb = buffer(2, 64)
+    play(rb, rank, 0, [5 + rank])
+    play(rb, rank, 1, [3 + rank, 4 + rank], open_end=True)
+    ck = checkpointer(root, rb, ranks)
+    return ck, ck.save(1) if save else None
+
+
+def messages(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "engram"]
+
+
+def test_every_rank_logs_every_shard_and_target(tmp_path, caplog):
+    done(job(3, write, tmp_path))
+    caplog.clear()
+    with caplog.at_level("INFO", logger="engram"):
+        reports = done(job(2, lambda ranks, _: checkpointer(tmp_path, buffer(2, 64), ranks).restore()))
+    dealt = reports[0].dealt
+    assert dealt["saved"] == {"episodes": 9, "steps": 12 + 15 + 18}
+    assert dealt["dropped"]["open"] == {"episodes": 3, "steps": 4 + 5 + 6}
+    for rank, shard in enumerate(dealt["shards"]):
+        assert shard["rank"] == rank
+        assert shard["saved"] == {"episodes": 3, "steps": 12 + 3 * rank}
+        assert {kind: count["episodes"] for kind, count in shard["kinds"].items()} == KINDS
+        assert shard["kept"] == {"episodes": 2, "steps": 8 + 2 * rank}
+        assert shard["dropped"]["open"] == {"episodes": 1, "steps": 4 + rank}
+        assert sum(count["episodes"] for count in shard["dropped"].values()) == 1
+    assert dealt["lost"] == {"ranks": [], "as_of": None, "episodes": None, "steps": None}
+    steps = [target["steps"] for target in dealt["targets"]]
+    assert (dealt["smallest_rank"], dealt["largest_rank"]) == (min(steps), max(steps))
+    assert sum(steps) == 30
+    assert dealt["unused"] == 4 * 64 - 30
+    said = messages(caplog)
+    for rank in range(3):
+        line = (
+            f"shard of rank {rank}: saved 3 episodes with {12 + 3 * rank} steps, kept 2 episodes with {8 + 2 * rank} steps, "
+            f"dropped as open 1 episodes with {4 + rank} steps"
+        )
+        assert sum(line in text for text in said) == 2  # by both ranks
+    for target in dealt["targets"]:
+        line = (
+            f"rank {target['rank']}: {target['episodes']} episodes with {target['steps']} steps in 2 lanes of 64 rows"
+        )
+        assert sum(line in text for text in said) == 2
+    assert sum(f"plan {dealt['plan']}" in text for text in said) == 2
+    (file,) = (tmp_path / "reports").iterdir()
+    assert {key: value for key, value in json.loads(file.read_text()).items() if key in dealt} == dealt
+
+
+def test_a_truncated_trajectory_is_counted_with_its_shard(tmp_path):
+    done(job(2, write, tmp_path))
+    how = {"incomplete": {"open": "truncate"}}
+    dealt = done(job(3, lambda ranks, _: checkpointer(tmp_path, buffer(2, 64), ranks).restore(**how)))[0].dealt
+    assert [shard["truncated"] for shard in dealt["shards"]] == [
+        {"episodes": 1, "steps": 4},
+        {"episodes": 1, "steps": 5},
+    ]
+    assert dealt["truncated"] == {"episodes": 2, "steps": 9}
+    assert dealt["kept"] == dealt["saved"]
+
+
+def test_a_save_says_what_other_ranks_would_drop(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="engram"):
+        reports = [report for _, report in done(job(2, write, tmp_path))]
+    assert [report.would_drop for report in reports] == [{"open": {"episodes": 2, "steps": 9}}] * 2
+    text = "dealt out to other ranks it would drop 2 open episodes with 9 steps"
+    assert sum(text in said for said in messages(caplog)) == 2
+    dealt = done(job(1, lambda ranks, _: checkpointer(tmp_path, buffer(2, 64), ranks).restore()))[0].dealt
+    assert {why: count for why, count in dealt["dropped"].items() if count["episodes"]} == reports[0].would_drop
+
+
+def test_rows_without_trajectories_would_not_be_dropped(tmp_path):
+    def act(ranks, _):
+        import torch
+
+        rb = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=4)
+        rb.extend(torch.arange(20))
+        report = checkpointer(tmp_path, rb, ranks).save(1)
+        assert report.would_drop == {}
+        assert "would drop" not in str(report)
+
+    done(job(2, act))
+
+
+def crash(ranks, rank, root, before):
+    """Rank 1 dies: nobody has its shard."""
+    ck, _ = write(ranks, rank, root, save=before)
+    epoch = ck._attempts.claim(5.0)
+    folder = [series.begin(root, step=9, epoch=epoch, world=3, trigger="crash", attempt="crash1")] if rank == 0 else []
+    folder = root / ranks.gather(folder[0].name.encode() if folder else b"", 5.0)[0].decode()
+    if rank != 1:
+        ck._write_crash(folder)
+
+
+def load_partial(ranks, _, root):
+    return checkpointer(root, buffer(2, 64), ranks).restore(allow_partial=True)
+
+
+def test_lost_with_a_missing_shard_is_what_an_older_checkpoint_had_of_it(tmp_path):
+    done(job(3, crash, tmp_path, True))
+    report = done(job(2, load_partial, tmp_path))[0]
+    assert (report.step, report.missing) == (9, (1,))
+    older = next(str(name) for name in series.names(tmp_path) if name.step == 1)
+    assert report.dealt["lost"] == {"ranks": [1], "as_of": older, "episodes": 3, "steps": 15}
+    assert [shard["rank"] for shard in report.dealt["shards"]] == [0, 2]
+    assert f"lost with the shards of ranks 1: at {older} that was 3 episodes with 15 steps" in str(report)
+
+
+def test_lost_with_a_missing_shard_that_was_never_saved(tmp_path):
+    done(job(3, crash, tmp_path, False))
+    report = done(job(2, load_partial, tmp_path))[0]
+    assert report.dealt["lost"] == {"ranks": [1], "as_of": None, "episodes": None, "steps": None}
+    assert "lost with the shards of ranks 1: nobody knows how much" in str(report)
