@@ -248,7 +248,7 @@ def test_rank_0_dies_between_votes_and_decision(tmp_path, monkeypatch):
         job(3, act, True)
     assert next(name.step for name in series.names(tmp_path)) == 10
     assert series.look(tmp_path / str(series.names(tmp_path)[0])) is not None
-    with warnings.catch_warnings(action="error"):
+    with pytest.warns(UserWarning, match="LATEST"):
         loaded = done(job(3, load, tmp_path))
     assert loaded[0][0].step == 10
 
