@@ -30,7 +30,7 @@ from engram import (
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.format.verify import verify
 from tests.format.checkpoint_folders import tree
-from tests.format.system_calls import counted, killed_at
+from tests.format.system_calls import counted, killed_at, settled
 from tests.test_state import STORAGES, Counting, L, buffer, items, kinds, twins
 from tests.twins import bits, contents, rows
 
@@ -237,7 +237,7 @@ def test_batches_ahead_are_left_out(ram):
         other.close()
     with pytest.raises(ValueError, match="prefetch: expected 'save' or 'drop', got 'x'"):
         rb.dumps(ram / "x", prefetch="x")
-    assert sorted(os.listdir(ram)) == ["with", "without"]
+    assert settled(ram) == ["with", "without"]
     rb.close()
 
 
@@ -266,7 +266,7 @@ def test_components_alone(name, ram):
             assert part != "sampler" or bits(other.sampler.state_dict()) == bits(rb.sampler.state_dict())
     with pytest.raises(IncompatibleCheckpoint, match="expected a sampler of type PrioritizedSampler"):
         rb.sampler.loads(ram / "whole" / "writer")
-    assert sorted(os.listdir(ram)) == ["sampler", "storage", "whole", "writer"]
+    assert settled(ram) == ["sampler", "storage", "whole", "writer"]
 
 
 def test_a_subclass_loads_what_it_dumped(ram):
@@ -367,6 +367,7 @@ def test_no_descriptor_stays_open(ram):
     (ram / "broken").mkdir()
     _dumped(rb, ram / "broken")
     (ram / "broken" / "writer" / "sums.bin").unlink()
+    settled(ram)
     before = os.listdir("/proc/self/fd")
     for step in range(2, 4):
         other.loads(ram / "d")
@@ -378,6 +379,7 @@ def test_no_descriptor_stays_open(ram):
             buffer(LazyTensorStorage(L + 1)).loads(ram / "d")
         rb.storage.dumps(ram / "part")
         other.storage.loads(ram / "part")
+    settled(ram)
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -398,11 +400,12 @@ def test_one_dump_over_another(ram):
         old = os.open(ram / target, os.O_RDONLY)
         rb.extend(rows(3, 40))
         rb.dumps(str(ram / target))
+        settled(ram)
         assert os.listdir(old) == [], "what was there is another folder, and is gone"
         os.close(old)
         other.loads(str(ram / target))
         assert contents(other) == contents(rb)
-    assert sorted(os.listdir(ram)) == ["empty", "new"]
+    assert settled(ram) == ["empty", "new"]
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "store", "component", "series"])
@@ -719,7 +722,7 @@ def test_a_process_killed_while_it_dumps_holds_nobody_up(share, ram):
     rb.extend(marked(3, 0), lane=0)
     assert time.monotonic() - started < 1.5, "a death is noticed within a second"
     rb.dumps(ram / "d")
-    assert sorted(os.listdir(ram)) == ["count", "d"]
+    assert settled(ram) == ["count", "d"]
     other = TensorDictReplayBuffer(storage=LazyTensorStorage(128, lanes=2))
     other.loads(ram / "d")
     check_marked(other)

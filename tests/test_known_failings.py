@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import threading
 import time
+import warnings
 from unittest import mock
 
 import pytest
@@ -104,7 +105,7 @@ def every_rank_is_saved_after_a_crash(root, grace=5.0):
     assert path is not None
     with Checkpoint(path) as checkpoint:
         assert (checkpoint.manifest.world, checkpoint.manifest.trigger) == (3, "crash")
-    with pytest.warns(UserWarning, match="LATEST"):
+    with warnings.catch_warnings(action="error"):
         loaded = restore_all(root, 2)
     found = set().union(*(steps_of(rb) for _, rb in loaded))
     assert whos(found) >= whos(results[0] | results[2])

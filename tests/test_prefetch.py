@@ -499,6 +499,26 @@ def test_what_a_transform_raises_is_raised_by_the_call_of_its_batch(who):
     assert rb.stats()["prefetch_queue_size"] == 1
 
 
+@pytest.mark.parametrize("fails", range(4))
+def test_a_pass_is_over_with_its_last_batch_even_if_that_fails(fails, who):
+    seen = []
+    for depth in (0, 1, 2):
+        count = iter(range(100))
+
+        def fragile(td, count=count):
+            if next(count) == fails:
+                raise ZeroDivisionError("a bad batch")
+            return td
+
+        rb, ran_out = buffer(depth, SamplerWithoutReplacement, batch=20, transform=fragile), []
+        for i in range(7):
+            with pytest.raises(ZeroDivisionError) if i == fails else contextlib.nullcontext():
+                rb.sample()
+            ran_out.append(rb.sampler.ran_out)
+        seen.append(ran_out)
+    assert seen == [[False, False, True] * 2 + [False]] * 3
+
+
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, NoSampleable])
 def test_anything_that_is_raised_in_a_thread_arrives(kind, threads):
     def fragile(td):

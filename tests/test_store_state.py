@@ -184,11 +184,44 @@ def test_who_waits_in_vain_is_told_so():
     before = _native.wait_limit()
     _native._core.set_wait_limit(0.02)
     try:
-        with rb.storage.store.paused(), pytest.raises(WriterStalled, match="paused, for it is being saved or loaded"):
+        with (
+            rb.storage.store.paused(),
+            pytest.raises(
+                WriterStalled, match="this process has paused the store, to save or load it, for 20 ms.*Checkpointer"
+            ),
+        ):
             rb.add(torch.tensor(1.0))
     finally:
         _native._core.set_wait_limit(before)
     rb.add(torch.tensor(1.0))
+
+
+def test_a_writer_is_told_which_process_saves():
+    rb = buffer("shared")
+    rb.extend(torch.arange(12.0))
+    (said, saying), (go_on, going) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(going)  # so that the end of the other process is heard of
+        with rb.storage.store.paused():
+            os.write(saying, b"x")
+            os.read(go_on, 1)
+        os._exit(0)
+    assert os.read(said, 1) == b"x"
+    before = _native.wait_limit()
+    _native._core.set_wait_limit(0.02)
+    try:
+        with pytest.raises(WriterStalled, match=f"process {pid} has paused the store"):
+            rb.add(torch.tensor(1.0))
+        with pytest.raises(WriterStalled, match=f"process {pid} has paused the store"), rb.storage.store.paused():
+            pass
+    finally:
+        _native._core.set_wait_limit(before)
+        os.close(going)
+        assert os.waitpid(pid, 0)[1] == 0
+    rb.add(torch.tensor(1.0))
+    for fd in (said, saying, go_on):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("replacing", [False, True])

@@ -550,6 +550,15 @@ std::uint64_t Store::own_pause() const {
   return static_cast<std::uint64_t>(participant_ - &control_.participant(0)) + 1;
 }
 
+Stalled Store::paused_in_vain() const {
+  const std::uint64_t entry = control_.lock_page().pause.load(std::memory_order_acquire) & ~kReplacing;
+  const std::uint32_t pid = entry == 0 || entry > control_.participants() ? 0 : control_.participant(entry - 1).pid;
+  const bool own = entry == own_pause();
+  const std::string who = own ? "this process" : pid != 0 ? "process " + std::to_string(pid) : "another process";
+  return in_vain(who + " has paused the store, to save or load it,",
+                 "Try again when that is over. A Checkpointer pauses it for a moment only, whatever its size");
+}
+
 // Lets a writer through that has just taken a claim: at once, but for a store that is paused.
 void Store::admit([[maybe_unused]] ClaimGuard& claim) const {
 #ifndef ENGRAM_WITHOUT_PAUSE  // the tests must fail then: make negative-controls
@@ -560,7 +569,7 @@ void Store::admit([[maybe_unused]] ClaimGuard& claim) const {
     while (control_.lock_page().pause.load(std::memory_order_acquire) != 0) {
       if (deadline.passed()) {
         claim.take_again();  // as its owner expects
-        throw in_vain("the store has been paused, for it is being saved or loaded,");
+        throw paused_in_vain();
       }
       look_after_others(Need::waiting);
       std::this_thread::sleep_for(kPauseLooks);
@@ -575,7 +584,7 @@ void Store::pause() {
   Word& pause = control_.lock_page().pause;
   std::uint64_t nobody = 0;
   while (!pause.compare_exchange_strong(nobody, own_pause(), std::memory_order_seq_cst)) {
-    if (deadline.passed()) throw in_vain("the store has been paused, for it is being saved or loaded,");
+    if (deadline.passed()) throw paused_in_vain();
     look_after_others(Need::waiting);
     std::this_thread::sleep_for(kPauseLooks);
     nobody = 0;

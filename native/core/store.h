@@ -16,6 +16,7 @@
 #include <span>
 #include <vector>
 
+#include "check.h"
 #include "control.h"
 #include "gather.h"
 #include "index.h"
@@ -140,6 +141,7 @@ class Store {
   void look_after_others(Need need = Need::none) const;
   void admit(ClaimGuard& claim) const;
   std::uint64_t own_pause() const;
+  Stalled paused_in_vain() const;  // says who has paused the store
   void empty(ClaimGuard& claim, bool keep_write_count) const;
   void end_replacing() const;
   std::uint64_t repair(Claim& claim) const;

@@ -23,10 +23,10 @@ class Deadline {
 };
 
 /// "… for 5 s", and what to do
-inline Stalled in_vain(const std::string& what) {
+inline Stalled in_vain(const std::string& what,
+                       const std::string& advice = "A process that is stopped or very slow may hold it: try again when it goes on, or end it") {
   const auto ms = wait_limit.load().count();
-  return Stalled(what + " for " + (ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms") +
-                 ". A process that is stopped or very slow may hold it: try again when it goes on, or end it");
+  return Stalled(what + " for " + (ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms") + ". " + advice);
 }
 
 }  // namespace engram

@@ -498,9 +498,7 @@ class ReplayBuffer:
                 prefetcher.turns.append(key)
                 if prefetcher.dear or perf_counter() - start > prefetcher.dear_s:
                     prefetcher.took(perf_counter() - start)
-        (data, rows, info), last = prefetcher.next(self)
-        if last:
-            self._sampler.ran_out = True
+        data, rows, info = prefetcher.next(self)
         if not return_info:
             return data
         return data, (info if rows is None else self._info(rows, info))
@@ -534,7 +532,10 @@ class ReplayBuffer:
             self._sampler.ran_out = False
         return ended
 
-    _steps = Steps(ask=_ask_ahead, read=_read_ahead, finish=_finish_ahead, ended=_pass_ended)
+    def _pass_over(self) -> None:
+        self._sampler.ran_out = True
+
+    _steps = Steps(ask=_ask_ahead, read=_read_ahead, finish=_finish_ahead, ended=_pass_ended, over=_pass_over)
 
     def _settle(self) -> None:
         """What happens to the buffer now is not for batches that were asked for before."""
@@ -1301,7 +1302,10 @@ class ReplayBuffer:
         """Save the buffer as a folder, which in one step replaces one that was saved there.
 
         All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
-        storage. Of rows that were never written nothing is saved. Writers, of all processes, wait meanwhile; readers do not.
+        storage. Of rows that were never written nothing is saved. Writers, of all processes, wait while rows are written,
+        5 s at most: then they raise ``WriterStalled``, which names this process. Beside them a :class:`~engram.Checkpointer`
+        saves what takes longer. Readers do not wait. What was replaced is removed in the background, where the end of the program
+        waits for it.
 
         Args:
             path: a free name, an empty folder, or what an earlier call has made.

@@ -37,6 +37,8 @@ class Steps(NamedTuple):
     """From what was read to what is handed out. Several threads at a time."""
     ended: Callable[[Any], bool]
     """Whether a pass ended with the last batch that was read. Said once."""
+    over: Callable[[Any], None]
+    """A pass ended with the batch that is handed out now, or that failed."""
 
 
 class _Batch:
@@ -239,8 +241,8 @@ class Prefetcher:
 
     # ---- taking --------------------------------------------------------------------------------------------------------
 
-    def next(self, source: Any) -> tuple[Any, bool]:
-        """The next batch, and whether it ends a pass. An interrupt while it is waited for loses nothing.
+    def next(self, source: Any) -> Any:
+        """The next batch. An interrupt while it is waited for loses nothing.
 
         Raises:
             RuntimeError: it was closed; or a step asks for a batch that waits for the step.
@@ -255,13 +257,15 @@ class Prefetcher:
             finally:
                 self._making = False
         self._spare.append(head.key)
+        if head.last:
+            self._steps.over(source)
         error, head.error = head.error, None
         if error is not None:
             try:
                 raise error
             finally:
                 del error, head  # which its traceback holds
-        return head.made, head.last
+        return head.made
 
     def _take(self, source: Any) -> _Batch:
         self._check_open()

@@ -402,9 +402,26 @@ def test_a_flipped_bit_is_found_when_it_is_read(ram):
     assert [str(problem.path) for problem in Checkpointer(ram, rb).verify(path.name)] == [str(file)]
 
 
+@pytest.mark.parametrize("saves", [1, 2])
+def test_a_hint_that_was_not_written_any_more(ram, monkeypatch, saves):
+    """The process died before: that is no reason for a warning."""
+    rb, other = buffer(20), buffer()
+    checkpointer = Checkpointer(ram, rb)
+    for step in range(saves):
+        if step == saves - 1:
+            monkeypatch.setattr(series, "set_latest", lambda *_: None)
+        rb.extend(steps(0, 3))
+        last = checkpointer.save(step)
+    with warnings.catch_warnings(action="error"):
+        report = Checkpointer(ram, other).restore(resume="exact")
+    assert (report.name, report.passed_over) == (last.name, [])
+    assert contents(other) == contents(rb)
+
+
 @pytest.mark.parametrize("hint", [None, "", "ckpt-x\n", "ckpt-000000000001-e0001-00000000\n", b"\xff" * 300, "../x"])
 def test_the_hint_is_only_a_hint(ram, hint):
     rb = buffer(20)
+    Checkpointer(ram, rb).save(0)
     name = Checkpointer(ram, rb).save(1).name
     (ram / "LATEST").unlink()
     if hint is not None:

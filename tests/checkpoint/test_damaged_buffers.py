@@ -201,8 +201,6 @@ def test_components_alone(saved, ram):
                 shutil.copytree(saved["dump"] / part, path)
                 if (path / name).stat().st_size == 0 and damage is not remove:
                     continue
-                if name.name == "part.json" and damage is flip:
-                    continue  # of a part alone nothing names its description
                 damage(path / name)
                 rb = make("dump", 5, 100)
                 before = bits(rb.state_dict())

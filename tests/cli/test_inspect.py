@@ -78,6 +78,79 @@ def test_a_series(tmp_path):
     assert call("verify", tmp_path / series.names(tmp_path)[0].__str__()).exit_code == 1
 
 
+def test_a_checkpoint_of_several_ranks(tmp_path):
+    folder = made.save(tmp_path, 10, series.claim_epoch(tmp_path), world=3)
+    checkpoint = found(folder)
+    assert (checkpoint["kind"], checkpoint["world"], len(checkpoint["shards"])) == ("checkpoint", 3, 3)
+    for name in ("steps", "episodes", "bytes_logical", "complete", "open"):
+        each = [shard["totals"][name] for shard in checkpoint["shards"]]
+        total = checkpoint["totals"][name]
+        assert total == ({k: sum(one[k] for one in each) for k in total} if isinstance(total, dict) else sum(each))
+    assert checkpoint["totals"]["steps"] == 81
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_an_attempt_that_nobody_decided_on(tmp_path, crash):
+    name = "crash1" if crash else None
+    folder = series.begin(tmp_path, step=20, epoch=series.claim_epoch(tmp_path), world=3, trigger="crash", attempt=name)
+    for rank in (0, 2):
+        made.vote(folder, rank, 3)
+    attempt = found(folder)
+    assert (attempt["kind"], attempt["status"], attempt["reasons"]) == ("attempt", "undecided", [])
+    assert [vote["vote"] for vote in attempt["votes"]] == ["yes", "none", "yes"]
+    assert [vote.get("steps") for vote in attempt["votes"]] == [27, None, 27]
+    assert attempt["totals"]["steps"] == 54
+    assert attempt["totals"]["open"] == {"episodes": 2, "steps": 10}
+    (said,) = attempt["problems"]
+    assert "undecided: 2 of 3" in said
+    for word in ("undecided", "none", "yes"):
+        assert word in call("inspect", folder).output
+    assert "undecided: 2 of 3" in call("verify", tmp_path).output
+    assert call("verify", tmp_path).exit_code == 0, "no checkpoint is damaged"
+
+    # What some ranks saved can be restored, so it is checked, too.
+    file = folder / "rank-00002-of-00003/sampler/000.bin"
+    made.rewrite(file, bytes(byte ^ 1 for byte in file.read_bytes()))
+    assert str(file) in call("verify", folder).output
+    assert str(file) in call("verify", tmp_path).output
+    assert str(file) not in call("verify", folder, "--level", "meta").output
+
+
+def test_an_attempt_that_was_aborted(tmp_path):
+    epoch = series.claim_epoch(tmp_path)
+    folder = series.begin(tmp_path, step=30, epoch=epoch, world=3, trigger="poll")
+    made.vote(folder, 0, 3)
+    series.refuse(folder, 1, "OSError: No space left on device")
+    series.decide(folder, epoch)
+    attempt = found(folder)
+    assert (attempt["status"], attempt["step"], attempt["world"]) == ("aborted", 30, 3)
+    assert attempt["reasons"] == ["rank 1: OSError: No space left on device"]
+    assert [vote["vote"] for vote in attempt["votes"]] == ["yes", "no", "none"]
+    assert attempt["votes"][1]["error"] == "OSError: No space left on device"
+    assert attempt["totals"]["steps"] == 27
+    assert attempt["problems"]
+    made.rewrite(folder / "manifest.json", b"{}")
+    assert "votes" not in found(folder)
+
+
+def test_a_root_with_many_attempts(tmp_path):
+    epoch = series.claim_epoch(tmp_path)
+    for step in range(30):
+        folder = series.begin(tmp_path, step=step, epoch=epoch, world=2, trigger="poll")
+        for rank in range(step % 3):
+            made.vote(folder, rank, 2)
+        if step % 2:
+            series.decide(folder, epoch, give_up="too late")
+    report = json.loads(call("verify", tmp_path, "--json").output)
+    assert report["good"]
+    notes = "\n".join(map(str, report["notes"]))
+    assert (notes.count("undecided"), notes.count("aborted")) == (15, 10)
+    rows = found(tmp_path)["checkpoints"]
+    assert [row["status"].partition(":")[0] for row in rows[:6]] == [
+        "complete", "undecided", "aborted", "undecided", "aborted", "undecided",
+    ]  # fmt: skip
+
+
 def test_a_live_store(tmp_path):
     rb = ReplayBuffer(
         storage=LazyMemmapStorage(12, scratch_dir=tmp_path / "s", lanes=3),

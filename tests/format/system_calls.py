@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import threading
 from pathlib import Path
 
 from engram.format import disk, files
@@ -69,6 +70,14 @@ class Shim:
             yield self
         finally:
             disk.os, files.fallocate, disk.exchange, disk.THREADS = os, fallocate, exchange, threads
+
+
+def settled(folder):
+    """What is in a folder, sorted, when everything is over that nobody waits for."""
+    for thread in threading.enumerate():
+        if thread.name == disk.MEANWHILE:
+            thread.join(30)
+    return sorted(os.listdir(folder))
 
 
 def counted(act):

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from engram.format.parts import PartWriter
 from engram.format.verify import verify
 from tests import stress
 from tests.format import checkpoint_folders as made
-from tests.format.system_calls import ERRORS, Disk, counted, failing_at, killed_at
+from tests.format.system_calls import ERRORS, Disk, counted, failing_at, killed_at, settled
 
 
 class Dump:
@@ -33,7 +34,7 @@ class Dump:
 
     def afterwards(self, folder):
         made.write_dump(folder / "d", seed=3)
-        assert os.listdir(folder) == ["d"]
+        assert settled(folder) == ["d"]
 
 
 class FirstDump(Dump):
@@ -260,7 +261,30 @@ def test_two_dumps_at_once_and_a_dead_one_beside(tmp_path):
             assert first.exists()
             made.write_index(second, leaves=[3.0])
     assert os.listdir(tmp_path / "d")
-    assert sorted(os.listdir(tmp_path)) == ["d", "sampler"]
+    assert settled(tmp_path) == ["d", "sampler"]
+
+
+def test_nobody_waits_for_the_removal_of_the_old_dump(tmp_path, monkeypatch):
+    """It goes on in the background; another dump leaves it alone meanwhile, and has its own removed."""
+    begun, go_on, removed, remove = threading.Event(), threading.Event(), [], disk.remove
+
+    def slow(path):
+        begun.set()
+        assert go_on.wait(30)
+        removed.append(path.name)
+        remove(path)
+
+    made.write_dump(tmp_path / "d", seed=1)
+    monkeypatch.setattr(disk, "remove", slow)
+    made.write_dump(tmp_path / "d", seed=2)
+    assert begun.wait(30)
+    made.write_dump(tmp_path / "d", seed=2)
+    Dump().check(tmp_path, done=True)
+    assert removed == []
+    assert len(list(tmp_path.glob(".d.trash-*"))) == 2
+    go_on.set()
+    assert settled(tmp_path) == ["d"]
+    assert len(removed) == 2, "each once"
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])

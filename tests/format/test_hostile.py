@@ -12,6 +12,7 @@ import time
 import tracemalloc
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -241,10 +242,11 @@ def test_descriptions_that_do_not_fit(name, tmp_path, request):
     change(tree)
     if json.dumps(tree) == json.dumps(before):
         pytest.skip("that is what it was")
-    made.rewrite(path, json.dumps(tree).encode())
+    made.rewrite(path, sealed(tree))
     files = made.tree(tmp_path)
     error = check_refused_at_once(lambda: PartReader.open(folder))
     assert str(folder) in str(error)
+    assert "checksum" not in str(error)
     assert made.tree(tmp_path) == files
 
 
@@ -262,6 +264,40 @@ def test_the_good_ones_are_taken(flat, segments, index):
     for folder in (flat, segments, index):
         with PartReader.open(folder) as part:
             part.verify()
+        path = description(folder)
+        assert sealed(json.loads(path.read_bytes())) == path.read_bytes()
+
+
+@pytest.mark.parametrize("said", [None, "", "0" * 16, 7])
+def test_a_description_without_its_sum(tmp_path, index, said):
+    """Of a part that was saved alone nothing else names it."""
+    folder = copied(index, tmp_path)
+    path = description(folder)
+    tree = {**json.loads(path.read_bytes()), "sum": said}
+    if said is None:
+        del tree["sum"]
+    made.rewrite(path, json.dumps(tree).encode())
+    assert "part.json" in str(check_refused_at_once(lambda: PartReader.open(folder)))
+
+
+def test_every_byte_of_a_description_counts(tmp_path, index):
+    folder = copied(index, tmp_path)
+    path = description(folder)
+    raw = path.read_bytes()
+    for at in range(len(raw)):
+        made.rewrite(path, raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        with pytest.raises((CorruptCheckpoint, IncompatibleCheckpoint), match=r"part\.json"):
+            PartReader.open(folder)
+
+
+def test_a_text_that_grows_when_it_is_written_anew(tmp_path, index):
+    """The sum is of our own text, which may be longer than what is read at all."""
+    folder = copied(index, tmp_path)
+    tree = json.loads(description(folder).read_bytes())
+    raw = json.dumps({**tree, "state": {"a": []}}).encode()
+    numbers = b",".join([b"1e99"] * ((strict.MAX_BYTES - len(raw)) // 5))
+    made.rewrite(description(folder), raw.replace(b"[]}", b"[" + numbers + b"]}"))
+    assert "bytes of JSON" in str(check_refused_at_once(lambda: PartReader.open(folder)))
 
 
 SEGMENT = {"lane": 0, "k": 4, "first": 8, "rows": 16, "bytes": 24, "sums_at": 40, "flags": 48, "zeros": 52}
@@ -304,8 +340,6 @@ def test_trajectories_that_no_store_has(flat, tmp_path, offset):
 
 def forge(folder, table, raw):
     """Replace a table, and make all sums right."""
-    import xxhash
-
     made.rewrite(folder / f".engram/{table}.bin", raw)
     path = folder / ".engram/part.json"
     tree = json.loads(path.read_bytes())
@@ -314,7 +348,7 @@ def forge(folder, table, raw):
     sums[at : at + 8] = xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")
     made.rewrite(folder / ".engram/sums.bin", sums)
     tree["sums"]["sha256"] = hashlib.sha256(sums).hexdigest()
-    made.rewrite(path, json.dumps(tree).encode())
+    made.rewrite(path, sealed(tree))
 
 
 @pytest.mark.parametrize("name", ["../storage", "/etc", "storage/../storage", "a/b", "x" * 40, "", ".", "sampler/0000"])
@@ -352,11 +386,15 @@ def test_manifests_that_do_not_fit(tmp_path, changes):
 
 def reseal(path, **changes):
     """Change the manifest, and make its own sum right."""
-    import xxhash
+    made.rewrite(path / "manifest.json", sealed({**json.loads((path / "manifest.json").read_bytes()), **changes}))
 
-    tree = {**json.loads((path / "manifest.json").read_bytes()), **changes, "sum": ""}
-    tree["sum"] = xxhash.xxh3_64_hexdigest(strict.encode(tree))
-    made.rewrite(path / "manifest.json", strict.encode(tree))
+
+def sealed(tree):
+    """The text of a document whose sum of itself is right, if there is such a text."""
+    try:
+        return strict.encode({**tree, "sum": xxhash.xxh3_64_hexdigest(strict.encode({**tree, "sum": ""}))})
+    except (TypeError, ValueError):
+        return json.dumps(tree).encode()
 
 
 def test_a_newer_minor_version_may_say_more(tmp_path):

@@ -218,6 +218,36 @@ def test_a_hint_that_is_wrong(tmp_path, epoch, what):
     assert [problem.path for problem in report.problems] == [path]
 
 
+def test_a_hint_that_lags(tmp_path, epoch):
+    """As a process leaves it that dies between its decision and the hint: nothing is wrong."""
+    hint = tmp_path / "LATEST"
+    first = made.save(tmp_path, 10, epoch)
+    hint.unlink()  # not written yet
+    assert series.latest(tmp_path) == (first, [])
+    series.set_latest(tmp_path, first.name, epoch)
+    second = made.save(tmp_path, 20, epoch)
+    series.set_latest(tmp_path, first.name, epoch)
+    assert series.latest(tmp_path) == (second, [])
+    assert verify(tmp_path).notes == []
+    later = series.claim_epoch(tmp_path)
+    third = attempt(tmp_path, 30, epoch=later, voters=[0, 1])
+    series.recover(tmp_path, later)
+    assert series.latest(tmp_path) == (third, [])
+
+    # But all of these are something else.
+    hint.unlink()
+    assert series.latest(tmp_path)[1] != [], "there was one, as two are older"
+    again = made.save(tmp_path, 15, series.claim_epoch(tmp_path))
+    found, problems = series.latest(tmp_path)
+    assert found == third
+    assert [problem.path for problem in problems] == [hint], "a later incarnation went back and on from there"
+    series.set_latest(tmp_path, first.name, series.newest_epoch(tmp_path))
+    shutil.rmtree(first)
+    assert [problem.path for problem in series.latest(tmp_path)[1]] == [hint], "what it names is gone"
+    series.set_latest(tmp_path, again.name, series.newest_epoch(tmp_path))
+    assert [problem.path for problem in series.latest(tmp_path)[1]] == [hint]
+
+
 def test_any_may_be_removed_and_the_rest_stays_good(tmp_path, epoch):
     folders = [made.save(tmp_path, 10, epoch)]
     for step in (20, 30, 40):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def test_a_rank_fails_while_others_wait_in_a_collective(tmp_path, how):
         assert checkpoint.manifest.trigger == "crash"
         assert checkpoint.manifest.step == 10
     expected = set().union(*(whos(steps_of(filled(rank))) for rank in range(3)))
-    with pytest.warns(UserWarning, match="LATEST"):
+    with warnings.catch_warnings(action="error"):
         loaded = done(job(2, lambda ranks, rank: restored(ranks, folder / "root")))
     assert set().union(*loaded) == expected
 

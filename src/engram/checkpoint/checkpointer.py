@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -166,6 +167,13 @@ class _Parent(NamedTuple):
 
     path: Path
     lineage: Any
+
+
+def _sweep(root: Path) -> None:
+    try:
+        series.sweep(root)
+    except OSError as error:
+        _log.warning("old checkpoints are not removed: %s. The next save tries again", error)
 
 
 class _Wanted(NamedTuple):
@@ -414,7 +422,8 @@ class Checkpointer:
         report = self._report(attempt, moment.paused, started)
         if self._ranks.rank == 0:
             series.set_latest(self.root, attempt.name, self._attempts.epoch)
-            series.prune(self.root, self._keep, self._attempts.epoch)
+            series.retire(self.root, self._keep, self._attempts.epoch)
+            disk.meanwhile(partial(_sweep, self.root))
         _log.info("saved %s", report)
         return report
 

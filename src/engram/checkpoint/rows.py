@@ -54,6 +54,8 @@ _PIECE = 16 << 20
 #: Tickets that are looked at together.
 _LOOK = 1 << 18
 _STEP_FIRST, _STEP_LAST = 0, 2
+#: What ids are compared as, bit for bit, by the bytes of a number.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 #: Entries of a state that are tables of their own.
 TABLES = ("lanes", "numbers")
 
@@ -217,11 +219,16 @@ class Boundaries:
         """What rows say, from those fields of them, ``[n, *shape]`` each."""
         flat = {name: column.cpu().reshape(len(column), -1) for name, column in zip(self._names, columns, strict=True)}
         types = flat.get("step_type")
-        true = {name: (column != 0).any(1).numpy() for name, column in flat.items()}
+        # Not by torch, whose threads would wait for each other where others have the cores.
+        true = {
+            name: _any_of(column if column.dtype == torch.bool else column != 0)
+            for name, column in flat.items()
+            if name not in ("traj_id", "step_type")
+        }
         ids, cut, over = flat.get("traj_id"), true.get("truncated"), true.get("terminated")
-        last, first = (None if types is None else (types == kind).any(1).numpy() for kind in (_STEP_LAST, _STEP_FIRST))
+        last, first = (None if types is None else _any_of(types == kind) for kind in (_STEP_LAST, _STEP_FIRST))
         return Marks(
-            None if ids is None else ids.contiguous().view(torch.uint8).numpy(),
+            None if ids is None else ids.contiguous().view(_WORDS[ids.element_size()]).numpy(),
             _any([true.get("done"), cut, over, last]),
             cut if cut is None or over is None else cut & ~over,
             _any([true.get("is_init"), first]),
@@ -231,10 +238,15 @@ class Boundaries:
         """What the rows of a store say, which nobody must be writing to."""
 
         def marks(rows: NDArray[np.int64]) -> Marks:
-            at = torch.from_numpy(rows)
-            return self.marks([store.tensors[i][at.to(store.device)] for i in self.which])
+            return self.marks(store.read(torch.from_numpy(rows), which=self.which)[0])
 
         return marks
+
+
+def _any_of(flags: Tensor) -> NDArray[np.bool_]:
+    """Of each row."""
+    found: NDArray[np.bool_] = np.logical_or.reduce(flags.numpy(), axis=1)
+    return found
 
 
 def _any(flags: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,8 @@ KINDS = ("complete", "open", "headless", "both", "mid", "orphan")
 class Marks(NamedTuple):
     """What ``n`` rows say of where trajectories begin and end. None: no field says it."""
 
-    ids: NDArray[np.uint8] | None = None
-    """``[n, bytes]``: of another trajectory where other bytes stand."""
+    ids: NDArray[np.integer[Any]] | None = None
+    """``[n, words]``: of another trajectory where other words stand."""
     ends: NDArray[np.bool_] | None = None
     """``[n]``: the last step of its trajectory."""
     cut: NDArray[np.bool_] | None = None
@@ -85,7 +85,9 @@ def _track(
     """The runs of a lane, or of one of its columns."""
     # The oldest step lies at the seam; where the cursor has not come yet, rows that were written by number are a lap older.
     steps, seam = live // columns, position % length // columns
-    row = lane * length + (seam + np.arange(steps)) % steps * columns + column
+    row = np.concatenate([np.arange(seam, steps), np.arange(seam)])
+    row *= columns
+    row += lane * length + column
     there = numbers[row] != 0
     changes, ends, cut, starts = (np.zeros(steps, bool) for _ in range(4))
     knows_starts = False

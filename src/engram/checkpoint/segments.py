@@ -137,6 +137,8 @@ def _sum(numbers: NDArray[np.int64], base: int) -> int:
 def _marks_now(store: Store, roles: Sequence[str], numbers: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], Marks]:
     """What all rows say of trajectories, copied before they may be overwritten; 0 in ``numbers`` for those that are already."""
     fields = Boundaries(store.schema, roles)
+    if not fields.which:
+        return lambda _: Marks()
     rows = np.flatnonzero(numbers != 0)  # of bools: without the interpreter
     place = np.zeros(len(numbers), np.int64)
     place[rows] = np.arange(len(rows))
@@ -175,11 +177,11 @@ class _Rows:
         n = it.end - it.begin
         offsets, size = segment_layout(self._fields, n)
         room = self._room[:size]
-        room.zero_()
-        columns = [
-            room[offset : offset + n * field.row_bytes].view(n, field.row_bytes)
-            for field, offset in zip(self._fields, offsets, strict=True)
-        ]
+        columns, end = [], 0
+        for field, offset in zip(self._fields, offsets, strict=True):
+            room[end:offset] = 0
+            end = offset + n * field.row_bytes
+            columns.append(room[offset:end].view(n, field.row_bytes))
         rows = torch.arange(it.begin, it.end, device="cpu")
         expected = torch.from_numpy(np.where(numbers != 0, numbers, -1))
         moved = self._store.copy_rows(rows, expected, columns)

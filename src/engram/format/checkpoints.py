@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
@@ -25,7 +24,7 @@ from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Self
 
     from engram.format.part_writer import PartInfo
@@ -124,11 +123,8 @@ class Shard(strict.Document, frozen=True, kw_only=True):
     format: Literal["engram.shard"] = "engram.shard"
 
 
-class Manifest(strict.Document, frozen=True, kw_only=True):
-    """The decision on an attempt. Two processes that decide write the same bytes.
-
-    No digest names this file, so it holds a sum of itself.
-    """
+class Manifest(strict.Summed, frozen=True, kw_only=True):
+    """The decision on an attempt. Two processes that decide write the same bytes."""
 
     name: str
     """Of the folder; empty: a dump, which may be moved."""
@@ -143,24 +139,7 @@ class Manifest(strict.Document, frozen=True, kw_only=True):
     schema_sum: str
     shards: tuple[ShardEntry, ...]
     user: dict[str, Any]
-    sum: str = ""
-    """xxh3-64 of the text without it."""
     format: Literal["engram.checkpoint"] = "engram.checkpoint"
-
-    def encode(self) -> bytes:
-        """The text of the file. Raises as ``strict.encode``."""
-        bare = strict.encode(msgspec.structs.replace(self, sum=""))
-        return strict.encode(msgspec.structs.replace(self, sum=xxhash.xxh3_64_hexdigest(bare)))
-
-    @classmethod
-    def decode(cls, raw: bytes, path: Path) -> Manifest:
-        """What the text says. Raises as ``strict.decode``, and ``CorruptCheckpoint`` if it is not what was written."""
-        manifest = strict.decode(raw, path, cls)
-        bare = strict.encode({**strict.parse(raw), "sum": ""})  # with what a newer engram may have added
-        expected = xxhash.xxh3_64_hexdigest(bare)
-        if manifest.sum != expected:
-            raise corrupt(path, f"expected the checksum {expected}, got {manifest.sum!r:.100}")
-        return manifest
 
 
 def rank_folder(rank: int, world: int) -> str:
@@ -269,7 +248,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A new folder that takes the place of ``path`` in one step, when the block ends without an exception.
 
     For ``dumps`` of a buffer (``finish_dump`` in it) and of one component (a part in it). Until then, and after an exception,
-    ``path`` is what it was. What a killed process left beside it is removed.
+    ``path`` is what it was. What was replaced is removed in the background; what a killed process left beside it, first.
 
     Raises:
         FileExistsError: ``path`` is neither free, nor an empty folder, nor a dump of the same kind.
@@ -289,14 +268,35 @@ def replacing(path: Path) -> Iterator[Path]:
         if not (_is_dump(temporary) or is_part(temporary)):
             raise ValueError(f"{temporary}: expected a finished dump or part.")
         _take_place(temporary, path)
+    except BaseException:
+        _throw_away(temporary, path, lambda remove: remove())
+        raise
+    else:
+        _throw_away(temporary, path, disk.meanwhile)
     finally:
-        # What is here now is the old dump, or a new one that failed.
-        with contextlib.suppress(OSError):
-            if temporary.exists():
-                trash = temporary.with_name(f".{path.name}.trash-{secrets.token_hex(8)}")
-                disk.rename(temporary, trash)
-                disk.remove(trash)
         os.close(held)
+
+
+def _throw_away(temporary: Path, path: Path, run: Callable[[Callable[[], None]], None]) -> None:
+    """Have what is there removed: the dump that was replaced, or a new one that failed."""
+    trash = temporary.with_name(f".{path.name}.trash-{secrets.token_hex(8)}")
+
+    def remove() -> None:
+        try:
+            with contextlib.suppress(OSError):
+                disk.remove(trash)
+        finally:
+            os.close(fd)
+
+    with contextlib.suppress(OSError):
+        fd = disk.open_folder(temporary)
+        disk.lock(fd)  # others see that it is being removed
+        try:
+            disk.rename(temporary, trash)
+        except OSError:
+            os.close(fd)
+            raise
+        run(remove)
 
 
 def _take_place(temporary: Path, path: Path) -> None:

@@ -14,12 +14,12 @@ import msgspec
 
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import control, disk, files, layout, schema, series, tables
-from engram.format.checkpoints import Checkpoint
+from engram.format.checkpoints import Checkpoint, Totals
 from engram.format.part_reader import PartReader
 from engram.format.verify import kind_of, store_header, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["LEAVES", "describe"]
 
@@ -33,7 +33,7 @@ _PRIORITIES = struct.Struct("=8sQQdddd")
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """A description of a dump, a checkpoint, a series, a part or a live store, of JSON values.
+    """A description of a dump, a checkpoint, an attempt at one, a series, a part or a live store, of JSON values.
 
     ``problems`` in it lists what is damaged, as by ``verify`` at level ``meta``. What cannot be read is left out.
 
@@ -54,8 +54,8 @@ def describe(path: Path) -> dict[str, Any]:
         elif kind == "part":
             with PartReader(path) as part:
                 found |= _part(part)
-        elif kind == "attempt":
-            found |= msgspec.to_builtins(series.read_attempt(path))
+        elif kind == "attempt" or (kind == "checkpoint" and _is_aborted(path)):
+            found |= _attempt(path)
         else:
             with Checkpoint(path) as checkpoint:
                 found |= _checkpoint(checkpoint)
@@ -79,13 +79,61 @@ def _fields(fields: Any) -> list[dict[str, Any]]:
     ]
 
 
+def _is_aborted(path: Path) -> bool:
+    made = series.decision(path)
+    return made is not None and made.status == "aborted"
+
+
+def _attempt(path: Path) -> dict[str, Any]:
+    """One that is no checkpoint: what became of it, and what each rank said and saved."""
+    attempt, made = series.read_attempt(path), series.decision(path)
+    votes, totals = [], []
+    for vote in series.votes(path):
+        said: dict[str, Any] = {"rank": vote.rank, "vote": "none"}
+        if vote.shard is not None:
+            said |= {"vote": "yes", "step": vote.shard.step, **_in_short([vote.shard.totals])}
+            totals.append(vote.shard.totals)
+        elif vote.error is not None:
+            said |= {"vote": "no", "error": vote.error}
+        votes.append(said)
+    return {
+        **{name: value for name, value in msgspec.to_builtins(attempt).items() if name not in ("format", "version")},
+        "status": "undecided" if made is None else made.status,
+        "reasons": [] if made is None else list(made.reasons),
+        "totals": _totals(totals),
+        "votes": votes,
+    }
+
+
+def _totals(shards: Sequence[Totals]) -> dict[str, Any]:
+    """Of some ranks together, entry by entry."""
+    every = [msgspec.to_builtins(totals) for totals in shards]
+    return {
+        name: {count: sum(one[name][count] for one in every) for count in value}
+        if isinstance(value, dict)
+        else sum(one[name] for one in every)
+        for name, value in msgspec.to_builtins(Totals(steps=0, episodes=0)).items()
+    }
+
+
+def _in_short(shards: Sequence[Totals]) -> dict[str, int]:
+    return {
+        "steps": sum(totals.steps for totals in shards),
+        "episodes": sum(totals.episodes for totals in shards),
+        "bytes": sum(totals.bytes_logical for totals in shards),
+        "bytes_linked": sum(totals.bytes_linked for totals in shards),
+    }
+
+
 def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     shards = []
+    totals: list[Totals] = []
     for rank in range(manifest.world):
         found: dict[str, Any] = {"rank": rank}
         try:
             shard = checkpoint.shard(rank)
+            totals.append(shard.totals)
             found |= {"cut": msgspec.to_builtins(shard.cut), "totals": msgspec.to_builtins(shard.totals)}
             found |= {"layout": shard.layout, "parts": {}}
             for part in checkpoint.parts(rank):
@@ -101,6 +149,7 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "trigger": manifest.trigger,
         "parent": manifest.parent,
         "user": manifest.user,
+        "totals": _totals(totals),
         "shards": shards,
     }
 
@@ -185,14 +234,7 @@ def _series(root: Path) -> dict[str, Any]:
         if wrong is None:
             with Checkpoint(folder) as checkpoint:
                 totals = [checkpoint.shard(rank).totals for rank in range(checkpoint.manifest.world)]
-                row |= {
-                    "status": "complete",
-                    "world": checkpoint.manifest.world,
-                    "steps": sum(total.steps for total in totals),
-                    "episodes": sum(total.episodes for total in totals),
-                    "bytes": sum(total.bytes_logical for total in totals),
-                    "bytes_linked": sum(total.bytes_linked for total in totals),
-                }
+                row |= {"status": "complete", "world": checkpoint.manifest.world, **_in_short(totals)}
         else:
             row["status"] = wrong.what
         rows.append(row)

@@ -121,7 +121,7 @@ class SegmentSize(msgspec.Struct, frozen=True):
     align: int = ALIGN
 
 
-class Part(strict.Document, frozen=True, kw_only=True):
+class Part(strict.Summed, frozen=True, kw_only=True):
     part: str
     type: str
     name: str

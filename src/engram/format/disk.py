@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from engram.format import files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from typing_extensions import Buffer
 
@@ -35,6 +35,7 @@ __all__ = [
     "link",
     "lock",
     "make_folder",
+    "meanwhile",
     "open_below",
     "open_file",
     "open_folder",
@@ -44,12 +45,18 @@ __all__ = [
     "remove",
     "rename",
     "replace",
+    "sizes",
+    "start",
     "sync_folder",
     "together",
     "write",
 ]
 
 _AT_FDCWD = -2 if sys.platform == "darwin" else -100
+_START = 2  # SYNC_FILE_RANGE_WRITE
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS
 #: What a file system says that cannot do a thing at all.
 _CANNOT = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EBADF, errno.EPERM, errno.EACCES})
@@ -126,6 +133,12 @@ def copy(source: int, source_offset: int, target: int, target_offset: int, nbyte
     return True
 
 
+def start(fd: int, offset: int, nbytes: int) -> None:
+    """Have the disk begin with bytes that were written, so that less is left to wait for. A hint: where it cannot, nothing happens."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, offset, nbytes, _START)  # an error is the file's, and comes again when it is waited for
+
+
 class _Waiting(threading.local):
     """Descriptors of what this thread wrote :func:`together` and has not waited for."""
 
@@ -134,8 +147,10 @@ class _Waiting(threading.local):
 
 _waiting = _Waiting()
 
-#: Threads that wait for the disk at the same time: it writes what they wait for in one go.
-THREADS = 16
+#: Threads that wait for the disk at the same time: it writes what they wait for in one go. Few, as each takes its time to start.
+THREADS = 4
+#: The name of a thread that does something :func:`meanwhile`.
+MEANWHILE = "engram-meanwhile"
 #: Descriptors that wait, at most.
 _MOST_WAITING = 128
 
@@ -337,18 +352,29 @@ def exchange(one: Path, other: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a folder and all below it, or a file. Follows no link. What is gone already is no error."""
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return
-    if not stat.S_ISDIR(status.st_mode):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        return
-    for name in os.listdir(path):
-        remove(path / name)
     with contextlib.suppress(FileNotFoundError):
-        os.rmdir(path)
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            _remove_folder(str(path))
+        else:
+            os.unlink(path)
+
+
+def _remove_folder(path: str) -> None:
+    with os.scandir(path) as found:
+        below = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in found]
+    for name, is_folder in below:
+        with contextlib.suppress(FileNotFoundError):
+            (_remove_folder if is_folder else os.unlink)(name)
+    os.rmdir(path)
+
+
+def meanwhile(work: Callable[[], None]) -> None:
+    """Do what nobody waits for, as removing files takes its time: in a thread, whose end the end of the program waits for."""
+    if THREADS > 1:
+        with contextlib.suppress(RuntimeError):  # there can be no more threads
+            threading.Thread(target=work, name=MEANWHILE).start()
+            return
+    work()
 
 
 def lock(folder: int, *, wait: bool = False) -> bool:
@@ -403,8 +429,37 @@ def open_file(folder: int, relative: str) -> int:
         fd = os.open(name, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.ENOTSUP, "not a regular file", relative)
+        raise _irregular(relative)
     return fd
+
+
+def sizes(folder: int, names: Iterable[str]) -> list[int | OSError]:
+    """Of each file below an open folder its size, or why it is not a regular file there, as :func:`open_file` would say it.
+
+    Cost: one system call for each, where those of one folder follow each other.
+    """
+    found: list[int | OSError] = []
+    here, opened = "", os.dup(folder)
+    try:
+        for relative in names:
+            parents, _, name = relative.rpartition("/")
+            try:
+                if parents != here:
+                    deeper = open_below(folder, parents) if parents else os.dup(folder)
+                    os.close(opened)
+                    here, opened = parents, deeper
+                status = os.stat(name, dir_fd=opened, follow_symlinks=False)
+            except OSError as error:
+                found.append(error)
+            else:
+                found.append(status.st_size if stat.S_ISREG(status.st_mode) else _irregular(relative))
+    finally:
+        os.close(opened)
+    return found
+
+
+def _irregular(relative: str) -> OSError:
+    return OSError(errno.ENOTSUP, "not a regular file", relative)
 
 
 def read(fd: int, into: memoryview, offset: int) -> int:

@@ -61,6 +61,7 @@ class PartReader:
         self.folder = folder
         self._open: OrderedDict[str, int] = OrderedDict()
         self._checked: dict[str, bytearray] = {}
+        self._segments: list[tables.Segment] = []
         try:
             self.folder_fd = disk.open_folder(folder) if folder_fd is None else folder_fd
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -249,7 +250,7 @@ class PartReader:
 
     def segments(self) -> list[tables.Segment]:
         """The segments of a storage, by lane and number."""
-        return list(self._segments())
+        return list(self._segments)
 
     def segment_file(self, segment: tables.Segment) -> str:
         """The path of a segment."""
@@ -259,15 +260,10 @@ class PartReader:
 
     def misfits(self) -> Iterator[Problem]:
         """Files that are missing, not regular or of another size."""
-        for name, file in self._files.items():
-            try:
-                fd = disk.open_file(self.folder_fd, name)
-            except OSError as error:
-                yield Problem(self.folder / name, no_file(error, file.bytes))
-                continue
-            size = os.fstat(fd).st_size
-            os.close(fd)
-            if size != file.bytes:
+        for (name, file), size in zip(self._files.items(), disk.sizes(self.folder_fd, self._files), strict=True):
+            if isinstance(size, OSError):
+                yield Problem(self.folder / name, no_file(size, file.bytes))
+            elif size != file.bytes:
                 yield Problem(self.folder / name, f"expected {file.bytes} bytes, got {size}")
 
     def damage(self) -> Iterator[Problem]:
@@ -335,7 +331,7 @@ class PartReader:
         if expected_sha256 is not None and digest != expected_sha256:
             raise corrupt(path, f"expected the sha256 {expected_sha256} that shard.json names, got {digest}")
         self.sha256 = digest
-        self._part = strict.decode(raw, path, Part)
+        self._part = Part.decode(raw, path)
         try:
             description.check(self._part)
             if (name == hidden) != (self._part.part == "storage"):
@@ -378,26 +374,22 @@ class PartReader:
                 if entry := part.tables.get(table):  # type: ignore[call-overload]
                     yield description.table_name(table), entry.bytes, entry.sums_at
         if part.segment is not msgspec.UNSET:
-            yield from (
-                (description.segment_name(it.lane, it.k), it.nbytes, it.sums_at) for it in self._checked_segments()
-            )
+            self._segments = self._checked_segments()
+            yield from ((self.segment_file(it), it.nbytes, it.sums_at) for it in self._segments)
 
-    def _segments(self) -> Iterator[tables.Segment]:
+    def _checked_segments(self) -> list[tables.Segment]:
         name = description.table_name("segments")
         try:
-            yield from tables.unpack_segments(self.read_all(name) if name in self._files else b"")
+            segments = list(tables.unpack_segments(self.read_all(name) if name in self._files else b""))
         except ValueError as error:
             raise corrupt(self.folder / name, str(error)) from error
-
-    def _checked_segments(self) -> Iterator[tables.Segment]:
-        name = description.table_name("segments")
         schema, g, size = self._part.schema, self._part.geometry, self._part.segment
         assert schema is not msgspec.UNSET
         assert g is not msgspec.UNSET
         assert size is not msgspec.UNSET
         sizes: dict[int, int] = {}
         total = 0
-        for it in self._segments():
+        for it in segments:
             begin = it.lane * g.lane_length + it.k * size.rows
             end = min(begin + size.rows, (it.lane + 1) * g.lane_length)
             if it.lane >= g.lanes or not (begin <= it.first_row and 1 <= it.rows <= end - it.first_row):
@@ -413,9 +405,9 @@ class PartReader:
                     f"expected {sizes[it.rows]} bytes of {it.rows} rows in segment {it.lane}-{it.k}, got {it.nbytes}",
                 )
             total += it.rows
-            yield it
         if total != self.records["tickets"]:
             raise corrupt(self.folder / name, f"expected {self.records['tickets']} rows, got {total}")
+        return segments
 
     def _fill(self, name: str, view: memoryview, offset: int) -> None:
         fd = self._open.get(name)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engram.format import description, disk, layout, strict, sums, tables
+from engram.format import description, disk, layout, sums, tables
 from engram.format.description import ArrayInfo, Geometry, Part, PartField, SegmentSize, SumsEntry, TableEntry
 from engram.format.schema import DTYPES, MAX_DIMS
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["FileWriter", "PartInfo", "PartWriter", "SegmentRows"]
 
 _CHUNK = 1 << 20
+#: Bytes of a file after which the disk is told to begin with them, while the next ones are copied.
+_START = 16 << 20
 
 
 class PartInfo(NamedTuple):
@@ -66,7 +68,7 @@ class FileWriter:
     def __init__(self, path: Path, nbytes: int, sparse: bool, done: Callable[[_Written], None]) -> None:
         self._path, self._nbytes, self._done = path, nbytes, done
         self._summing = sums.Summing()
-        self._position = 0
+        self._position = self._started = 0
         self._fd: int | None = disk.create(path, nbytes, sparse=sparse)
 
     def __enter__(self) -> Self:
@@ -126,6 +128,7 @@ class FileWriter:
         try:
             if self._position != self._nbytes:
                 raise ValueError(f"{self._path}: expected {self._nbytes} bytes, got {self._position}.")
+            self._start(self._fd)
             disk.finish(self._fd)
         except BaseException:
             self._abandon()
@@ -148,6 +151,12 @@ class FileWriter:
             self._abandon()
             raise
         self._position += nbytes
+        if self._position - self._started >= _START:
+            self._start(self._fd)
+
+    def _start(self, fd: int) -> None:
+        disk.start(fd, self._started, self._position - self._started)
+        self._started = self._position
 
     def _abandon(self) -> None:
         fd, self._fd = self._fd, None
@@ -180,10 +189,10 @@ class PartWriter:
         self._prefix = description.prefix(part)
         self._arrays: list[tuple[str, tuple[int, ...]]] = []
         self._files: dict[str, _Written | None] = {}
-        self._folders: list[Path] = []
-        self._make(folder)
+        self._folders: dict[str, Path] = {}
+        self._make("")
         if self._prefix:
-            self._make(folder / layout.FOLDER)
+            self._make(layout.FOLDER)
 
     def array(self, dtype: str, shape: Sequence[int], data: Buffer) -> int:
         """Write an array. Its number: the state refers to it as ``{"$array": number}``.
@@ -305,10 +314,10 @@ class PartWriter:
         described = {"state": dict(state), "arrays": arrays, "sums": entry, **described}
         document = Part(part=part, type=type_, name=name, **described)
         description.check(document)
-        raw = strict.encode(document)
+        raw = document.encode()
         disk.put(self.folder / f"{self._prefix}{description.SUMS}", raw_sums)
         disk.put(self.folder / f"{self._prefix}{description.PART}", raw)
-        for folder in reversed(self._folders):
+        for folder in reversed(self._folders.values()):
             disk.sync_folder(folder)
         files = [self._complete(name) for name in placed]
         return PartInfo(
@@ -365,18 +374,21 @@ class PartWriter:
     def _begin(self, relative: str) -> None:
         if relative in self._files:
             raise FileExistsError(f"{self.folder / relative}: expected a file that was not begun before.")
-        for parent in reversed(Path(relative).parents[:-1]):
-            self._make(self.folder / parent)
+        self._make(relative.rpartition("/")[0])
         self._files[relative] = None
 
-    def _make(self, folder: Path) -> None:
-        if folder in self._folders:
+    def _make(self, relative: str) -> None:
+        """A folder of the part, and those it lies in."""
+        if relative in self._folders:
             return
-        if folder == self.folder:
+        folder = self.folder / relative
+        if relative:
+            self._make(relative.rpartition("/")[0])
+        else:
             for parent in reversed(folder.parents):
                 with contextlib.suppress(FileExistsError):
                     if not parent.exists():
                         disk.make_folder(parent)
         with contextlib.suppress(FileExistsError):
             disk.make_folder(folder)
-        self._folders.append(folder)
+        self._folders[relative] = folder

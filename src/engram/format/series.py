@@ -17,6 +17,8 @@ its own decides nothing and removes nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import re
 import secrets
@@ -75,7 +77,9 @@ __all__ = [
     "read_attempt",
     "recover",
     "refuse",
+    "retire",
     "set_latest",
+    "sweep",
     "votes",
     "withdraw",
 ]
@@ -229,9 +233,10 @@ def begin(
     folder = root / name
     disk.make_folder(folder)
     try:
-        disk.put(folder / ATTEMPT, raw)
-        disk.sync_folder(folder)
-        disk.sync_folder(root)
+        with disk.together():
+            disk.put(folder / ATTEMPT, raw)
+            disk.sync_folder(folder)
+            disk.sync_folder(root)
     except BaseException:
         with contextlib.suppress(OSError):
             disk.remove(folder)
@@ -300,9 +305,10 @@ def accept(
         totals=totals,
     )
     raw = strict.encode(shard)
-    sync_parts(own, shard)
-    disk.sync_folder(own)
-    disk.sync_folder(folder)
+    with disk.together():
+        sync_parts(own, shard)
+        disk.sync_folder(own)
+        disk.sync_folder(folder)
     if not disk.publish(own / SHARD, raw):
         raise FileExistsError(f"{own / SHARD}: expected no vote of rank {rank} yet.")
     return shard
@@ -510,13 +516,26 @@ def latest(root: Path, *, at_most: int | None = None) -> tuple[Path | None, list
             break
         problems.append(wrong)
     hint = _hint(root)
-    if at_most is None and hint != (found.name if found else None):
+    if at_most is None and hint != (found.name if found else None) and not _lags(root, hint, found):
         problems.append(
             Problem(
                 root / LATEST, f"expected the name of {found.name if found else 'no checkpoint'}, got {hint!r:.100}"
             )
         )
     return found, problems
+
+
+def _lags(root: Path, hint: str | None, found: Path | None) -> bool:
+    """Whether a process may have died between its decision and the hint, which names a good one before that, or there was none."""
+    newest = Name.parse(found.name) if found else None
+    if newest is None:
+        return False
+    before = Name.parse(hint or "")
+    if before is not None:
+        return before < newest and before.epoch <= newest.epoch and look(root / str(before)) is None
+    return not os.path.lexists(root / LATEST) and not any(
+        look(root / str(name)) is None for name in names(root) if name < newest
+    )
 
 
 def look(folder: Path) -> Problem | None:
@@ -583,7 +602,14 @@ def _hint(root: Path) -> str | None:
 
 
 def prune(root: Path, keep: int, epoch: int) -> list[str]:
-    """Remove old checkpoints and failed attempts.
+    """Remove old checkpoints and failed attempts: :func:`retire`, then :func:`sweep`. Names of what was removed."""
+    removed = retire(root, keep, epoch)
+    sweep(root)
+    return removed
+
+
+def retire(root: Path, keep: int, epoch: int) -> list[str]:
+    """Rename old checkpoints and failed attempts, so that nobody finds half a one: :func:`sweep` removes them.
 
     Kept are: the ``keep`` newest good checkpoints, by step and by epoch; whatever is of a later epoch, or of a later step than
     the newest good one; the newest crash attempt; and undecided attempts of this epoch, which may be under way.
@@ -594,36 +620,43 @@ def prune(root: Path, keep: int, epoch: int) -> list[str]:
         epoch: of this incarnation.
 
     Returns:
-        Names of what was removed. A folder is renamed first: nobody finds half a checkpoint.
+        Their names.
 
     Raises:
         ValueError: ``keep`` is below 1.
         RuntimeError: a later incarnation has begun.
-        OSError: something cannot be removed.
+        OSError: something cannot be renamed.
     """
     if keep < 1:
         raise ValueError(f"prune: keep: expected at least 1, got {keep}.")
     _check_epoch(root, epoch)
-    removed = []
+    retired = []
     for name in _superfluous(root, keep, epoch):
-        trash = root / f"trash-{name}"
-        disk.rename(root / str(name), trash)
-        removed.append(str(name))
-    if removed:
+        disk.rename(root / str(name), root / f"trash-{name}")
+        retired.append(str(name))
+    if retired:
         disk.sync_folder(root)
+    return retired
+
+
+def sweep(root: Path) -> None:
+    """Remove what was renamed, also by processes that were killed. Raises ``OSError``: something cannot be removed."""
     for left in sorted(os.listdir(root)):
         if left.startswith("trash-") and Name.parse(left.removeprefix("trash-")):
             disk.remove(root / left)
-    return removed
 
 
 def _superfluous(root: Path, keep: int, epoch: int) -> list[Name]:
     every = names(root)
-    good = [name for name in every if look(root / str(name)) is None]
-    if not good:
+    good = functools.cache(
+        lambda name: look(root / str(name)) is None
+    )  # most are not asked for: all their files are looked at
+    newest = [*itertools.islice(filter(good, every), keep)]
+    if not newest:
         return []
-    kept = set(good[:keep]) | set(sorted(good, key=lambda name: (name.epoch, name.step), reverse=True)[:keep])
+    by_epoch = sorted(every, key=lambda name: (name.epoch, name.step), reverse=True)
+    kept = {*newest, *itertools.islice(filter(good, by_epoch), keep)}
     kept |= set([name for name in every if name.attempt.startswith("crash")][:1])
-    kept |= {name for name in every if name.epoch > epoch or name.step > good[0].step}
+    kept |= {name for name in every if name.epoch > epoch or name.step > newest[0].step}
     kept |= {name for name in every if name.epoch == epoch and not os.path.lexists(root / str(name) / MANIFEST)}
     return [name for name in every if name not in kept]

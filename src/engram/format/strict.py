@@ -15,14 +15,16 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
+import xxhash
 
 from engram.errors import IncompatibleCheckpoint
 from engram.format.problems import corrupt
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Self
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "decode", "encode", "parse"]
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "Summed", "decode", "encode", "parse"]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
@@ -40,6 +42,31 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     VERSION: ClassVar[tuple[int, int]] = (1, 0)
 
     version: tuple[int, int] = (1, 0)
+
+
+class Summed(Document, frozen=True, kw_only=True):
+    """A file that holds a sum of itself, as nothing else may name its digest."""
+
+    sum: str = ""
+    """xxh3-64 of the text without it."""
+
+    def encode(self) -> bytes:
+        """The text of the file. Raises as :func:`encode`."""
+        bare = encode(msgspec.structs.replace(self, sum=""))
+        return encode(msgspec.structs.replace(self, sum=xxhash.xxh3_64_hexdigest(bare)))
+
+    @classmethod
+    def decode(cls, raw: bytes, path: Path) -> Self:
+        """What the text says. Raises as :func:`decode`, and ``CorruptCheckpoint`` if it is not what was written."""
+        document = decode(raw, path, cls)
+        try:
+            bare = encode({**parse(raw), "sum": ""})  # with what a newer engram may have added
+        except ValueError as error:  # numbers may be longer as they are written here
+            raise corrupt(path, str(error)) from error
+        expected = xxhash.xxh3_64_hexdigest(bare)
+        if document.sum != expected:
+            raise corrupt(path, f"expected the checksum {expected}, got {document.sum!r:.100}")
+        return document
 
 
 D = TypeVar("D", bound=Document)

@@ -46,7 +46,8 @@ _LIMIT = 1 << 58
 
 _LANE = struct.Struct("<4q")
 _TRAJECTORY = struct.Struct("<5q")
-_SEGMENT = struct.Struct("<IIqqqQqI12x")
+_SEGMENT = struct.Struct("<IIqqqQqI12s")
+_ZEROS = bytes(12)
 
 #: Bytes of a record, by table.
 RECORD_BYTES = {"lanes": _LANE.size, "tickets": 8, "trajectories": _TRAJECTORY.size, "segments": _SEGMENT.size}
@@ -132,16 +133,15 @@ def unpack_trajectories(
 
 def pack_segments(segments: Iterable[Segment]) -> bytes:
     """Records in the order given, which must be that of the table."""
-    return b"".join(_SEGMENT.pack(*segment) for segment in segments)
+    return b"".join(_SEGMENT.pack(*segment, _ZEROS) for segment in segments)
 
 
 def unpack_segments(raw: Buffer) -> Iterator[Segment]:
     """The segments in a table, by lane and number. Raises ``ValueError`` for records that are not zero where they must be."""
     before = (-1, -1)
-    view = memoryview(raw).cast("B")
-    for i, fields in enumerate(_SEGMENT.iter_unpack(view)):
+    for *fields, zeros in _SEGMENT.iter_unpack(memoryview(raw).cast("B")):
         it = Segment._make(fields)
-        if any(view[(i + 1) * _SEGMENT.size - 12 : (i + 1) * _SEGMENT.size]) or it.flags & ~LINKED:
+        if zeros != _ZEROS or it.flags & ~LINKED:
             raise ValueError(f"segment {it.lane}-{it.k}: expected flags 0 or {LINKED} and zeros, got {it.flags}")
         if (it.lane, it.k) <= before:
             raise ValueError(

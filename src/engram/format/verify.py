@@ -135,6 +135,7 @@ def _found(path: Path, kind: Kind, level: Level) -> Iterator[Problem]:
         wrong = series.look(path)
         if wrong is not None:
             yield wrong
+        yield from _partial(path, level)
     elif kind == "part":
         with PartReader(path) as part:
             yield from part.problems(level)
@@ -143,6 +144,13 @@ def _found(path: Path, kind: Kind, level: Level) -> Iterator[Problem]:
             yield from checkpoint.problems(level)
             if not checkpoint.is_dump:
                 yield from _attempt(path, checkpoint.manifest)
+
+
+def _partial(path: Path, level: Level) -> Iterator[Problem]:
+    """What is damaged of what some ranks saved, in an attempt that nobody decided on: it can be restored."""
+    if series.is_partial(path):
+        with series.open_partial(path) as checkpoint:
+            yield from checkpoint.problems("read" if level == "full" else level)  # others may be writing beside it
 
 
 def _attempt(path: Path, manifest: Manifest) -> Iterator[Problem]:
@@ -173,6 +181,10 @@ def _series(root: Path, level: Level) -> tuple[list[Problem], list[Problem]]:
             continue
         if made is None or made.status == "aborted":
             notes += filter(None, [series.look(folder)])
+            try:
+                notes += _partial(folder, level)
+            except CorruptCheckpoint as error:
+                notes.append(problem_of(error))
         else:
             problems += verify(folder, level).problems
     hint = root / series.LATEST

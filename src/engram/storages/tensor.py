@@ -585,11 +585,11 @@ class TensorStorage(Storage):
                 "windows": {},
             }
         words = self._words(store, store.all_indexes(), without)
-        numbers = store.numbers_before(words["clock"] + store.base, store.rows_in_use(words["lanes"]))
-        live = numbers.nonzero()
-        last = int(live[-1]) + 1 if len(live) else 0
-        kept = numbers[:last]
-        return {**words, "numbers": torch.where(kept == 0, 0, kept - store.base)}
+        numbers = store.numbers_before(words["clock"] + store.base, store.rows_in_use(words["lanes"])).numpy()
+        live = numbers != 0
+        last = len(live) - int(live[::-1].argmax()) if live.any() else 0
+        numbers[live] -= store.base
+        return {**words, "numbers": torch.from_numpy(numbers[:last])}
 
     def _words(
         self,
