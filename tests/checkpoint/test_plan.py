@@ -55,31 +55,36 @@ def naive(shards, ranks, incomplete, overflow):
     for s, shard in enumerate(shards):
         for i, (lane, first, end, time, _) in enumerate(shard.runs.tolist()):
             what = kind(shard.runs.tolist(), i)
-            ends = bool(shard.runs[i, 4] & LAST)
+            ends, skipped = bool(shard.runs[i, 4] & LAST), 0
             keep = (ends or incomplete.open != "drop") and (
                 bool(shard.runs[i, 4] & FIRST) or incomplete.headless != "drop"
             )
             if not keep:
                 dropped[what] += end - first
-            elif end - first + (gap := not ends and incomplete.open == "keep") > max(t.lane_length for t in ranks):
+                continue
+            gap, longest = not ends and incomplete.open == "keep", max(t.lane_length for t in ranks)
+            if incomplete.headless == "keep" and longest > gap:
+                skipped = max(0, end - first + gap - longest)
+            if end - first + gap - skipped > longest:
                 dropped["oversize"] += end - first
             else:
-                candidates.append(((shard.clock - time, s, lane, -first), s, i, end - first, gap))
+                candidates.append(((shard.clock - time, s, lane, -first), s, i, end - first - skipped, gap, skipped))
     candidates.sort()
     load = [[0] * t.lanes for t in ranks]
     placed = {}
-    for at, (_, s, i, steps, gap) in enumerate(candidates):
+    for at, (_, s, i, steps, gap, skipped) in enumerate(candidates):
         for n in sorted(range(len(ranks)), key=lambda n: (Fraction(sum(load[n]), ranks[n].capacity), n)):
             lane = min(range(ranks[n].lanes), key=lambda k: (load[n][k], k))
             if load[n][lane] + steps + gap <= ranks[n].lane_length:
                 load[n][lane] += steps + gap
-                placed.setdefault((n, lane), []).insert(0, (s, i))
+                placed.setdefault((n, lane), []).insert(0, (s, i, skipped))
+                dropped["overflow"] += skipped
                 break
         else:
             if overflow == "cut":
-                dropped["overflow"] += sum(steps for *_, steps, _ in candidates[at:])
+                dropped["overflow"] += sum(steps + skipped for *_, steps, _, skipped in candidates[at:])
                 break
-            dropped["overflow"] += steps
+            dropped["overflow"] += steps + skipped
     return placed, dropped
 
 
@@ -93,8 +98,8 @@ def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
     plan = make_plan(shards, ranks, incomplete, overflow)
     placed, dropped = naive(shards, ranks, incomplete, overflow)
     found = {}
-    for rank, lane, source, run in zip(plan.rank, plan.lane, plan.source, plan.run, strict=True):
-        found.setdefault((int(rank), int(lane)), []).append((int(source), int(run)))
+    for rank, lane, *what in zip(plan.rank, plan.lane, plan.source, plan.run, plan.skipped, strict=True):
+        found.setdefault((int(rank), int(lane)), []).append(tuple(map(int, what)))
     assert found == placed
     assert {reason: count["steps"] for reason, count in plan.dropped.items()} == dropped
     for unit in ("episodes", "steps"):

@@ -19,6 +19,8 @@ def oracle(lanes, numbers, ids, ends, cut, starts, columns):
             for place in range(position - live + column, position, columns):
                 row = lane * length + place % length
                 if numbers[row] == 0:
+                    if run is not None and ends is None:
+                        run[4] |= LAST
                     run = None
                     continue
                 before = lane * length + (place - columns) % length

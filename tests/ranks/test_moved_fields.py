@@ -71,7 +71,8 @@ def test_no_two_trajectories_have_one_number_and_slices_never_cross(tmp_path):
     done(job(3, save, tmp_path, [4, 5, 4, 6], {("next", "done"): "data"}, sampler))
     for _, rb in done(job(2, load, tmp_path, 1, 200, sampler)):
         columns = columns_of(rb)
-        there = layout(rb)[0]
+        *there, closing = layout(rb)[0]
+        assert closing is None, "no field marks ends: what comes next must not join the newest one"
         numbers = columns["episode"][: len(there)]
         owners = torch.tensor(there) // 1000
         assert ((numbers[1:] == numbers[:-1]) == (owners[1:] == owners[:-1])).all()
@@ -223,3 +224,40 @@ def test_a_buffer_with_columns_cannot_take_what_is_dealt_out(tmp_path):
     for error in job(2, act):
         assert isinstance(error, IncompatibleCheckpoint)
         assert "ndim=2" in str(error)
+
+
+def test_known_by_their_numbers_alone_they_stay_whole_and_apart(tmp_path):
+    """The newest of a lane is closed by a row that holds nothing: it is whole at the next move, too, and nothing joins it."""
+
+    def sampler():
+        return SliceSampler(slice_len=4, traj_key="episode")
+
+    only_numbers = {("next", "done"): "data"}
+
+    def again(ranks, rank, step):
+        report, rb = load(ranks, rank, tmp_path, 2, 100, sampler)
+        checkpointer(tmp_path, rb, ranks, roles=only_numbers).save(step)
+        return report.dealt["kept"], rb
+
+    done(job(2, save, tmp_path, [4, 5, 4, 6], only_numbers, sampler))
+    first, *later = (done(job(n, again, step)) for step, n in ((2, 1), (3, 3), (4, 2)))
+    assert first[0][0] == {"episodes": 12, "steps": 52}, "the newest of each lane is open, as far as anybody knows"
+    assert all(kept == first[0][0] for parts in later for kept, _ in parts)
+    for _, rb in later[-1]:
+        newest = columns_of(rb)["episode"][[lane * 100 + len(layout(rb)[lane]) - 2 for lane in (0, 1)]].tolist()
+        for lane in (0, 1):
+            rb.extend(rows(7_000_000, 4, trajectory=newest[lane]), lane=lane)
+        for _ in range(50):
+            slices = rb.sample()["who"].reshape(-1, 4) // 1000
+            assert (slices == slices[:, :1]).all()
+
+
+@pytest.mark.parametrize("roles", [{("next", "done"): "data"}, {("next", "done"): "terminated"}])
+def test_cut_short_where_no_field_can_say_so(tmp_path, roles):
+    done(job(2, save, tmp_path, [4, 5], roles))
+    for error in job(1, lambda *args: load(*args, incomplete={"open": "truncate"}), tmp_path, 1, 100):
+        assert isinstance(error, IncompatibleCheckpoint)
+        assert (
+            'role done, truncated or step_type, which can say that a trajectory was cut short, found none. "keep"'
+            in str(error)
+        )

@@ -11,6 +11,7 @@ import numpy as np
 from engram.checkpoint import buffers
 from engram.checkpoint.best import plan_best
 from engram.checkpoint.placing import (
+    can_truncate,
     fields_of,
     fill_placed,
     has_ends,
@@ -165,9 +166,17 @@ def moves_trajectories(checkpoint: Checkpoint) -> bool:
 
 
 def by_trajectory(incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:
-    """Whole trajectories are dealt out, the newest first."""
+    """Whole trajectories are dealt out, the newest first.
+
+    What it returns raises ``IncompatibleCheckpoint``: no field can say that a trajectory was cut short, as ``incomplete`` asks for.
+    """
 
     def plan(saved: Sequence[Saved], targets: Sequence[Target]) -> Move:
+        if incomplete.open == "truncate" and (fields := fields_of(saved)) and not can_truncate(fields):
+            raise IncompatibleCheckpoint(
+                f"{saved[0].reader.folder}: expected a field with the role done, truncated or step_type, which can say that a "
+                'trajectory was cut short, found none. "keep" in place of "truncate" leaves open ones as they are.'
+            )
         return _checked(saved, make_plan([one.source for one in saved], targets, incomplete, overflow), targets)
 
     return plan

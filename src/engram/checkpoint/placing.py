@@ -30,7 +30,17 @@ if TYPE_CHECKING:
     from engram.format.parts import PartField, PartReader
     from engram.format.schema import Schema
 
-__all__ = ["Saved", "fields_of", "fill_placed", "has_ends", "in_rows", "open_saved", "placed_state", "read_runs"]
+__all__ = [
+    "Saved",
+    "can_truncate",
+    "fields_of",
+    "fill_placed",
+    "has_ends",
+    "in_rows",
+    "open_saved",
+    "placed_state",
+    "read_runs",
+]
 
 #: Bytes that are read at a time: as many as caches hold.
 _WINDOW = 2 << 20
@@ -39,7 +49,10 @@ _REWRITTEN = 1 << 18
 #: Pieces that rows without trajectories are moved in, at most.
 _BLOCKS = 1 << 16
 _MOVABLE = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
-_ENDS = frozenset({"done", "terminated", "truncated", "step_type", "traj_id"})
+#: What fields that mark a step as the last one of a trajectory that was cut short get there.
+_CUT = {"done": 1, "truncated": 1, "terminated": 0, "step_type": 2}
+_LAST = frozenset(_CUT)
+_ENDS = _LAST | {"traj_id"}
 
 
 class Saved(NamedTuple):
@@ -82,10 +95,13 @@ def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
     columns = math.prod(geometry.columns)
     runs = _checked_runs(reader, geometry.lane_length, columns)
     fields = reader.schema or ()
+    marks_ends = True
     if not has_ends(fields):
         steps = int((runs[:, 2] - runs[:, 1]).sum()) // columns
         runs = _blocks(reader, runs, columns, max(1, -(-steps // _BLOCKS)))
-    return Saved(reader, Source(clock, runs, columns), fields, state)
+    elif all(field.role not in _LAST for field in fields):
+        marks_ends = False
+    return Saved(reader, Source(clock, runs, columns, marks_ends), fields, state)
 
 
 def in_rows(saved: Saved) -> Saved:
@@ -136,6 +152,11 @@ def fields_of(saved: Sequence[Saved]) -> tuple[PartField, ...]:
 def has_ends(fields: Sequence[PartField]) -> bool:
     """Whether some field says where trajectories end."""
     return any(field.role in _ENDS for field in fields)
+
+
+def can_truncate(fields: Sequence[PartField]) -> bool:
+    """Whether a step can be marked as the last one of a trajectory that was cut short."""
+    return any(_CUT.get(field.role) for field in fields)
 
 
 def _lanes(reader: PartReader) -> NDArray[np.int64]:
@@ -220,18 +241,19 @@ def _extents(plan: Plan, rank: int, which: int, saved: Saved, lane_length: int) 
     geometry = saved.reader.geometry
     assert geometry is not None  # it has runs
     at = np.flatnonzero((plan.rank == rank) & (plan.source == which))
+    columns = saved.source.columns
     runs = saved.source.runs[plan.run[at]]
+    begin = runs[:, 1] + plan.skipped[at] * columns
     target, steps = plan.lane[at] * lane_length + plan.position[at], plan.steps[at]
     start = runs[:, 0] * geometry.lane_length
     # Positions go round the live rows: those that were written by number, ahead of the cursor, lie behind the newest one.
     ring = _lanes(saved.reader)[runs[:, 0], 1]
-    columns = saved.source.columns
     if columns > 1:  # every step is an extent
         step = _within(steps)
-        rows = np.repeat(start, steps) + (np.repeat(runs[:, 1], steps) + step * columns) % np.repeat(ring, steps)
+        rows = np.repeat(start, steps) + (np.repeat(begin, steps) + step * columns) % np.repeat(ring, steps)
         found = _Extents(rows, np.repeat(target, steps) + step, np.ones_like(rows))
     else:
-        offset = runs[:, 1] % ring
+        offset = begin % ring
         before = np.minimum(steps, ring - offset)  # up to the end of the ring
         wraps = steps > before
         found = _Extents(
@@ -505,7 +527,7 @@ def _rewrite(
 
 def _truncate(by_role: dict[Any, Tensor], rows: Tensor) -> None:
     """Mark steps as the last ones of trajectories that were cut short."""
-    for role, value in (("done", 1), ("truncated", 1), ("terminated", 0), ("step_type", 2)):
+    for role, value in _CUT.items():
         if role in by_role:
             tensor = by_role[role]
             tensor[rows.to(tensor.device)] = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)

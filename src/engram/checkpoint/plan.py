@@ -49,6 +49,8 @@ class Source(NamedTuple):
     """int64 ``[K, 5]``: the table of its trajectories."""
     columns: int = 1
     """By which positions step."""
+    marks_ends: bool = True
+    """Whether rows say themselves that they are the last ones; else only the next trajectory's first row does."""
 
     @property
     def steps(self) -> NDArray[np.int64]:
@@ -79,7 +81,8 @@ class Incomplete(NamedTuple):
     """Without a last step: there is none yet, or a row that holds nothing or another's first step follows. ``truncate``: the last
     one there is becomes one, marked as cut short. ``keep``: a row that holds nothing follows it, where it ends."""
     headless: Literal["drop", "keep"] = "drop"
-    """Without a first step: it was overwritten, or a row that holds nothing stands before."""
+    """Without a first step: it was overwritten, or a row that holds nothing stands before. Of those that are longer than any lane
+    ``keep`` keeps the newest steps."""
 
 
 class Plan(NamedTuple):
@@ -92,7 +95,10 @@ class Plan(NamedTuple):
     source: NDArray[np.int64]
     """Shard, and in its table the number of the trajectory."""
     run: NDArray[np.int64]
+    skipped: NDArray[np.int64]
+    """Of its first steps, that are left out."""
     steps: NDArray[np.int64]
+    """That are kept."""
     truncated: NDArray[np.bool_]
     """Its last step is to be marked as one."""
     gap: NDArray[np.bool_]
@@ -106,7 +112,8 @@ class Plan(NamedTuple):
     def digest(self) -> str:
         """sha256 of what goes where: the same on all ranks, or they must not go on."""
         sha = hashlib.sha256()
-        for array in (self.rank, self.lane, self.position, self.source, self.run, self.steps, self.truncated, self.gap):
+        places = (self.rank, self.lane, self.position, self.source, self.run)
+        for array in (*places, self.skipped, self.steps, self.truncated, self.gap):
             sha.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         return sha.hexdigest()
 
@@ -145,7 +152,8 @@ def make_plan(
     """Deal trajectories out: the newest first, each to the rank and the lane of it that hold the least so far.
 
     Loads of ranks of one capacity, and of the lanes of a rank, then differ by no more than the longest trajectory, at every point
-    of time.
+    of time. Where rows do not mark ends, one that holds nothing closes each lane: the newest trajectory would be open otherwise,
+    and the next one that is written there could join it.
 
     Args:
         sources: the shards, in the order of their ranks.
@@ -165,8 +173,12 @@ def make_plan(
     wanted = (tail | (incomplete.open != "drop")) & (head | (incomplete.headless != "drop"))
     reason = np.where(wanted, _KEPT, kind - 1)  # the first reasons are the kinds but for complete
     gap = ~tail & (incomplete.open == "keep")
-    room = steps + gap
+    closing = not all(source.marks_ends for source in sources)
+    targets = [target._replace(lane_length=target.lane_length - closing) for target in targets]
     longest = max((target.lane_length for target in targets), default=0)
+    too_long = np.maximum(steps + gap - longest, 0)
+    skipped = np.where(wanted & (too_long < steps) & (incomplete.headless == "keep"), too_long, 0)
+    room = steps - skipped + gap
     reason[wanted & (room > longest)] = DROPPED.index("oversize")
     candidates = np.flatnonzero(reason == _KEPT)
     candidates = candidates[_newest_first(sources, shard, candidates)]
@@ -176,17 +188,23 @@ def make_plan(
     kept, rank, lane = candidates[placed], rank[placed], lane[placed]
     oldest_first = np.lexsort((-np.arange(len(kept)), lane, rank))
     kept, rank, lane = kept[oldest_first], rank[oldest_first], lane[oldest_first]
+    position = _positions(rank, lane, room[kept])
+    if closing:
+        gap[kept[_newest(rank, lane)]] = True
+    left_out = _left_out(reason, shard, steps, len(sources))
+    left_out[:, DROPPED.index("overflow"), 1] += counted(shard[kept], skipped[kept], len(sources))[:, 1]
     return Plan(
         rank,
         lane,
-        _positions(rank, lane, room[kept]),
+        position,
         shard[kept],
         number[kept],
-        steps[kept],
+        skipped[kept],
+        (steps - skipped)[kept],
         ~tail[kept] & (incomplete.open == "truncate"),
         gap[kept],
         len(targets),
-        _left_out(reason, shard, steps, len(sources)),
+        left_out,
     )
 
 
@@ -226,17 +244,26 @@ def _left_out(
 def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], room: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each begins in its lane, one behind the other."""
     before = np.cumsum(room) - room
-    first = np.ones(len(rank), bool)
-    first[1:] = (rank[1:] != rank[:-1]) | (lane[1:] != lane[:-1])
-    return before - np.repeat(before[first], np.diff(np.append(np.flatnonzero(first), len(rank))))
+    newest = _newest(rank, lane)
+    oldest = np.append(0, newest[:-1] + 1)[: len(newest)]
+    begin: NDArray[np.int64] = before - np.repeat(before[oldest], newest + 1 - oldest)
+    return begin
+
+
+def _newest(rank: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which of them is the last one of its lane."""
+    last = np.ones(len(rank), bool)
+    last[:-1] = (rank[1:] != rank[:-1]) | (lane[1:] != lane[:-1])
+    return np.flatnonzero(last)
 
 
 def _deal(
     rooms: NDArray[np.int64], targets: Sequence[Target], overflow: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rank and lane of each; -1 for what is left out."""
-    common = math.lcm(*(target.capacity for target in targets)) if targets else 1
-    unit = [common // target.capacity for target in targets]  # loads in this unit compare as shares of the capacity do
+    capacities = [max(1, target.capacity) for target in targets]
+    common = math.lcm(*capacities)
+    unit = [common // capacity for capacity in capacities]  # loads in this unit compare as shares of the capacity do
     ranks = [(0, n) for n in range(len(targets))]
     lanes = [[(0, lane) for lane in range(target.lanes)] for target in targets]
     room = [target.lane_length for target in targets]  # of the lane that holds the least

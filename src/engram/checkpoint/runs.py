@@ -90,7 +90,7 @@ def _track(
     row += lane * length + column
     there = numbers[row] != 0
     changes, ends, cut, starts = (np.zeros(steps, bool) for _ in range(4))
-    knows_starts = False
+    knows_starts = knows_ends = False
     before: Marks | None = None
     for begin in range(0, steps, piece):
         at = slice(begin, min(begin + piece, steps))
@@ -102,7 +102,7 @@ def _track(
         for flags, values in ((ends, said.ends), (cut, said.cut), (starts, said.starts)):
             if values is not None:
                 flags[at] = values
-        knows_starts = said.starts is not None
+        knows_starts, knows_ends = said.starts is not None, said.ends is not None
         before = said
     follows = np.zeros(steps, bool)  # behind a live step of the same track
     follows[1:] = there[:-1]
@@ -113,7 +113,9 @@ def _track(
     every = np.append(np.flatnonzero(borders), steps)
     end = every[np.searchsorted(every, first, "right")]
     last = end - 1
-    has_last = ends[last] | (np.append(over, False)[end] & np.append(there, False)[end])
+    # Where no field marks ends, a row that holds nothing does as well as another's step: it was left there, or its writer died.
+    ended = over & there if knows_ends else (over & there) | ~there
+    has_last = ends[last] | np.append(ended, False)[end]
     from_the_beginning = position == live
     has_first = starts[first] if knows_starts else np.where(first == 0, from_the_beginning, follows[first])
     flags = (
