@@ -648,9 +648,8 @@ def sweep(root: Path) -> None:
 
 def _superfluous(root: Path, keep: int, epoch: int) -> list[Name]:
     every = names(root)
-    good = functools.cache(
-        lambda name: look(root / str(name)) is None
-    )  # most are not asked for: all their files are looked at
+    # Looked at, all files of each, only as far as it is asked for.
+    good = functools.cache(lambda name: look(root / str(name)) is None)
     newest = [*itertools.islice(filter(good, every), keep)]
     if not newest:
         return []
