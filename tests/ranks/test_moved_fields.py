@@ -88,6 +88,82 @@ def test_positions_move_along(tmp_path):
         assert columns_of(rb)["place"][: len(there)].tolist() == list(range(len(there)))
 
 
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def numbered(ranks, rank, root, dtype, lengths=(3, 5, 4), roles=None, *, open_end=False):
+    """Every field that a move rewrites is of that dtype."""
+    rb, first = make(1, 64), 0
+    for i, steps in enumerate(lengths):
+        over = torch.zeros(steps, 1, dtype=torch.bool)
+        over[-1] = open_end is False or i < len(lengths) - 1
+        kind = torch.ones(steps)
+        kind[0], kind[-1] = 0, 2 if over[-1] else 1
+        columns = {
+            "who": torch.arange(steps) + rank * 100_000 + i * 1000,
+            "place": torch.arange(first, first + steps).to(dtype),
+            "env_id": torch.zeros(steps, 1).to(dtype),
+            "episode": torch.full((steps,), i).to(dtype),
+            "step_type": kind.to(dtype),
+            ("next", "done"): over,
+        }
+        rb.extend(TensorDict(columns, [steps]), lane=0)
+        first += steps
+    checkpointer(root, rb, ranks, roles={**ROLES, ("next", "done"): "done", **(roles or {})}).save(1)
+
+
+@pytest.mark.parametrize("dtype", [*_UNSIGNED, torch.int8, torch.int64])
+def test_every_integer_can_say_where_a_step_is(tmp_path, dtype):
+    done(job(3, lambda *args: numbered(*args, open_end=True), tmp_path, dtype))
+    how = {"incomplete": {"open": "truncate"}}
+    for _, rb in done(job(2, lambda *args: load(*args, **how), tmp_path, 2, 40)):
+        columns = {key: column.to(torch.int64) for key, column in columns_of(rb).items()}
+        seen = set()
+        for lane, there in enumerate(layout(rb)):
+            mine = slice(40 * lane, 40 * lane + len(there))
+            assert columns["place"][mine].tolist() == list(range(len(there)))
+            assert columns["env_id"][mine].unique().tolist() == [lane]
+            ids = columns["episode"][mine]
+            assert ((ids[1:] == ids[:-1]) == (torch.tensor(there).diff() == 1)).all()
+            last = [who % 1000 == (2, 4, 3)[who // 1000 % 100] for who in there]
+            assert (columns["step_type"][mine] == 2).tolist() == last
+            assert not seen & set(ids.tolist())
+            seen |= set(ids.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
+def test_a_dtype_that_is_no_position_is_refused_before_anything_changes(tmp_path, dtype):
+    done(job(1, numbered, tmp_path, dtype, (2, 2), {"step_type": "data", "env_id": "data", "episode": "data"}))
+
+    def act(ranks, _):
+        rb = make(1, 100)
+        rb.extend(rows(7, 5), lane=0)
+        with pytest.raises(IncompatibleCheckpoint, match="dtype of integers, as its role is 'position', got"):
+            checkpointer(tmp_path, rb, ranks).restore()
+        return layout(rb)
+
+    assert done(job(2, act)) == [[[7, 8, 9, 10, 11]]] * 2
+
+
+def test_more_positions_than_the_field_can_number(tmp_path):
+    """A lane of 64 rows is numbered by any dtype, one of 192 not by each."""
+    data = {"step_type": "data", "env_id": "data", "episode": "data"}
+    done(job(3, numbered, tmp_path, torch.int8, (20, 20, 20, 4), data))
+    for error in job(1, load, tmp_path, 1, 200):
+        assert isinstance(error, IncompatibleCheckpoint)
+        assert "expected at most 128 rows in a lane, as many as int8 can number, got 192" in str(error)
+    for report, _ in done(job(1, load, tmp_path, 2, 128)):
+        assert report.dealt["kept"]["steps"] == 192
+
+
+def test_a_number_that_a_float_would_round(tmp_path):
+    data = {"step_type": "data", "place": "data", "episode": "data"}
+    done(job(1, numbered, tmp_path, torch.bfloat16, (3, 4), data))
+    for error in job(2, load, tmp_path, 300, 8):
+        assert "expected at most 257 lanes, as many as bfloat16 can number, got 300" in str(error)
+    done(job(2, load, tmp_path, 257, 8))
+
+
 def test_goals_in_hindsight_stay_in_their_trajectories(tmp_path):
     """Each step says where in its lane its goal is: a later step of its own trajectory. Also after a second move."""
 

@@ -38,6 +38,8 @@ _WINDOW = 2 << 20
 _REWRITTEN = 1 << 18
 #: Pieces that rows without trajectories are moved in, at most.
 _BLOCKS = 1 << 16
+#: What has as many bytes, and can be indexed.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOVABLE = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 _ENDS = frozenset({"done", "terminated", "truncated", "step_type", "traj_id"})
 
@@ -371,13 +373,14 @@ def fill_placed(
     trajectory, ``position`` by how far it moved; and the last steps of those that the plan truncates.
 
     Raises:
-        IncompatibleCheckpoint: lanes or trajectories have numbers that the dtype of their field cannot hold.
+        IncompatibleCheckpoint: lanes, trajectories or positions have numbers that the dtype of their field cannot hold.
     """
     fields = fields_of(saved)
     length = schema.capacity // schema.lanes
     mine = np.flatnonzero(plan.rank == rank)
     _check_range(fields, "env_id", env_offset + schema.lanes - 1, "lanes")
     _check_range(fields, "traj_id", len(mine) - 1, "trajectories")
+    _check_range(fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane")
 
     def fill(tensors: Sequence[Tensor]) -> None:
         room = _room(max((field.row_bytes for field in fields), default=0))
@@ -457,15 +460,29 @@ def _put(source: Tensor, begin: int, extents: _Extents, tensor: Tensor) -> None:
 
 
 def _check_range(fields: Sequence[PartField], role: str, most: int, what: str) -> None:
+    """Raise ``IncompatibleCheckpoint`` unless the field of that role can say every number up to ``most``."""
     for field in fields:
+        if field.role != role:
+            continue
         dtype = dtype_of(field.dtype)
-        if field.role == role and not dtype.is_floating_point and not dtype.is_complex:
-            limit = 1 if dtype is torch.bool else torch.iinfo(dtype).max
-            if most > limit:
-                raise IncompatibleCheckpoint(
-                    f"{field.key}: expected at most {limit + 1} {what}, as many as {field.dtype} can number, got {most + 1}. Use a "
-                    "larger dtype, or give the field another role."
-                )
+        counts = dtype is not torch.bool and not dtype.is_floating_point  # what is shifted must count as ints do
+        if dtype.is_complex or (role == "position" and not counts):
+            raise IncompatibleCheckpoint(
+                f"{field.key}: expected a dtype of integers, as its role is {role!r}, got {field.dtype}. Save it with such a one, "
+                "or with another role."
+            )
+        if most > (limit := _largest(dtype)):
+            raise IncompatibleCheckpoint(
+                f"{field.key}: expected at most {limit + 1} {what}, as many as {field.dtype} can number, got {most + 1}. Use a "
+                "larger dtype, or give the field another role."
+            )
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """Up to which number all integers are exact."""
+    if dtype is torch.bool:
+        return 1
+    return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _rewrite(
@@ -494,9 +511,10 @@ def _rewrite(
             tensor = by_role[role]
             at, shape = rows.to(tensor.device), (len(rows), *[1] * (tensor.ndim - 1))
             value = torch.from_numpy(np.repeat(values[role][some], steps[some])).reshape(shape).to(tensor.device)
-            tensor[at] = (
-                (tensor[at] + value) if role == "position" else value.expand(len(rows), *tensor.shape[1:])
-            ).to(tensor.dtype)
+            words = tensor.view(_WORDS[tensor.itemsize])  # torch picks no rows of some unsigned dtypes, and adds none
+            if role == "position":
+                value = words[at].view(tensor.dtype).to(torch.int64) + value
+            words[at] = value.to(tensor.dtype).view(words.dtype)
     last = plan.truncated[mine]
     ends = (lane * length + position + steps - 1)[last]
     if len(ends):
@@ -508,4 +526,5 @@ def _truncate(by_role: dict[Any, Tensor], rows: Tensor) -> None:
     for role, value in (("done", 1), ("truncated", 1), ("terminated", 0), ("step_type", 2)):
         if role in by_role:
             tensor = by_role[role]
-            tensor[rows.to(tensor.device)] = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
+            words = tensor.view(_WORDS[tensor.itemsize])
+            words[rows.to(tensor.device)] = torch.tensor(value, device=tensor.device).to(tensor.dtype).view(words.dtype)
