@@ -21,6 +21,7 @@ from engram._progress import bytes_bar
 from engram.checkpoint import buffers
 from engram.checkpoint.agreement import disagreements
 from engram.checkpoint.attempts import Attempts
+from engram.checkpoint.components import check_blocks
 from engram.checkpoint.crashes import Crashes
 from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.moving import checked_incomplete, moves_trajectories, open_shards, seed_of
@@ -694,8 +695,9 @@ class Checkpointer:
             resume: ``"env_reset"``: environments begin anew, so the trajectories that were open end where they are; the next row of
                 their lanes is left out, which marks that. ``"exact"``: they go on, as after ``loads``. Of shards that come back as
                 they were.
-            verify: ``"full"``: check every block before anything changes. ``"read"``: when it is read, if nothing is stored here;
-                that halves what is read.
+            verify: ``"full"``: check every block before anything changes, and that there are no other files; rank 0 does. ``"read"``:
+                when it is read, if no rank has anything stored, which halves what is read; before, if one has: each rank checks its
+                share of the shards.
             allow_partial: take one that lacks shards, too: what is left of a job of which ranks died. Then ``missing`` of the report
                 names those.
             default_rng: as for ``loads``.
@@ -727,19 +729,27 @@ class Checkpointer:
         wanted = _Wanted(step, name, at_most, allow_partial)
         path, passed_over = self._agreed(wanted)
         with contextlib.ExitStack() as stack:
-            checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
+            checkpoint, targets, looks = self._opened(stack, path, verify, dealt_out=incomplete is not None)
             rank = self._ranks.rank
             if targets is None:
                 close_open = resume == "env_reset" and not self._in_rows
                 self._take(
-                    lambda: self._buffer.checked_parts(checkpoint, rank, default_rng=default_rng, close_open=close_open)
+                    lambda: self._buffer.checked_parts(
+                        checkpoint, rank, default_rng=default_rng, close_open=close_open
+                    ),
+                    checkpoint
+                    if looks and not len(self._buffer)
+                    else None,  # one that holds rows looks at its shard itself
                 )
                 dealt, steps = None, checkpoint.shard(rank).totals.steps
             else:
                 planner = self._buffer.planner(policy, overflow)
                 move = self._planned(checkpoint, stack, targets, planner, max_drop_fraction)
                 offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
-                self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
+                self._take(
+                    lambda: self._placed(checkpoint, move, offset, default_rng=default_rng),
+                    checkpoint if looks else None,
+                )
                 dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
                 steps = dealt["targets"][rank]["steps"]
             manifest, missing = checkpoint.manifest, checkpoint.missing
@@ -777,8 +787,11 @@ class Checkpointer:
 
     def _opened(
         self, stack: contextlib.ExitStack, path: Path, verify: str, *, dealt_out: bool
-    ) -> tuple[Checkpoint, builtins.list[Target] | None]:
-        """The checkpoint, and where its trajectories are dealt out to; None: every rank gets back its shard."""
+    ) -> tuple[Checkpoint, builtins.list[Target] | None, bool]:
+        """The checkpoint, and where its trajectories are dealt out to; None: every rank gets back its shard.
+
+        And whether its blocks must be looked at before anything changes, as some rank holds rows that damage would cost.
+        """
         opened: builtins.list[Checkpoint] = []
 
         def open_it() -> bytes:
@@ -793,11 +806,12 @@ class Checkpointer:
                 and checkpoint.manifest.world == self._ranks.world
                 and self._fits(checkpoint)
             )
-            return json.dumps([same, storage.lanes, storage.max_size // storage.lanes]).encode()
+            return json.dumps([same, len(storage) > 0, storage.lanes, storage.max_size // storage.lanes]).encode()
 
         said = [json.loads(one) for one in self._ranks.together("restore", open_it, self._timeout)]
+        looks = verify == "read" and any(holds for _, holds, *_ in said)
         same = all(one[0] for one in said)
-        return opened[0], None if same else [Target(lanes, length) for _, lanes, length in said]
+        return opened[0], None if same else [Target(lanes, length) for *_, lanes, length in said], looks
 
     @property
     def _in_rows(self) -> bool:
@@ -852,13 +866,20 @@ class Checkpointer:
         )
         return take
 
-    def _take(self, check: Callable[[], Callable[[], None]]) -> None:
-        """Take over what ``check`` returns, once all ranks have passed theirs; where one cannot then, all hold nothing."""
+    def _take(self, check: Callable[[], Callable[[], None]], damaged: Checkpoint | None) -> None:
+        """Take over what ``check`` returns, once all ranks have passed theirs; where one cannot then, all hold nothing.
+
+        ``damaged``: a checkpoint that may be; the ranks share out its shards, and read the rows of each before that.
+        """
         found: builtins.list[Callable[[], None]] = []
         loaded = False
 
         def look() -> bytes:
             found.append(check())
+            if damaged is not None:
+                for shard in range(self._ranks.rank, damaged.manifest.world, self._ranks.world):
+                    with buffers.open_storage(damaged, shard) as reader:
+                        check_blocks(reader)
             return b""
 
         def load() -> bytes:
