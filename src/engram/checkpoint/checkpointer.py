@@ -99,6 +99,7 @@ class RestoreReport(NamedTuple):
     step: int
     path: Path
     steps: int
+    """Rows that are there now."""
     user: dict[str, Any]
     passed_over: list[Problem]
     """Newer ones that were damaged or not complete."""
@@ -110,9 +111,14 @@ class RestoreReport(NamedTuple):
     ``truncated``, in total and of each of the ``shards``; ``lost`` with missing ones, as far as an older checkpoint says it; the least
     and most steps of a rank and of a lane and the rows that are unused, in total and of each of the ``targets``; and the digest of
     the ``plan``. None: every rank has its own shard."""
+    given_up: int = 0
+    """Rows of the own shard that are not there: the oldest of each full lane whose newest trajectory was open, as its place marks
+    that this ends."""
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
+        if self.given_up:
+            text += f"; {self.given_up} more were saved: the oldest of full lanes mark where what was open ends"
         return text if self.dealt is None else f"{text}; {said_move(self.dealt)}"
 
 
@@ -693,8 +699,8 @@ class Checkpointer:
             max_drop_fraction: of the steps that may be left out as incomplete, or longer than a lane.
             env_id: what that field gets: the lane, or its number among the lanes of all ranks.
             resume: ``"env_reset"``: environments begin anew, so the trajectories that were open end where they are; the next row of
-                their lanes is left out, which marks that. ``"exact"``: they go on, as after ``loads``. Of shards that come back as
-                they were.
+                their lanes is left out, which marks that; it costs a full lane its oldest row (``given_up`` of the report).
+                ``"exact"``: they go on, as after ``loads``. Of shards that come back as they were.
             verify: ``"full"``: check every block before anything changes, and that there are no other files; rank 0 does. ``"read"``:
                 when it is read, if no rank has anything stored, which halves what is read; before, if one has: each rank checks its
                 share of the shards.
@@ -741,7 +747,8 @@ class Checkpointer:
                     if looks and not len(self._buffer)
                     else None,  # one that holds rows looks at its shard itself
                 )
-                dealt, steps = None, checkpoint.shard(rank).totals.steps
+                dealt, steps = None, len(self._buffer)
+                given_up = max(0, checkpoint.shard(rank).totals.steps - steps)
             else:
                 planner = self._buffer.planner(policy, overflow)
                 move = self._planned(checkpoint, stack, targets, planner, max_drop_fraction)
@@ -751,7 +758,7 @@ class Checkpointer:
                     checkpoint if looks else None,
                 )
                 dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
-                steps = dealt["targets"][rank]["steps"]
+                steps, given_up = dealt["targets"][rank]["steps"], 0
             manifest, missing = checkpoint.manifest, checkpoint.missing
         self._polled_step, self._save_began = manifest.step, time.monotonic()
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
@@ -765,6 +772,7 @@ class Checkpointer:
             time.perf_counter() - started,
             missing,
             dealt,
+            given_up,
         )
         self._note(report)
         return report
