@@ -156,6 +156,16 @@ def test_more_positions_than_the_field_can_number(tmp_path):
         assert report.dealt["kept"]["steps"] == 192
 
 
+def test_shards_that_come_back_as_they_were_keep_the_lanes_that_were_written(tmp_path):
+    """Whoever numbers lanes of all ranks has written such numbers: they are right where they were."""
+    done(job(2, save, tmp_path, [3, 4]))
+    same = done(job(2, lambda *args: load(*args, env_id="global"), tmp_path, 2, 64))
+    dealt = done(job(2, lambda *args: load(*args, env_id="global"), tmp_path, 2, 65))
+    for found, lanes in ((same, ({0, 1}, {0, 1})), (dealt, ({0, 1}, {2, 3}))):
+        for (_, rb), expected in zip(found, lanes, strict=True):
+            assert set(rb[:]["env_id"].flatten().tolist()) == expected
+
+
 def test_a_number_that_a_float_would_round(tmp_path):
     data = {"step_type": "data", "place": "data", "episode": "data"}
     done(job(1, numbered, tmp_path, torch.bfloat16, (3, 4), data))

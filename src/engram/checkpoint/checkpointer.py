@@ -697,7 +697,8 @@ class Checkpointer:
             overflow: where there is less room than was saved: ``"cut"`` keeps the newest and nothing behind the first that fits
                 nowhere; ``"fill"`` goes on with older, shorter ones.
             max_drop_fraction: of the steps that may be left out as incomplete, or longer than a lane.
-            env_id: what that field gets: the lane, or its number among the lanes of all ranks.
+            env_id: what that field gets where trajectories are dealt out: the lane, or its number among the lanes of all ranks. In
+                shards that come back as they were it says what was written.
             resume: ``"env_reset"``: environments begin anew, so the trajectories that were open end where they are; the next row of
                 their lanes is left out, which marks that; it costs a full lane its oldest row (``given_up`` of the report).
                 ``"exact"``: they go on, as after ``loads``. Of shards that come back as they were.
