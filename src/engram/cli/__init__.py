@@ -113,6 +113,8 @@ def inspect(path: Path, as_json: bool) -> None:
 def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) -> None:
     """Check a checkpoint, a folder of them, a dump, a part of one, or a live store, and change nothing.
 
+    That an attempt was aborted, or is not decided as ranks have not voted, is a note and no damage.
+
     Exit code: 0 if all is good, 1 if something is damaged, 2 if nothing of engram's is there.
     """
     from engram.format import verify as verifying
