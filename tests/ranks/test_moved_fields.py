@@ -1,5 +1,7 @@
 """What a field says after its step was moved: where it is now, and which trajectory is its own."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -256,7 +258,32 @@ def test_no_field_says_where_trajectories_end(tmp_path):
     found = [columns_of(rb)["x"][: len(rb)].tolist() for _, rb in loaded]
     every = sorted(x + 1000 * rank + 100 * lane for x in range(40) for rank in range(2) for lane in range(2))
     assert sorted(sum(found, [])) == every
-    assert max(map(len, found)) - min(map(len, found)) <= 1
+    assert max(map(len, found)) - min(map(len, found)) <= 100 // 16
+
+
+@pytest.mark.parametrize(("length", "block", "most_unused"), [(4000, 250, 0), (1000, 62, 8), (200, 12, 8), (5, 1, 0)])
+def test_blocks_keep_steps_together_and_fill_lanes(tmp_path, length, block, most_unused):
+    """As much as was saved fits where there is as much room, but for less than a block of each lane."""
+
+    def act(ranks, rank, root):
+        rb = make(1, 3 * length)
+        rb.extend(TensorDict({"who": torch.arange(3 * length + 17) + 1_000_000 * rank}, [3 * length + 17]), lane=0)
+        checkpointer(root, rb, ranks).save(1)
+
+    done(job(2, act, tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what did not fit
+        loaded = done(job(3, load, tmp_path, 2, length))
+    every = []
+    for _, rb in loaded:
+        for lane in layout(rb):
+            assert len(lane) >= length - block
+            every += lane
+            steps = np.array(lane)
+            pieces = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1)
+            assert all(len(piece) >= block for piece in pieces[1:]), "but for the oldest, which may be what was left"
+            assert sum(map(len, pieces)) == len(lane)
+    assert len(every) == len(set(every)) >= 6 * (length - most_unused)
 
 
 @pytest.mark.parametrize(

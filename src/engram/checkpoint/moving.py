@@ -14,6 +14,7 @@ from engram.checkpoint.placing import (
     fields_of,
     fill_placed,
     has_ends,
+    in_blocks,
     in_rows,
     open_saved,
     placed_state,
@@ -165,10 +166,14 @@ def moves_trajectories(checkpoint: Checkpoint) -> bool:
 
 
 def by_trajectory(incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:
-    """Whole trajectories are dealt out, the newest first."""
+    """Whole trajectories are dealt out, the newest first; blocks of steps, where no field says which belong together.
+
+    What it returns raises ``CorruptCheckpoint``: a block is damaged.
+    """
 
     def plan(saved: Sequence[Saved], targets: Sequence[Target]) -> Move:
-        return _checked(saved, make_plan([one.source for one in saved], targets, incomplete, overflow), targets)
+        whole = in_blocks(saved, min(target.lane_length for target in targets))
+        return _checked(whole, make_plan([one.source for one in whole], targets, incomplete, overflow), targets)
 
     return plan
 

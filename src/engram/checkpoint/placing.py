@@ -30,13 +30,25 @@ if TYPE_CHECKING:
     from engram.format.parts import PartField, PartReader
     from engram.format.schema import Schema
 
-__all__ = ["Saved", "fields_of", "fill_placed", "has_ends", "in_rows", "open_saved", "placed_state", "read_runs"]
+__all__ = [
+    "Saved",
+    "fields_of",
+    "fill_placed",
+    "has_ends",
+    "in_blocks",
+    "in_rows",
+    "open_saved",
+    "placed_state",
+    "read_runs",
+]
 
 #: Bytes that are read at a time: as many as caches hold.
 _WINDOW = 2 << 20
 #: Rows whose fields are rewritten at a time.
 _REWRITTEN = 1 << 18
-#: Pieces that rows without trajectories are moved in, at most.
+#: Of rows without trajectories: steps that stay together, how many such blocks a lane has at least, and a shard at most.
+_STEPS = 256
+_IN_A_LANE = 16
 _BLOCKS = 1 << 16
 #: What has as many bytes, and can be indexed.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,7 +73,7 @@ class Saved(NamedTuple):
 
 
 def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
-    """What there is to move in a part. Where no field says how steps belong together, they are moved in blocks.
+    """What there is to move in a part.
 
     Of each shard the table of its trajectories is held, and nothing that grows with its rows; unless ``held`` says so.
 
@@ -83,11 +95,22 @@ def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
         raise corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
     columns = math.prod(geometry.columns)
     runs = _checked_runs(reader, geometry.lane_length, columns)
-    fields = reader.schema or ()
-    if not has_ends(fields):
-        steps = int((runs[:, 2] - runs[:, 1]).sum()) // columns
-        runs = _blocks(reader, runs, columns, max(1, -(-steps // _BLOCKS)))
-    return Saved(reader, Source(clock, runs, columns), fields, state)
+    return Saved(reader, Source(clock, runs, columns), reader.schema or (), state)
+
+
+def in_blocks(saved: Sequence[Saved], lane_length: int) -> list[Saved]:
+    """The same for lanes of that length: where no field says how steps belong together, they are moved in blocks that follow each
+    other, each as if it were a trajectory.
+
+    Of 256 steps at most, but for shards that would be more than 65,536 of them; and short enough that so many fit a lane with
+    little left over.
+
+    Raises ``CorruptCheckpoint``: a block is damaged.
+    """
+    if has_ends(fields_of(saved)):
+        return list(saved)
+    fitting = lane_length // max(_IN_A_LANE, -(-lane_length // _STEPS))
+    return [_cut(one, min(lane_length, max(fitting, -(-int(one.source.saved[1]) // _BLOCKS), 1))) for one in saved]
 
 
 def in_rows(saved: Saved) -> Saved:
@@ -95,13 +118,15 @@ def in_rows(saved: Saved) -> Saved:
 
     Raises ``CorruptCheckpoint``: a block is damaged.
     """
+    return _cut(saved, 1)._replace(fields=tuple(msgspec.structs.replace(field, role="data") for field in saved.fields))
+
+
+def _cut(saved: Saved, block: int) -> Saved:
+    """The same in blocks of so many steps."""
     source = saved.source
     if not len(source.runs):
         return saved
-    fields = tuple(msgspec.structs.replace(field, role="data") for field in saved.fields)
-    return saved._replace(
-        source=source._replace(runs=_blocks(saved.reader, source.runs, source.columns, 1)), fields=fields
-    )
+    return saved._replace(source=source._replace(runs=_blocks(saved.reader, source.runs, source.columns, block)))
 
 
 def read_runs(saved: Saved, key: tuple[str, ...]) -> Tensor:
