@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import FrameStack, IncompatibleCheckpoint, LazyTensorStorage, RandomSampler, SliceSampler
+from engram import FrameStack, IncompatibleCheckpoint, LazyTensorStorage, ListStorage, RandomSampler, SliceSampler
 from engram import TensorDictReplayBuffer as Buffer
 from tests.ranks.jobs import checkpointer, columns_of, done, job, layout
 
@@ -326,13 +326,23 @@ def test_columns_become_lanes(tmp_path):
             assert (np.diff(steps) == 1).all()
 
 
-def test_a_buffer_with_columns_cannot_take_what_is_dealt_out(tmp_path):
-    done(job(1, save, tmp_path, [3, 4]))
+@pytest.mark.parametrize(
+    ("storage", "got"),
+    [
+        (lambda: LazyTensorStorage(60, ndim=2), "one with ndim=2, whose columns"),
+        (lambda: ListStorage(60), "a ListStorage"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_storage_that_cannot_take_what_is_dealt_out(tmp_path, storage, got, n):
+    done(job(3, save, tmp_path, [3, 4]))
 
     def act(ranks, _):
-        rb = Buffer(storage=LazyTensorStorage(60, ndim=2), batch_size=4)
+        rb = Buffer(storage=storage(), batch_size=4)
         checkpointer(tmp_path, rb, ranks).restore()
 
-    for error in job(2, act):
+    for error in job(n, act):
         assert isinstance(error, IncompatibleCheckpoint)
-        assert "ndim=2" in str(error)
+        assert f"expected a storage of tensors with lanes to deal trajectories out to, got {got}" in str(error)
+        assert "Make it with lanes=" in str(error)
+        assert len(str(error)) < 500

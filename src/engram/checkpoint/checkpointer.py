@@ -30,7 +30,7 @@ from engram.checkpoint.reports import Lost, move_lines, move_report, said_move
 from engram.checkpoint.requests import Requests
 from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
-from engram.errors import CorruptCheckpoint, RankFailed
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.format.problems import corrupt
@@ -848,6 +848,7 @@ class Checkpointer:
         differing: builtins.list[str] = []
 
         def plan() -> bytes:
+            self._check_takes(checkpoint)
             move = planner(open_shards(checkpoint, stack), targets)
             move.check_left_out(max_drop_fraction, f"restore: {checkpoint.folder}", _WAYS, _OTHERWISE)
             moves.append(move)
@@ -861,6 +862,20 @@ class Checkpointer:
         for text in differing if self._ranks.rank == 0 else ():
             warnings.warn(f"restore: {checkpoint.folder.name}: {text}.", stacklevel=4)
         return moves[0]
+
+    def _check_takes(self, checkpoint: Checkpoint) -> None:
+        """Raise ``IncompatibleCheckpoint`` unless trajectories can be dealt out to the storage here."""
+        storage = self._buffer.storage
+        if storage.ndim > 1:
+            got = f"one with ndim={storage.ndim}, whose columns advance together"
+        elif not hasattr(storage, "checked_without_rows"):
+            got = f"a {type(storage).__name__}"
+        else:
+            return
+        raise IncompatibleCheckpoint(
+            f"restore: {checkpoint.folder}: expected a storage of tensors with lanes to deal trajectories out to, got {got}. Make it "
+            "with lanes=, or restore with as many ranks and into storages of the same kind and sizes as saved it."
+        )
 
     def _placed(self, checkpoint: Checkpoint, move: Move, env_offset: int, *, default_rng: bool) -> Callable[[], None]:
         rank = self._ranks.rank
