@@ -133,6 +133,20 @@ def test_every_integer_can_say_where_a_step_is(tmp_path, dtype):
             seen |= set(ids.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float64, torch.complex128])
+def test_a_last_step_is_marked_whatever_the_dtype_of_its_flags(tmp_path, dtype):
+    def act(ranks, rank, root):
+        rb = make(1, 64)
+        flags = torch.zeros(5, 2).to(dtype)
+        rb.extend(TensorDict({"who": torch.arange(5), "over": flags, "episode": torch.ones(5)}, [5]), lane=0)
+        checkpointer(root, rb, ranks, roles={"over": "done"}).save(1)
+
+    done(job(1, act, tmp_path))
+    how = {"incomplete": {"open": "truncate"}}
+    for _, rb in done(job(1, lambda *args: load(*args, **how), tmp_path, 1, 40)):
+        assert columns_of(rb)["over"][:5].to(torch.complex128).real.tolist() == [[0, 0]] * 4 + [[1, 1]]
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
 def test_a_dtype_that_is_no_position_is_refused_before_anything_changes(tmp_path, dtype):
     done(job(1, numbered, tmp_path, dtype, (2, 2), {"step_type": "data", "env_id": "data", "episode": "data"}))

@@ -534,16 +534,21 @@ def _rewrite(
         rows = torch.from_numpy(np.repeat(lane[some] * length + position[some], steps[some]) + step)
         for role in roles:
             tensor = by_role[role]
-            at, shape = rows.to(tensor.device), (len(rows), *[1] * (tensor.ndim - 1))
-            value = torch.from_numpy(np.repeat(values[role][some], steps[some])).reshape(shape).to(tensor.device)
-            words = tensor.view(_WORDS[tensor.itemsize])  # torch picks no rows of some unsigned dtypes, and adds none
+            words = _words(tensor)
+            at = rows.to(tensor.device)
+            value = torch.from_numpy(np.repeat(values[role][some], steps[some])).reshape(-1, *[1] * (tensor.ndim - 1))
             if role == "position":
-                value = words[at].view(tensor.dtype).to(torch.int64) + value
-            words[at] = value.to(tensor.dtype).view(words.dtype)
+                value = words[at].to("cpu").view(tensor.dtype).to(torch.int64) + value
+            words[at] = value.to(tensor.dtype).view(words.dtype).to(tensor.device)
     last = plan.truncated[mine]
     ends = (lane * length + position + steps - 1)[last]
     if len(ends):
         _truncate(by_role, torch.from_numpy(ends))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The same memory as what torch can index: not each of its dtypes is."""
+    return tensor if tensor.is_complex() else tensor.view(_WORDS[tensor.itemsize])
 
 
 def _truncate(by_role: dict[Any, Tensor], rows: Tensor) -> None:
@@ -551,5 +556,7 @@ def _truncate(by_role: dict[Any, Tensor], rows: Tensor) -> None:
     for role, value in (("done", 1), ("truncated", 1), ("terminated", 0), ("step_type", 2)):
         if role in by_role:
             tensor = by_role[role]
-            words = tensor.view(_WORDS[tensor.itemsize])
-            words[rows.to(tensor.device)] = torch.tensor(value, device=tensor.device).to(tensor.dtype).view(words.dtype)
+            words = _words(tensor)
+            words[rows.to(tensor.device)] = (
+                torch.tensor(value, device="cpu").to(tensor.dtype).view(words.dtype).to(tensor.device)
+            )
