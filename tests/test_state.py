@@ -263,6 +263,17 @@ def test_every_dtype_and_key():
     assert bits(other[:]) == bits(rb[:])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.bool])
+def test_rows_that_hold_nothing_are_zero_whatever_the_dtype(dtype):
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, lanes=2))
+    rb.extend({"x": torch.ones(3).to(dtype), "nothing": torch.zeros(3, 0).to(dtype)}, lane=0)
+    rb.extend({"x": torch.ones(2).to(dtype), "nothing": torch.zeros(2, 0).to(dtype)}, lane=1)
+    rows = rb.storage.state_dict()["rows"]
+    column = next(row for row in rows if row.ndim == 1)
+    assert column.dtype is dtype
+    assert column.to(torch.int64).tolist() == [1, 1, 1, 0, 1, 1]
+
+
 def test_shared_buffers(tmp_path):
     rb = buffer(sampler=PrioritizedSampler(L, 0.7, 0.5), n=5).share()
     rb.update_priority(torch.arange(5), torch.rand(5))

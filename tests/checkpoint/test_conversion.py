@@ -28,6 +28,8 @@ from engram.checkpoint import rows, segments
 from engram.checkpoint.placing import open_saved
 from engram.format import schema as schemas
 from engram.format.parts import PartReader
+from tests.format.test_damage import flip
+from tests.twins import contents
 
 
 def buffer(rows, lanes=1, sampler=None, storage=LazyTensorStorage, **arguments):
@@ -256,6 +258,26 @@ def test_what_cannot_be_converted_changes_nothing(tmp_path, used):
         assert (many[:] == before).all()
     else:
         assert len(many) == 0
+
+
+@pytest.mark.parametrize("rows", [30, 12])
+def test_a_damaged_block_costs_no_rows_that_were_there(tmp_path, rows):
+    """Of the same size, or moved: neither a field nor a ticket is taken over before all are read."""
+    rb = buffer(12, 1, PrioritizedSampler(12, 0.5, 0.5))
+    rb.extend(episodes([5, 5, 2], 0))
+    rb.dumps(tmp_path / "x")
+    for name in ("storage/id.memmap", "storage/next/obs.memmap", "storage/.engram/tickets.bin", "sampler/000.bin"):
+        file = tmp_path / "x" / name
+        flip(file)
+        other = buffer(rows, 1, PrioritizedSampler(rows, 0.5, 0.5))
+        other.extend(episodes([3], 0, 100))
+        before = contents(other)
+        with pytest.raises(CorruptCheckpoint, match=f"{file.name}.*expected the checksum"):
+            other.loads(tmp_path / "x", convert=True)
+        assert contents(other) == before
+        flip(file)
+    other.loads(tmp_path / "x", convert=True)
+    assert other[:]["id"].tolist()[:10] == list(range(10))
 
 
 @pytest.mark.parametrize(

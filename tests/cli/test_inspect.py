@@ -1,17 +1,23 @@
 """``engram inspect`` and ``engram verify``."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engram import LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
+from engram.checkpoint.runs import KINDS, count_kinds
 from engram.cli import main
-from engram.format import series
+from engram.format import series, tables
+from engram.format.describe import _trajectories
 from tests.format import checkpoint_folders as made
 
 
@@ -45,7 +51,9 @@ def test_a_dump(tmp_path):
         "complete": 1,
         "open": 1,
         "headless": 1,
-        "other": 0,
+        "both": 0,
+        "mid": 0,
+        "orphan": 0,
     }
     assert shard["parts"]["sampler"]["priorities"] == {
         "alpha": 0.6, "beta": 0.4, "eps": 1e-8, "max_priority": 2.0, "drawable": 2, "sum": 2.5, "min": 0.5, "max": 2.0,
@@ -75,7 +83,8 @@ def test_a_series(tmp_path):
     assert report["good"]
     assert "undecided" in report["notes"][0]["what"]
     assert call("verify", tmp_path).output.startswith("note: ")
-    assert call("verify", tmp_path / series.names(tmp_path)[0].__str__()).exit_code == 1
+    alone = call("verify", tmp_path / str(series.names(tmp_path)[0]))
+    assert (alone.exit_code, alone.output.splitlines()[0].startswith("note: ")) == (0, True)
 
 
 def test_a_checkpoint_of_several_ranks(tmp_path):
@@ -101,7 +110,8 @@ def test_an_attempt_that_nobody_decided_on(tmp_path, crash):
     assert [vote.get("steps") for vote in attempt["votes"]] == [27, None, 27]
     assert attempt["totals"]["steps"] == 54
     assert attempt["totals"]["open"] == {"episodes": 2, "steps": 10}
-    (said,) = attempt["problems"]
+    assert attempt["problems"] == []
+    (said,) = attempt["notes"]
     assert "undecided: 2 of 3" in said
     for word in ("undecided", "none", "yes"):
         assert word in call("inspect", folder).output
@@ -111,9 +121,58 @@ def test_an_attempt_that_nobody_decided_on(tmp_path, crash):
     # What some ranks saved can be restored, so it is checked, too.
     file = folder / "rank-00002-of-00003/sampler/000.bin"
     made.rewrite(file, bytes(byte ^ 1 for byte in file.read_bytes()))
-    assert str(file) in call("verify", folder).output
+    damaged = call("verify", folder)
+    assert f"DAMAGED {file}" in damaged.output
+    assert damaged.exit_code == 1
     assert str(file) in call("verify", tmp_path).output
     assert str(file) not in call("verify", folder, "--level", "meta").output
+
+
+def test_an_attempt_of_which_something_is_damaged_or_lost(tmp_path):
+    """A vote that cannot be read is damage, and so is that nobody decided though all voted: a manifest was lost."""
+    folder = series.begin(tmp_path, step=20, epoch=series.claim_epoch(tmp_path), world=2, trigger="crash")
+    made.vote(folder, 0, 2)
+    assert call("verify", folder).exit_code == 0
+    made.vote(folder, 1, 2)
+    said = call("verify", folder)
+    assert (said.exit_code, said.output.splitlines()[0][:7]) == (1, "DAMAGED")
+    assert "undecided: 2 of 2 ranks voted for it" in said.output
+    shard = folder / "rank-00001-of-00002/shard.json"
+    made.rewrite(shard, shard.read_bytes()[:-1])
+    said = call("verify", folder)
+    assert said.exit_code == 1
+    assert f"DAMAGED {shard}: " in said.output
+    attempt = folder / "attempt.json"
+    attempt.chmod(0o600)
+    attempt.write_text("{}")
+    said = call("verify", folder)
+    assert said.exit_code == 1
+    assert f"DAMAGED {attempt}" in said.output
+
+
+@settings(max_examples=100)
+@given(data=st.data(), columns=st.integers(1, 3))
+def test_kinds_of_trajectories_are_those_of_a_save(data, columns):
+    """What ``inspect`` says, read one by one, and what a save counts, from arrays."""
+    runs = []
+    for lane in range(data.draw(st.integers(1, 3))):
+        at = [column + columns * data.draw(st.integers(-3, 3)) for column in range(columns)]
+        for _ in range(data.draw(st.integers(0, 8))):
+            column = data.draw(st.integers(0, columns - 1))
+            first, steps = at[column], data.draw(st.integers(1, 9))
+            at[column] = first + columns * (steps + data.draw(st.integers(0, 1)))
+            runs.append((lane, first, first + columns * steps, 5, data.draw(st.integers(0, 15))))
+    runs.sort()
+    said = _trajectories(itertools.starmap(tables.Trajectory, runs), columns)
+    table = np.array(runs, np.int64).reshape(-1, 5)
+    counts = count_kinds(table, columns)
+    assert {kind: said[kind] for kind in KINDS} == {kind: counts[kind]["episodes"] for kind in KINDS}
+    steps = (table[:, 2] - table[:, 1]) // columns
+    assert (said["count"], said["shortest"], said["longest"]) == (
+        len(runs),
+        steps.min(initial=10) % 10,
+        steps.max(initial=0),
+    )
 
 
 def test_an_attempt_that_was_aborted(tmp_path):
@@ -128,7 +187,9 @@ def test_an_attempt_that_was_aborted(tmp_path):
     assert [vote["vote"] for vote in attempt["votes"]] == ["yes", "no", "none"]
     assert attempt["votes"][1]["error"] == "OSError: No space left on device"
     assert attempt["totals"]["steps"] == 27
-    assert attempt["problems"]
+    assert attempt["problems"] == []
+    assert "aborted: rank 1" in attempt["notes"][0]
+    assert call("verify", folder).exit_code == 0
     made.rewrite(folder / "manifest.json", b"{}")
     assert "votes" not in found(folder)
 

@@ -8,6 +8,8 @@ from click.testing import CliRunner
 from engram.cli import main
 from engram.format import series
 from engram.format.verify import verify
+from tests.format.checkpoint_folders import tree
+from tests.format.test_damage import flip
 from tests.ranks.jobs import buffer, checkpointer, done, job, layout, play, steps_of
 from tests.twins import contents
 
@@ -114,11 +116,59 @@ def test_mistakes(saved):
     assert not (root / "target").exists()
 
 
-def test_a_dump_with_priorities_is_refused_with_the_way_to_it(tmp_path):
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_dump_with_priorities_is_refused_with_the_way_to_it(tmp_path, dry):
     rb = buffer()
     play(rb, 0, 0, [5])
     rb.dumps(tmp_path / "dump")
-    said = call(tmp_path / "dump", tmp_path / "target", "--ranks", 1, "--lanes", 1)
+    said = call(tmp_path / "dump", tmp_path / "target", "--ranks", 1, "--lanes", 1, *dry)
     assert said.exit_code == 1
     assert "convert=True" in said.output
-    assert series.latest(tmp_path / "target")[0] is None
+    assert "plan " not in said.output
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_what_would_fail_later_is_said_before_the_plan(saved, dry):
+    """A ticket, a priority and a sampler's state of any shard; rows alone are read when they are written."""
+    root, _ = saved
+    path = series.latest(root / "source")[0]
+    for name in (
+        "rank-00001-of-00003/storage/.engram/000.bin",
+        "rank-00002-of-00003/storage/.engram/tickets.bin",
+        "rank-00000-of-00003/rng/000.bin",
+    ):
+        flip(path / name)
+        said = call(path, root / "target", "--ranks", 2, "--lanes", 1, *dry)
+        assert said.exit_code == 1
+        assert "expected the checksum" in said.output
+        assert name in said.output
+        assert "plan " not in said.output
+        assert not (root / "target").exists()
+        flip(path / name)
+    said = call(path, root / "target", "--ranks", 2, "--lanes", 1, *dry)
+    assert said.exit_code == 0
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_the_folder_of_the_source_is_no_target(saved, dry):
+    root, _ = saved
+    path = series.latest(root / "source")[0]
+    (root / "link").symlink_to("source")
+    before = tree(root)
+    for source, target in (
+        (root / "source", root / "source"),
+        (path, root / "source"),
+        (path, path),
+        (root / "source", path / "below"),
+        (root / "source", root / "link"),
+    ):
+        said = call(source, target, "--ranks", 2, "--lanes", 1, *dry)
+        assert said.exit_code == 2
+        assert "expected another folder than that of SOURCE" in said.output
+        assert "plan " not in said.output
+    assert tree(root) == before
+    (root / "file").write_text("")
+    said = call(path, root / "file", "--ranks", 2, "--lanes", 1, *dry)
+    assert said.exit_code == 2
+    assert "expected a new folder, or one of checkpoints" in said.output

@@ -1,11 +1,13 @@
 """What a field says after its step was moved: where it is now, and which trajectory is its own."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import FrameStack, IncompatibleCheckpoint, LazyTensorStorage, RandomSampler, SliceSampler
+from engram import FrameStack, IncompatibleCheckpoint, LazyTensorStorage, ListStorage, RandomSampler, SliceSampler
 from engram import TensorDictReplayBuffer as Buffer
 from tests.ranks.jobs import checkpointer, columns_of, done, job, layout
 
@@ -87,6 +89,106 @@ def test_positions_move_along(tmp_path):
     for _, rb in done(job(3, load, tmp_path, 1, 100)):
         there = layout(rb)[0]
         assert columns_of(rb)["place"][: len(there)].tolist() == list(range(len(there)))
+
+
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def numbered(ranks, rank, root, dtype, lengths=(3, 5, 4), roles=None, *, open_end=False):
+    """Every field that a move rewrites is of that dtype."""
+    rb, first = make(1, 64), 0
+    for i, steps in enumerate(lengths):
+        over = torch.zeros(steps, 1, dtype=torch.bool)
+        over[-1] = open_end is False or i < len(lengths) - 1
+        kind = torch.ones(steps)
+        kind[0], kind[-1] = 0, 2 if over[-1] else 1
+        columns = {
+            "who": torch.arange(steps) + rank * 100_000 + i * 1000,
+            "place": torch.arange(first, first + steps).to(dtype),
+            "env_id": torch.zeros(steps, 1).to(dtype),
+            "episode": torch.full((steps,), i).to(dtype),
+            "step_type": kind.to(dtype),
+            ("next", "done"): over,
+        }
+        rb.extend(TensorDict(columns, [steps]), lane=0)
+        first += steps
+    checkpointer(root, rb, ranks, roles={**ROLES, ("next", "done"): "done", **(roles or {})}).save(1)
+
+
+@pytest.mark.parametrize("dtype", [*_UNSIGNED, torch.int8, torch.int64])
+def test_every_integer_can_say_where_a_step_is(tmp_path, dtype):
+    done(job(3, lambda *args: numbered(*args, open_end=True), tmp_path, dtype))
+    how = {"incomplete": {"open": "truncate"}}
+    for _, rb in done(job(2, lambda *args: load(*args, **how), tmp_path, 2, 40)):
+        columns = {key: column.to(torch.int64) for key, column in columns_of(rb).items()}
+        seen = set()
+        for lane, there in enumerate(layout(rb)):
+            mine = slice(40 * lane, 40 * lane + len(there))
+            assert columns["place"][mine].tolist() == list(range(len(there)))
+            assert columns["env_id"][mine].unique().tolist() == [lane]
+            ids = columns["episode"][mine]
+            assert ((ids[1:] == ids[:-1]) == (torch.tensor(there).diff() == 1)).all()
+            last = [who % 1000 == (2, 4, 3)[who // 1000 % 100] for who in there]
+            assert (columns["step_type"][mine] == 2).tolist() == last
+            assert not seen & set(ids.tolist())
+            seen |= set(ids.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float64, torch.complex128])
+def test_a_last_step_is_marked_whatever_the_dtype_of_its_flags(tmp_path, dtype):
+    def act(ranks, rank, root):
+        rb = make(1, 64)
+        flags = torch.zeros(5, 2).to(dtype)
+        rb.extend(TensorDict({"who": torch.arange(5), "over": flags, "episode": torch.ones(5)}, [5]), lane=0)
+        checkpointer(root, rb, ranks, roles={"over": "done"}).save(1)
+
+    done(job(1, act, tmp_path))
+    how = {"incomplete": {"open": "truncate"}}
+    for _, rb in done(job(1, lambda *args: load(*args, **how), tmp_path, 1, 40)):
+        assert columns_of(rb)["over"][:5].to(torch.complex128).real.tolist() == [[0, 0]] * 4 + [[1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
+def test_a_dtype_that_is_no_position_is_refused_before_anything_changes(tmp_path, dtype):
+    done(job(1, numbered, tmp_path, dtype, (2, 2), {"step_type": "data", "env_id": "data", "episode": "data"}))
+
+    def act(ranks, _):
+        rb = make(1, 100)
+        rb.extend(rows(7, 5), lane=0)
+        with pytest.raises(IncompatibleCheckpoint, match="dtype of integers, as its role is 'position', got"):
+            checkpointer(tmp_path, rb, ranks).restore()
+        return layout(rb)
+
+    assert done(job(2, act)) == [[[7, 8, 9, 10, 11]]] * 2
+
+
+def test_more_positions_than_the_field_can_number(tmp_path):
+    """A lane of 64 rows is numbered by any dtype, one of 192 not by each."""
+    data = {"step_type": "data", "env_id": "data", "episode": "data"}
+    done(job(3, numbered, tmp_path, torch.int8, (20, 20, 20, 4), data))
+    for error in job(1, load, tmp_path, 1, 200):
+        assert isinstance(error, IncompatibleCheckpoint)
+        assert "expected at most 128 rows in a lane, as many as int8 can number, got 192" in str(error)
+    for report, _ in done(job(1, load, tmp_path, 2, 128)):
+        assert report.dealt["kept"]["steps"] == 192
+
+
+def test_shards_that_come_back_as_they_were_keep_the_lanes_that_were_written(tmp_path):
+    """Whoever numbers lanes of all ranks has written such numbers: they are right where they were."""
+    done(job(2, save, tmp_path, [3, 4]))
+    same = done(job(2, lambda *args: load(*args, env_id="global"), tmp_path, 2, 64))
+    dealt = done(job(2, lambda *args: load(*args, env_id="global"), tmp_path, 2, 65))
+    for found, lanes in ((same, ({0, 1}, {0, 1})), (dealt, ({0, 1}, {2, 3}))):
+        for (_, rb), expected in zip(found, lanes, strict=True):
+            assert set(rb[:]["env_id"].flatten().tolist()) == expected
+
+
+def test_a_number_that_a_float_would_round(tmp_path):
+    data = {"step_type": "data", "place": "data", "episode": "data"}
+    done(job(1, numbered, tmp_path, torch.bfloat16, (3, 4), data))
+    for error in job(2, load, tmp_path, 300, 8):
+        assert "expected at most 257 lanes, as many as bfloat16 can number, got 300" in str(error)
+    done(job(2, load, tmp_path, 257, 8))
 
 
 def test_goals_in_hindsight_stay_in_their_trajectories(tmp_path):
@@ -171,7 +273,32 @@ def test_no_field_says_where_trajectories_end(tmp_path):
     found = [columns_of(rb)["x"][: len(rb)].tolist() for _, rb in loaded]
     every = sorted(x + 1000 * rank + 100 * lane for x in range(40) for rank in range(2) for lane in range(2))
     assert sorted(sum(found, [])) == every
-    assert max(map(len, found)) - min(map(len, found)) <= 1
+    assert max(map(len, found)) - min(map(len, found)) <= 100 // 16
+
+
+@pytest.mark.parametrize(("length", "block", "most_unused"), [(4000, 250, 0), (1000, 62, 8), (200, 12, 8), (5, 1, 0)])
+def test_blocks_keep_steps_together_and_fill_lanes(tmp_path, length, block, most_unused):
+    """As much as was saved fits where there is as much room, but for less than a block of each lane."""
+
+    def act(ranks, rank, root):
+        rb = make(1, 3 * length)
+        rb.extend(TensorDict({"who": torch.arange(3 * length + 17) + 1_000_000 * rank}, [3 * length + 17]), lane=0)
+        checkpointer(root, rb, ranks).save(1)
+
+    done(job(2, act, tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what did not fit
+        loaded = done(job(3, load, tmp_path, 2, length))
+    every = []
+    for _, rb in loaded:
+        for lane in layout(rb):
+            assert len(lane) >= length - block
+            every += lane
+            steps = np.array(lane)
+            pieces = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1)
+            assert all(len(piece) >= block for piece in pieces[1:]), "but for the oldest, which may be what was left"
+            assert sum(map(len, pieces)) == len(lane)
+    assert len(every) == len(set(every)) >= 6 * (length - most_unused)
 
 
 @pytest.mark.parametrize(
@@ -214,16 +341,26 @@ def test_columns_become_lanes(tmp_path):
             assert (np.diff(steps) == 1).all()
 
 
-def test_a_buffer_with_columns_cannot_take_what_is_dealt_out(tmp_path):
-    done(job(1, save, tmp_path, [3, 4]))
+@pytest.mark.parametrize(
+    ("storage", "got"),
+    [
+        (lambda: LazyTensorStorage(60, ndim=2), "one with ndim=2, whose columns"),
+        (lambda: ListStorage(60), "a ListStorage"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_storage_that_cannot_take_what_is_dealt_out(tmp_path, storage, got, n):
+    done(job(3, save, tmp_path, [3, 4]))
 
     def act(ranks, _):
-        rb = Buffer(storage=LazyTensorStorage(60, ndim=2), batch_size=4)
+        rb = Buffer(storage=storage(), batch_size=4)
         checkpointer(tmp_path, rb, ranks).restore()
 
-    for error in job(2, act):
+    for error in job(n, act):
         assert isinstance(error, IncompatibleCheckpoint)
-        assert "ndim=2" in str(error)
+        assert f"expected a storage of tensors with lanes to deal trajectories out to, got {got}" in str(error)
+        assert "Make it with lanes=" in str(error)
+        assert len(str(error)) < 500
 
 
 def test_known_by_their_numbers_alone_they_stay_whole_and_apart(tmp_path):

@@ -149,15 +149,49 @@ def test_a_crash_checkpoint_has_an_empty_shard_too(tmp_path):
     assert len(rb) == 4
 
 
-def test_other_fields_are_still_refused_at_the_save(tmp_path):
+def _rows(**columns):
+    return TensorDict(columns, [3])
+
+
+OBS, ACT, DONE = torch.zeros(3, 2), torch.zeros(3), torch.zeros(3, dtype=torch.bool)
+UNLIKE = {
+    "shape": (
+        [_rows(obs=OBS, act=ACT), _rows(obs=OBS[:, :1], act=ACT)],
+        "'obs': float32 [2] of ranks 1, 3, float32 [1] of rank 2",
+    ),
+    "dtype": (
+        [_rows(obs=OBS, act=ACT), _rows(obs=OBS, act=ACT.double())],
+        "'act': float32 [] of ranks 1, 3, float64 [] of rank 2",
+    ),
+    "missing": (
+        [_rows(obs=OBS, next={"done": DONE}), _rows(obs=OBS)],
+        "('next', 'done'): bool [] as done of ranks 1, 3, none of rank 2",
+    ),
+    "more": ([_rows(obs=OBS), _rows(obs=OBS, act=ACT)], "'act': none of ranks 1, 3, float32 [] of rank 2"),
+    "order": (
+        [_rows(obs=OBS, act=ACT), _rows(act=ACT, obs=OBS)],
+        "the same fields in another order: 'obs', 'act' of ranks 1, 3, 'act', 'obs' of rank 2. The order is part of the schema",
+    ),
+    "roles": (
+        [_rows(obs=OBS, act=ACT), _rows(obs=OBS, act=ACT)],
+        "'act': float32 [] of ranks 1, 3, float32 [] as env_id of rank 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_other_fields_are_still_refused_at_the_save_with_the_first_that_differs(tmp_path, what):
+    rows, said = UNLIKE[what]
+
     def act(ranks, rank):
         rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
         if rank:
-            rb.extend(TensorDict({"obs": torch.zeros(3, rank)}, [3]))
-        checkpointer(tmp_path, rb, ranks).save(1)
+            rb.extend(rows[rank == 2])
+        roles = {"act": "env_id"} if what == "roles" and rank == 2 else None
+        checkpointer(tmp_path, rb, ranks, roles=roles).save(1)
 
-    for error in job(3, act):
-        assert "expected one schema on all ranks" in str(error)
+    for error in job(4, act):
+        assert f"expected one schema on all ranks, got 2: {said}" in str(error)
 
 
 def test_a_shard_without_fields_has_no_rows_of_others(tmp_path):

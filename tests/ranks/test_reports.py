@@ -4,7 +4,7 @@ import json
 
 from engram import LazyTensorStorage, ReplayBuffer
 from engram.format import series
-from tests.ranks.jobs import buffer, checkpointer, done, job, play
+from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of
 
 KINDS = {"complete": 2, "open": 1, "headless": 0, "both": 0, "mid": 0, "orphan": 0}
 
@@ -57,6 +57,32 @@ def test_every_rank_logs_every_shard_and_target(tmp_path, caplog):
     assert sum(f"plan {dealt['plan']}" in text for text in said) == 2
     (file,) = (tmp_path / "reports").iterdir()
     assert {key: value for key, value in json.loads(file.read_text()).items() if key in dealt} == dealt
+
+
+def test_rows_that_a_restore_gives_up_are_not_counted_as_restored(tmp_path, caplog):
+    """Full lanes whose trajectories go on: where the next row would come, one that holds nothing marks their end."""
+
+    def save(ranks, rank):
+        rb = buffer(3, 16)
+        play(rb, rank, 0, [40], open_end=True)
+        play(rb, rank, 1, [9] * (rank + 1), open_end=True)
+        play(rb, rank, 2, [4] * 8)
+        return checkpointer(tmp_path, rb, ranks).save(1).steps
+
+    def load(ranks, rank, resume):
+        rb = buffer(3, 16)
+        report = checkpointer(tmp_path, rb, ranks).restore(resume=resume)
+        return report.steps, len(rb), len(steps_of(rb)), report.given_up, "more were saved" in str(report)
+
+    assert done(job(2, save)) == [41 + 48] * 2
+    caplog.clear()
+    with caplog.at_level("INFO", logger="engram"):
+        assert done(job(2, load, "env_reset")) == [(40, 40, 40, 1, True), (46, 46, 46, 2, True)]
+    said = messages(caplog)
+    assert (
+        sum(": 46 rows in " in text and "; 2 more were saved: the oldest of full lanes" in text for text in said) == 1
+    )
+    assert done(job(2, load, "exact")) == [(41, 41, 41, 0, False), (48, 48, 48, 0, False)]
 
 
 def test_a_truncated_trajectory_is_counted_with_its_shard(tmp_path):

@@ -21,6 +21,7 @@ from engram._progress import bytes_bar
 from engram.checkpoint import buffers
 from engram.checkpoint.agreement import disagreements
 from engram.checkpoint.attempts import Attempts
+from engram.checkpoint.components import check_blocks
 from engram.checkpoint.crashes import Crashes
 from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.moving import checked_incomplete, moves_trajectories, open_shards, seed_of
@@ -29,7 +30,7 @@ from engram.checkpoint.reports import Lost, move_lines, move_report, said_move
 from engram.checkpoint.requests import Requests
 from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
-from engram.errors import CorruptCheckpoint, RankFailed
+from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.format.problems import corrupt
@@ -98,6 +99,7 @@ class RestoreReport(NamedTuple):
     step: int
     path: Path
     steps: int
+    """Rows that are there now."""
     user: dict[str, Any]
     passed_over: list[Problem]
     """Newer ones that were damaged or not complete."""
@@ -109,9 +111,14 @@ class RestoreReport(NamedTuple):
     ``truncated``, in total and of each of the ``shards``; ``lost`` with missing ones, as far as an older checkpoint says it; the least
     and most steps of a rank and of a lane and the rows that are unused, in total and of each of the ``targets``; and the digest of
     the ``plan``. None: every rank has its own shard."""
+    given_up: int = 0
+    """Rows of the own shard that are not there: the oldest of each full lane whose newest trajectory was open, as its place marks
+    that this ends."""
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
+        if self.given_up:
+            text += f"; {self.given_up} more were saved: the oldest of full lanes mark where what was open ends"
         return text if self.dealt is None else f"{text}; {said_move(self.dealt)}"
 
 
@@ -690,12 +697,14 @@ class Checkpointer:
             overflow: where there is less room than was saved: ``"cut"`` keeps the newest and nothing behind the first that fits
                 nowhere; ``"fill"`` goes on with older, shorter ones.
             max_drop_fraction: of the steps that may be left out as incomplete, or longer than a lane.
-            env_id: what that field gets: the lane, or its number among the lanes of all ranks.
+            env_id: what that field gets where trajectories are dealt out: the lane, or its number among the lanes of all ranks. In
+                shards that come back as they were it says what was written.
             resume: ``"env_reset"``: environments begin anew, so the trajectories that were open end where they are; the next row of
-                their lanes is left out, which marks that. ``"exact"``: they go on, as after ``loads``. Of shards that come back as
-                they were.
-            verify: ``"full"``: check every block before anything changes. ``"read"``: when it is read, if nothing is stored here;
-                that halves what is read.
+                their lanes is left out, which marks that; it costs a full lane its oldest row (``given_up`` of the report).
+                ``"exact"``: they go on, as after ``loads``. Of shards that come back as they were.
+            verify: ``"full"``: check every block before anything changes, and that there are no other files; rank 0 does. ``"read"``:
+                when it is read, if no rank has anything stored, which halves what is read; before, if one has: each rank checks its
+                share of the shards.
             allow_partial: take one that lacks shards, too: what is left of a job of which ranks died. Then ``missing`` of the report
                 names those.
             default_rng: as for ``loads``.
@@ -727,21 +736,30 @@ class Checkpointer:
         wanted = _Wanted(step, name, at_most, allow_partial)
         path, passed_over = self._agreed(wanted)
         with contextlib.ExitStack() as stack:
-            checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
+            checkpoint, targets, looks = self._opened(stack, path, verify, dealt_out=incomplete is not None)
             rank = self._ranks.rank
             if targets is None:
                 close_open = resume == "env_reset" and not self._in_rows
                 self._take(
-                    lambda: self._buffer.checked_parts(checkpoint, rank, default_rng=default_rng, close_open=close_open)
+                    lambda: self._buffer.checked_parts(
+                        checkpoint, rank, default_rng=default_rng, close_open=close_open
+                    ),
+                    checkpoint
+                    if looks and not len(self._buffer)
+                    else None,  # one that holds rows looks at its shard itself
                 )
-                dealt, steps = None, checkpoint.shard(rank).totals.steps
+                dealt, steps = None, len(self._buffer)
+                given_up = max(0, checkpoint.shard(rank).totals.steps - steps)
             else:
                 planner = self._buffer.planner(policy, overflow)
                 move = self._planned(checkpoint, stack, targets, planner, max_drop_fraction)
                 offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
-                self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
+                self._take(
+                    lambda: self._placed(checkpoint, move, offset, default_rng=default_rng),
+                    checkpoint if looks else None,
+                )
                 dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
-                steps = dealt["targets"][rank]["steps"]
+                steps, given_up = dealt["targets"][rank]["steps"], 0
             manifest, missing = checkpoint.manifest, checkpoint.missing
         self._polled_step, self._save_began = manifest.step, time.monotonic()
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
@@ -755,6 +773,7 @@ class Checkpointer:
             time.perf_counter() - started,
             missing,
             dealt,
+            given_up,
         )
         self._note(report)
         return report
@@ -777,8 +796,11 @@ class Checkpointer:
 
     def _opened(
         self, stack: contextlib.ExitStack, path: Path, verify: str, *, dealt_out: bool
-    ) -> tuple[Checkpoint, builtins.list[Target] | None]:
-        """The checkpoint, and where its trajectories are dealt out to; None: every rank gets back its shard."""
+    ) -> tuple[Checkpoint, builtins.list[Target] | None, bool]:
+        """The checkpoint, and where its trajectories are dealt out to; None: every rank gets back its shard.
+
+        And whether its blocks must be looked at before anything changes, as some rank holds rows that damage would cost.
+        """
         opened: builtins.list[Checkpoint] = []
 
         def open_it() -> bytes:
@@ -793,11 +815,12 @@ class Checkpointer:
                 and checkpoint.manifest.world == self._ranks.world
                 and self._fits(checkpoint)
             )
-            return json.dumps([same, storage.lanes, storage.max_size // storage.lanes]).encode()
+            return json.dumps([same, len(storage) > 0, storage.lanes, storage.max_size // storage.lanes]).encode()
 
         said = [json.loads(one) for one in self._ranks.together("restore", open_it, self._timeout)]
+        looks = verify == "read" and any(holds for _, holds, *_ in said)
         same = all(one[0] for one in said)
-        return opened[0], None if same else [Target(lanes, length) for _, lanes, length in said]
+        return opened[0], None if same else [Target(lanes, length) for *_, lanes, length in said], looks
 
     @property
     def _in_rows(self) -> bool:
@@ -825,6 +848,7 @@ class Checkpointer:
         differing: builtins.list[str] = []
 
         def plan() -> bytes:
+            self._check_takes(checkpoint)
             move = planner(open_shards(checkpoint, stack), targets)
             move.check_left_out(max_drop_fraction, f"restore: {checkpoint.folder}", _WAYS, _OTHERWISE)
             moves.append(move)
@@ -839,6 +863,20 @@ class Checkpointer:
             warnings.warn(f"restore: {checkpoint.folder.name}: {text}.", stacklevel=4)
         return moves[0]
 
+    def _check_takes(self, checkpoint: Checkpoint) -> None:
+        """Raise ``IncompatibleCheckpoint`` unless trajectories can be dealt out to the storage here."""
+        storage = self._buffer.storage
+        if storage.ndim > 1:
+            got = f"one with ndim={storage.ndim}, whose columns advance together"
+        elif not hasattr(storage, "checked_without_rows"):
+            got = f"a {type(storage).__name__}"
+        else:
+            return
+        raise IncompatibleCheckpoint(
+            f"restore: {checkpoint.folder}: expected a storage of tensors with lanes to deal trajectories out to, got {got}. Make it "
+            "with lanes=, or restore with as many ranks and into storages of the same kind and sizes as saved it."
+        )
+
     def _placed(self, checkpoint: Checkpoint, move: Move, env_offset: int, *, default_rng: bool) -> Callable[[], None]:
         rank = self._ranks.rank
         state, fill = move.rows(rank, env_offset)
@@ -852,13 +890,20 @@ class Checkpointer:
         )
         return take
 
-    def _take(self, check: Callable[[], Callable[[], None]]) -> None:
-        """Take over what ``check`` returns, once all ranks have passed theirs; where one cannot then, all hold nothing."""
+    def _take(self, check: Callable[[], Callable[[], None]], damaged: Checkpoint | None) -> None:
+        """Take over what ``check`` returns, once all ranks have passed theirs; where one cannot then, all hold nothing.
+
+        ``damaged``: a checkpoint that may be; the ranks share out its shards, and read the rows of each before that.
+        """
         found: builtins.list[Callable[[], None]] = []
         loaded = False
 
         def look() -> bytes:
             found.append(check())
+            if damaged is not None:
+                for shard in range(self._ranks.rank, damaged.manifest.world, self._ranks.world):
+                    with buffers.open_storage(damaged, shard) as reader:
+                        check_blocks(reader)
             return b""
 
         def load() -> bytes:

@@ -15,6 +15,7 @@ from engram.checkpoint.placing import (
     fields_of,
     fill_placed,
     has_ends,
+    in_blocks,
     in_rows,
     open_saved,
     placed_state,
@@ -166,18 +167,22 @@ def moves_trajectories(checkpoint: Checkpoint) -> bool:
 
 
 def by_trajectory(incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:
-    """Whole trajectories are dealt out, the newest first.
+    """Whole trajectories are dealt out, the newest first; blocks of steps, where no field says which belong together.
 
-    What it returns raises ``IncompatibleCheckpoint``: no field can say that a trajectory was cut short, as ``incomplete`` asks for.
+    What it returns raises:
+        CorruptCheckpoint: a block is damaged.
+        IncompatibleCheckpoint: no field can say that a trajectory was cut short, as ``incomplete`` asks for.
     """
 
     def plan(saved: Sequence[Saved], targets: Sequence[Target]) -> Move:
-        if incomplete.open == "truncate" and (fields := fields_of(saved)) and not can_truncate(fields):
+        fields = fields_of(saved)
+        if incomplete.open == "truncate" and has_ends(fields) and not can_truncate(fields):
             raise IncompatibleCheckpoint(
                 f"{saved[0].reader.folder}: expected a field with the role done, truncated or step_type, which can say that a "
                 'trajectory was cut short, found none. "keep" in place of "truncate" leaves open ones as they are.'
             )
-        return _checked(saved, make_plan([one.source for one in saved], targets, incomplete, overflow), targets)
+        whole = in_blocks(saved, min(target.lane_length for target in targets))
+        return _checked(whole, make_plan([one.source for one in whole], targets, incomplete, overflow), targets)
 
     return plan
 

@@ -36,6 +36,7 @@ __all__ = [
     "fields_of",
     "fill_placed",
     "has_ends",
+    "in_blocks",
     "in_rows",
     "open_saved",
     "placed_state",
@@ -46,8 +47,12 @@ __all__ = [
 _WINDOW = 2 << 20
 #: Rows whose fields are rewritten at a time.
 _REWRITTEN = 1 << 18
-#: Pieces that rows without trajectories are moved in, at most.
+#: Of rows without trajectories: steps that stay together, how many such blocks a lane has at least, and a shard at most.
+_STEPS = 256
+_IN_A_LANE = 16
 _BLOCKS = 1 << 16
+#: What has as many bytes, and can be indexed.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOVABLE = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 #: What fields that mark a step as the last one of a trajectory that was cut short get there.
 _CUT = {"done": 1, "truncated": 1, "terminated": 0, "step_type": 2}
@@ -72,7 +77,7 @@ class Saved(NamedTuple):
 
 
 def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
-    """What there is to move in a part. Where no field says how steps belong together, they are moved in blocks.
+    """What there is to move in a part.
 
     Of each shard the table of its trajectories is held, and nothing that grows with its rows; unless ``held`` says so.
 
@@ -95,13 +100,23 @@ def open_saved(reader: PartReader, *, held: bool = False) -> Saved:
     columns = math.prod(geometry.columns)
     runs = _checked_runs(reader, geometry.lane_length, columns)
     fields = reader.schema or ()
-    marks_ends = True
-    if not has_ends(fields):
-        steps = int((runs[:, 2] - runs[:, 1]).sum()) // columns
-        runs = _blocks(reader, runs, columns, max(1, -(-steps // _BLOCKS)))
-    elif all(field.role not in _LAST for field in fields):
-        marks_ends = False
+    marks_ends = not has_ends(fields) or any(field.role in _LAST for field in fields)
     return Saved(reader, Source(clock, runs, columns, marks_ends), fields, state)
+
+
+def in_blocks(saved: Sequence[Saved], lane_length: int) -> list[Saved]:
+    """The same for lanes of that length: where no field says how steps belong together, they are moved in blocks that follow each
+    other, each as if it were a trajectory.
+
+    Of 256 steps at most, but for shards that would be more than 65,536 of them; and short enough that so many fit a lane with
+    little left over.
+
+    Raises ``CorruptCheckpoint``: a block is damaged.
+    """
+    if has_ends(fields_of(saved)):
+        return list(saved)
+    fitting = lane_length // max(_IN_A_LANE, -(-lane_length // _STEPS))
+    return [_cut(one, min(lane_length, max(fitting, -(-int(one.source.saved[1]) // _BLOCKS), 1))) for one in saved]
 
 
 def in_rows(saved: Saved) -> Saved:
@@ -109,13 +124,15 @@ def in_rows(saved: Saved) -> Saved:
 
     Raises ``CorruptCheckpoint``: a block is damaged.
     """
+    return _cut(saved, 1)._replace(fields=tuple(msgspec.structs.replace(field, role="data") for field in saved.fields))
+
+
+def _cut(saved: Saved, block: int) -> Saved:
+    """The same in blocks of so many steps."""
     source = saved.source
     if not len(source.runs):
         return saved
-    fields = tuple(msgspec.structs.replace(field, role="data") for field in saved.fields)
-    return saved._replace(
-        source=source._replace(runs=_blocks(saved.reader, source.runs, source.columns, 1)), fields=fields
-    )
+    return saved._replace(source=source._replace(runs=_blocks(saved.reader, source.runs, source.columns, block)))
 
 
 def read_runs(saved: Saved, key: tuple[str, ...]) -> Tensor:
@@ -393,13 +410,14 @@ def fill_placed(
     trajectory, ``position`` by how far it moved; and the last steps of those that the plan truncates.
 
     Raises:
-        IncompatibleCheckpoint: lanes or trajectories have numbers that the dtype of their field cannot hold.
+        IncompatibleCheckpoint: lanes, trajectories or positions have numbers that the dtype of their field cannot hold.
     """
     fields = fields_of(saved)
     length = schema.capacity // schema.lanes
     mine = np.flatnonzero(plan.rank == rank)
     _check_range(fields, "env_id", env_offset + schema.lanes - 1, "lanes")
     _check_range(fields, "traj_id", len(mine) - 1, "trajectories")
+    _check_range(fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane")
 
     def fill(tensors: Sequence[Tensor]) -> None:
         room = _room(max((field.row_bytes for field in fields), default=0))
@@ -479,15 +497,29 @@ def _put(source: Tensor, begin: int, extents: _Extents, tensor: Tensor) -> None:
 
 
 def _check_range(fields: Sequence[PartField], role: str, most: int, what: str) -> None:
+    """Raise ``IncompatibleCheckpoint`` unless the field of that role can say every number up to ``most``."""
     for field in fields:
+        if field.role != role:
+            continue
         dtype = dtype_of(field.dtype)
-        if field.role == role and not dtype.is_floating_point and not dtype.is_complex:
-            limit = 1 if dtype is torch.bool else torch.iinfo(dtype).max
-            if most > limit:
-                raise IncompatibleCheckpoint(
-                    f"{field.key}: expected at most {limit + 1} {what}, as many as {field.dtype} can number, got {most + 1}. Use a "
-                    "larger dtype, or give the field another role."
-                )
+        counts = dtype is not torch.bool and not dtype.is_floating_point  # what is shifted must count as ints do
+        if dtype.is_complex or (role == "position" and not counts):
+            raise IncompatibleCheckpoint(
+                f"{field.key}: expected a dtype of integers, as its role is {role!r}, got {field.dtype}. Save it with such a one, "
+                "or with another role."
+            )
+        if most > (limit := _largest(dtype)):
+            raise IncompatibleCheckpoint(
+                f"{field.key}: expected at most {limit + 1} {what}, as many as {field.dtype} can number, got {most + 1}. Use a "
+                "larger dtype, or give the field another role."
+            )
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """Up to which number all integers are exact."""
+    if dtype is torch.bool:
+        return 1
+    return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _rewrite(
@@ -514,15 +546,21 @@ def _rewrite(
         rows = torch.from_numpy(np.repeat(lane[some] * length + position[some], steps[some]) + step)
         for role in roles:
             tensor = by_role[role]
-            at, shape = rows.to(tensor.device), (len(rows), *[1] * (tensor.ndim - 1))
-            value = torch.from_numpy(np.repeat(values[role][some], steps[some])).reshape(shape).to(tensor.device)
-            tensor[at] = (
-                (tensor[at] + value) if role == "position" else value.expand(len(rows), *tensor.shape[1:])
-            ).to(tensor.dtype)
+            words = _words(tensor)
+            at = rows.to(tensor.device)
+            value = torch.from_numpy(np.repeat(values[role][some], steps[some])).reshape(-1, *[1] * (tensor.ndim - 1))
+            if role == "position":
+                value = words[at].to("cpu").view(tensor.dtype).to(torch.int64) + value
+            words[at] = value.to(tensor.dtype).view(words.dtype).to(tensor.device)
     last = plan.truncated[mine]
     ends = (lane * length + position + steps - 1)[last]
     if len(ends):
         _truncate(by_role, torch.from_numpy(ends))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The same memory as what torch can index: not each of its dtypes is."""
+    return tensor if tensor.is_complex() else tensor.view(_WORDS[tensor.itemsize])
 
 
 def _truncate(by_role: dict[Any, Tensor], rows: Tensor) -> None:
@@ -530,4 +568,7 @@ def _truncate(by_role: dict[Any, Tensor], rows: Tensor) -> None:
     for role, value in _CUT.items():
         if role in by_role:
             tensor = by_role[role]
-            tensor[rows.to(tensor.device)] = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
+            words = _words(tensor)
+            words[rows.to(tensor.device)] = (
+                torch.tensor(value, device="cpu").to(tensor.dtype).view(words.dtype).to(tensor.device)
+            )

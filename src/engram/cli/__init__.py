@@ -113,6 +113,8 @@ def inspect(path: Path, as_json: bool) -> None:
 def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) -> None:
     """Check a checkpoint, a folder of them, a dump, a part of one, or a live store, and change nothing.
 
+    That an attempt was aborted, or is not decided as ranks have not voted, is a note and no damage.
+
     Exit code: 0 if all is good, 1 if something is damaged, 2 if nothing of engram's is there.
     """
     from engram.format import verify as verifying
@@ -169,9 +171,10 @@ def reshard(source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, *
     """Deal the trajectories of SOURCE out to other ranks and lanes, into a new checkpoint below TARGET.
 
     SOURCE is a checkpoint, or a folder of them, of which the newest is taken. Its bytes stay as they are. A job of --ranks ranks
-    with --lanes lanes each then gets back exactly what is planned here.
+    with --lanes lanes each then gets back exactly what is planned here. TARGET is another folder than that of SOURCE; where a job
+    saves into it, that is replaced and can save no more.
 
-    Exit code: 0, 1 if SOURCE is damaged or cannot be dealt out so, 2 if there is none.
+    Exit code: 0, 1 if SOURCE is damaged or cannot be dealt out so, 2 if there is none, or TARGET is no other folder.
     """
     from engram.cli.reshard import reshard as act
     from engram.errors import EngramError

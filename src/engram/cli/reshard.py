@@ -23,6 +23,7 @@ from engram.storages import LazyMemmapStorage
 from engram.writers import TensorDictMaxValueWriter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from engram.checkpoint.moving import Move, Planner
@@ -53,17 +54,24 @@ def reshard(
 ) -> None:
     """Plan, print the plan, and write it unless it is a dry run.
 
+    All but the rows is read before that, so what a dry run prints can be written, unless a block of rows is damaged.
+
     Raises:
         FileNotFoundError: there is no checkpoint. CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it cannot be dealt out so.
+        FileExistsError: the source lies at ``target``, or another checkpoint or a file does.
         OSError: no space, or an I/O error; nothing new is to be seen below ``target``.
     """
     with contextlib.ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint(_found(source)))
+        _check_target(target, checkpoint)
         targets = [Target(lanes, _lane_length(checkpoint, ranks, lanes, capacity))] * ranks
         incomplete = checked_incomplete({"open": open_ones, "headless": headless})
         move = _planner(checkpoint, incomplete, overflow)(open_shards(checkpoint, stack), targets)
         move.check_left_out(max_drop_fraction, str(checkpoint.folder), _WAYS, _OTHERWISE)
-        _show(checkpoint, move)
+        for rank in range(ranks):
+            move.rows(rank)
+            _others(checkpoint, move, rank)
+        _show(checkpoint, move, disagreements(checkpoint, move))
         if not dry_run:
             name = _write(checkpoint, move, target)
             Console(highlight=False).print(f"wrote {target / name}", soft_wrap=True)
@@ -86,6 +94,18 @@ def _found(source: Path) -> Path:
     return path
 
 
+def _check_target(target: Path, checkpoint: Checkpoint) -> None:
+    """Raise ``FileExistsError`` unless the source's own folder, and its job, stay as they are."""
+    folder, where = checkpoint.folder.resolve(), target.resolve()
+    if folder in (where, *where.parents) or (not checkpoint.is_dump and where == folder.parent):
+        raise FileExistsError(
+            f"{target}: expected another folder than that of SOURCE: a job that saves there would be replaced by what is written. "
+            "Name a new one, and let the job of as many ranks restore from that."
+        )
+    if is_checkpoint(where) or (where.exists() and not where.is_dir()):
+        raise FileExistsError(f"{target}: expected a new folder, or one of checkpoints, found something else.")
+
+
 def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int | None) -> int:
     if capacity is None:
         total = 0
@@ -96,7 +116,7 @@ def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int |
     return max(1, -(-capacity // lanes))
 
 
-def _show(checkpoint: Checkpoint, move: Move) -> None:
+def _show(checkpoint: Checkpoint, move: Move, differing: Iterable[str]) -> None:
     found = move_report(move, checkpoint.ranks)
     console = Console(highlight=False)
     console.print(f"{checkpoint.folder}: {len(found['shards'])} ranks → {len(found['targets'])}", soft_wrap=True)
@@ -120,7 +140,7 @@ def _show(checkpoint: Checkpoint, move: Move) -> None:
     for what, count in counts.items():
         console.print(f"{what}: {count['episodes']} episodes, {count['steps']} steps")
     console.print(f"plan {found['plan']}", soft_wrap=True)
-    for text in disagreements(checkpoint, move):
+    for text in differing:
         console.print(text, soft_wrap=True)
 
 
@@ -158,10 +178,8 @@ def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, att
             cut = storage.prepare_cut()()
             with disk.together():
                 rows = storage.save_cut(folder / buffers.STORAGE, cut, roles=roles, progress=progress)
-                infos = [
-                    rows.info,
-                    *_others(checkpoint, move.leader, folder, seed_of(checkpoint, len(move.targets), rank)),
-                ]
+                others = _others(checkpoint, move, rank)
+                infos = [rows.info, *(write_part(folder / part, part, kind, state) for part, kind, state in others)]
         finally:
             storage.close()
         series.accept(
@@ -169,16 +187,17 @@ def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, att
         )
 
 
-def _others(checkpoint: Checkpoint, leader: int, folder: Path, seed: int) -> list[Any]:
-    """The parts that are not of rows: as the leader has them, but for what begins anew."""
-    infos = []
-    for reader in checkpoint.parts(leader):
-        if reader.part == buffers.STORAGE:
-            continue
-        state = buffers.begun_anew(
-            reader.part, read_state(reader), seed, torch.Generator().manual_seed(seed).get_state()
-        )
-        if state == buffers.EMPTY.get(reader.part):
-            continue
-        infos.append(write_part(folder / reader.part, reader.part, reader.type, state))
-    return infos
+def _others(checkpoint: Checkpoint, move: Move, rank: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """The parts that are not of rows, by name and class: as the leader has them, but for what begins anew.
+
+    Raises:
+        CorruptCheckpoint: one is damaged. IncompatibleCheckpoint: one has what is of rows.
+    """
+    seed = seed_of(checkpoint, len(move.targets), rank)
+    generator = torch.Generator().manual_seed(seed).get_state()
+    others = [
+        (reader.part, reader.type, buffers.begun_anew(reader.part, read_state(reader), seed, generator))
+        for reader in checkpoint.parts(move.leader)
+        if reader.part != buffers.STORAGE
+    ]
+    return [(part, kind, state) for part, kind, state in others if state != buffers.EMPTY.get(part)]

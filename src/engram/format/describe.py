@@ -16,10 +16,10 @@ from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoin
 from engram.format import control, disk, files, layout, schema, series, tables
 from engram.format.checkpoints import Checkpoint, Totals
 from engram.format.part_reader import PartReader
-from engram.format.verify import kind_of, store_header, verify
+from engram.format.verify import is_aborted, kind_of, store_header, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["LEAVES", "describe"]
 
@@ -54,7 +54,7 @@ def describe(path: Path) -> dict[str, Any]:
         elif kind == "part":
             with PartReader(path) as part:
                 found |= _part(part)
-        elif kind == "attempt" or (kind == "checkpoint" and _is_aborted(path)):
+        elif kind == "attempt" or (kind == "checkpoint" and is_aborted(path)):
             found |= _attempt(path)
         else:
             with Checkpoint(path) as checkpoint:
@@ -77,11 +77,6 @@ def _fields(fields: Any) -> list[dict[str, Any]]:
         }
         for field in fields
     ]
-
-
-def _is_aborted(path: Path) -> bool:
-    made = series.decision(path)
-    return made is not None and made.status == "aborted"
 
 
 def _attempt(path: Path) -> dict[str, Any]:
@@ -169,8 +164,8 @@ def _part(part: PartReader) -> dict[str, Any]:
             "fewest_rows": min(lane.live_rows for lane in lanes),
             "most_rows": max(lane.live_rows for lane in lanes),
         }
-    if "trajectories" in part.records:
-        found["trajectories"] = _trajectories(part.trajectories())
+    if "trajectories" in part.records and part.geometry is not None:
+        found["trajectories"] = _trajectories(part.trajectories(), math.prod(part.geometry.columns))
     every = part.state.get(INDEXES)
     indexes = {"": part.state, **(every if isinstance(every, dict) else {})}
     for name, state in indexes.items():
@@ -191,18 +186,31 @@ def _priorities_of(part: PartReader, state: dict[str, Any], number: int) -> dict
     return parameters | _priorities(nbytes, lambda into, offset: part.read(number, offset, into))
 
 
-def _trajectories(every: Iterator[tables.Trajectory]) -> dict[str, Any]:
-    kinds = {"complete": 0, "open": 0, "headless": 0, "other": 0}
+def _trajectories(every: Iterable[tables.Trajectory], columns: int) -> dict[str, Any]:
+    """How many, of how many steps, and of which kinds. ``every``: by lane and position."""
+    kinds = dict.fromkeys(("complete", "open", "headless", "both", "mid", "orphan"), 0)
     count = shortest = longest = 0
+    lane, seen = -1, set[int]()
     for it in every:
         count += 1
-        length = it.end - it.first
-        shortest = length if count == 1 else min(shortest, length)
-        longest = max(longest, length)
-        ends = (bool(it.flags & tables.HAS_FIRST), bool(it.flags & tables.HAS_LAST))
-        kind = {(True, True): "complete", (True, False): "open", (False, True): "headless"}.get(ends, "other")
-        kinds[kind] += 1
+        steps = (it.end - it.first) // columns
+        shortest = steps if count == 1 else min(shortest, steps)
+        longest = max(longest, steps)
+        if it.lane != lane:
+            lane, seen = it.lane, set()
+        kinds[_kind(it.flags, oldest=it.first % columns not in seen)] += 1
+        seen.add(it.first % columns)
     return {"count": count, "shortest": shortest, "longest": longest, **kinds}
+
+
+def _kind(flags: int, *, oldest: bool) -> str:
+    """What is there of a trajectory. ``oldest``: of its lane, or of a column."""
+    last, is_open = bool(flags & tables.HAS_LAST), bool(flags & tables.OPEN)
+    if flags & tables.HAS_FIRST:
+        return "complete" if last else "open" if is_open else "mid"
+    if oldest and (last or is_open):
+        return "headless" if last else "both"
+    return "orphan"
 
 
 def _priorities(nbytes: int, read: Callable[[memoryview, int], None]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ from engram.format.checkpoints import (
     read_shard,
     sync_parts,
 )
-from engram.format.description import NO_SCHEMA
+from engram.format.description import NO_SCHEMA, difference
+from engram.format.part_reader import PartReader
 from engram.format.problems import Problem, corrupt, problem_of, read_small
 
 if TYPE_CHECKING:
@@ -426,11 +427,35 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
 
 def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote]) -> list[str]:
     """Why shards that were all voted for make no checkpoint."""
-    schemas = _schema_sums([vote.shard for vote in given if vote.shard])
-    if len(schemas) > 1:
-        return [f"expected one schema on all ranks, got those with the sums {schemas}"]
+    by_schema: dict[str, list[int]] = {}
+    for vote in given:
+        if vote.shard is not None and vote.shard.schema_sum != NO_SCHEMA:
+            by_schema.setdefault(vote.shard.schema_sum, []).append(vote.rank)
+    if len(by_schema) > 1:
+        return [_unlike(folder, attempt.world, by_schema)[:10_000]]
     with Checkpoint(folder, _manifest(attempt, given, [])) as checkpoint:
         return [str(problem) for problem in checkpoint.problems("meta")][:100]
+
+
+def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) -> str:
+    """Which ranks have which schema, and in what they differ first."""
+    alike = [(_named(ranks), ranks[0]) for ranks in by_schema.values()]
+    text = f"expected one schema on all ranks, got {len(alike)}"
+    fields = []
+    for _, rank in alike:
+        try:
+            with PartReader(folder / rank_folder(rank, world) / "storage") as part:
+                fields.append(part.schema or ())
+        except (CorruptCheckpoint, IncompatibleCheckpoint, OSError):
+            return f"{text}: of {', of '.join(name for name, _ in alike)}"
+    first = alike[0][0]
+    return f"{text}: " + "; ".join(
+        difference(fields[0], theirs, first, name) for theirs, (name, _) in zip(fields[1:], alike[1:], strict=True)
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _manifest(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -> Manifest:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import control, disk, files, layout, schema, series
-from engram.format.checkpoints import ATTEMPT, MANIFEST, SHARD, Checkpoint
+from engram.format.checkpoints import ATTEMPT, MANIFEST, REFUSAL, SHARD, Checkpoint, rank_folder
 from engram.format.description import PART, SUMS
 from engram.format.part_reader import Level, PartReader
 from engram.format.problems import Problem, problem_of, read_small
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from engram.format.checkpoints import Manifest
 
-__all__ = ["Kind", "Report", "kind_of", "store_header", "verify"]
+__all__ = ["Kind", "Report", "is_aborted", "kind_of", "store_header", "verify"]
 
 Kind = Literal["store", "dump", "checkpoint", "attempt", "part", "series"]
 
@@ -84,6 +84,10 @@ def verify(path: Path, level: Level = "full") -> Report:
     try:
         if kind == "series":
             problems, notes = _series(path, level)
+        elif kind == "attempt" or (kind == "checkpoint" and is_aborted(path)):
+            said = list(filter(None, [series.look(path)]))
+            (problems if _lacks_manifest(path) else notes).extend(said)
+            problems.extend(_partial(path, level))
         else:
             problems.extend(_found(path, kind, level))
     except CorruptCheckpoint as error:
@@ -131,11 +135,6 @@ def _said(path: Path, error: Exception) -> Problem:
 def _found(path: Path, kind: Kind, level: Level) -> Iterator[Problem]:
     if kind == "store":
         yield from _store(path)
-    elif kind == "attempt":
-        wrong = series.look(path)
-        if wrong is not None:
-            yield wrong
-        yield from _partial(path, level)
     elif kind == "part":
         with PartReader(path) as part:
             yield from part.problems(level)
@@ -146,8 +145,24 @@ def _found(path: Path, kind: Kind, level: Level) -> Iterator[Problem]:
                 yield from _attempt(path, checkpoint.manifest)
 
 
+def is_aborted(path: Path) -> bool:
+    """Whether it was decided that an attempt is no checkpoint. Raises ``CorruptCheckpoint``: the decision is damaged."""
+    made = series.decision(path)
+    return made is not None and made.status == "aborted"
+
+
+def _lacks_manifest(path: Path) -> bool:
+    """Whether all ranks voted for an attempt, so a decision on it was lost, or whoever was about to make it."""
+    return series.decision(path) is None and all(vote.shard is not None for vote in series.votes(path))
+
+
 def _partial(path: Path, level: Level) -> Iterator[Problem]:
     """What is damaged of what some ranks saved, in an attempt that nobody decided on: it can be restored."""
+    if series.decision(path) is None:
+        for vote in series.votes(path):
+            own = path / rank_folder(vote.rank, series.read_attempt(path).world)
+            if vote.error is not None and not os.path.lexists(own / REFUSAL):
+                yield Problem(own / SHARD, vote.error.removeprefix(f"{own / SHARD}: ").removesuffix("."))
     if series.is_partial(path):
         with series.open_partial(path) as checkpoint:
             yield from checkpoint.problems("read" if level == "full" else level)  # others may be writing beside it

@@ -561,7 +561,10 @@ class TensorStorage(Storage):
         dead = numbers == 0
         if bool(dead.any()):
             for field in rows:
-                field[dead.to(field.device)] = 0
+                raw = field.reshape(len(field), math.prod(field.shape[1:])).view(
+                    torch.uint8
+                )  # torch fills not every dtype
+                raw[dead.to(field.device)] = 0
         return {**state, "rows": rows}
 
     def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
