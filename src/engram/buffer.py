@@ -1351,8 +1351,8 @@ class ReplayBuffer:
 
         Raises:
             CorruptCheckpoint: damaged; names file and byte. IncompatibleCheckpoint: a folder of checkpoints, or saved by other kinds of
-                components, or as :meth:`load_state_dict`. Nothing is changed; but where nothing was stored rows are checked while they are read, and
-                nothing is stored if that fails.
+                components, or as :meth:`load_state_dict`. Nothing is changed; but where nothing was stored rows are checked while
+                they are read, and nothing is stored if that fails.
             OSError: no space for the rows, or an I/O error. The buffer is empty then, if it was not already.
         """
         if torchrl.is_torchrl_dump(path):

@@ -252,7 +252,9 @@ def test_what_cannot_be_converted_changes_nothing(tmp_path, used):
         many.loads(tmp_path / "whole", convert=True)
     fields = buffer(30)
     fields.extend(steps.exclude("id"))
-    with pytest.raises(IncompatibleCheckpoint, match="expected the fields of this storage"):
+    with pytest.raises(
+        IncompatibleCheckpoint, match=r"expected the fields of this storage, got others: unknown \['id'\]\."
+    ):
         fields.loads(tmp_path / "whole", convert=True)
     with pytest.raises(IncompatibleCheckpoint):
         TensorDictReplayBuffer(storage=ListStorage(30), batch_size=8).loads(tmp_path / "whole", convert=True)

@@ -274,8 +274,10 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
         schema = schemas.decode(state["schema"].encode(), str(path))
     except (KeyError, AttributeError, UnicodeEncodeError, CorruptStore) as error:
         raise corrupt(path, f"expected the schema of a store ({error})") from error
-    if (geometry, list(reader.schema or ())) != described(schema, [field.role for field in reader.schema or ()]):
-        raise corrupt(path, "expected geometry and fields as its schema has them")
+    sizes, fields = described(schema, [field.role for field in reader.schema or ()])
+    if (geometry, list(reader.schema or ())) != (sizes, fields):
+        differs = schemas.field_differences(fields, reader.schema or ()) or [f"geometry {geometry}"]
+        raise corrupt(path, f"expected geometry and fields as its schema has them, got others: {'; '.join(differs)}")
     name = f"{layout.FOLDER}/lanes.bin"
     lanes = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 4).copy()
     goes_on = lanes[:, 2] != 0

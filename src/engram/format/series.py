@@ -48,7 +48,9 @@ from engram.format.checkpoints import (
     sync_parts,
 )
 from engram.format.description import NO_SCHEMA
+from engram.format.part_reader import PartReader
 from engram.format.problems import Problem, corrupt, problem_of, read_small
+from engram.format.schema import field_differences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -426,9 +428,8 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
 
 def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote]) -> list[str]:
     """Why shards that were all voted for make no checkpoint."""
-    schemas = _schema_sums([vote.shard for vote in given if vote.shard])
-    if len(schemas) > 1:
-        return [f"expected one schema on all ranks, got those with the sums {schemas}"]
+    if len(_schema_sums([vote.shard for vote in given if vote.shard])) > 1:
+        return [f"expected one schema on all ranks, got others: {_other_fields(folder, given)}"]
     with Checkpoint(folder, _manifest(attempt, given, [])) as checkpoint:
         return [str(problem) for problem in checkpoint.problems("meta")][:100]
 
@@ -458,6 +459,21 @@ def _schema_sums(shards: Sequence[Shard]) -> list[str]:
 
 def _schema_sum(shards: Sequence[Shard]) -> str:
     return next(iter(_schema_sums(shards)), NO_SCHEMA)
+
+
+def _other_fields(folder: Path, given: Sequence[Vote]) -> str:
+    """What fields the first two ranks have that differ; where that cannot be read, whose sums of them do."""
+    written = [vote.shard for vote in given if vote.shard is not None and vote.shard.schema_sum != NO_SCHEMA]
+    first, other = written[0], next(shard for shard in written if shard.schema_sum != written[0].schema_sum)
+    who = f"those of rank {first.rank} and rank {other.rank}"
+    fields = []
+    try:
+        for shard in (first, other):
+            with PartReader(folder / rank_folder(shard.rank, shard.world) / "storage") as reader:
+                fields.append(reader.schema or ())
+    except (CorruptCheckpoint, IncompatibleCheckpoint):
+        return f"{who}, by their sums"
+    return f"{who}: {'; '.join(field_differences(*fields))}"
 
 
 def _open(folder: Path) -> int:

@@ -748,14 +748,9 @@ class TensorStorage(Storage):
             )
         schema = self._decoded(text, where)
         here = self._schema(Structure.from_schema(schema), schema.columns)
-        if self.memory is not None and (here.fields, here.structure) != (
-            self.memory.schema.fields,
-            self.memory.schema.structure,
-        ):
-            raise IncompatibleCheckpoint(
-                f"{where}: expected the fields of this storage, {[field.name for field in self.memory.schema.fields]}, got "
-                f"{[field.name for field in here.fields]}, or others of their dtypes and shapes."
-            )
+        differs = "" if self.memory is None else schemas.differences(self.memory.schema, here)
+        if differs:
+            raise IncompatibleCheckpoint(f"{where}: expected the fields of this storage, got others: {differs}.")
         return here if self.memory is None else self.memory.schema
 
     def priorities_in_use(self, name: str) -> dict[str, Any] | None:
@@ -856,11 +851,13 @@ class TensorStorage(Storage):
             expected = self.memory.schema
         else:
             expected = self._schema(Structure.from_schema(schema), schema.columns)
-        if schemas.encode(schema) != schemas.encode(expected) or len(schema.columns) != self.ndim - 1:
-            raise IncompatibleCheckpoint(
-                f"{where}: expected that of this storage, with ndim={self.ndim}, {schemas.encode(expected).decode()[:500]}, got "
-                f"{text[:500]}."
-            )
+        differs = schemas.differences(expected, schema)
+        if not differs and len(schema.columns) != self.ndim - 1:
+            differs = f"ndim: expected {self.ndim}, got {1 + len(schema.columns)}"
+        if differs:
+            sizes_only = schema.fields == expected.fields and not (schema.columns or expected.columns)
+            advice = " Buffers of other sizes take it with loads(path, convert=True)." if sizes_only else ""
+            raise IncompatibleCheckpoint(f"{where}: expected that of this storage, got another: {differs}.{advice}")
         return schema
 
     # ---- copies and text -----------------------------------------------------------------------------------------------
