@@ -465,15 +465,13 @@ def _other_fields(folder: Path, given: Sequence[Vote]) -> str:
     """What fields the first two ranks have that differ; where that cannot be read, whose sums of them do."""
     written = [vote.shard for vote in given if vote.shard is not None and vote.shard.schema_sum != NO_SCHEMA]
     first, other = written[0], next(shard for shard in written if shard.schema_sum != written[0].schema_sum)
-    who = f"those of rank {first.rank} and rank {other.rank}"
     fields = []
-    try:
+    with contextlib.suppress(CorruptCheckpoint, IncompatibleCheckpoint):
         for shard in (first, other):
             with PartReader(folder / rank_folder(shard.rank, shard.world) / "storage") as reader:
                 fields.append(reader.schema or ())
-    except (CorruptCheckpoint, IncompatibleCheckpoint):
-        return f"{who}, by their sums"
-    return f"{who}: {'; '.join(field_differences(*fields))}"
+    differs = field_differences(*fields) if len(fields) == 2 else []
+    return f"those of rank {first.rank} and rank {other.rank}: {'; '.join(differs) or 'their sums differ'}"
 
 
 def _open(folder: Path) -> int:
