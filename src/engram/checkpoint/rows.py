@@ -274,7 +274,8 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
         schema = schemas.decode(state["schema"].encode(), str(path))
     except (KeyError, AttributeError, UnicodeEncodeError, CorruptStore) as error:
         raise corrupt(path, f"expected the schema of a store ({error})") from error
-    sizes, fields = described(schema, [field.role for field in reader.schema or ()])
+    roles = {field.key: field.role for field in reader.schema or ()}
+    sizes, fields = described(schema, [roles.get(field.key, "data") for field in schema.fields])
     if (geometry, list(reader.schema or ())) != (sizes, fields):
         differs = schemas.field_differences(fields, reader.schema or ()) or [f"geometry {geometry}"]
         raise corrupt(path, f"expected geometry and fields as its schema has them, got others: {'; '.join(differs)}")
