@@ -1360,7 +1360,8 @@ class ReplayBuffer:
                 raise IncompatibleCheckpoint(
                     f"{path}: a dump of TorchRL's cannot be converted. Load it into a buffer of its size."
                 )
-            self._checked_dump(torchrl.read(path, ndim=self._storage.ndim, max_bytes=_free_bytes()))()
+            dump = torchrl.read(path, ndim=self._storage.ndim, max_bytes=_free_bytes(), stacklevel=3)
+            self._checked_dump(dump)()
             return
         if series.is_series(Path(path)):
             raise IncompatibleCheckpoint(

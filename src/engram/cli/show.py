@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from engram._words import count
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -88,7 +90,7 @@ def _what_is_left(found: dict[str, Any]) -> Iterator[str]:
         if by_vote["yes"]:
             totals = found["totals"]
             yield (
-                f"There: {_ranks(by_vote['yes'])}, with {_count(totals['steps'], 'step')} of {_count(totals['episodes'], 'episode')}. "
+                f"There: {_ranks(by_vote['yes'])}, with {count(totals['steps'], 'step')} of {count(totals['episodes'], 'episode')}. "
                 f"restore(name={found['name']!r}, allow_partial=True) of a Checkpointer loads that."
             )
 
@@ -97,10 +99,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:_MOST_RANKS]))
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 # ---- values as lines -------------------------------------------------------------------------------------------------

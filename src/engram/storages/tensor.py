@@ -21,6 +21,7 @@ from engram._devices import existing_device
 from engram._later import refuse
 from engram.checkpoint.components import check_blocks, check_kind, write_part
 from engram.checkpoint.plan import Target
+from engram.checkpoint.reports import said_counts
 from engram.checkpoint.roles import roles_of
 from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
 from engram.checkpoint.segments import save_segments
@@ -716,9 +717,14 @@ class TensorStorage(Storage):
         if schemas.encode(schema).decode() != state["schema"]:
             move = self._checked_move(saved, plan)
             state, fill_rows = move.rows(0)
-            left_out = {reason: count for reason, count in move.plan.dropped.items() if count["steps"]}
+            dropped = move.plan.dropped.items()
+            left_out = [f"{said_counts(counts)} as {reason}" for reason, counts in dropped if counts["steps"]]
             if left_out:
-                warnings.warn(f"loads: {saved.reader.folder}: left out: {left_out}.", stacklevel=5)
+                warnings.warn(
+                    f"loads: {saved.reader.folder.parent}: left out: {', '.join(left_out)}. The newest were taken: a larger storage "
+                    "takes more.",
+                    stacklevel=5,
+                )
         if len(self):
             check_blocks(saved.reader)
         others = {name: known for name, known in state["priorities"].items() if name not in without}
