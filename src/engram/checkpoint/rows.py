@@ -273,7 +273,7 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
     try:
         schema = schemas.decode(state["schema"].encode(), str(path))
     except (KeyError, AttributeError, UnicodeEncodeError, CorruptStore) as error:
-        raise corrupt(path, f"expected the schema of a store ({error})") from error
+        raise corrupt(path, f"expected the schema of a store ({str(error).removesuffix('.')})") from error
     roles = {field.key: field.role for field in reader.schema or ()}
     sizes, fields = described(schema, [roles.get(field.key, "data") for field in schema.fields])
     if (geometry, list(reader.schema or ())) != (sizes, fields):

@@ -331,5 +331,5 @@ def decode(raw: bytes, path: str) -> Schema:
         schema = msgspec.convert(tree, Schema, strict=True)
         schema.validate()
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
-        raise CorruptStore(f"{path}: {error}.") from error
+        raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
     return schema

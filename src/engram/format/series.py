@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from engram._words import count
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
 from engram.format.checkpoints import (
@@ -413,7 +414,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
     _check_epoch(folder.parent, epoch)
     attempt = read_attempt(folder)
     given = votes(folder)
-    reasons = [f"rank {vote.rank}: {vote.error}" for vote in given if vote.error is not None]
+    reasons = [f"rank {vote.rank}: {vote.error.removesuffix('.')}" for vote in given if vote.error is not None]
     missing = [vote.rank for vote in given if vote.shard is None and vote.error is None]
     if missing and not reasons:
         if give_up is None:
@@ -558,9 +559,8 @@ def look(folder: Path) -> Problem | None:
         made = decision(folder)
         if made is None:
             given = votes(folder)
-            return Problem(
-                folder, f"undecided: {sum(vote.shard is not None for vote in given)} of {len(given)} ranks voted for it"
-            )
+            said_yes = sum(vote.shard is not None for vote in given)
+            return Problem(folder, f"undecided: {said_yes} of {count(len(given), 'rank')} voted for it")
         if made.status == "aborted":
             return Problem(folder, f"aborted: {', '.join(made.reasons)[:1000]}")
         if made.name != folder.name:
