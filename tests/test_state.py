@@ -936,9 +936,13 @@ def test_a_component_of_ones_own_that_refuses():
 
 def test_another_layout_is_refused():
     state = buffer(n=5).state_dict()
-    for storage in (LazyTensorStorage(L + 1), LazyTensorStorage(L, lanes=2), LazyTensorStorage(L, ndim=2)):
+    for storage, says in (
+        (LazyTensorStorage(L + 1), f"capacity: expected {L + 1}, got {L}. Buffers of other sizes take it with loads"),
+        (LazyTensorStorage(L, lanes=2), "lanes: expected 2, got 1. Buffers"),
+        (LazyTensorStorage(L, ndim=2), "ndim: expected 2, got 1."),
+    ):
         rb = buffer(storage)
-        with pytest.raises(IncompatibleCheckpoint, match="schema: expected that of this storage"):
+        with pytest.raises(IncompatibleCheckpoint, match=f"schema: expected that of this storage, got another: {says}"):
             rb.load_state_dict(state)
         assert not rb.storage.initialized, "nothing was allocated"
     with pytest.raises(KeyError):

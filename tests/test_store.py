@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from tensordict import MemoryMappedTensor, TensorDict
@@ -1106,6 +1107,21 @@ def test_opening_nothing(tmp_path):
     for name in ("", "nowhere", "file", "file/deeper"):
         with pytest.raises(FileNotFoundError, match=r"open: expected a store in .*\.engram/store\.json.*found none"):
             ReplayBuffer.open(tmp_path / name)
+
+
+def test_two_first_writes_of_other_rows(tmp_path):
+    """Of processes that share a storage which nobody has written to."""
+    store = Store.create(SCHEMA, tmp_path / "store", maker="both")
+    assert Store.create(SCHEMA, tmp_path / "store", maker="both") is store
+    field = SCHEMA.fields[0]
+    fields = (msgspec.structs.replace(field, shape=(*field.shape, 7)), *SCHEMA.fields[1:])
+    with pytest.raises(IncompatibleStore) as caught:
+        Store.create(msgspec.structs.replace(SCHEMA, fields=fields), tmp_path / "store", maker="both")
+    assert str(caught.value) == (
+        f"{str(tmp_path / 'store')!r}: expected rows as in the first write of another process, got others: field {field.name}: "
+        f"expected shape {list(field.shape)} {field.dtype}, got shape {[*field.shape, 7]} {field.dtype}."
+    )
+    store.close()
 
 
 def test_erase_leaves_what_is_not_the_stores(tmp_path):

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, tensorclass
 
-from engram import CorruptCheckpoint, IncompatibleCheckpoint
+from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyTensorStorage, TensorDictReplayBuffer
 from engram.checkpoint.torchrl import is_torchrl_dump, read
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.storages._structure import Structure
@@ -723,6 +723,15 @@ def test_pickles_are_named(plain):
     assert "transform.t (state of the transforms" in text
     assert "sampler/streaming_slice.pt" in text
     assert "sampler/own.pickle" in text
+
+
+def test_a_load_points_to_the_line_that_asked_for_it(plain):
+    put(plain / "prefetch.pkl", b"not even a pickle")
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    with pytest.warns(UserWarning, match=f"{plain}: not read, and lost .*prefetch.pkl") as caught:
+        rb.loads(plain)
+    assert [it.filename for it in caught] == [__file__]
+    assert len(rb) == 6
 
 
 def test_nothing_left_out_is_no_warning(plain):

@@ -27,7 +27,7 @@ from engram.checkpoint.moving import by_trajectory, by_value
 from engram.checkpoint.placing import open_saved
 from engram.checkpoint.plan import Incomplete
 from engram.errors import CorruptStore, IncompatibleCheckpoint, NoSampleable, RowError, WriterStalled
-from engram.format import disk, files, layout
+from engram.format import disk, files, layout, series
 from engram.format.checkpoints import Checkpoint, finish_dump, replacing
 from engram.packing import pack, unpack
 from engram.pinning import pinning_for
@@ -1350,9 +1350,9 @@ class ReplayBuffer:
             default_rng: as for :meth:`load_state_dict`.
 
         Raises:
-            CorruptCheckpoint: damaged; names file and byte. IncompatibleCheckpoint: saved by other kinds of components, or as
-                :meth:`load_state_dict`. Nothing is changed; but where nothing was stored rows are checked while they are read, and
-                nothing is stored if that fails.
+            CorruptCheckpoint: damaged; names file and byte. IncompatibleCheckpoint: a folder of checkpoints, or saved by other kinds of
+                components, or as :meth:`load_state_dict`. Nothing is changed; but where nothing was stored rows are checked while
+                they are read, and nothing is stored if that fails.
             OSError: no space for the rows, or an I/O error. The buffer is empty then, if it was not already.
         """
         if torchrl.is_torchrl_dump(path):
@@ -1360,8 +1360,14 @@ class ReplayBuffer:
                 raise IncompatibleCheckpoint(
                     f"{path}: a dump of TorchRL's cannot be converted. Load it into a buffer of its size."
                 )
-            self._checked_dump(torchrl.read(path, ndim=self._storage.ndim, max_bytes=_free_bytes()))()
+            dump = torchrl.read(path, ndim=self._storage.ndim, max_bytes=_free_bytes(), stacklevel=3)
+            self._checked_dump(dump)()
             return
+        if series.is_series(Path(path)):
+            raise IncompatibleCheckpoint(
+                f"{path}: expected a dump or one checkpoint, got a folder of them. Checkpointer({str(path)!r}, rb).restore() loads the "
+                "newest of it; loads takes the path of one."
+            )
         with Checkpoint(Path(path)) as checkpoint:
             self.checked_parts(checkpoint, default_rng=default_rng, convert=convert)()
 

@@ -428,8 +428,8 @@ class Store:
                 store = cls._opened_or_attached(directory, "refuse")
                 if store.schema != schema:
                     raise IncompatibleStore(
-                        f"{str(directory)!r}: expected rows as in the first write of another process, {_described(store.schema)}, "
-                        f"got {_described(schema)}."
+                        f"{str(directory)!r}: expected rows as in the first write of another process, got others: "
+                        f"{schemas.differences(store.schema, schema)}."
                     )
                 return store
             if replace:
@@ -1550,11 +1550,6 @@ def maker_of(directory: Path) -> str:
         return (directory / layout.FOLDER / layout.MAKER).read_text()
     except (FileNotFoundError, NotADirectoryError):
         return ""
-
-
-def _described(schema: Schema) -> str:
-    fields = ", ".join(f"{field.name} {list(field.shape)} {field.dtype}" for field in schema.fields)
-    return f"{schema.capacity} rows in {schema.lanes} lanes of {fields}"
 
 
 #: Held while a store is made or opened, so that two threads do not attach to one folder twice.

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from engram import (
     CorruptCheckpoint,
     ImmutableDatasetWriter,
+    IncompatibleCheckpoint,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
@@ -332,6 +333,21 @@ def test_a_step_is_chosen(ram):
     with pytest.raises(FileNotFoundError, match=r"expected a checkpoint of one of the steps \[5, 10, 20\], got 7"):
         checkpointer.restore(7)
     assert [entry.step for entry in checkpointer.list()] == [20, 10, 5]
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_a_series_is_no_dump(ram, convert):
+    Checkpointer(ram / "s", buffer(10)).save(1)
+    other = buffer(3)
+    before = bits(other.state_dict())
+    with pytest.raises(
+        IncompatibleCheckpoint, match=r"one checkpoint.*got a folder of them.*Checkpointer\('.*/s', rb\)\.restore\(\)"
+    ):
+        other.loads(ram / "s", convert=convert)
+    assert bits(other.state_dict()) == before
+    (entry,) = Checkpointer(ram / "s", other).list()
+    other.loads(entry.path)
+    assert len(other) == 10
 
 
 def test_of_several_at_one_step_the_last_is_the_newest(ram):

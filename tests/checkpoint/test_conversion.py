@@ -250,7 +250,9 @@ def test_what_cannot_be_converted_changes_nothing(tmp_path, used):
         many.loads(tmp_path / "whole", convert=True)
     fields = buffer(30)
     fields.extend(steps.exclude("id"))
-    with pytest.raises(IncompatibleCheckpoint, match="expected the fields of this storage"):
+    with pytest.raises(
+        IncompatibleCheckpoint, match=r"expected the fields of this storage, got others: unknown \['id'\]\."
+    ):
         fields.loads(tmp_path / "whole", convert=True)
     with pytest.raises(IncompatibleCheckpoint):
         TensorDictReplayBuffer(storage=ListStorage(30), batch_size=8).loads(tmp_path / "whole", convert=True)
@@ -366,3 +368,35 @@ def test_rows_that_were_written_by_number(tmp_path, ends, before):
     other = made(20)
     other.loads(tmp_path / "x", convert=True)
     assert sorted(other["score"].tolist()) == sorted(rb["score"].tolist())
+
+
+@pytest.mark.parametrize("one_less", [True, False])
+def test_fields_that_are_not_those_of_the_schema(tmp_path, monkeypatch, one_less):
+    """All sums are right: somebody made it so."""
+    rb = buffer(20)
+    rb.extend(episodes([5, 5], 0))
+    schema = rb.storage.store.schema
+    name = schema.fields[-1].key[-1]
+    words = rb.storage._words
+    if one_less:
+        more = msgspec.structs.replace(
+            schema, fields=(*schema.fields, msgspec.structs.replace(schema.fields[0], key=("z",)))
+        )
+        root = msgspec.structs.replace(
+            schema.structure,
+            children={**schema.structure.children, "z": schemas.Node("leaf", field=len(schema.fields))},
+        )
+        text = schemas.encode(msgspec.structs.replace(more, structure=root)).decode()
+        says = r"got others: missing \['z'\]"
+    else:
+        fields = (*schema.fields[:-1], msgspec.structs.replace(schema.fields[-1], dtype="complex128"))
+        text = schemas.encode(msgspec.structs.replace(schema, fields=fields)).decode()
+        says = rf"got others: field .*{name}.*: expected shape .* complex128, got shape"
+    monkeypatch.setattr(rb.storage, "_words", lambda *given: {**words(*given), "schema": text})
+    rb.dumps(tmp_path / "x")
+    other = buffer(20)
+    with pytest.raises(
+        CorruptCheckpoint, match=f"part.json.*expected geometry and fields as its schema has them, {says}"
+    ):
+        other.loads(tmp_path / "x")
+    assert len(other) == 0

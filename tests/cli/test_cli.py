@@ -27,6 +27,13 @@ def test_version():
     assert click.testing.CliRunner().invoke(main, ["--version"]).output.strip() == f"engram, version {__version__}"
 
 
+def test_it_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "engram", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"engram, version {__version__}"
+    wrong = subprocess.run([sys.executable, "-m", "engram", "inpsect"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, "Usage: engram " in wrong.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("missing", ["gymnasium", "matplotlib"])
 def test_the_demo_says_which_package_it_lacks(missing, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

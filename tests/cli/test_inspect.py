@@ -212,6 +212,98 @@ def test_a_root_with_many_attempts(tmp_path):
     ]  # fmt: skip
 
 
+def many_attempts(root):
+    """A series of what there can be; its newest complete one."""
+    epoch = series.claim_epoch(root)
+    parent = made.save(root, 10, epoch)
+    folder = made.save(root, 20, epoch, parent=parent)
+    series.begin(root, step=30, epoch=epoch, world=2, trigger="poll")
+    left = series.begin(root, step=40, epoch=epoch, world=3, trigger="crash", attempt="crash1")
+    for rank in (0, 2):
+        made.vote(left, rank, 3)
+    refused = series.begin(root, step=50, epoch=epoch, world=3, trigger="poll")
+    made.vote(refused, 0, 3)
+    series.refuse(refused, 1, "OSError: No space left on device")
+    series.decide(refused, epoch)
+    return folder, left, refused
+
+
+@pytest.mark.parametrize("columns", ["20", "80", "300"])
+def test_a_series_has_a_line_for_each_whatever_the_width(tmp_path, columns):
+    whole, left, refused = many_attempts(tmp_path)
+    output = CliRunner().invoke(main, ["inspect", str(tmp_path)], env={"COLUMNS": columns}).output
+    lines = output.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("checkpoint "))
+    names = [str(name) for name in series.names(tmp_path)]
+    assert [line.split()[0] for line in lines[begin + 1 :]] == names
+    assert lines[begin].split() == ["checkpoint", "ranks", "steps", "episodes", "bytes", "linked"]
+    said = {line.split()[0]: line[len(names[-1]) :].strip() for line in lines[begin + 1 :]}
+    assert said[whole.name].split() == ["1", "27", "3", "34.95", "kB", "24.60", "kB"]
+    assert said[left.name] == "undecided: 2 of 3 ranks voted for it"
+    assert said[refused.name] == "aborted: rank 1: OSError: No space left on device"
+    assert max(map(len, lines[begin:])) <= 90
+    assert max(len(line) for line in lines[begin:] if "kB" in line) < 80
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_a_damaged_one_of_a_series_is_told_in_its_line_and_as_damage(tmp_path):
+    whole, *_ = many_attempts(tmp_path)
+    file = whole / "rank-00000-of-00001/sampler/part.json"
+    made.rewrite(file, b"{}")
+    output = call("inspect", tmp_path).output
+    (line,) = [line for line in output.splitlines() if line.startswith(whole.name)]
+    assert line.removeprefix(whole.name).startswith("  damaged: expected the sha256 ")
+    assert f"DAMAGED {file}" in output
+    assert not [line for line in output.splitlines() if line.startswith("note: ") and "undecided" in line]
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_no_name_and_no_number_of_a_checkpoint_breaks(tmp_path, columns):
+    long = "observation_of_the_left_camera_before_any_crop"
+    rb = ReplayBuffer(storage=LazyMemmapStorage(5000, scratch_dir=tmp_path / "s"))
+    rb.extend({"next": {long: torch.zeros(5, 400), "scalar": torch.zeros(5)}})
+    rb.dumps(tmp_path / "d")
+    rb.close()
+    for kind in "sd":
+        output = CliRunner().invoke(main, ["inspect", str(tmp_path / kind)], env={"COLUMNS": columns}).output
+        (line,) = [line for line in output.splitlines() if long in line]
+        assert line.split()[:5] == [f"next.{long}", "float32", "[400]", "1.60", "kB"]
+        (scalar,) = [line for line in output.splitlines() if "next.scalar" in line]
+        assert scalar.split()[:5] == ["next.scalar", "float32", "[]", "4", "B"]
+        assert line.index("1.60 kB") + len("1.60 kB") == scalar.index("4 B") + len("4 B"), "numbers to the right"
+
+
+def test_what_is_left_of_an_attempt(tmp_path):
+    _, left, refused = many_attempts(tmp_path)
+    output = call("inspect", left).output
+    assert "Missing: rank 1; dead, or still writing." in output
+    there = f"There: ranks 0, 2, with 54 steps of 6 episodes. restore(name={left.name!r}, allow_partial=True)"
+    assert there in output
+    assert "DAMAGED" not in output
+    output = call("inspect", refused).output
+    assert "This is no checkpoint: the ranks gave it up." in output
+    assert "allow_partial" not in output
+    assert "DAMAGED" not in output
+    made.vote(left, 1, 3)
+    assert "All ranks have saved." in call("inspect", left).output
+    file = left / "rank-00002-of-00003/sampler/000.bin"
+    made.rewrite(file, b"")
+    assert f"DAMAGED {file}" in call("inspect", left).output
+
+
+def test_an_attempt_with_a_vote_against_or_with_none(tmp_path):
+    epoch = series.claim_epoch(tmp_path)
+    folder = series.begin(tmp_path, step=1, epoch=epoch, world=40, trigger="poll")
+    output = call("inspect", folder).output
+    ranks = ", ".join(map(str, range(16)))
+    assert f"Missing: ranks {ranks} and 24 more; dead, or still writing." in output
+    assert "allow_partial" not in output
+    series.refuse(folder, 3, "OSError: \x1b[2Jno\nspace")
+    output = call("inspect", folder).output
+    assert "This is no checkpoint: rank 3 voted against it." in output
+    assert r"\x1b[2Jno\nspace" in output, "it does not move the cursor"
+
+
 def test_a_live_store(tmp_path):
     rb = ReplayBuffer(
         storage=LazyMemmapStorage(12, scratch_dir=tmp_path / "s", lanes=3),

@@ -1,12 +1,25 @@
 import itertools
 import json
+import re
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engram.errors import CorruptStore, IncompatibleStore
-from engram.format.schema import DTYPES, Field, Node, Schema, decode, encode, fingerprint
+from engram.format.description import PartField
+from engram.format.schema import (
+    DTYPES,
+    Field,
+    Node,
+    Schema,
+    decode,
+    differences,
+    encode,
+    field_differences,
+    fingerprint,
+    key_differences,
+)
 
 LEAF = Node("leaf", field=0)
 
@@ -335,3 +348,106 @@ def test_schemas_are_frozen():
         make().capacity = 3
     assert make() == make()
     assert hash(Field(("a",), "bool", ())) == hash(Field(("a",), "bool", ()))
+
+
+# ---- what differs ----------------------------------------------------------------------------------------------------
+
+NAMES = [f"f{i}" for i in range(8)]
+some_fields = st.dictionaries(
+    st.sampled_from(NAMES),
+    st.tuples(st.sampled_from(["float32", "int64"]), st.sampled_from([(), (3,), (4,)])),
+    min_size=1,
+)
+
+
+def of_fields(told, capacity, lanes, kind):
+    fields = tuple(Field((name,), *said) for name, said in told.items())
+    children = {name: Node("leaf", field=i) for i, name in enumerate(told)}
+    return make(capacity=capacity, lanes=lanes, fields=fields, structure=Node(kind, children=children))
+
+
+@given(
+    some_fields, some_fields, st.data(), st.lists(st.sampled_from([12, 24]), min_size=2, max_size=2),
+    st.lists(st.sampled_from(["dict", "tensordict"]), min_size=2, max_size=2),
+)  # fmt: skip
+def test_what_differs_is_named_and_nothing_else(ours, theirs, data, capacities, kinds):
+    if data.draw(st.booleans()):  # about the same fields, perhaps in another order
+        changed = {name: theirs.get(name, said) for name, said in ours.items()}
+        theirs = {name: changed[name] for name in data.draw(st.permutations(list(ours)))}
+    one, other = (
+        of_fields(told, capacity, 3, kind)
+        for told, capacity, kind in zip((ours, theirs), capacities, kinds, strict=True)
+    )
+    text = differences(one, other)
+    assert (text == "") == (encode(one) == encode(other))
+    assert len(text) < 500
+
+    wrong = {
+        "missing": [name for name in ours if name not in theirs],
+        "unknown": [name for name in theirs if name not in ours],
+        "field": [name for name in ours if theirs.get(name, ours[name]) != ours[name]],
+    }
+    parts = text.split("; ")
+    for what, names in wrong.items():
+        shown = re.findall(r"f\d", " ".join(part.partition(":")[0] for part in parts if part.startswith(f"{what} ")))
+        assert shown == names[:3], what
+        left = len(names) - len(shown)
+        if what != "field":
+            assert (f"{what} [{', '.join(map(repr, shown))}]" + f" and {left} more" * (left > 0) in parts) == bool(
+                names
+            )
+        elif left:
+            assert f"{left} more fields" in parts
+    for name in wrong["field"][:3]:
+        (dtype, shape), (dtype_there, shape_there) = ours[name], theirs[name]
+        assert (
+            f"field {name}: expected shape {list(shape)} {dtype}, got shape {list(shape_there)} {dtype_there}" in parts
+        )
+    assert ("capacity: expected" in text) == (capacities[0] != capacities[1])
+    if not any(wrong.values()):
+        if list(ours) != list(theirs):
+            at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+            assert f"fields in another order: expected {[*ours][at]} where {[*theirs][at]} is" in parts
+        elif kinds[0] != kinds[1] and capacities[0] == capacities[1]:
+            assert text == f"data: kind: expected {kinds[0]}, got {kinds[1]}"
+
+
+@given(all_schemas(), all_schemas())
+@settings(max_examples=50)
+def test_a_schema_differs_from_all_but_itself(one, other):
+    assert differences(one, one) == ""
+    assert differences(one, decode(encode(one), "here")) == ""
+    assert (differences(one, other) == "") == (encode(one) == encode(other))
+
+
+LEAVES = {"a": LEAF, "b": Node("leaf", field=1)}
+STRUCTURES = {
+    "another batch": (Node("tensordict", children=LEAVES, batch=(2,)), "data: batch: expected [], got [2]"),
+    "another class": (Node("tensorclass", children=LEAVES, type="m:C"), "data: kind: expected tensordict, got tensorclass"),
+    "entries in another order": (
+        Node("tensordict", children=dict(reversed(LEAVES.items()))),
+        "data: entries in another order: expected a where b is",
+    ),
+    "an empty entry": (Node("tensordict", children={**LEAVES, "c": Node("dict")}), "data: unknown ['c']"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STRUCTURES)
+def test_structures_of_the_same_fields(case):
+    structure, says = STRUCTURES[case]
+    fields = (Field(("a",), "float32", (2,)), Field(("b",), "float32", (2,)))
+    one = make(fields=fields, structure=Node("tensordict", children=LEAVES))
+    assert differences(one, make(fields=fields, structure=structure)) == says
+
+
+def test_long_keys_and_many_fields_make_no_long_text():
+    fields = [Field((letter * 255,) * 16, "float32", (1,) * 32) for letter in "abcdefgh"]
+    others = [Field(field.key, "int64", field.shape) for field in fields]
+    strangers = [Field(("z", *field.key[1:]), "int64", field.shape) for field in fields]
+    for got in (others, strangers, others[:4] + strangers[:4]):
+        assert 0 < len("; ".join(field_differences(fields, got))) < 2000
+    assert field_differences([PartField(0, ("a",), "int64", (), "env_id")], [PartField(0, ("a",), "int64", ())]) == [
+        "field a: expected shape [] int64 as env_id, got shape [] int64"
+    ]
+    assert key_differences(["a", "b"], ["b", "c"]) == "missing ['a'], unknown ['c']"
+    assert key_differences(["a", "b"], ["b", "a"]) == ""

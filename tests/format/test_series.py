@@ -11,6 +11,7 @@ from engram.errors import CorruptCheckpoint
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, rank_folder
 from engram.format.parts import PartReader
+from engram.format.problems import corrupt
 from engram.format.series import Name
 from engram.format.verify import verify
 from tests.format import checkpoint_folders as made
@@ -180,7 +181,20 @@ def test_votes_that_do_not_count(tmp_path, epoch, wrong):
         made.rewrite(path, path.read_bytes()[:-1])
     manifest = series.decide(folder, epoch)
     assert manifest.status == "aborted"
-    assert "one schema on all ranks" in manifest.reasons[0] if wrong == "schema" else "rank" in manifest.reasons[0]
+    says = (
+        "one schema on all ranks, got others: those of rank 0 and rank 1: their sums differ"
+        if wrong == "schema"
+        else "rank"
+    )
+    assert says in manifest.reasons[0]
+
+
+def test_what_a_rank_said_ends_with_one_full_stop(tmp_path, epoch):
+    folder = attempt(tmp_path, voters=[0])
+    series.refuse(folder, 1, "ValueError: save: step: expected 3, as on rank 0, got 2.")
+    assert series.decide(folder, epoch).reasons == ("rank 1: ValueError: save: step: expected 3, as on rank 0, got 2",)
+    assert str(series.look(folder)).endswith("as on rank 0, got 2.")
+    assert str(corrupt(folder, "expected less. Rename the key.")) == f"{folder}: expected less. Rename the key."
 
 
 LATESTS = {

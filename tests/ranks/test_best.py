@@ -167,8 +167,12 @@ def test_a_dump_is_converted_to_another_capacity(tmp_path, storage, room):
     rb.dumps(tmp_path / "x")
     other = best(room, reduction="max", storage=storage)
     if room < 6:
-        with pytest.warns(UserWarning, match=f"left out: .*overflow.*{6 - room}"):
+        gone = "2 episodes with 2 steps" if room == 4 else "4 episodes with 4 steps"
+        with pytest.warns(
+            UserWarning, match=f"^loads: {tmp_path / 'x'}: left out: {gone} as overflow. .* larger"
+        ) as said:
             other.loads(tmp_path / "x", convert=True)
+        assert [it.filename for it in said] == [__file__], "it points to the caller's line"
     else:
         other.loads(tmp_path / "x", convert=True)
     assert sorted(other[:]["score"].tolist()) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0][-room:]

@@ -46,7 +46,7 @@ def test_every_rank_logs_every_shard_and_target(tmp_path, caplog):
     for rank in range(3):
         line = (
             f"shard of rank {rank}: saved 3 episodes with {12 + 3 * rank} steps, kept 2 episodes with {8 + 2 * rank} steps, "
-            f"dropped as open 1 episodes with {4 + rank} steps"
+            f"dropped as open 1 episode with {4 + rank} steps"
         )
         assert sum(line in text for text in said) == 2  # by both ranks
     for target in dealt["targets"]:
@@ -141,11 +141,11 @@ def test_lost_with_a_missing_shard_is_what_an_older_checkpoint_had_of_it(tmp_pat
     older = next(str(name) for name in series.names(tmp_path) if name.step == 1)
     assert report.dealt["lost"] == {"ranks": [1], "as_of": older, "episodes": 3, "steps": 15}
     assert [shard["rank"] for shard in report.dealt["shards"]] == [0, 2]
-    assert f"lost with the shards of ranks 1: at {older} that was 3 episodes with 15 steps" in str(report)
+    assert f"lost with the shard of rank 1: at {older} that was 3 episodes with 15 steps" in str(report)
 
 
 def test_lost_with_a_missing_shard_that_was_never_saved(tmp_path):
     done(job(3, crash, tmp_path, False))
     report = done(job(2, load_partial, tmp_path))[0]
     assert report.dealt["lost"] == {"ranks": [1], "as_of": None, "episodes": None, "steps": None}
-    assert "lost with the shards of ranks 1: nobody knows how much" in str(report)
+    assert "lost with the shard of rank 1: nobody knows how much" in str(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engram._words import count
 from engram.checkpoint.plan import by_reason, counted
 from engram.checkpoint.runs import count_kinds
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from engram.checkpoint.moving import Move
 
-__all__ = ["Lost", "move_lines", "move_report", "said_move"]
+__all__ = ["Lost", "move_lines", "move_report", "said_counts", "said_move"]
 
 
 class Lost(NamedTuple):
@@ -37,9 +38,9 @@ def move_report(move: Move, ranks: Sequence[int], lost: Lost = Lost()) -> dict[s
         ranks: what those were called that saved the shards.
         lost: shards that were missing.
     """
-    plan, count = move.plan, len(move.saved)
-    kept = counted(plan.source, plan.steps, count)
-    cut = counted(plan.source[plan.truncated], plan.steps[plan.truncated], count)
+    plan, shards_there = move.plan, len(move.saved)
+    kept = counted(plan.source, plan.steps, shards_there)
+    cut = counted(plan.source[plan.truncated], plan.steps[plan.truncated], shards_there)
     shards: list[dict[str, Any]] = [
         {
             "rank": rank,
@@ -83,14 +84,15 @@ def _load(move: Move, rank: int) -> dict[str, int]:
 
 def said_move(dealt: Mapping[str, Any]) -> str:
     """A report in a line."""
-    text = f"{_said_counts(dealt)}; from {len(dealt['shards'])} ranks to {len(dealt['targets'])}"
+    text = f"{_said_counts(dealt)}; from {count(len(dealt['shards']), 'rank')} to {len(dealt['targets'])}"
     lost = dealt["lost"]
     if not lost["ranks"]:
         return text
-    whose = f"the shards of ranks {', '.join(map(str, lost['ranks']))}"
+    ranks = ", ".join(map(str, lost["ranks"]))
+    whose = f"the shard of rank {ranks}" if len(lost["ranks"]) == 1 else f"the shards of ranks {ranks}"
     if lost["as_of"] is None:
         return f"{text}; lost with {whose}: nobody knows how much"
-    return f"{text}; lost with {whose}: at {lost['as_of']} that was {_said(lost)}"
+    return f"{text}; lost with {whose}: at {lost['as_of']} that was {said_counts(lost)}"
 
 
 def move_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
@@ -99,25 +101,26 @@ def move_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
         yield f"shard of rank {shard['rank']}: {_said_counts(shard)}"
     for it in dealt["targets"]:
         yield (
-            f"rank {it['rank']}: {_said(it)} in {it['lanes']} lanes of {it['lane_length']} rows, {it['smallest_lane']} to "
-            f"{it['largest_lane']} in each; {it['unused']} rows unused"
+            f"rank {it['rank']}: {said_counts(it)} in {count(it['lanes'], 'lane')} of {count(it['lane_length'], 'row')}, "
+            f"{it['smallest_lane']} to {it['largest_lane']} in each; {count(it['unused'], 'row')} unused"
         )
     yield (
-        f"{dealt['smallest_rank']} to {dealt['largest_rank']} steps in a rank, {dealt['smallest_lane']} to "
-        f"{dealt['largest_lane']} in a lane; {dealt['unused']} rows unused; plan {dealt['plan']}"
+        f"{dealt['smallest_rank']} to {count(dealt['largest_rank'], 'step')} in a rank, {dealt['smallest_lane']} to "
+        f"{dealt['largest_lane']} in a lane; {count(dealt['unused'], 'row')} unused; plan {dealt['plan']}"
     )
 
 
 def _said_counts(counts: Mapping[str, Any]) -> str:
     every = {"saved": counts["saved"], "kept": counts["kept"]}
-    every |= {f"dropped as {reason}": count for reason, count in counts["dropped"].items() if count["episodes"]}
+    every |= {f"dropped as {reason}": it for reason, it in counts["dropped"].items() if it["episodes"]}
     if counts["truncated"]["episodes"]:
         every["kept as truncated"] = counts["truncated"]
-    return ", ".join(f"{what} {_said(count)}" for what, count in every.items())
+    return ", ".join(f"{what} {said_counts(it)}" for what, it in every.items())
 
 
-def _said(count: Mapping[str, int]) -> str:
-    return f"{count['episodes']} episodes with {count['steps']} steps"
+def said_counts(counts: Mapping[str, int]) -> str:
+    """Episodes and steps."""
+    return f"{count(counts['episodes'], 'episode')} with {count(counts['steps'], 'step')}"
 
 
 def _count(pair: NDArray[np.int64]) -> dict[str, int]:

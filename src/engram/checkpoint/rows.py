@@ -273,9 +273,12 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
     try:
         schema = schemas.decode(state["schema"].encode(), str(path))
     except (KeyError, AttributeError, UnicodeEncodeError, CorruptStore) as error:
-        raise corrupt(path, f"expected the schema of a store ({error})") from error
-    if (geometry, list(reader.schema or ())) != described(schema, [field.role for field in reader.schema or ()]):
-        raise corrupt(path, "expected geometry and fields as its schema has them")
+        raise corrupt(path, f"expected the schema of a store ({str(error).removesuffix('.')})") from error
+    roles = {field.key: field.role for field in reader.schema or ()}
+    sizes, fields = described(schema, [roles.get(field.key, "data") for field in schema.fields])
+    if (geometry, list(reader.schema or ())) != (sizes, fields):
+        differs = schemas.field_differences(fields, reader.schema or ()) or [f"geometry {geometry}"]
+        raise corrupt(path, f"expected geometry and fields as its schema has them, got others: {'; '.join(differs)}")
     name = f"{layout.FOLDER}/lanes.bin"
     lanes = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 4).copy()
     goes_on = lanes[:, 2] != 0

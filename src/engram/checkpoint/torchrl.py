@@ -235,7 +235,9 @@ def is_torchrl_dump(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None = None) -> TorchRLDump:
+def read(
+    path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None = None, stacklevel: int = 2
+) -> TorchRLDump:
     """Describe and check a folder that TorchRL's ``ReplayBuffer.dumps`` wrote.
 
     Warns once, naming what is left out: pickles, which are never opened, and entries that are no tensors.
@@ -245,6 +247,7 @@ def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None =
         ndim: that of the storage it is for, 1 or 2: a dump does not say how many dimensions index rows. With more, neither
             does it say in which order they are, as TorchRL swaps the first and the last.
         max_bytes: what all rows of the storage may take, live or not. None: any number.
+        stacklevel: whose line the warning points to; 2: the caller's.
 
     Raises:
         CorruptCheckpoint: a missing, truncated, overlong or linked file, a description that is none or contradicts
@@ -294,7 +297,7 @@ def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None =
         warnings.warn(
             f"{path}: not read, and lost unless you set it up again: {'; '.join(dump.left_out)}. Pickles are never opened. "
             "(The dump has no checksums: sizes and descriptions were checked.)",
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
     return dump
 
@@ -303,7 +306,7 @@ def _validate(schema: Schema, path: Path) -> None:
     try:
         schema.validate()
     except ValueError as error:
-        raise CorruptCheckpoint(f"{path}: {error}.") from error
+        raise CorruptCheckpoint(f"{path}: {str(error).removesuffix('.')}.") from error
 
 
 def _has_lists(node: Node) -> bool:

@@ -1,81 +1,167 @@
-"""Showing a description and a report on a terminal."""
+"""Showing a description and a report as lines of text: the same on a terminal of any width and in a pipe.
+
+Nothing is wrapped here: a name or a number with its unit that breaks can neither be read nor copied.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
+from engram._words import count
+
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from engram.format.verify import Report
 
 __all__ = ["show_description", "show_report"]
 
-MAX_COLUMNS = 9
+#: Characters of entries that are shown behind each other; longer ones get a line each.
+_SHORT = 60
+#: Of many ranks, that are named.
+_MOST_RANKS = 16
 
 
 def show_description(found: dict[str, Any]) -> None:
     """Print what ``describe`` found."""
-    rows = {key: value for key, value in found.items() if key not in ("problems", "notes")}
+    entries = {key: value for key, value in found.items() if key not in ("problems", "notes", "checkpoints")}
+    lines = [*_block(entries)]
+    known: set[str] = set()
+    if found["kind"] == "series":
+        lines += ["", *_checkpoints(found["checkpoints"])]
+        known |= {f"{found['path']}/{row['name']}: {row['status']}." for row in found["checkpoints"]}
+    if "votes" in found:
+        lines += ["", *_what_is_left(found)]
+        no_checkpoint = (
+            f"{found['path']}: undecided",
+            f"{found['path']}/manifest.json: expected a complete checkpoint",
+        )
+        known |= {problem for problem in found["problems"] if problem.startswith(no_checkpoint)}
     console = Console(highlight=False)
-    console.print(_value(rows))
-    for note in found["notes"]:
-        console.print(Text(f"note: {note}"), soft_wrap=True)
-    for problem in found["problems"]:
-        console.print(Text(f"DAMAGED {problem}", style="bold red"), soft_wrap=True)
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    _say(console, "note: ", (note for note in found["notes"] if note not in known), "")
+    _say(console, "DAMAGED ", (problem for problem in found["problems"] if problem not in known), "bold red")
 
 
 def show_report(report: Report) -> None:
     """Print what ``verify`` found."""
     console = Console(highlight=False)
-    for note in report.notes:
-        console.print(Text(f"note: {note}"), soft_wrap=True)
-    for problem in report.problems:
-        console.print(Text(f"DAMAGED {problem}", style="bold red"), soft_wrap=True)
+    _say(console, "note: ", report.notes, "")
+    _say(console, "DAMAGED ", report.problems, "bold red")
     if report.good:
         console.print(Text(f"ok  {report.kind} {report.path} ({report.level})"), soft_wrap=True)
 
 
-def _value(value: Any) -> RenderableType:
-    if isinstance(value, dict) and value:
-        table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for key, part in value.items():
-            table.add_row(str(key), Text(_size(part)) if key.endswith("bytes") and part else _value(part))
-        return table
-    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-        if any(
-            isinstance(part.get(key), dict | list) and key not in ("key", "shape") for part in value for key in part
-        ):
-            return Group(*(_value(part) for part in value))
-        return _rows(value)
-    if isinstance(value, float):
-        return Text(f"{value:.6g}")
-    return Text("–" if value in (None, "", [], (), {}) else str(value))
+def _say(console: Console, what: str, each: Iterable[Any], style: str) -> None:
+    for it in each:
+        console.print(Text(f"{what}{_plain(it)}", style=style), soft_wrap=True)
 
 
-def _rows(rows: list[dict[str, Any]]) -> Table:
-    """Dicts with about the same keys, one a line."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+def _checkpoints(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each: its name, and what it holds, or why it is none."""
+    whole = ({**row, "ranks": row["world"], "linked": _size(row["bytes_linked"])} for row in rows if "world" in row)
+    columns = ("ranks", "steps", "episodes", "bytes", "linked")
+    header, *said = _table([{column: row[column] for column in columns} for row in whole], columns)
+    width = max((len(row["name"]) for row in rows), default=0)
+    yield f"{'checkpoint':<{width}}  {header}"
+    rest = iter(said)
     for row in rows:
-        table.add_row(*(_cell(column, row.get(column)) for column in columns))
-    return table
+        status = row["status"] if row["status"].startswith(("undecided", "aborted")) else f"damaged: {row['status']}"
+        yield f"{row['name']:<{width}}  {next(rest) if 'world' in row else _plain(status)}"
 
 
-def _cell(column: str, value: Any) -> Text:
-    if column == "key" and isinstance(value, list):
-        return Text(".".join(value))
-    if "bytes" in column and isinstance(value, int):
-        return Text(_size(value))
-    return Text("" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value))
+def _what_is_left(found: dict[str, Any]) -> Iterator[str]:
+    """What can be done with an attempt that is no checkpoint."""
+    by_vote: dict[str, list[int]] = {"yes": [], "no": [], "none": []}
+    for vote in found["votes"]:
+        by_vote[vote["vote"]].append(vote["rank"])
+    if found["status"] != "undecided":
+        yield "This is no checkpoint: the ranks gave it up."
+    elif by_vote["no"]:
+        yield f"This is no checkpoint: {_ranks(by_vote['no'])} voted against it."
+    elif not by_vote["none"]:
+        yield "All ranks have saved. The next start of the job makes this a checkpoint."
+    else:
+        yield f"Missing: {_ranks(by_vote['none'])}; dead, or still writing."
+        if by_vote["yes"]:
+            totals = found["totals"]
+            yield (
+                f"There: {_ranks(by_vote['yes'])}, with {count(totals['steps'], 'step')} of {count(totals['episodes'], 'episode')}. "
+                f"restore(name={found['name']!r}, allow_partial=True) of a Checkpointer loads that."
+            )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
+
+
+# ---- values as lines -------------------------------------------------------------------------------------------------
+
+
+def _block(entries: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each entry; below its name, further right, what is too long for that."""
+    texts = {key: _short(key, value) for key, value in entries.items()}
+    width = max((len(key) for key, text in texts.items() if text is not None), default=0)
+    for key, value in entries.items():
+        text = texts[key]
+        if text is not None:
+            yield f"{_plain(key):<{width}}  {text}"
+            continue
+        yield _plain(key)
+        if isinstance(value, dict):
+            below: Iterable[str] = _block(value)
+        elif any(_short(name, part[name]) is None for part in value for name in part):
+            below = (line for part in value for line in _marked(_block(part)))
+        else:
+            below = _table(value, list(dict.fromkeys(name for part in value for name in part)))
+        yield from (f"  {line}" for line in below)
+
+
+def _marked(lines: Iterator[str]) -> Iterator[str]:
+    """As an entry of a list."""
+    for number, line in enumerate(lines):
+        yield f"{'  ' if number else '- '}{line}"
+
+
+def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Iterator[str]:
+    """A line of names, and one for each row; numbers to the right."""
+    cells = [[_short(column, row[column]) or "" if column in row else "" for column in columns] for row in rows]
+    right = [
+        all(isinstance(row.get(column, 0), int | float) or column == "linked" for row in rows) for column in columns
+    ]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    for line in (columns, *cells):
+        texts = (f"{text:{'>' if to else '<'}{width}}" for text, width, to in zip(line, widths, right, strict=True))
+        yield "  ".join(texts).rstrip()
+
+
+def _short(key: str, value: Any) -> str | None:
+    """A value on one line; None: it needs more."""
+    if isinstance(value, dict) and value:
+        parts = {name: _short(name, part) for name, part in value.items()}
+        text = ", ".join(f"{name} {part}" for name, part in parts.items())
+        return None if None in parts.values() or len(text) > _SHORT else text
+    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+        return None
+    if key == "key" and isinstance(value, list):
+        return _plain(".".join(value))
+    if "bytes" in key and type(value) is int:
+        return _size(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "–" if value in (None, "", [], (), {}) and key != "shape" else _plain(value)
+
+
+def _plain(value: Any) -> str:
+    """Without what would move a terminal's cursor: texts come from files."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _size(nbytes: int) -> str:

@@ -147,32 +147,6 @@ def schema_sum(fields: Sequence[PartField]) -> str:
 NO_SCHEMA = schema_sum(())
 
 
-def difference(ours: Sequence[PartField], theirs: Sequence[PartField], us: str, them: str) -> str:
-    """The first field in which two schemas differ, in words. ``us``, ``them``: whose they are."""
-    here, there = ({field.key: field for field in fields} for fields in (ours, theirs))
-    for key in dict.fromkeys([*here, *there]):
-        one, other = (_said(fields.get(key)) for fields in (here, there))
-        if one != other:
-            return f"{_key(key)}: {one} of {us}, {other} of {them}"
-    orders = [", ".join(map(_key, fields)) for fields in (here, there)]
-    return (
-        f"the same fields in another order: {orders[0]} of {us}, {orders[1]} of {them}. The order is part of the schema: begin with "
-        "rows whose keys come in the same order on all ranks"
-    )
-
-
-def _key(key: Sequence[str]) -> str:
-    return repr(key[0] if len(key) == 1 else tuple(key))
-
-
-def _said(field: PartField | None) -> str:
-    """All that is said of a field but where it stands."""
-    if field is None:
-        return "none"
-    role = "" if field.role == "data" else f" as {field.role}"
-    return f"{field.dtype} {list(field.shape)}{role}"
-
-
 def segment_layout(fields: Sequence[PartField], rows: int) -> tuple[list[int], int]:
     """Where each field begins in a segment of that many rows, and how long the file is, in bytes."""
     offsets, end = [], 0

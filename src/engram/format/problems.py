@@ -24,7 +24,7 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         where = "" if self.offset is None else f" at byte {self.offset}"
-        return f"{self.path}{where}: {self.what}."
+        return f"{self.path}{where}: {self.what.removesuffix('.')}."
 
 
 def corrupt(path: Path, what: str, offset: int | None = None) -> CorruptCheckpoint:

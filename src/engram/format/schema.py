@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import xxhash
@@ -18,7 +18,7 @@ from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "DTYPES",
@@ -28,8 +28,11 @@ __all__ = [
     "Node",
     "Schema",
     "decode",
+    "differences",
     "encode",
+    "field_differences",
     "fingerprint",
+    "key_differences",
     "validate_fields",
     "validate_geometry",
     "validate_key",
@@ -43,6 +46,8 @@ MAX_DIMS = 32
 MAX_DEPTH = 16
 MAX_KEY_BYTES = 255
 MAX_LANES = 1 << 20
+#: Of a kind, that a message names.
+_MOST_NAMED = 3
 
 #: Bytes per element of every dtype that can be stored: a closed table.
 DTYPES: dict[str, int] = {
@@ -204,6 +209,93 @@ def validate_key(key: tuple[str, ...]) -> None:
             raise ValueError(f"field {key}: a key of {nbytes} bytes, at most {MAX_KEY_BYTES} are possible")
 
 
+def differences(expected: Schema, got: Schema) -> str:
+    """What another schema has otherwise, for a message: the first few fields, sizes, then how rows are put together.
+
+    Empty: they are the same, and so are their bytes.
+    """
+    found = field_differences(expected.fields, got.fields)
+    for name in ("capacity", "lanes", "columns", "version"):
+        ours, theirs = getattr(expected, name), getattr(got, name)
+        if ours != theirs:
+            found.append(f"{name}: expected {_listed(ours)}, got {_listed(theirs)}")
+    if not found:
+        found = _node_differences(expected.structure, got.structure, ())
+    return "; ".join(found)
+
+
+def field_differences(expected: Sequence[Any], got: Sequence[Any]) -> list[str]:
+    """What other fields have otherwise: which are missing or unknown, and the first whose shape, dtype or role is another.
+
+    Args:
+        expected: ``Field`` or ``PartField``, each with a key of its own.
+        got: the same.
+
+    Returns:
+        An entry for each thing to say; none: nothing differs, nor does their order.
+    """
+    ours, theirs = ({field.key: _said(field) for field in fields} for fields in (expected, got))
+    found = _key_differences(ours, theirs)
+    other = [key for key, said in ours.items() if theirs.get(key, said) != said]
+    found += [f"field {_name(key)}: expected {ours[key]}, got {theirs[key]}" for key in other[:_MOST_NAMED]]
+    if len(other) > _MOST_NAMED:
+        found.append(f"{len(other) - _MOST_NAMED} more fields")
+    return found or _order_differences(list(ours), list(theirs), "fields")
+
+
+def key_differences(expected: Iterable[Any], got: Iterable[Any]) -> str:
+    """Which keys are missing of those that are expected, and which are unknown; empty: none."""
+    return ", ".join(_key_differences(dict.fromkeys(expected), dict.fromkeys(got)))
+
+
+def _key_differences(ours: Mapping[Any, object], theirs: Mapping[Any, object]) -> list[str]:
+    strangers = {"missing": [key for key in ours if key not in theirs], "unknown": [k for k in theirs if k not in ours]}
+    return [f"{what} {_named(keys)}" for what, keys in strangers.items() if keys]
+
+
+def _order_differences(ours: Sequence[Any], theirs: Sequence[Any], what: str) -> list[str]:
+    pairs = [(mine, other) for mine, other in zip(ours, theirs, strict=True) if mine != other]
+    return [f"{what} in another order: expected {_name(a)} where {_name(b)} is" for a, b in pairs[:1]]
+
+
+def _node_differences(ours: Node, theirs: Node, path: tuple[str, ...]) -> list[str]:
+    """The first node that differs, in a structure of the same fields."""
+    where = f"field {_name(path)}" if path else "data"
+    for entry in ("kind", "type", "batch"):
+        expected, got = getattr(ours, entry), getattr(theirs, entry)
+        if expected != got:
+            return [f"{where}: {entry}: expected {_listed(expected)!s:.100}, got {_listed(got)!s:.100}"]
+    found = _key_differences(ours.children, theirs.children)
+    found = found or _order_differences(list(ours.children), list(theirs.children), "entries")
+    if found:
+        return [f"{where}: {', '.join(found)}"]
+    pairs = ((name, child, theirs.children[name]) for name, child in ours.children.items())
+    return next((said for name, a, b in pairs if (said := _node_differences(a, b, (*path, name)))), [])
+
+
+def _said(field: Any) -> str:
+    role = getattr(field, "role", "data")
+    return f"shape {list(field.shape)!s:.100} {field.dtype}" + (f" as {role}" if role != "data" else "")
+
+
+def _plain(key: Any) -> Any:
+    """As users write it."""
+    return key[0] if isinstance(key, tuple) and len(key) == 1 else key
+
+
+def _name(key: Any) -> str:
+    return f"{_plain(key)!s:.100}"
+
+
+def _named(keys: Sequence[Any]) -> str:
+    shown = ", ".join(f"{_plain(key)!r:.100}" for key in keys[:_MOST_NAMED])
+    return f"[{shown}]" + (f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else "")
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def encode(value: msgspec.Struct) -> bytes:
     """JSON without spaces, in the order of the entries: that of children means something. Equal values have equal bytes."""
     return json.dumps(msgspec.to_builtins(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
@@ -239,5 +331,5 @@ def decode(raw: bytes, path: str) -> Schema:
         schema = msgspec.convert(tree, Schema, strict=True)
         schema.validate()
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
-        raise CorruptStore(f"{path}: {error}.") from error
+        raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
     return schema

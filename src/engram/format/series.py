@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from engram._words import count
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, strict
 from engram.format.checkpoints import (
@@ -47,9 +48,10 @@ from engram.format.checkpoints import (
     read_shard,
     sync_parts,
 )
-from engram.format.description import NO_SCHEMA, difference
+from engram.format.description import NO_SCHEMA
 from engram.format.part_reader import PartReader
 from engram.format.problems import Problem, corrupt, problem_of, read_small
+from engram.format.schema import field_differences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -412,7 +414,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
     _check_epoch(folder.parent, epoch)
     attempt = read_attempt(folder)
     given = votes(folder)
-    reasons = [f"rank {vote.rank}: {vote.error}" for vote in given if vote.error is not None]
+    reasons = [f"rank {vote.rank}: {vote.error.removesuffix('.')}" for vote in given if vote.error is not None]
     missing = [vote.rank for vote in given if vote.shard is None and vote.error is None]
     if missing and not reasons:
         if give_up is None:
@@ -450,7 +452,8 @@ def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) ->
             return f"{text}: of {', of '.join(name for name, _ in alike)}"
     first = alike[0][0]
     return f"{text}: " + "; ".join(
-        difference(fields[0], theirs, first, name) for theirs, (name, _) in zip(fields[1:], alike[1:], strict=True)
+        f"{name}, beside {first}: {', '.join(field_differences(fields[0], theirs)) or 'their sums differ'}"
+        for theirs, (name, _) in zip(fields[1:], alike[1:], strict=True)
     )
 
 
@@ -569,9 +572,8 @@ def look(folder: Path) -> Problem | None:
         made = decision(folder)
         if made is None:
             given = votes(folder)
-            return Problem(
-                folder, f"undecided: {sum(vote.shard is not None for vote in given)} of {len(given)} ranks voted for it"
-            )
+            said_yes = sum(vote.shard is not None for vote in given)
+            return Problem(folder, f"undecided: {said_yes} of {count(len(given), 'rank')} voted for it")
         if made.status == "aborted":
             return Problem(folder, f"aborted: {', '.join(made.reasons)[:1000]}")
         if made.name != folder.name:

@@ -18,7 +18,7 @@ from engram import _native
 from engram._tensordict import children as entries_of
 from engram._tensordict import wrap
 from engram.format.layout import SINGLE
-from engram.format.schema import DTYPES, Field, Node, Schema, validate_key
+from engram.format.schema import DTYPES, Field, Node, Schema, key_differences, validate_key
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
@@ -217,12 +217,10 @@ class Structure:
         if source is None or (node.type and type(value) is not self._types[node.type]):
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")
-        extra = [key for key in source if key not in node.children and key not in ignored]
-        missing = [key for key in node.children if key not in source]
-        if extra or missing:
+        differs = key_differences(node.children, (key for key in source if key in node.children or key not in ignored))
+        if differs:
             raise KeyError(
-                f"{call}: {at(path)}: expected the fields of the first row, {list(node.children)}; "
-                f"got {list(source)} (missing {missing}, unknown {extra}). Write the same fields in every row."
+                f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row."
             )
         for key, child in node.children.items():
             self._walk(child, source[key], shapes, out, call, (*path, key), frozenset())

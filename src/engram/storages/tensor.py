@@ -21,6 +21,7 @@ from engram._devices import existing_device
 from engram._later import refuse
 from engram.checkpoint.components import check_blocks, check_kind, write_part
 from engram.checkpoint.plan import Target
+from engram.checkpoint.reports import said_counts
 from engram.checkpoint.roles import roles_of
 from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
 from engram.checkpoint.segments import save_segments
@@ -719,9 +720,14 @@ class TensorStorage(Storage):
         if schemas.encode(schema).decode() != state["schema"]:
             move = self._checked_move(saved, plan)
             state, fill_rows = move.rows(0)
-            left_out = {reason: count for reason, count in move.plan.dropped.items() if count["steps"]}
+            dropped = move.plan.dropped.items()
+            left_out = [f"{said_counts(counts)} as {reason}" for reason, counts in dropped if counts["steps"]]
             if left_out:
-                warnings.warn(f"loads: {saved.reader.folder}: left out: {left_out}.", stacklevel=5)
+                warnings.warn(
+                    f"loads: {saved.reader.folder.parent}: left out: {', '.join(left_out)}. The newest were taken: a larger storage "
+                    "takes more.",
+                    stacklevel=5,
+                )
         if len(self):
             check_blocks(saved.reader)
         others = {name: known for name, known in state["priorities"].items() if name not in without}
@@ -751,14 +757,9 @@ class TensorStorage(Storage):
             )
         schema = self._decoded(text, where)
         here = self._schema(Structure.from_schema(schema), schema.columns)
-        if self.memory is not None and (here.fields, here.structure) != (
-            self.memory.schema.fields,
-            self.memory.schema.structure,
-        ):
-            raise IncompatibleCheckpoint(
-                f"{where}: expected the fields of this storage, {[field.name for field in self.memory.schema.fields]}, got "
-                f"{[field.name for field in here.fields]}, or others of their dtypes and shapes."
-            )
+        differs = "" if self.memory is None else schemas.differences(self.memory.schema, here)
+        if differs:
+            raise IncompatibleCheckpoint(f"{where}: expected the fields of this storage, got others: {differs}.")
         return here if self.memory is None else self.memory.schema
 
     def priorities_in_use(self, name: str) -> dict[str, Any] | None:
@@ -859,11 +860,13 @@ class TensorStorage(Storage):
             expected = self.memory.schema
         else:
             expected = self._schema(Structure.from_schema(schema), schema.columns)
-        if schemas.encode(schema) != schemas.encode(expected) or len(schema.columns) != self.ndim - 1:
-            raise IncompatibleCheckpoint(
-                f"{where}: expected that of this storage, with ndim={self.ndim}, {schemas.encode(expected).decode()[:500]}, got "
-                f"{text[:500]}."
-            )
+        differs = schemas.differences(expected, schema)
+        if not differs and len(schema.columns) != self.ndim - 1:
+            differs = f"ndim: expected {self.ndim}, got {1 + len(schema.columns)}"
+        if differs:
+            sizes_only = schema.fields == expected.fields and not (schema.columns or expected.columns)
+            advice = " Buffers of other sizes take it with loads(path, convert=True)." if sizes_only else ""
+            raise IncompatibleCheckpoint(f"{where}: expected that of this storage, got another: {differs}.{advice}")
         return schema
 
     # ---- copies and text -----------------------------------------------------------------------------------------------
