@@ -18,6 +18,7 @@ from engram.checkpoint import buffers, moving, placing, plan
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
 from tests.format.checkpoint_folders import tree
+from tests.format.system_calls import settled
 from tests.ranks.jobs import buffer, done, episode, job, layout, play, steps_of, whos
 from tests.ranks.jobs import checkpointer as checkpointer_of
 
@@ -227,6 +228,7 @@ def a_job_that_was_replaced_leaves_all_as_it_is(root):
             play(later._buffer, 0, 0, [4])
             later.save(5)
         ranks.gather(b"", 5.0)
+        settled(root)
         before = tree(root)
         ranks.gather(b"", 5.0)
         try:
@@ -235,6 +237,7 @@ def a_job_that_was_replaced_leaves_all_as_it_is(root):
         except (RuntimeError, RankFailed) as error:
             said = str(error)
         ranks.gather(b"", 5.0)
+        settled(root)
         return "later incarnation" in said, tree(root) == before
 
     assert done(job(2, act)) == [(True, True)] * 2
