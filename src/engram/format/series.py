@@ -432,7 +432,7 @@ def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote]) -> list[str]:
     if len(_schema_sums([vote.shard for vote in given if vote.shard])) > 1:
         return [f"expected one schema on all ranks, got others: {_other_fields(folder, given)}"]
     with Checkpoint(folder, _manifest(attempt, given, [])) as checkpoint:
-        return [str(problem) for problem in checkpoint.problems("meta")][:100]
+        return [str(problem).removesuffix(".") for problem in checkpoint.problems("meta")][:100]
 
 
 def _manifest(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -> Manifest:
