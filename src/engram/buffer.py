@@ -1884,7 +1884,8 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
         config = record.get("config", {})
         return known[name].from_config(config) if hasattr(known[name], "from_config") else known[name](**config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {error}.") from error
+        why = str(error).removesuffix(".")
+        raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {why}.") from error
 
 
 def _free_bytes() -> int:

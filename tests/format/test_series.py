@@ -187,6 +187,7 @@ def test_votes_that_do_not_count(tmp_path, epoch, wrong):
         else "rank"
     )
     assert says in manifest.reasons[0]
+    assert not any(reason.endswith(".") for reason in manifest.reasons), "whoever says it ends the sentence"
 
 
 def test_what_a_rank_said_ends_with_one_full_stop(tmp_path, epoch):

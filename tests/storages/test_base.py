@@ -85,7 +85,7 @@ def test_assignment(index, expected):
 
 
 REFUSED = {
-    "beyond": (5, RowError, "row 5 is not live: expected one of the 5 rows"),
+    "beyond": (5, RowError, "row 5 is not live: expected one of 5 rows"),
     "beyond the capacity": (8, RowError, "row 8 is not live"),
     "before": (-6, RowError, "at least -5, got -6"),
     "list beyond": ([0, 5], RowError, "row 5 is not live"),

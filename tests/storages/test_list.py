@@ -213,7 +213,7 @@ def test_copies_are_independent():
         (lambda rb: rb.storage.set([0, 1], ["x"]), RuntimeError, "expected 2 rows, one per index"),
         (lambda rb: rb.__setitem__(2, "x"), RowError, "row 2 is not live"),
         (lambda rb: rb.__setitem__([0, 1], ["x"]), RuntimeError, "expected 2 rows"),
-        (lambda rb: rb[2], RowError, "row 2 is not live: expected one of the 2 rows"),
+        (lambda rb: rb[2], RowError, "row 2 is not live: expected one of 2 rows"),
         (lambda rb: rb[-3], RowError, "at least -2, got -3"),
         (lambda rb: rb.storage.read(torch.tensor([7])), RowError, r"rows in \[0, 2\), got 7"),
         (lambda rb: rb.storage.read(torch.tensor([-1])), RowError, r"rows in \[0, 2\), got -1"),

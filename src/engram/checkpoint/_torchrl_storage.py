@@ -239,7 +239,7 @@ def _check_key(key: tuple[str, ...], name: str) -> None:
     try:
         validate_key(key)
     except ValueError as error:
-        raise CorruptCheckpoint(f"{name}: {error}.") from error
+        raise CorruptCheckpoint(f"{name}: {str(error).removesuffix('.')}.") from error
 
 
 def _class_name(dotted: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from engram._words import count
 from engram.checkpoint import buffers
 from engram.checkpoint.best import plan_best
 from engram.checkpoint.placing import (
@@ -122,13 +123,13 @@ class Move(NamedTuple):
         lost = {reason: self.plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
         if sum(lost.values()) <= most * steps:
             return
-        named = ", ".join(f"{count} {reason}" for reason, count in lost.items() if count)
+        named = ", ".join(f"{number} {reason}" for reason, number in lost.items() if number)
         advice = [way for end, way in ways.items() if any(lost[reason] for reason in _LACKING[end])]
         if lost["oversize"]:
             longest = max(target.lane_length for target in self.targets)
-            advice.append(f"lanes longer than {longest} rows keep the oversize ones")
+            advice.append(f"lanes longer than {count(longest, 'row')} keep the oversize ones")
         raise IncompatibleCheckpoint(
-            f"{where}: expected to leave out at most {most:.0%} of {steps} saved steps, would leave out {sum(lost.values())} "
+            f"{where}: expected to leave out at most {most:.0%} of {count(steps, 'saved step')}, would leave out {sum(lost.values())} "
             f"({named}). {'; '.join([*advice, otherwise])}."
         )
 
@@ -199,7 +200,7 @@ def by_value(ranking: Ranking) -> Planner:
         lanes = max((target.lanes for target in targets), default=1)
         if lanes > 1:
             raise IncompatibleCheckpoint(
-                f"{saved[0].reader.folder}: expected targets of 1 lane, as its writer keeps the best rows, got {lanes} lanes."
+                f"{saved[0].reader.folder}: expected targets of 1 lane, as its writer keeps the best rows, got {lanes}."
             )
         rows = [in_rows(one) for one in saved]
         values = [ranking.values(read_runs(one, ranking.key)) if len(one.source.runs) else np.empty(0) for one in rows]

@@ -436,7 +436,7 @@ def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote]) -> list[str]:
     if len(by_schema) > 1:
         return [_unlike(folder, attempt.world, by_schema)[:10_000]]
     with Checkpoint(folder, _manifest(attempt, given, [])) as checkpoint:
-        return [str(problem) for problem in checkpoint.problems("meta")][:100]
+        return [str(problem).removesuffix(".") for problem in checkpoint.problems("meta")][:100]
 
 
 def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) -> str:

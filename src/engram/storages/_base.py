@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import _fork
+from engram import _fork, _words
 from engram.checkpoint.components import Dumpable, check_kind, read_state, write_part
 from engram.checkpoint.rows import SavedRows, nothing_saved
 from engram.errors import IncompatibleCheckpoint, RowError
@@ -463,7 +463,7 @@ class Storage(Dumpable):
                 f"got {type(index).__name__}."
             ) from None
         if not -(1 << 63) <= row < 1 << 63:
-            raise RowError(f"rb[index]: expected one of the {len(self)} rows that hold data, got {row}.")
+            raise RowError(f"rb[index]: expected one of {_words.count(len(self), 'row')} with data, got {row}.")
         return Rows(self._live(torch.tensor([row], device="cpu")), single=True)
 
     def _live(self, rows: Tensor) -> Tensor:
@@ -481,7 +481,7 @@ class Storage(Dumpable):
                 holes = self.extent().holes
                 lost = "" if holes is None else f"; {len(holes)} between them were lost with a writer that died"
                 raise RowError(
-                    f"rb[index]: row {int(dead[0])} is not live: expected one of the {len(self)} rows that hold data{lost}."
+                    f"rb[index]: row {int(dead[0])} is not live: expected one of {_words.count(len(self), 'row')} with data{lost}."
                 )
         return rows
 
@@ -489,7 +489,9 @@ class Storage(Dumpable):
 def check_count(call: str, count: int | None, n: int) -> None:
     """Raise ``RuntimeError`` unless there are as many rows as indices or lanes were given."""
     if count is not None and n != count:
-        raise RuntimeError(f"{call}: expected {count} rows, one per index or lane that was given, got {n}.")
+        raise RuntimeError(
+            f"{call}: expected {_words.count(count, 'row')}, one per index or lane that was given, got {n}."
+        )
 
 
 def _to_rows(index: Any) -> Tensor:

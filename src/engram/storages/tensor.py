@@ -864,8 +864,9 @@ class TensorStorage(Storage):
         if not differs and len(schema.columns) != self.ndim - 1:
             differs = f"ndim: expected {self.ndim}, got {1 + len(schema.columns)}"
         if differs:
-            sizes_only = schema.fields == expected.fields and not (schema.columns or expected.columns)
-            advice = " Buffers of other sizes take it with loads(path, convert=True)." if sizes_only else ""
+            same_rows = (schema.fields, schema.structure) == (expected.fields, expected.structure)
+            in_lanes = self.ndim == 1 and not schema.columns
+            advice = " Buffers of other sizes take it with loads(path, convert=True)." if same_rows and in_lanes else ""
             raise IncompatibleCheckpoint(f"{where}: expected that of this storage, got another: {differs}.{advice}")
         return schema
 
