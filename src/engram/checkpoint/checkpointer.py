@@ -7,12 +7,14 @@ import contextlib
 import errno
 import json
 import logging
+import operator
 import os
 import secrets
 import signal
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -30,13 +32,13 @@ from engram.checkpoint.requests import Requests
 from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint, RankFailed
-from engram.format import disk, series
+from engram.format import disk, series, strict
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.format.problems import corrupt
 from engram.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from engram.checkpoint.moving import Move, Planner
     from engram.format.parts import PartReader
@@ -157,7 +159,7 @@ class SaveHandle:
         assert self._report is not None  # one of the two is there
         return self._report
 
-    def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
+    def _end(self, report: SaveReport | None, error: BaseException | None = None) -> None:
         self._report, self._error = report, error
         self._over.set()
 
@@ -185,6 +187,34 @@ class _Wanted(NamedTuple):
     """The largest step."""
     partial: bool = False
     """One that lacks shards will do."""
+
+
+class _Asked(NamedTuple):
+    """What a checkpoint is asked for with, checked."""
+
+    step: int
+    user: dict[str, Any]
+    """A copy."""
+
+
+def _checked_step(what: str, step: Any) -> int:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{what}: step: expected an int of at least 0, got {step!r}.")
+    return number
+
+
+def _checked_user(what: str, user: Any) -> dict[str, Any] | None:
+    """As it comes back from a checkpoint."""
+    if user is None:
+        return None
+    if not isinstance(user, Mapping):
+        raise TypeError(f"{what}: user: expected a dict of JSON, got {type(user).__name__}.")
+    copy: dict[str, Any] = strict.parse(strict.encode({"user": dict(user)}))["user"]
+    return copy
 
 
 class _Moment(NamedTuple):
@@ -310,71 +340,74 @@ class Checkpointer:
     def save(self, step: int, *, user: Mapping[str, Any] | None = None, wait: bool = True) -> Any:
         """Make a checkpoint. With several ranks, each of them calls this with the same step.
 
-        While one is being made, another call joins that: it returns, or waits for, the same one. With ``ranks`` it waits for its end, and
-        makes one more.
+        While one is being made, another call waits for its end first, so that each is of its own step. :meth:`poll` never waits.
 
         Args:
             step: of the training; orders checkpoints.
             user: JSON of yours, which :meth:`restore` gives back: the name of the model's checkpoint, say. That of rank 0 counts.
-            wait: False: return a :class:`SaveHandle` at once. A process that ends meanwhile ends after the save.
+            wait: False: return a :class:`SaveHandle` as soon as it is known what is saved. A process that ends meanwhile ends after
+                the save.
 
         Returns:
             A :class:`SaveReport`, or the handle.
 
         Raises:
             KeyError: a key of ``roles`` is not stored.
-            TypeError: state that cannot be saved, or ``user`` is not JSON; names the way to it.
-            ValueError: ``step`` is negative.
+            TypeError: state that cannot be saved, or ``user`` is not a dict of JSON; names the way to it.
+            ValueError: ``step`` is no int of at least 0; ``user`` is too long, too deep or has a number that is not finite.
             RuntimeError: a later process has taken this folder over; or ``paranoid`` found a row that was changed through a view.
             WriterStalled: a writer did not stop for 5 s.
             OSError: no space, or an I/O error. The last checkpoint stays as it is.
             RankFailed: one of several ranks raised one of these, died, or was not ready in time; on all of them.
         """
-        if type(step) is not int or step < 0:
-            raise ValueError(f"save: step: expected an int of at least 0, got {step!r}.")
-        before = self._handle
-        if before is not None and not self._alone:
-            # Ranks do not see the end of a save at the same moment: which of them would join it?
-            before._over.wait()  # noqa: SLF001 - our own; it ends at its deadline
-        work: Callable[[], None] | None = None
-        with self._lock:
-            handle = self._handle
-            if handle is None or handle.done:
-                handle = self._handle = SaveHandle()
-                work = self._prepared(step, dict(user or {}), handle)
-        if work is not None and wait:
-            work()
-        elif work is not None:
-            try:
+        asked: _Asked | Exception
+        try:
+            asked = _Asked(_checked_step("save", step), _checked_user("save", user) or {})
+        except Exception as error:
+            if self._ranks.world == 1:
+                raise
+            asked = error  # others have come to save, and must hear of it
+        return self._save(asked, SaveHandle(), wait=wait)
+
+    def _save(self, asked: _Asked | Exception, handle: SaveHandle, *, wait: bool) -> Any:
+        """As :meth:`save`. Whatever happens, the handle ends."""
+        try:
+            with self._lock:
+                before = self._handle
+                if before is not None:
+                    before._over.wait()  # noqa: SLF001 - our own; it ends at its deadline
+                self._handle = handle
+                work = self._prepared(asked, handle)
+            if wait:
+                work()
+            else:
                 # Not a daemon: the interpreter ends when the save has, which has a deadline.
                 threading.Thread(target=work, name="engram-save", daemon=False).start()
-            except BaseException as error:
-                handle._end(None, error)  # noqa: SLF001 - our own
-                raise
+        except BaseException as error:
+            handle._end(None, error)  # noqa: SLF001 - our own
+            raise
         return handle.wait() if wait else handle
 
-    def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
-        """Note the moment; what writes it."""
+    def _prepared(self, asked: _Asked | Exception, handle: SaveHandle) -> Callable[[], None]:
+        """Note the moment; what writes it, and ends the handle whatever happens."""
         started, self._save_began = time.perf_counter(), time.monotonic()
         number = self._saves
         self._saves += 1
         moment: _Moment | BaseException
         try:
-            moment = self._noted()
+            moment = self._noted() if isinstance(asked, _Asked) else asked
         except BaseException as error:
             if self._ranks.world == 1:
-                handle._end(None, error)  # noqa: SLF001 - our own
                 raise
             moment = error  # others must hear of it
 
         def work() -> None:
             try:
-                report = self._write(number, step, user, moment, started, handle)
+                handle._end(self._write(number, asked, moment, started, handle))  # noqa: SLF001 - our own
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
-                _log.warning("the save of step %d failed: %s: %s", step, type(error).__name__, error)
+                which = f" of step {asked.step}" if isinstance(asked, _Asked) else ""
+                _log.warning("the save%s failed: %s: %s", which, type(error).__name__, error)
                 handle._end(None, error)  # noqa: SLF001
-            else:
-                handle._end(report, None)  # noqa: SLF001
 
         return work
 
@@ -394,17 +427,29 @@ class Checkpointer:
     def _write(
         self,
         number: int,
-        step: int,
-        user: dict[str, Any],
+        asked: _Asked | Exception,
         moment: _Moment | BaseException,
         started: float,
         handle: SaveHandle,
     ) -> SaveReport:
         parent = None if isinstance(moment, BaseException) else self._parent_of(moment.lineage)
         name = None if parent is None else parent.path.name
-        attempt = self._attempts.begin(number, step, name, user, "save", self._timeout)
-        handle.path = attempt
-        error = self._vote(attempt, step, moment, parent)
+
+        def begun() -> Path:
+            if isinstance(asked, Exception):
+                raise asked
+            return series.begin(
+                self.root,
+                step=asked.step,
+                epoch=self._attempts.epoch,
+                world=self._ranks.world,
+                trigger="save",
+                parent=name,
+                user=asked.user,
+            )
+
+        handle.path = attempt = self._attempts.begin(number, begun, self._timeout)
+        error = self._vote(attempt, asked, moment, parent)
         if error is not None and (self._ranks.world == 1 or not isinstance(error, Exception)):
             raise error
         manifest = self._attempts.decided(attempt, self._timeout)
@@ -418,7 +463,8 @@ class Checkpointer:
         assert isinstance(moment, _Moment)  # else this rank voted against
         self._parent = _Parent(attempt, moment.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
-        self._tell_user_state(attempt, user)
+        assert isinstance(asked, _Asked)  # as above
+        self._tell_user_state(attempt, asked.user)
         report = self._report(attempt, moment.paused, started)
         if self._ranks.rank == 0:
             series.set_latest(self.root, attempt.name, self._attempts.epoch)
@@ -428,16 +474,18 @@ class Checkpointer:
         return report
 
     def _vote(
-        self, attempt: Path, step: int, moment: _Moment | BaseException, parent: _Parent | None
+        self, attempt: Path, asked: _Asked | Exception, moment: _Moment | BaseException, parent: _Parent | None
     ) -> BaseException | None:
         """Write the shard of this rank, and vote for the attempt, or against it. Why against it."""
         try:
+            if isinstance(asked, Exception):
+                raise asked
             if isinstance(moment, BaseException):
                 raise moment
             agreed = series.read_attempt(attempt).step
-            if agreed != step:
-                raise ValueError(f"save: step: expected {agreed}, as on rank 0, got {step}.")
-            self._write_shard(attempt, step, moment, parent)
+            if agreed != asked.step:
+                raise ValueError(f"save: step: expected {agreed}, as on rank 0, got {asked.step}.")
+            self._write_shard(attempt, asked.step, moment, parent)
             series.decide(attempt, self._attempts.epoch)  # whoever votes last
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
@@ -450,7 +498,7 @@ class Checkpointer:
     def _tell_user_state(self, attempt: Path, user: dict[str, Any]) -> None:
         """Log it if what was noted here is not what is saved."""
         saved = series.read_attempt(attempt).user
-        if user and json.loads(json.dumps(user, default=repr)) != saved:
+        if user and user != saved:
             _log.warning(
                 "save: %s: user: expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are saved: %s",
                 attempt.name,
