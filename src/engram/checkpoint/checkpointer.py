@@ -217,6 +217,13 @@ def _checked_user(what: str, user: Any) -> dict[str, Any] | None:
     return copy
 
 
+class _Heard(NamedTuple):
+    """What this rank was last told: a crash checkpoint is of that."""
+
+    step: int = 0
+    user: dict[str, Any] = {}  # noqa: RUF012 - a value
+
+
 class _Moment(NamedTuple):
     """What a checkpoint is of; rows are read later."""
 
@@ -327,7 +334,8 @@ class Checkpointer:
         self._every_steps, self._poll_every, self._on_failure = every_steps, poll_every, on_failure
         self._period_s = None if every_minutes is None else 60 * every_minutes
         self._save_began = time.monotonic()
-        self._polls = self._polled_step = self._guards = 0
+        self._polls = self._guards = 0
+        self._heard = _Heard()
         self._unsettled: SaveHandle | None = None
         self.requests = Requests()
         self._parent: _Parent | None = None
@@ -362,12 +370,19 @@ class Checkpointer:
         """
         asked: _Asked | Exception
         try:
-            asked = _Asked(_checked_step("save", step), _checked_user("save", user) or {})
+            asked = self._hear("save", step, user)
         except Exception as error:
             if self._ranks.world == 1:
                 raise
             asked = error  # others have come to save, and must hear of it
         return self._save(asked, SaveHandle(), wait=wait)
+
+    def _hear(self, what: str, step: Any, user: Any) -> _Asked:
+        """The step and the user state, checked and noted. Without a user state the last one that was given stays the last."""
+        step, user = _checked_step(what, step), _checked_user(what, user)
+        last = self._heard
+        self._heard = _Heard(max(step, last.step), last.user if user is None else user)
+        return _Asked(step, user or {})
 
     def _save(self, asked: _Asked | Exception, handle: SaveHandle, *, wait: bool) -> Any:
         """As :meth:`save`. Whatever happens, the handle ends."""
@@ -583,7 +598,8 @@ class Checkpointer:
 
         Args:
             step: of the training; larger than at the last call.
-            user: as for :meth:`save`.
+            user: as for :meth:`save`. The last one that any call was given, or :meth:`restore` found, is also that of a crash
+                checkpoint, so give it on every rank.
 
         Returns:
             The handle of a save that began now; else None.
@@ -593,8 +609,9 @@ class Checkpointer:
                 ``"raise"``; otherwise that is a warning.
         """
         self._settle()
-        due = self._every_steps is not None and step // self._every_steps > self._polled_step // self._every_steps
-        self._polled_step = step
+        before = self._heard.step
+        step = self._hear("poll", step, user).step
+        due = self._every_steps is not None and step // self._every_steps > before // self._every_steps
         self._polls += 1
         if self._polls % self._poll_every == 0:
             # Where one rank still writes, all wait with what was asked for: nobody's training is to stop for that.
@@ -646,7 +663,9 @@ class Checkpointer:
         When this rank raises or gets SIGTERM, when another one does, or gives no sign of life for 10 s, each that lives saves its
         shard at once, in a thread of its own: the main thread may wait in a collective that will never end. What was raised is raised
         afterwards, SIGTERM does what it did before; if the main thread cannot, the process ends with code 143. With the shards of
-        all ranks that is a checkpoint like others. With fewer it is undecided, and ``restore(allow_partial=True)`` loads it.
+        all ranks that is a checkpoint like others. With fewer it is undecided, and ``restore(allow_partial=True)`` loads it. It is of
+        the latest step, and has the latest ``user``, that :meth:`save`, :meth:`poll` or :meth:`restore` heard of on the rank that
+        noticed first.
 
         All ranks enter and leave this together. From the main thread, so that it hears of signals; SIGUSR2 is listened to as well.
 
@@ -658,7 +677,7 @@ class Checkpointer:
         """
         self._attempts.claim(self._timeout)
         self._guards += 1
-        crashes = Crashes(self._attempts, self._guards, lambda: self._polled_step, self._write_crash, grace)
+        crashes = Crashes(self._attempts, self._guards, lambda: self._heard, self._write_crash, grace)
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(self.listen_signals())
@@ -668,7 +687,7 @@ class Checkpointer:
     def _write_crash(self, folder: Path) -> None:
         """Write the shard of this rank. If that fails, it is missing: there is no vote against what others can save."""
         moment = self._noted()
-        self._write_shard(folder, self._polled_step, moment, self._parent_of(moment.lineage))
+        self._write_shard(folder, self._heard.step, moment, self._parent_of(moment.lineage))
 
     @contextlib.contextmanager
     def serve(
@@ -791,7 +810,7 @@ class Checkpointer:
                 dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
                 steps = dealt["targets"][rank]["steps"]
             manifest, missing = checkpoint.manifest, checkpoint.missing
-        self._polled_step, self._save_began = manifest.step, time.monotonic()
+        self._heard, self._save_began = _Heard(manifest.step, manifest.user), time.monotonic()
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
         report = RestoreReport(
             path.name,

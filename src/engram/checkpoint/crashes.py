@@ -19,7 +19,7 @@ from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from engram.checkpoint.attempts import Attempts
@@ -42,16 +42,21 @@ class Crashes:
     Args:
         attempts: of the job.
         number: of the watch: the same on all ranks.
-        step: what the training has come to.
+        heard: the step that the training has come to, and the user state.
         write: writes this rank's shard into a folder and votes.
         grace: seconds to wait for the votes of others.
     """
 
     def __init__(
-        self, attempts: Attempts, number: int, step: Callable[[], int], write: Callable[[Path], None], grace: float
+        self,
+        attempts: Attempts,
+        number: int,
+        heard: Callable[[], tuple[int, Mapping[str, Any]]],
+        write: Callable[[Path], None],
+        grace: float,
     ) -> None:
         self._attempts, self._ranks = attempts, attempts.ranks
-        self._number, self._step, self._write, self._grace = number, step, write, grace
+        self._number, self._heard, self._write, self._grace = number, heard, write, grace
         self._file = attempts.root / f"CRASH-e{attempts.epoch:04d}-{number}"
         self._key = f"{attempts.section}watch/{number}/"
         self._once = threading.RLock()
@@ -127,7 +132,8 @@ class Crashes:
     def _agreed(self) -> Path:
         """The folder that all ranks use: the first of them says which."""
         root, epoch = self._attempts.root, self._attempts.epoch
-        name = series.Name(self._step(), epoch, f"crash{self._number}")
+        step, user = self._heard()
+        name = series.Name(step, epoch, f"crash{self._number}")
         disk.publish(self._file, str(name).encode())
         said = self._file.read_bytes().decode("ascii", "replace")
         agreed = series.Name.parse(said)
@@ -141,6 +147,7 @@ class Crashes:
                 epoch=epoch,
                 world=self._ranks.world,
                 trigger="crash",
+                user=user,
                 attempt=agreed.attempt,
             )
         except FileExistsError:
