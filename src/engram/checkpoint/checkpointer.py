@@ -667,7 +667,9 @@ class Checkpointer:
         the latest step, and has the latest ``user``, that :meth:`save`, :meth:`poll` or :meth:`restore` heard of on the rank that
         noticed first.
 
-        All ranks enter and leave this together. From the main thread, so that it hears of signals; SIGUSR2 is listened to as well.
+        All ranks enter and leave this together; ``sys.exit()`` leaves it, too, and any other exit code is a failure. Whoever comes to its
+        end waits for the others, at most for ``timeout`` of the constructor: then it logs as an error who is missing, and goes on.
+        From the main thread, so that it hears of signals; SIGUSR2 is listened to as well.
 
         Args:
             grace: seconds that a rank waits for the shards of others, before it goes on with its end. Launchers kill after 30.
@@ -677,7 +679,7 @@ class Checkpointer:
         """
         self._attempts.claim(self._timeout)
         self._guards += 1
-        crashes = Crashes(self._attempts, self._guards, lambda: self._heard, self._write_crash, grace)
+        crashes = Crashes(self._attempts, self._guards, lambda: self._heard, self._write_crash, grace, self._timeout)
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(self.listen_signals())
