@@ -8,7 +8,7 @@ import pytest
 from engram import Ranks
 from engram.checkpoint import crashes as watch
 from engram.format import series
-from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
+from tests.ranks.jobs import buffer, checkpointer, done, job, play
 
 
 class Failed(Exception):
@@ -20,10 +20,15 @@ def crashes(root, *, heard):
     rb = buffer(2, 64)
     play(rb, 0, 0, [3])
     ck = checkpointer(root, rb, Ranks.local())
-    with pytest.raises(Failed), ck.guard():
-        heard(ck)
-        play(rb, 0, 1, [4])
-        raise Failed
+
+    def train():
+        with ck.guard():
+            heard(ck)
+            play(rb, 0, 1, [4])
+            raise Failed
+
+    with pytest.raises(Failed):
+        train()
     return checkpointer(root, buffer(2, 64), Ranks.local())
 
 

@@ -256,7 +256,8 @@ class Checkpointer:
         roles: what fields mean, by key, where they are not called as usual: ``done``, ``terminated``, ``truncated``,
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
         timeout: seconds that ranks wait for each other, also for the slowest one's shard.
-        every_steps: :meth:`poll` saves whenever so many steps are over. Default: only what is asked for.
+        every_steps: :meth:`poll` saves whenever so many steps are over, or as soon after that as the last save is over on all ranks.
+            Default: only what is asked for.
         every_minutes: it saves at the first agreement when the last save began so many minutes ago, by the clock of rank 0.
         on_failure: what :meth:`poll` does when a save that it began fails: raise, or warn and go on.
         poll_every: calls of :meth:`poll` from one agreement of the ranks to the next.
@@ -336,6 +337,7 @@ class Checkpointer:
         self._save_began = time.monotonic()
         self._polls = self._guards = 0
         self._heard = _Heard()
+        self._due = False
         self._unsettled: SaveHandle | None = None
         self.requests = Requests()
         self._parent: _Parent | None = None
@@ -594,7 +596,8 @@ class Checkpointer:
         """Save if a save is due or was asked for, on whichever rank: then all ranks save at this step, in the background.
 
         Every rank calls this at every step, all with the same numbers. What was asked for is agreed on at every ``poll_every``-th
-        call, by one number that all ranks exchange, and so is what is due by ``every_minutes``; ``every_steps`` needs no exchange.
+        call, by one number that all ranks exchange, and so is what is due by ``every_minutes``. What is due by ``every_steps`` is
+        agreed on at once. Where one rank still writes the last save, all go on training, and that is agreed on again at the next call.
 
         Args:
             step: of the training; larger than at the last call.
@@ -605,41 +608,43 @@ class Checkpointer:
             The handle of a save that began now; else None.
 
         Raises:
+            ValueError: ``step`` is no int of at least 0, or ``user`` is not JSON; TypeError. This call does not count then.
             RankFailed: a rank did not come to agree. Or the last save that began here failed, whatever it raised, if ``on_failure`` is
-                ``"raise"``; otherwise that is a warning.
+                ``"raise"``; otherwise that is a warning. What is due begins before.
         """
-        self._settle()
         before = self._heard.step
-        step = self._hear("poll", step, user).step
-        due = self._every_steps is not None and step // self._every_steps > before // self._every_steps
+        asked = self._hear("poll", step, user)
+        if self._every_steps is not None:
+            self._due |= asked.step // self._every_steps > before // self._every_steps
         self._polls += 1
-        if self._polls % self._poll_every == 0:
-            # Where one rank still writes, all wait with what was asked for: nobody's training is to stop for that.
-            busy = self._handle is not None and not self._handle.done
-            wish = 2 if busy else int(self.requests.any or self._overdue())
-            due |= self._ranks.max(wish, self._timeout) == 1
-        if not due:
-            return None
-        request = self.requests.take()
-        handle: SaveHandle = self.save(step, user=user, wait=False)
-        if request is not None:
-            request.save = handle
-        self._unsettled = handle
+        handle = None
+        if (self._due or self._polls % self._poll_every == 0) and self._agreed_to_save():
+            self._due = False
+            handle = SaveHandle()
+            self.requests.serve(handle)
+            self._save(asked, handle, wait=False)
+        ended = self._unsettled
+        if ended is None or ended.done:  # else none has begun, either
+            self._unsettled = handle
+            if ended is not None:
+                self._tell(ended)
         return handle
+
+    def _agreed_to_save(self) -> bool:
+        """Whether all ranks begin a save now: one wants to, and none still writes the last one, as training is not to wait for that."""
+        busy = self._handle is not None and not self._handle.done
+        wish = 2 if busy else int(self._due or self.requests.any or self._overdue())
+        return self._ranks.max(wish, self._timeout) == 1
 
     def _overdue(self) -> bool:
         """Whether the clock asks for a save: that of rank 0, as others go otherwise."""
         period = None if self._ranks.rank else self._period_s
         return period is not None and time.monotonic() - self._save_began >= period
 
-    def _settle(self) -> None:
-        """Tell what became of the last save that :meth:`poll` began, once."""
-        handle = self._unsettled
-        if handle is None or not handle.done:
-            return
-        self._unsettled = None
+    def _tell(self, ended: SaveHandle) -> None:
+        """What became of a save that :meth:`poll` began, if it failed."""
         try:
-            handle.wait()
+            ended.wait()
         except Exception as error:
             if self._on_failure == "raise":
                 raise
