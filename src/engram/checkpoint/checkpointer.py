@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engram.checkpoint.moving import Move, Planner
+    from engram.format.checkpoints import Shard
     from engram.format.parts import PartReader
     from engram.format.problems import Problem
 
@@ -369,6 +370,8 @@ class Checkpointer:
             WriterStalled: a writer did not stop for 5 s.
             OSError: no space, or an I/O error. The last checkpoint stays as it is.
             RankFailed: one of several ranks raised one of these, died, or was not ready in time; on all of them.
+
+        Once there is a new checkpoint nothing raises: what fails then (old ones cannot be removed, say) is a warning in the log.
         """
         asked: _Asked | Exception
         try:
@@ -480,15 +483,21 @@ class Checkpointer:
         assert isinstance(moment, _Moment)  # else this rank voted against
         self._parent = _Parent(attempt, moment.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
-        assert isinstance(asked, _Asked)  # as above
-        self._tell_user_state(attempt, asked.user)
-        report = self._report(attempt, moment.paused, started)
+        report = self._report(attempt, manifest.step, moment.paused, started)
         if self._ranks.rank == 0:
-            series.set_latest(self.root, attempt.name, self._attempts.epoch)
-            series.retire(self.root, self._keep, self._attempts.epoch)
-            disk.meanwhile(partial(_sweep, self.root))
+            self._tidy(attempt.name)
         _log.info("saved %s", report)
         return report
+
+    def _tidy(self, name: str) -> None:
+        """What is left to do when there is a new checkpoint. There is one, whatever fails here."""
+        try:
+            series.set_latest(self.root, name, self._attempts.epoch)
+            series.retire(self.root, self._keep, self._attempts.epoch)
+        except (OSError, RuntimeError) as error:
+            _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)
+        else:
+            disk.meanwhile(partial(_sweep, self.root))
 
     def _vote(
         self, attempt: Path, asked: _Asked | Exception, moment: _Moment | BaseException, parent: _Parent | None
@@ -502,6 +511,7 @@ class Checkpointer:
             agreed = series.read_attempt(attempt).step
             if agreed != asked.step:
                 raise ValueError(f"save: step: expected {agreed}, as on rank 0, got {asked.step}.")
+            self._tell_user_state(attempt, asked.user)
             self._write_shard(attempt, asked.step, moment, parent)
             series.decide(attempt, self._attempts.epoch)  # whoever votes last
         except BaseException as error:  # noqa: BLE001 - raised when all know
@@ -537,11 +547,17 @@ class Checkpointer:
             step=step,
         )
 
-    def _report(self, attempt: Path, paused: float, started: float) -> SaveReport:
-        with Checkpoint(attempt) as checkpoint:
-            shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
-            step = checkpoint.manifest.step
-            drops = not self._in_rows and moves_trajectories(checkpoint)
+    def _report(self, attempt: Path, step: int, paused: float, started: float) -> SaveReport:
+        shards: builtins.list[Shard] = []
+        drops = False
+        try:
+            with Checkpoint(attempt) as checkpoint:
+                shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
+                drops = not self._in_rows and moves_trajectories(checkpoint)
+        except (OSError, CorruptCheckpoint) as error:  # it is there all the same; a slow rank may find it removed
+            _log.warning(
+                "save: %s is there; it cannot be read for a report, which lacks figures: %s", attempt.name, error
+            )
         episodes = {}
         for kind in KINDS:
             counts = [getattr(shard.totals, kind) for shard in shards]
