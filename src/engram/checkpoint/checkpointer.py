@@ -328,7 +328,6 @@ class Checkpointer:
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
         self._prefetch = prefetch
-        self._alone = ranks is None
         self._ranks = Ranks.local() if ranks is None else ranks
         self._attempts = Attempts(self.root, self._ranks)
         self._timeout = timeout
@@ -856,8 +855,10 @@ class Checkpointer:
         def find() -> bytes:
             if self._ranks.rank:
                 return b""
-            if not self._alone:  # all may have voted, and rank 0 died before it decided
+            try:  # all may have voted, and rank 0 died before it decided
                 series.recover(self.root, series.newest_epoch(self.root))
+            except (OSError, RuntimeError) as error:  # it may be a folder that is only read, or one where a job begins
+                _log.warning("restore: what is undecided stays so: %s", error)
             path, problems = self._found(wanted)
             passed_over.extend(problems)
             return path.name.encode()
