@@ -414,7 +414,33 @@ def test_whoever_restores_commits_what_all_voted_for(tmp_path, n):
 def test_a_folder_that_is_only_read_is_restored_from(tmp_path, monkeypatch, caplog):
     saved = done(job(2, write_and_save, tmp_path, 5)) + done(job(2, write_and_save, tmp_path, 6))
     (saved[2][0].path / "manifest.json").unlink()
+    (tmp_path / "LATEST").write_text(f"{saved[0][0].name}\n")
     monkeypatch.setattr(disk, "publish", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Read-only file system")))
     with pytest.warns(UserWarning, match="undecided: 2 of 2 ranks voted for it"):
         assert load(None, 0, tmp_path, length=100)[0].step == 5
     assert "what is undecided stays so: [Errno 13]" in caplog.text
+
+
+def test_of_step_and_name_one_is_given(tmp_path):
+    saved = done(job(1, write_and_save, tmp_path))
+    rb = buffer()
+    with pytest.raises(ValueError, match="restore: expected step or name, got step=5 and name='ckpt-"):
+        checkpointer(tmp_path, rb, None).restore(5, name=saved[0][0].name)
+    assert len(rb) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"overflow": "no"}, {"step": 1, "at_most": 2}, {"incomplete": {"open": "x"}}], ids=repr
+)
+def test_a_bad_argument_of_one_rank_is_told_to_all_and_the_next_restore_goes_on(tmp_path, wrong):
+    done(job(2, write_and_save, tmp_path))
+
+    def act(ranks, rank):
+        rb = buffer(2, 32)
+        ck = checkpointer(tmp_path, rb, ranks)
+        with pytest.raises(RankFailed, match=r"restore: rank 1: (ValueError|KeyError|TypeError)"):
+            ck.restore(**(wrong if rank else {}))
+        assert len(rb) == 0
+        return ck.restore().step
+
+    assert done(job(2, act)) == [5, 5]

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engram.checkpoint.moving import Move, Planner
+    from engram.checkpoint.plan import Incomplete
     from engram.format.checkpoints import Shard
     from engram.format.parts import PartReader
     from engram.format.problems import Problem
@@ -134,6 +135,8 @@ class SaveHandle:
     def __init__(self) -> None:
         self.path: Path | None = None
         """The folder that is written; None: not known yet."""
+        self.ended: float | None = None
+        """When it had come to its end, by ``time.monotonic()``; None: it has not."""
         self._over = threading.Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -161,7 +164,7 @@ class SaveHandle:
         return self._report
 
     def _end(self, report: SaveReport | None, error: BaseException | None = None) -> None:
-        self._report, self._error = report, error
+        self._report, self._error, self.ended = report, error, time.monotonic()
         self._over.set()
 
 
@@ -793,28 +796,34 @@ class Checkpointer:
             A :class:`RestoreReport`.
 
         Raises:
-            ValueError: an argument out of its range, or both ``step`` and ``at_most``.
+            ValueError: an argument out of its range, or ``step`` beside ``at_most`` or ``name``.
             FileNotFoundError: there is none, or none of that name or step.
             CorruptCheckpoint: that of ``step`` is damaged, or every one is. As ``loads``.
             IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be left out. Nothing is changed.
             RankFailed: one of several ranks raised one of these or died; on all of them. Buffers that had begun to load are empty.
         """
         started = time.perf_counter()
-        for argument, value, allowed in (
-            ("resume", resume, ("env_reset", "exact")),
-            ("verify", verify, ("read", "full")),
-            ("overflow", overflow, ("cut", "fill")),
-            ("env_id", env_id, ("lane", "global")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"restore: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
-        if step is not None and at_most is not None:
-            raise ValueError(f"restore: expected step or at_most, got step={step} and at_most={at_most}.")
-        if not 0.0 <= max_drop_fraction <= 1.0:
-            raise ValueError(f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}.")
-        policy = checked_incomplete(incomplete)
-        wanted = _Wanted(step, name, at_most, allow_partial)
-        path, passed_over = self._agreed(wanted)
+        policies: builtins.list[Incomplete] = []
+
+        def check() -> None:
+            for argument, value, allowed in (
+                ("resume", resume, ("env_reset", "exact")),
+                ("verify", verify, ("read", "full")),
+                ("overflow", overflow, ("cut", "fill")),
+                ("env_id", env_id, ("lane", "global")),
+            ):
+                if value not in allowed:
+                    raise ValueError(f"restore: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
+            for argument, other in (("at_most", at_most), ("name", name)):
+                if step is not None and other is not None:
+                    raise ValueError(f"restore: expected step or {argument}, got step={step} and {argument}={other!r}.")
+            if not 0.0 <= max_drop_fraction <= 1.0:
+                raise ValueError(
+                    f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}."
+                )
+            policies.append(checked_incomplete(incomplete))
+
+        path, passed_over = self._agreed(_Wanted(step, name, at_most, allow_partial), check)
         with contextlib.ExitStack() as stack:
             checkpoint, targets = self._opened(stack, path, verify, dealt_out=incomplete is not None)
             rank = self._ranks.rank
@@ -825,7 +834,7 @@ class Checkpointer:
                 )
                 dealt, steps = None, checkpoint.shard(rank).totals.steps
             else:
-                planner = self._buffer.planner(policy, overflow)
+                planner = self._buffer.planner(policies[0], overflow)
                 move = self._planned(checkpoint, stack, targets, planner, max_drop_fraction)
                 offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
                 self._take(lambda: self._placed(checkpoint, move, offset, default_rng=default_rng))
@@ -848,11 +857,15 @@ class Checkpointer:
         self._note(report)
         return report
 
-    def _agreed(self, wanted: _Wanted) -> tuple[Path, builtins.list[Problem]]:
-        """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first."""
+    def _agreed(self, wanted: _Wanted, check: Callable[[], None]) -> tuple[Path, builtins.list[Problem]]:
+        """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first.
+
+        All hear of what ``check`` raises on one of them.
+        """
         passed_over: builtins.list[Problem] = []
 
         def find() -> bytes:
+            check()
             if self._ranks.rank:
                 return b""
             try:  # all may have voted, and rank 0 died before it decided
