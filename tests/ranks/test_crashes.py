@@ -46,6 +46,7 @@ HEARD = [
 def test_a_crash_checkpoint_is_of_the_latest_step_and_user_state(tmp_path, heard, step, user):
     again = crashes(tmp_path, heard=heard)
     (crashed,) = [entry for entry in again.list() if "crash" in entry.name]
+    assert (tmp_path / "LATEST").read_text().strip() == crashed.name
     assert crashed.step == step
     report = again.restore(name=crashed.name)
     assert (report.step, report.user, report.steps) == (step, user, 7)

@@ -307,3 +307,21 @@ def test_many_saves_in_a_row_beside_agreements(tmp_path):
 def test_arguments_out_of_range(tmp_path, argument, value):
     with pytest.raises(ValueError, match=f"{argument}: expected"):
         checkpointer(tmp_path, buffer(), Ranks.local(), **{argument: value})
+
+
+def test_what_was_told_of_attempts_is_forgotten(tmp_path):
+    """Also of those that failed, once one is made."""
+
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks)
+        play(ck._buffer, rank, 0, [3])
+        for step in range(1, 8):
+            try:
+                ck.save(step if rank or step % 3 else -1)
+            except RankFailed:
+                assert step % 3 == 0
+        ranks.gather(b"", 5.0)
+        return [key for key in ranks._board.values if "attempt/" in key]
+
+    assert done(job(2, act)) == [[], []]
+    assert len(series.names(tmp_path)) == 3

@@ -44,6 +44,7 @@ class Attempts:
         self.section = ranks.section()
         """Before all of its keys in the store."""
         self._epoch: int | None = None
+        self._told: list[str] = []
 
     @property
     def epoch(self) -> int:
@@ -79,6 +80,7 @@ class Attempts:
         key = f"{self.section}attempt/{number}"
         if self.ranks.rank:
             return self._joined(key, timeout)
+        self._told.append(key)
         try:
             folder = begun()
         except BaseException as error:
@@ -89,6 +91,12 @@ class Attempts:
             raise RankFailed(f"save: rank 0: {text}") from error
         self.ranks.set(key, json.dumps({"name": folder.name, "epoch": self.epoch}).encode())
         return folder
+
+    def forget(self) -> None:
+        """All ranks have voted for the last attempt: nobody reads any more what was told of it and of those before."""
+        for key in self._told:
+            self.ranks.forget(key)
+        self._told.clear()
 
     def _joined(self, key: str, timeout: float) -> Path:
         started = time.monotonic()

@@ -494,9 +494,10 @@ class Checkpointer:
     def _tidy(self, name: str) -> None:
         """What is left to do when there is a new checkpoint. There is one, whatever fails here."""
         try:
+            self._attempts.forget()
             series.set_latest(self.root, name, self._attempts.epoch)
-            series.retire(self.root, self._keep, self._attempts.epoch)
-        except (OSError, RuntimeError) as error:
+            self._forget_reports(series.retire(self.root, self._keep, self._attempts.epoch))
+        except (OSError, RuntimeError) as error:  # RankFailed is one
             _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)
         else:
             disk.meanwhile(partial(_sweep, self.root))
@@ -1123,4 +1124,12 @@ class Checkpointer:
         Raises:
             ValueError: below 1. RuntimeError: a later process has taken this folder over. OSError: something cannot be removed.
         """
-        return series.prune(self.root, self._keep if keep is None else keep, self._attempts.epoch)
+        removed = series.prune(self.root, self._keep if keep is None else keep, self._attempts.epoch)
+        self._forget_reports(removed)
+        return removed
+
+    def _forget_reports(self, removed: builtins.list[str]) -> None:
+        """Remove what was noted of loads of checkpoints that are gone."""
+        for name in removed:
+            for report in (self.root / "reports").glob(f"load-{name}-*.json"):
+                report.unlink(missing_ok=True)

@@ -185,6 +185,9 @@ class Crashes:
             made = series.decide(folder, self._attempts.epoch)
             if made is not None:
                 _log.warning("saved %s: %s", folder.name, made.status)
+                if made.status == "complete":
+                    with contextlib.suppress(OSError, RuntimeError):  # a hint, and all ranks write the same
+                        series.set_latest(folder.parent, folder.name, self._attempts.epoch)
                 return
             missing = {vote.rank for vote in series.votes(folder) if vote.shard is None and vote.error is None}
             if missing <= self._dead or time.monotonic() > until:
