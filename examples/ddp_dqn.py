@@ -82,11 +82,12 @@ def train(folder, steps):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     target = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-    begun = 0
+    begun, user = 0, {}
     if checkpoints.list():
         report = checkpoints.restore()
-        network.load_state_dict(torch.load(folder / report.user["model"], weights_only=True))
-        begun = report.step
+        begun, user = report.step, report.user
+        if "model" in user:  # none: it failed before there was one
+            network.load_state_dict(torch.load(folder / user["model"], weights_only=True))
         dealt = report.dealt
         if rank == 0:
             what = "as they were" if dealt is None else f"{len(dealt['shards'])} shards on {world} ranks"
@@ -116,10 +117,15 @@ def train(folder, steps):
                 replay.update_priority(batch["index"], errors.detach().abs())
             if step % 20 == 0:
                 target.load_state_dict(network.state_dict())
-            checkpoints.poll(step)  # if somebody asked: SIGUSR2 to any rank, or POST /checkpoint
+            # If somebody asked: SIGUSR2 to any rank, or POST /checkpoint. What it is given is also that of a crash checkpoint.
+            checkpoints.poll(step, user=user)
             if step % 100 == 0:
+                model = f"model-{step}-{world}.pt"
+                if rank == 0:
+                    torch.save(network.state_dict(), folder / model)
                 sums = torch.tensor([sum(returns), len(returns)])
-                distributed.all_reduce(sums)
+                distributed.all_reduce(sums)  # now the file is there
+                user = {"model": model}
                 returns = []
                 if rank == 0:
                     print(f"step {step}, {world} ranks: mean return {sums[0] / sums[1]:.2f}", flush=True)

@@ -268,6 +268,8 @@ class _Torch(Ranks):
         self._timeout = timeout
         self._distributed: Any = distributed
         self._dead = ""
+        self._agreements = 0
+        self._roll = ""
         limit = timedelta(seconds=timeout)
         try:
             self._group: Any = distributed.new_group(backend="gloo", timeout=limit)
@@ -348,6 +350,7 @@ class _Torch(Ranks):
         import torch
 
         mine = torch.tensor([value], dtype=torch.int64)
+        self._agreements += 1
         try:
             work = self._distributed.all_reduce(mine, self._distributed.ReduceOp.MAX, group=self._group, async_op=True)
             work.wait(timedelta(seconds=timeout))
@@ -357,9 +360,13 @@ class _Torch(Ranks):
 
     def _who_failed(self) -> str:
         """Those who did not notice."""
+        roll = f"roll/{self._agreements}/"
         try:
-            self.set(f"roll/{self.rank}", b"here")
-            given = self.wait([f"roll/{rank}" for rank in range(self.world)], min(_ROLL_CALL_S, self._timeout))
+            if self._roll:  # whoever was there then may be gone now
+                self.forget(f"{self._roll}{self.rank}")
+            self._roll = roll
+            self.set(f"{roll}{self.rank}", b"here")
+            given = self.wait([f"{roll}{rank}" for rank in range(self.world)], min(_ROLL_CALL_S, self._timeout))
         except RankFailed as error:
             return f"but {error}"
         missing = [rank for rank, one in enumerate(given) if one is None]

@@ -229,11 +229,11 @@ def trains(ranks, rank, folder, steps):
     from torch import distributed
 
     rb = buffer(2, 64)
-    ck = checkpointer(folder / "root", rb, ranks, every_steps=1, poll_every=4, keep=2, on_failure="raise")
+    ck = checkpointer(folder / "root", rb, ranks, keep=2)
     gradient, handles, beside = torch.zeros(1000), [], 0
     for step in range(1, steps + 1):
         play(rb, rank, step % 2, [3], first=step)
-        handles.append(ck.poll(step))
+        handles.append(ck.save(step, wait=False))
         for _ in range(4):
             gradient += step * (rank + 1)
             distributed.all_reduce(gradient, op=distributed.ReduceOp.MAX)

@@ -149,3 +149,21 @@ def test_lost_with_a_missing_shard_that_was_never_saved(tmp_path):
     report = done(job(2, load_partial, tmp_path))[0]
     assert report.dealt["lost"] == {"ranks": [1], "as_of": None, "episodes": None, "steps": None}
     assert "lost with the shard of rank 1: nobody knows how much" in str(report)
+
+
+def test_what_was_noted_of_a_load_goes_with_the_checkpoint(tmp_path):
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks, keep=2)
+        play(ck._buffer, rank, 0, [3])
+        for step in range(1, 4):
+            ck.save(step)
+            checkpointer(tmp_path, buffer(length=64), ranks).restore(step)
+        ranks.gather(b"", 5.0)
+        noted = sorted(path.name[: len("load-ckpt-000000000000")] for path in (tmp_path / "reports").iterdir())
+        ranks.gather(b"", 5.0)
+        if rank == 0:
+            ck.prune(1)
+        ranks.gather(b"", 5.0)
+        return noted, len(list((tmp_path / "reports").iterdir()))
+
+    assert done(job(2, act))[0] == ([f"load-ckpt-00000000000{step}" for step in (2, 3)], 1)

@@ -4,10 +4,11 @@ import os
 import signal
 import threading
 import time
+import warnings
 
 import pytest
 
-from engram import Ranks
+from engram import RankFailed, Ranks
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
@@ -41,14 +42,103 @@ def test_nobody_asked(tmp_path):
     assert done(job(2, lambda *args: train(*args, 20), tmp_path)) == [[], []]
 
 
-def test_every_so_many_steps_without_an_exchange(tmp_path):
+def test_every_so_many_steps_whatever_the_interval_of_agreements(tmp_path):
+    """One exchange for each save, and none in between."""
+
     def act(ranks, rank):
-        ranks.max = None  # would raise
-        return train(ranks, rank, tmp_path, 20, every=6, poll_every=100)
+        real, exchanges = ranks.max, []
+        ranks.max = lambda *args: exchanges.append(1) or real(*args)
+        return train(ranks, rank, tmp_path, 20, every=6, poll_every=100), len(exchanges)
 
     saved = done(job(2, act))
     assert saved[0] == saved[1]
-    assert [step for step, _ in saved[0]] == [6, 12, 18]
+    assert [step for step, _ in saved[0][0]] == [6, 12, 18]
+    assert saved[0][1] == 3
+
+
+def test_what_is_due_while_a_save_goes_on_waits_and_stops_nobody(tmp_path):
+    """Rank 1 still writes when the next save is due: rank 0, which is done, waits with it, for no longer than needed."""
+    gate = threading.Event()
+
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks, every_steps=5, poll_every=100)
+        play(ck._buffer, rank, 0, [3])
+        if rank == 1:
+            real = ck._report
+            ck._report = lambda *args: gate.wait(10) and real(*args)
+        first = ck.poll(5)
+        if rank == 0:
+            first.wait(10)
+        started = time.monotonic()
+        assert [ck.poll(step) for step in range(6, 13)] == [None] * 7
+        assert time.monotonic() - started < 2
+        gate.set()
+        first.wait(10)
+        ranks.gather(b"", 5.0)
+        second = ck.poll(13)
+        assert second is not first
+        return [first.wait(10).step, second.wait(10).step, ck.poll(14)]
+
+    assert done(job(2, act)) == [[5, 13, None]] * 2
+
+
+def test_one_process_does_not_get_a_handle_of_a_save_that_it_did_not_begin(tmp_path):
+    gate = threading.Event()
+    ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_steps=1)
+    play(ck._buffer, 0, 0, [3])
+    real = ck._write_parts
+    ck._write_parts = lambda *args: gate.wait(10) and real(*args)
+    handles = [ck.poll(step) for step in range(1, 6)]
+    assert handles[1:] == [None] * 4
+    gate.set()
+    handles[0].wait(10)
+    assert ck.poll(6).wait(10).step == 6
+    assert [name.step for name in series.names(tmp_path)] == [6, 1]
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_a_failure_that_ranks_hear_of_at_different_steps_does_not_part_them(tmp_path, on_failure):
+    """Whatever ``poll`` raises, also a warning that is made an error: its call counts, and what is due begins."""
+
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks, every_steps=5, poll_every=3, on_failure=on_failure, keep=9)
+        play(ck._buffer, rank, 0, [3])
+        shard, write, late, told = ck._write_shard, ck._write, threading.Event(), {}
+
+        def write_shard(attempt, step, *more):
+            if step == 5:
+                raise OSError("no space")
+            return shard(attempt, step, *more)
+
+        def ended_late(*args):
+            try:
+                return write(*args)
+            finally:
+                late.wait(10)
+
+        ck._write_shard, ck._write = write_shard, ended_late
+        for step in range(1, 21):
+            if step == (6 if rank == 0 else 8):
+                late.set()
+            if late.is_set() and ck._handle is not None:
+                ck._handle._over.wait(10)
+            if step > 8:
+                ranks.gather(b"", 5.0)  # no save goes on
+            if step == 12 and rank == 1:
+                ck.request()
+            try:
+                ck.poll(step)
+            except (RankFailed, UserWarning) as error:
+                told[step] = str(error)
+        ck._handle.wait(10)
+        return told
+
+    with warnings.catch_warnings(action="error"):
+        told = done(job(2, act))
+    assert [list(it) for it in told] == [[6], [8]]
+    assert all("no space" in it for texts in told for it in texts.values())
+    good = [name.step for name in series.names(tmp_path) if series.look(tmp_path / str(name)) is None]
+    assert good == [20, 15, 12, 10]
 
 
 def test_every_so_many_minutes_of_rank_0s_clock(tmp_path):
@@ -141,12 +231,32 @@ def test_a_failed_save_warns_or_raises_at_the_next_poll(tmp_path):
         handle = ck.poll(1)
         while not handle.done:
             time.sleep(0.01)
-        ck._settle()
+        ck._every_steps = None
+        ck.poll(2)
 
     for error in job(2, act, "raise"):
         assert "no space" in str(error)
     with pytest.warns(UserWarning, match="poll: there is no new checkpoint: .*no space"):
         done(job(2, act, "warn"))
+
+
+def test_who_asks_while_a_save_begins_joins_it(tmp_path):
+    """Between the moment at which nothing is asked for any more, and the one that is saved, there is none."""
+    ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
+    play(ck._buffer, 0, 0, [3])
+    asked = [ck.requests.ask(join=True)]
+    for name in ("_save", "_noted"):
+        real = getattr(ck, name)
+
+        def act(*args, real=real, **more):
+            asked.append(ck.requests.ask(join=True))
+            return real(*args, **more)
+
+        setattr(ck, name, act)
+    ck.poll(1).wait(10)
+    assert {it.id for it in asked} == {asked[0].id}
+    assert len(asked) == 3
+    assert ck.poll(2) is None
 
 
 def test_sigusr2_asks_and_the_old_handler_is_still_called(tmp_path):
@@ -180,7 +290,7 @@ def test_many_saves_in_a_row_beside_agreements(tmp_path):
 
     done(job(2, act))
     good = [name.step for name in series.names(tmp_path) if series.look(tmp_path / str(name)) is None]
-    assert good == [21, 20]
+    assert (good[0], len(good)) == (21, 2)
 
 
 @pytest.mark.parametrize(
@@ -197,3 +307,21 @@ def test_many_saves_in_a_row_beside_agreements(tmp_path):
 def test_arguments_out_of_range(tmp_path, argument, value):
     with pytest.raises(ValueError, match=f"{argument}: expected"):
         checkpointer(tmp_path, buffer(), Ranks.local(), **{argument: value})
+
+
+def test_what_was_told_of_attempts_is_forgotten(tmp_path):
+    """Also of those that failed, once one is made."""
+
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, buffer(), ranks)
+        play(ck._buffer, rank, 0, [3])
+        for step in range(1, 8):
+            try:
+                ck.save(step if rank or step % 3 else -1)
+            except RankFailed:
+                assert step % 3 == 0
+        ranks.gather(b"", 5.0)
+        return [key for key in ranks._board.values if "attempt/" in key]
+
+    assert done(job(2, act)) == [[], []]
+    assert len(series.names(tmp_path)) == 3

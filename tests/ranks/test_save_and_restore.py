@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engram import IncompatibleCheckpoint, LazyTensorStorage, ListStorage, RankFailed, ReplayBuffer
-from engram.format import series
+from engram.format import disk, series
 from tests.ranks.jobs import buffer, checkpointer, columns_of, done, episode, job, layout, play, steps_of, whos
 from tests.twins import contents
 
@@ -272,7 +272,7 @@ def test_rank_0s_user_state_counts_and_its_mistakes_are_everybodys(tmp_path):
         checkpointer(tmp_path, buffer(), ranks).save(7, user={"x": object()})
 
     first, second = job(2, act)
-    assert isinstance(first, TypeError)
+    assert isinstance(first, RankFailed)
     assert isinstance(second, RankFailed)
     assert "rank 0: TypeError" in str(second)
 
@@ -395,3 +395,52 @@ def test_an_incarnation_that_was_replaced_decides_nothing(tmp_path):
     assert "later incarnation" in str(first)
     assert isinstance(second, RankFailed)
     assert "later incarnation" in str(second)
+
+
+@pytest.mark.parametrize("n", [None, 1, 2])
+def test_whoever_restores_commits_what_all_voted_for(tmp_path, n):
+    """Rank 0 died before it decided: also where one process loads it, without saying that it is a job."""
+    saved = done(job(2, write_and_save, tmp_path))
+    (saved[0][0].path / "manifest.json").unlink()
+    (tmp_path / "LATEST").unlink()
+    if n is None:
+        loaded = [load(None, 0, tmp_path, length=100)]
+    else:
+        loaded = done(job(n, lambda *args: load(*args, length=100), tmp_path))
+    assert {report.name for report, _ in loaded} == {saved[0][0].name}
+    assert series.look(saved[0][0].path) is None
+
+
+def test_a_folder_that_is_only_read_is_restored_from(tmp_path, monkeypatch, caplog):
+    saved = done(job(2, write_and_save, tmp_path, 5)) + done(job(2, write_and_save, tmp_path, 6))
+    (saved[2][0].path / "manifest.json").unlink()
+    (tmp_path / "LATEST").write_text(f"{saved[0][0].name}\n")
+    monkeypatch.setattr(disk, "publish", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Read-only file system")))
+    with pytest.warns(UserWarning, match="undecided: 2 of 2 ranks voted for it"):
+        assert load(None, 0, tmp_path, length=100)[0].step == 5
+    assert "what is undecided stays so: [Errno 13]" in caplog.text
+
+
+def test_of_step_and_name_one_is_given(tmp_path):
+    saved = done(job(1, write_and_save, tmp_path))
+    rb = buffer()
+    with pytest.raises(ValueError, match="restore: expected step or name, got step=5 and name='ckpt-"):
+        checkpointer(tmp_path, rb, None).restore(5, name=saved[0][0].name)
+    assert len(rb) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"overflow": "no"}, {"step": 1, "at_most": 2}, {"incomplete": {"open": "x"}}], ids=repr
+)
+def test_a_bad_argument_of_one_rank_is_told_to_all_and_the_next_restore_goes_on(tmp_path, wrong):
+    done(job(2, write_and_save, tmp_path))
+
+    def act(ranks, rank):
+        rb = buffer(2, 32)
+        ck = checkpointer(tmp_path, rb, ranks)
+        with pytest.raises(RankFailed, match=r"restore: rank 1: (ValueError|KeyError|TypeError)"):
+            ck.restore(**(wrong if rank else {}))
+        assert len(rb) == 0
+        return ck.restore().step
+
+    assert done(job(2, act)) == [5, 5]

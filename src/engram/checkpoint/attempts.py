@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engram.errors import RankFailed
 from engram.format import series
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from engram.format.checkpoints import Manifest
@@ -44,6 +44,7 @@ class Attempts:
         self.section = ranks.section()
         """Before all of its keys in the store."""
         self._epoch: int | None = None
+        self._told: list[str] = []
 
     @property
     def epoch(self) -> int:
@@ -69,33 +70,33 @@ class Attempts:
         self._epoch = int(said[0])
         return self._epoch
 
-    def begin(
-        self, number: int, step: int, parent: str | None, user: Mapping[str, Any], trigger: str, timeout: float
-    ) -> Path:
-        """The folder of the attempt of that number; what is not rank 0's own is taken from it.
+    def begin(self, number: int, begun: Callable[[], Path], timeout: float) -> Path:
+        """The folder of the attempt of that number, which rank 0 begins; others hear of it, or of its error.
 
         Raises:
-            RankFailed: rank 0 could not begin it, or did not in time; or this folder is not visible here.
-            ValueError: it is of another step. Whatever :func:`series.begin` raises, on rank 0.
+            RankFailed: rank 0 could not begin it, or did not in time; or this folder is not visible here. Where there is no other
+                rank, whatever ``begun`` raised.
         """
         key = f"{self.section}attempt/{number}"
-        if self.ranks.rank == 0:
-            try:
-                folder = series.begin(
-                    self.root,
-                    step=step,
-                    epoch=self.epoch,
-                    world=self.ranks.world,
-                    trigger=trigger,
-                    parent=parent,
-                    user=user,
-                )
-            except BaseException as error:
-                self.ranks.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        if self.ranks.rank:
+            return self._joined(key, timeout)
+        self._told.append(key)
+        try:
+            folder = begun()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            self.ranks.set(key, json.dumps({"error": text}).encode())
+            if self.ranks.world == 1 or not isinstance(error, Exception):
                 raise
-            self.ranks.set(key, json.dumps({"name": folder.name, "epoch": self.epoch, "step": step}).encode())
-            return folder
-        return self._joined(key, timeout)
+            raise RankFailed(f"save: rank 0: {text}") from error
+        self.ranks.set(key, json.dumps({"name": folder.name, "epoch": self.epoch}).encode())
+        return folder
+
+    def forget(self) -> None:
+        """All ranks have voted for the last attempt: nobody reads any more what was told of it and of those before."""
+        for key in self._told:
+            self.ranks.forget(key)
+        self._told.clear()
 
     def _joined(self, key: str, timeout: float) -> Path:
         started = time.monotonic()

@@ -7,12 +7,14 @@ import contextlib
 import errno
 import json
 import logging
+import operator
 import os
 import secrets
 import signal
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -31,15 +33,17 @@ from engram.checkpoint.requests import Requests
 from engram.checkpoint.roles import check_roles
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
-from engram.format import disk, series
+from engram.format import disk, series, strict
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.format.problems import corrupt
 from engram.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from engram.checkpoint.moving import Move, Planner
+    from engram.checkpoint.plan import Incomplete
+    from engram.format.checkpoints import Shard
     from engram.format.parts import PartReader
     from engram.format.problems import Problem
 
@@ -138,6 +142,8 @@ class SaveHandle:
     def __init__(self) -> None:
         self.path: Path | None = None
         """The folder that is written; None: not known yet."""
+        self.ended: float | None = None
+        """When it had come to its end, by ``time.monotonic()``; None: it has not."""
         self._over = threading.Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -164,8 +170,8 @@ class SaveHandle:
         assert self._report is not None  # one of the two is there
         return self._report
 
-    def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
-        self._report, self._error = report, error
+    def _end(self, report: SaveReport | None, error: BaseException | None = None) -> None:
+        self._report, self._error, self.ended = report, error, time.monotonic()
         self._over.set()
 
 
@@ -192,6 +198,41 @@ class _Wanted(NamedTuple):
     """The largest step."""
     partial: bool = False
     """One that lacks shards will do."""
+
+
+class _Asked(NamedTuple):
+    """What a checkpoint is asked for with, checked."""
+
+    step: int
+    user: dict[str, Any]
+    """A copy."""
+
+
+def _checked_step(what: str, step: Any) -> int:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{what}: step: expected an int of at least 0, got {step!r}.")
+    return number
+
+
+def _checked_user(what: str, user: Any) -> dict[str, Any] | None:
+    """As it comes back from a checkpoint."""
+    if user is None:
+        return None
+    if not isinstance(user, Mapping):
+        raise TypeError(f"{what}: user: expected a dict of JSON, got {type(user).__name__}.")
+    copy: dict[str, Any] = strict.parse(strict.encode({"user": dict(user)}))["user"]
+    return copy
+
+
+class _Heard(NamedTuple):
+    """What this rank was last told: a crash checkpoint is of that."""
+
+    step: int = 0
+    user: dict[str, Any] = {}  # noqa: RUF012 - a value
 
 
 class _Moment(NamedTuple):
@@ -226,7 +267,8 @@ class Checkpointer:
         roles: what fields mean, by key, where they are not called as usual: ``done``, ``terminated``, ``truncated``,
             ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
         timeout: seconds that ranks wait for each other, also for the slowest one's shard.
-        every_steps: :meth:`poll` saves whenever so many steps are over. Default: only what is asked for.
+        every_steps: :meth:`poll` saves whenever so many steps are over, or as soon after that as the last save is over on all ranks.
+            Default: only what is asked for.
         every_minutes: it saves at the first agreement when the last save began so many minutes ago, by the clock of rank 0.
         on_failure: what :meth:`poll` does when a save that it began fails: raise, or warn and go on.
         poll_every: calls of :meth:`poll` from one agreement of the ranks to the next.
@@ -296,7 +338,6 @@ class Checkpointer:
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
         self._prefetch = prefetch
-        self._alone = ranks is None
         self._ranks = Ranks.local() if ranks is None else ranks
         self._attempts = Attempts(self.root, self._ranks)
         self._timeout = timeout
@@ -304,7 +345,9 @@ class Checkpointer:
         self._every_steps, self._poll_every, self._on_failure = every_steps, poll_every, on_failure
         self._period_s = None if every_minutes is None else 60 * every_minutes
         self._save_began = time.monotonic()
-        self._polls = self._polled_step = self._guards = 0
+        self._polls = self._guards = 0
+        self._heard = _Heard()
+        self._due = False
         self._unsettled: SaveHandle | None = None
         self.requests = Requests()
         self._parent: _Parent | None = None
@@ -317,71 +360,83 @@ class Checkpointer:
     def save(self, step: int, *, user: Mapping[str, Any] | None = None, wait: bool = True) -> Any:
         """Make a checkpoint. With several ranks, each of them calls this with the same step.
 
-        While one is being made, another call joins that: it returns, or waits for, the same one. With ``ranks`` it waits for its end, and
-        makes one more.
+        While one is being made, another call waits for its end first, so that each is of its own step. :meth:`poll` never waits.
 
         Args:
             step: of the training; orders checkpoints.
             user: JSON of yours, which :meth:`restore` gives back: the name of the model's checkpoint, say. That of rank 0 counts.
-            wait: False: return a :class:`SaveHandle` at once. A process that ends meanwhile ends after the save.
+            wait: False: return a :class:`SaveHandle` as soon as it is known what is saved. A process that ends meanwhile ends after
+                the save.
 
         Returns:
             A :class:`SaveReport`, or the handle.
 
         Raises:
             KeyError: a key of ``roles`` is not stored.
-            TypeError: state that cannot be saved, or ``user`` is not JSON; names the way to it.
-            ValueError: ``step`` is negative.
+            TypeError: state that cannot be saved, or ``user`` is not a dict of JSON; names the way to it.
+            ValueError: ``step`` is no int of at least 0; ``user`` is too long, too deep or has a number that is not finite.
             RuntimeError: a later process has taken this folder over; or ``paranoid`` found a row that was changed through a view.
             WriterStalled: a writer did not stop for 5 s.
             OSError: no space, or an I/O error. The last checkpoint stays as it is.
             RankFailed: one of several ranks raised one of these, died, or was not ready in time; on all of them.
+
+        Once there is a new checkpoint nothing raises: what fails then (old ones cannot be removed, say) is a warning in the log.
         """
-        if type(step) is not int or step < 0:
-            raise ValueError(f"save: step: expected an int of at least 0, got {step!r}.")
-        before = self._handle
-        if before is not None and not self._alone:
-            # Ranks do not see the end of a save at the same moment: which of them would join it?
-            before._over.wait()  # noqa: SLF001 - our own; it ends at its deadline
-        work: Callable[[], None] | None = None
-        with self._lock:
-            handle = self._handle
-            if handle is None or handle.done:
-                handle = self._handle = SaveHandle()
-                work = self._prepared(step, dict(user or {}), handle)
-        if work is not None and wait:
-            work()
-        elif work is not None:
-            try:
+        asked: _Asked | Exception
+        try:
+            asked = self._hear("save", step, user)
+        except Exception as error:
+            if self._ranks.world == 1:
+                raise
+            asked = error  # others have come to save, and must hear of it
+        return self._save(asked, SaveHandle(), wait=wait)
+
+    def _hear(self, what: str, step: Any, user: Any) -> _Asked:
+        """The step and the user state, checked and noted. Without a user state the last one that was given stays the last."""
+        step, user = _checked_step(what, step), _checked_user(what, user)
+        last = self._heard
+        self._heard = _Heard(max(step, last.step), last.user if user is None else user)
+        return _Asked(step, user or {})
+
+    def _save(self, asked: _Asked | Exception, handle: SaveHandle, *, wait: bool) -> Any:
+        """As :meth:`save`. Whatever happens, the handle ends."""
+        try:
+            with self._lock:
+                before = self._handle
+                if before is not None:
+                    before._over.wait()  # noqa: SLF001 - our own; it ends at its deadline
+                self._handle = handle
+                work = self._prepared(asked, handle)
+            if wait:
+                work()
+            else:
                 # Not a daemon: the interpreter ends when the save has, which has a deadline.
                 threading.Thread(target=work, name="engram-save", daemon=False).start()
-            except BaseException as error:
-                handle._end(None, error)  # noqa: SLF001 - our own
-                raise
+        except BaseException as error:
+            handle._end(None, error)  # noqa: SLF001 - our own
+            raise
         return handle.wait() if wait else handle
 
-    def _prepared(self, step: int, user: dict[str, Any], handle: SaveHandle) -> Callable[[], None]:
-        """Note the moment; what writes it."""
+    def _prepared(self, asked: _Asked | Exception, handle: SaveHandle) -> Callable[[], None]:
+        """Note the moment; what writes it, and ends the handle whatever happens."""
         started, self._save_began = time.perf_counter(), time.monotonic()
         number = self._saves
         self._saves += 1
         moment: _Moment | BaseException
         try:
-            moment = self._noted()
+            moment = self._noted() if isinstance(asked, _Asked) else asked
         except BaseException as error:
             if self._ranks.world == 1:
-                handle._end(None, error)  # noqa: SLF001 - our own
                 raise
             moment = error  # others must hear of it
 
         def work() -> None:
             try:
-                report = self._write(number, step, user, moment, started, handle)
+                handle._end(self._write(number, asked, moment, started, handle))  # noqa: SLF001 - our own
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
-                _log.warning("the save of step %d failed: %s: %s", step, type(error).__name__, error)
+                which = f" of step {asked.step}" if isinstance(asked, _Asked) else ""
+                _log.warning("the save%s failed: %s: %s", which, type(error).__name__, error)
                 handle._end(None, error)  # noqa: SLF001
-            else:
-                handle._end(report, None)  # noqa: SLF001
 
         return work
 
@@ -401,17 +456,29 @@ class Checkpointer:
     def _write(
         self,
         number: int,
-        step: int,
-        user: dict[str, Any],
+        asked: _Asked | Exception,
         moment: _Moment | BaseException,
         started: float,
         handle: SaveHandle,
     ) -> SaveReport:
         parent = None if isinstance(moment, BaseException) else self._parent_of(moment.lineage)
         name = None if parent is None else parent.path.name
-        attempt = self._attempts.begin(number, step, name, user, "save", self._timeout)
-        handle.path = attempt
-        error = self._vote(attempt, step, moment, parent)
+
+        def begun() -> Path:
+            if isinstance(asked, Exception):
+                raise asked
+            return series.begin(
+                self.root,
+                step=asked.step,
+                epoch=self._attempts.epoch,
+                world=self._ranks.world,
+                trigger="save",
+                parent=name,
+                user=asked.user,
+            )
+
+        handle.path = attempt = self._attempts.begin(number, begun, self._timeout)
+        error = self._vote(attempt, asked, moment, parent)
         if error is not None and (self._ranks.world == 1 or not isinstance(error, Exception)):
             raise error
         manifest = self._attempts.decided(attempt, self._timeout)
@@ -425,26 +492,37 @@ class Checkpointer:
         assert isinstance(moment, _Moment)  # else this rank voted against
         self._parent = _Parent(attempt, moment.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
-        self._tell_user_state(attempt, user)
-        report = self._report(attempt, moment.paused, started)
+        report = self._report(attempt, manifest.step, moment.paused, started)
         if self._ranks.rank == 0:
-            series.set_latest(self.root, attempt.name, self._attempts.epoch)
-            series.retire(self.root, self._keep, self._attempts.epoch)
-            disk.meanwhile(partial(_sweep, self.root))
+            self._tidy(attempt.name)
         _log.info("saved %s", report)
         return report
 
+    def _tidy(self, name: str) -> None:
+        """What is left to do when there is a new checkpoint. There is one, whatever fails here."""
+        try:
+            self._attempts.forget()
+            series.set_latest(self.root, name, self._attempts.epoch)
+            self._forget_reports(series.retire(self.root, self._keep, self._attempts.epoch))
+        except (OSError, RuntimeError) as error:  # RankFailed is one
+            _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)
+        else:
+            disk.meanwhile(partial(_sweep, self.root))
+
     def _vote(
-        self, attempt: Path, step: int, moment: _Moment | BaseException, parent: _Parent | None
+        self, attempt: Path, asked: _Asked | Exception, moment: _Moment | BaseException, parent: _Parent | None
     ) -> BaseException | None:
         """Write the shard of this rank, and vote for the attempt, or against it. Why against it."""
         try:
+            if isinstance(asked, Exception):
+                raise asked
             if isinstance(moment, BaseException):
                 raise moment
             agreed = series.read_attempt(attempt).step
-            if agreed != step:
-                raise ValueError(f"save: step: expected {agreed}, as on rank 0, got {step}.")
-            self._write_shard(attempt, step, moment, parent)
+            if agreed != asked.step:
+                raise ValueError(f"save: step: expected {agreed}, as on rank 0, got {asked.step}.")
+            self._tell_user_state(attempt, asked.user)
+            self._write_shard(attempt, asked.step, moment, parent)
             series.decide(attempt, self._attempts.epoch)  # whoever votes last
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
@@ -457,7 +535,7 @@ class Checkpointer:
     def _tell_user_state(self, attempt: Path, user: dict[str, Any]) -> None:
         """Log it if what was noted here is not what is saved."""
         saved = series.read_attempt(attempt).user
-        if user and json.loads(json.dumps(user, default=repr)) != saved:
+        if user and user != saved:
             _log.warning(
                 "save: %s: user: expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are saved: %s",
                 attempt.name,
@@ -479,11 +557,17 @@ class Checkpointer:
             step=step,
         )
 
-    def _report(self, attempt: Path, paused: float, started: float) -> SaveReport:
-        with Checkpoint(attempt) as checkpoint:
-            shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
-            step = checkpoint.manifest.step
-            drops = not self._in_rows and moves_trajectories(checkpoint)
+    def _report(self, attempt: Path, step: int, paused: float, started: float) -> SaveReport:
+        shards: builtins.list[Shard] = []
+        drops = False
+        try:
+            with Checkpoint(attempt) as checkpoint:
+                shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
+                drops = not self._in_rows and moves_trajectories(checkpoint)
+        except (OSError, CorruptCheckpoint) as error:  # it is there all the same; a slow rank may find it removed
+            _log.warning(
+                "save: %s is there; it cannot be read for a report, which lacks figures: %s", attempt.name, error
+            )
         episodes = {}
         for kind in KINDS:
             counts = [getattr(shard.totals, kind) for shard in shards]
@@ -538,50 +622,55 @@ class Checkpointer:
         """Save if a save is due or was asked for, on whichever rank: then all ranks save at this step, in the background.
 
         Every rank calls this at every step, all with the same numbers. What was asked for is agreed on at every ``poll_every``-th
-        call, by one number that all ranks exchange, and so is what is due by ``every_minutes``; ``every_steps`` needs no exchange.
+        call, by one number that all ranks exchange, and so is what is due by ``every_minutes``. What is due by ``every_steps`` is
+        agreed on at once. Where one rank still writes the last save, all go on training, and that is agreed on again at the next call.
 
         Args:
             step: of the training; larger than at the last call.
-            user: as for :meth:`save`.
+            user: as for :meth:`save`. The last one that any call was given, or :meth:`restore` found, is also that of a crash
+                checkpoint, so give it on every rank.
 
         Returns:
             The handle of a save that began now; else None.
 
         Raises:
+            ValueError: ``step`` is no int of at least 0, or ``user`` is not JSON; TypeError. This call does not count then.
             RankFailed: a rank did not come to agree. Or the last save that began here failed, whatever it raised, if ``on_failure`` is
-                ``"raise"``; otherwise that is a warning.
+                ``"raise"``; otherwise that is a warning. What is due begins before.
         """
-        self._settle()
-        due = self._every_steps is not None and step // self._every_steps > self._polled_step // self._every_steps
-        self._polled_step = step
+        before = self._heard.step
+        asked = self._hear("poll", step, user)
+        if self._every_steps is not None:
+            self._due |= asked.step // self._every_steps > before // self._every_steps
         self._polls += 1
-        if self._polls % self._poll_every == 0:
-            # Where one rank still writes, all wait with what was asked for: nobody's training is to stop for that.
-            busy = self._handle is not None and not self._handle.done
-            wish = 2 if busy else int(self.requests.any or self._overdue())
-            due |= self._ranks.max(wish, self._timeout) == 1
-        if not due:
-            return None
-        request = self.requests.take()
-        handle: SaveHandle = self.save(step, user=user, wait=False)
-        if request is not None:
-            request.save = handle
-        self._unsettled = handle
+        handle = None
+        if (self._due or self._polls % self._poll_every == 0) and self._agreed_to_save():
+            self._due = False
+            handle = SaveHandle()
+            self.requests.serve(handle)
+            self._save(asked, handle, wait=False)
+        ended = self._unsettled
+        if ended is None or ended.done:  # else none has begun, either
+            self._unsettled = handle
+            if ended is not None:
+                self._tell(ended)
         return handle
+
+    def _agreed_to_save(self) -> bool:
+        """Whether all ranks begin a save now: one wants to, and none still writes the last one, as training is not to wait for that."""
+        busy = self._handle is not None and not self._handle.done
+        wish = 2 if busy else int(self._due or self.requests.any or self._overdue())
+        return self._ranks.max(wish, self._timeout) == 1
 
     def _overdue(self) -> bool:
         """Whether the clock asks for a save: that of rank 0, as others go otherwise."""
         period = None if self._ranks.rank else self._period_s
         return period is not None and time.monotonic() - self._save_began >= period
 
-    def _settle(self) -> None:
-        """Tell what became of the last save that :meth:`poll` began, once."""
-        handle = self._unsettled
-        if handle is None or not handle.done:
-            return
-        self._unsettled = None
+    def _tell(self, ended: SaveHandle) -> None:
+        """What became of a save that :meth:`poll` began, if it failed."""
         try:
-            handle.wait()
+            ended.wait()
         except Exception as error:
             if self._on_failure == "raise":
                 raise
@@ -605,9 +694,13 @@ class Checkpointer:
         When this rank raises or gets SIGTERM, when another one does, or gives no sign of life for 10 s, each that lives saves its
         shard at once, in a thread of its own: the main thread may wait in a collective that will never end. What was raised is raised
         afterwards, SIGTERM does what it did before; if the main thread cannot, the process ends with code 143. With the shards of
-        all ranks that is a checkpoint like others. With fewer it is undecided, and ``restore(allow_partial=True)`` loads it.
+        all ranks that is a checkpoint like others. With fewer it is undecided, and ``restore(allow_partial=True)`` loads it. It is of
+        the latest step, and has the latest ``user``, that :meth:`save`, :meth:`poll` or :meth:`restore` heard of on the rank that
+        noticed first.
 
-        All ranks enter and leave this together. From the main thread, so that it hears of signals; SIGUSR2 is listened to as well.
+        All ranks enter and leave this together; ``sys.exit()`` leaves it, too, and any other exit code is a failure. Whoever comes to its
+        end waits for the others, at most for ``timeout`` of the constructor: then it logs as an error who is missing, and goes on.
+        From the main thread, so that it hears of signals; SIGUSR2 is listened to as well.
 
         Args:
             grace: seconds that a rank waits for the shards of others, before it goes on with its end. Launchers kill after 30.
@@ -617,7 +710,7 @@ class Checkpointer:
         """
         self._attempts.claim(self._timeout)
         self._guards += 1
-        crashes = Crashes(self._attempts, self._guards, lambda: self._polled_step, self._write_crash, grace)
+        crashes = Crashes(self._attempts, self._guards, lambda: self._heard, self._write_crash, grace, self._timeout)
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(self.listen_signals())
@@ -627,7 +720,7 @@ class Checkpointer:
     def _write_crash(self, folder: Path) -> None:
         """Write the shard of this rank. If that fails, it is missing: there is no vote against what others can save."""
         moment = self._noted()
-        self._write_shard(folder, self._polled_step, moment, self._parent_of(moment.lineage))
+        self._write_shard(folder, self._heard.step, moment, self._parent_of(moment.lineage))
 
     @contextlib.contextmanager
     def serve(
@@ -713,28 +806,34 @@ class Checkpointer:
             A :class:`RestoreReport`.
 
         Raises:
-            ValueError: an argument out of its range, or both ``step`` and ``at_most``.
+            ValueError: an argument out of its range, or ``step`` beside ``at_most`` or ``name``.
             FileNotFoundError: there is none, or none of that name or step.
             CorruptCheckpoint: that of ``step`` is damaged, or every one is. As ``loads``.
             IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be left out. Nothing is changed.
             RankFailed: one of several ranks raised one of these or died; on all of them. Buffers that had begun to load are empty.
         """
         started = time.perf_counter()
-        for argument, value, allowed in (
-            ("resume", resume, ("env_reset", "exact")),
-            ("verify", verify, ("read", "full")),
-            ("overflow", overflow, ("cut", "fill")),
-            ("env_id", env_id, ("lane", "global")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"restore: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
-        if step is not None and at_most is not None:
-            raise ValueError(f"restore: expected step or at_most, got step={step} and at_most={at_most}.")
-        if not 0.0 <= max_drop_fraction <= 1.0:
-            raise ValueError(f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}.")
-        policy = checked_incomplete(incomplete)
-        wanted = _Wanted(step, name, at_most, allow_partial)
-        path, passed_over = self._agreed(wanted)
+        policies: builtins.list[Incomplete] = []
+
+        def check() -> None:
+            for argument, value, allowed in (
+                ("resume", resume, ("env_reset", "exact")),
+                ("verify", verify, ("read", "full")),
+                ("overflow", overflow, ("cut", "fill")),
+                ("env_id", env_id, ("lane", "global")),
+            ):
+                if value not in allowed:
+                    raise ValueError(f"restore: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
+            for argument, other in (("at_most", at_most), ("name", name)):
+                if step is not None and other is not None:
+                    raise ValueError(f"restore: expected step or {argument}, got step={step} and {argument}={other!r}.")
+            if not 0.0 <= max_drop_fraction <= 1.0:
+                raise ValueError(
+                    f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}."
+                )
+            policies.append(checked_incomplete(incomplete))
+
+        path, passed_over = self._agreed(_Wanted(step, name, at_most, allow_partial), check)
         with contextlib.ExitStack() as stack:
             checkpoint, targets, looks = self._opened(stack, path, verify, dealt_out=incomplete is not None)
             rank = self._ranks.rank
@@ -751,7 +850,7 @@ class Checkpointer:
                 dealt, steps = None, len(self._buffer)
                 given_up = max(0, checkpoint.shard(rank).totals.steps - steps)
             else:
-                planner = self._buffer.planner(policy, overflow)
+                planner = self._buffer.planner(policies[0], overflow)
                 move = self._planned(checkpoint, stack, targets, planner, max_drop_fraction)
                 offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
                 self._take(
@@ -761,7 +860,7 @@ class Checkpointer:
                 dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
                 steps, given_up = dealt["targets"][rank]["steps"], 0
             manifest, missing = checkpoint.manifest, checkpoint.missing
-        self._polled_step, self._save_began = manifest.step, time.monotonic()
+        self._heard, self._save_began = _Heard(manifest.step, manifest.user), time.monotonic()
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
         report = RestoreReport(
             path.name,
@@ -778,15 +877,21 @@ class Checkpointer:
         self._note(report)
         return report
 
-    def _agreed(self, wanted: _Wanted) -> tuple[Path, builtins.list[Problem]]:
-        """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first."""
+    def _agreed(self, wanted: _Wanted, check: Callable[[], None]) -> tuple[Path, builtins.list[Problem]]:
+        """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first.
+
+        All hear of what ``check`` raises on one of them.
+        """
         passed_over: builtins.list[Problem] = []
 
         def find() -> bytes:
+            check()
             if self._ranks.rank:
                 return b""
-            if not self._alone:  # all may have voted, and rank 0 died before it decided
+            try:  # all may have voted, and rank 0 died before it decided
                 series.recover(self.root, series.newest_epoch(self.root))
+            except (OSError, RuntimeError) as error:  # it may be a folder that is only read, or one where a job begins
+                _log.warning("restore: what is undecided stays so: %s", error)
             path, problems = self._found(wanted)
             passed_over.extend(problems)
             return path.name.encode()
@@ -1064,4 +1169,12 @@ class Checkpointer:
         Raises:
             ValueError: below 1. RuntimeError: a later process has taken this folder over. OSError: something cannot be removed.
         """
-        return series.prune(self.root, self._keep if keep is None else keep, self._attempts.epoch)
+        removed = series.prune(self.root, self._keep if keep is None else keep, self._attempts.epoch)
+        self._forget_reports(removed)
+        return removed
+
+    def _forget_reports(self, removed: builtins.list[str]) -> None:
+        """Remove what was noted of loads of checkpoints that are gone."""
+        for name in removed:
+            for report in (self.root / "reports").glob(f"load-{name}-*.json"):
+                report.unlink(missing_ok=True)

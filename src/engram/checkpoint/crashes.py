@@ -19,7 +19,7 @@ from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from engram.checkpoint.attempts import Attempts
@@ -42,16 +42,24 @@ class Crashes:
     Args:
         attempts: of the job.
         number: of the watch: the same on all ranks.
-        step: what the training has come to.
+        heard: the step that the training has come to, and the user state.
         write: writes this rank's shard into a folder and votes.
         grace: seconds to wait for the votes of others.
+        timeout: seconds to wait for others to leave.
     """
 
     def __init__(
-        self, attempts: Attempts, number: int, step: Callable[[], int], write: Callable[[Path], None], grace: float
+        self,
+        attempts: Attempts,
+        number: int,
+        heard: Callable[[], tuple[int, Mapping[str, Any]]],
+        write: Callable[[Path], None],
+        grace: float,
+        timeout: float,
     ) -> None:
         self._attempts, self._ranks = attempts, attempts.ranks
-        self._number, self._step, self._write, self._grace = number, step, write, grace
+        self._number, self._heard, self._write = number, heard, write
+        self._grace, self._timeout = grace, timeout
         self._file = attempts.root / f"CRASH-e{attempts.epoch:04d}-{number}"
         self._key = f"{attempts.section}watch/{number}/"
         self._once = threading.RLock()
@@ -75,7 +83,9 @@ class Crashes:
             try:
                 yield
             except SystemExit as error:
-                if error.code not in (None, 0):
+                if error.code in (None, 0):
+                    self._leave()
+                else:
                     self.save(f"SystemExit: {error.code}")
                 raise
             except BaseException as error:
@@ -88,15 +98,30 @@ class Crashes:
 
     def _leave(self) -> None:
         """Wait until all ranks have come to their end, or one of them has failed: they must not think that this one died."""
+        until = time.monotonic() + self._timeout
         try:
-            self._ranks.set(f"{self._key}end/{self._ranks.rank}", b"")
-            ends = [f"{self._key}end/{rank}" for rank in range(self._ranks.world)]
-            while not self._begun and None in self._ranks.wait(ends, _LOOK_S):
-                pass
+            self._ranks.set(self._end_of(self._ranks.rank), b"")
+            while not self._begun:
+                said = self._ranks.wait([self._end_of(rank) for rank in range(self._ranks.world)], _LOOK_S)
+                missing = [rank for rank, one in enumerate(said) if one is None]
+                if not missing:
+                    break
+                if time.monotonic() > until:
+                    _log.error(
+                        "rank %d left guard() without ranks %s, %g s after its end",
+                        self._ranks.rank,
+                        missing,
+                        self._timeout,
+                    )
+                    break
         except RankFailed:  # the watch sees it, too
             pass
         if self._begun:
             self._over.wait(self._grace)
+
+    def _end_of(self, rank: int) -> str:
+        """Where a rank says that it has come to its end."""
+        return f"{self._key}end/{rank}"
 
     # ---- a crash ---------------------------------------------------------------------------------------------------------
 
@@ -127,7 +152,8 @@ class Crashes:
     def _agreed(self) -> Path:
         """The folder that all ranks use: the first of them says which."""
         root, epoch = self._attempts.root, self._attempts.epoch
-        name = series.Name(self._step(), epoch, f"crash{self._number}")
+        step, user = self._heard()
+        name = series.Name(step, epoch, f"crash{self._number}")
         disk.publish(self._file, str(name).encode())
         said = self._file.read_bytes().decode("ascii", "replace")
         agreed = series.Name.parse(said)
@@ -141,6 +167,7 @@ class Crashes:
                 epoch=epoch,
                 world=self._ranks.world,
                 trigger="crash",
+                user=user,
                 attempt=agreed.attempt,
             )
         except FileExistsError:
@@ -158,6 +185,9 @@ class Crashes:
             made = series.decide(folder, self._attempts.epoch)
             if made is not None:
                 _log.warning("saved %s: %s", folder.name, made.status)
+                if made.status == "complete":
+                    with contextlib.suppress(OSError, RuntimeError):  # a hint, and all ranks write the same
+                        series.set_latest(folder.parent, folder.name, self._attempts.epoch)
                 return
             missing = {vote.rank for vote in series.votes(folder) if vote.shard is None and vote.error is None}
             if missing <= self._dead or time.monotonic() > until:
@@ -191,7 +221,13 @@ class Crashes:
         for rank, count in counts.items():
             if rank not in self._seen or self._seen[rank][0] != count:
                 self._seen[rank] = (count, now)
-        silent = {rank for rank, (count, since) in self._seen.items() if now - since > _SILENT_S and count}
+        silent = {rank for rank, (_, since) in self._seen.items() if now - since > _SILENT_S} - self._dead
+        try:
+            silent = {
+                rank for rank in silent if self._ranks.get(self._end_of(rank)) is None
+            }  # others did not wait for us
+        except RankFailed:
+            return  # the next look says it
         self._dead |= silent
         if silent and not self._begun:
             self.save(f"no sign of life of ranks {sorted(silent)} for {_SILENT_S:g} s")

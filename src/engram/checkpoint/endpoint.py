@@ -82,7 +82,6 @@ class Endpoint:
         self._socket_file: Path | None = None
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._closed = threading.Event()
-        self._ended: dict[str, float] = {}
         try:
             #: Where the token lies.
             self.token_file = Path(token_file) if token_file is not None else self._private() / "token"
@@ -207,10 +206,9 @@ class Endpoint:
 
     def _asked(self) -> tuple[int, Any]:
         last = self._requests.latest()
-        if last is not None and last.save is not None and last.save.done:
-            ended = self._ended.setdefault(last.id, time.monotonic())
-            if time.monotonic() - ended < self._interval:
-                return 429, None
+        ended = None if last is None or last.save is None else last.save.ended
+        if ended is not None and time.monotonic() - ended < self._interval:
+            return 429, None
         return 202, {"id": self._requests.ask(join=True).id}
 
     def _state(self, request: Request) -> dict[str, Any]:

@@ -72,12 +72,12 @@ class Requests:
         """As :meth:`ask`, for signal handlers: takes no lock."""
         self._signalled = True
 
-    def take(self) -> Request | None:
-        """A save begins that serves all. To be called before its moment, so that none is lost."""
+    def serve(self, save: Any) -> None:
+        """This save serves all that was asked for. To be called before its moment, so that nothing is lost."""
         with self._lock:
             self._signalled = False
-            request, self._open = self._open, None
-            return request
+            if self._open is not None:
+                self._open.save, self._open = save, None
 
     @contextlib.contextmanager
     def listening(self, number: signal.Signals) -> Iterator[None]:

@@ -1,0 +1,86 @@
+"""Bad arguments on one rank: all hear of them, and the next call is in step again."""
+
+import time
+
+import numpy as np
+import pytest
+
+from engram import RankFailed, Ranks
+from engram.format import series
+from tests.ranks.jobs import buffer, checkpointer, done, job, play
+
+WRONG = [{"step": -1}, {"step": True}, {"step": 2.0}, {"user": 5}, {"user": {("a", "b"): 1}}, {"user": {"a": 1e400}}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bad_argument_of_one_rank_is_told_to_all_and_the_next_save_is_made(tmp_path, rank, wrong):
+    def act(ranks, here):
+        rb = buffer()
+        play(rb, here, 0, [3])
+        ck = checkpointer(tmp_path, rb, ranks)
+        started = time.monotonic()
+        with pytest.raises(RankFailed) as failed:
+            ck.save(**({"step": 1} | (wrong if here == rank else {})))
+        assert time.monotonic() - started < 5
+        return str(failed.value).partition("rank ")[2], ck.save(2).name
+
+    said = done(job(2, act))
+    assert said[0] == said[1]
+    assert said[0][0].startswith(f"{rank}: {'TypeError' if wrong.get('user') == 5 else ''}")
+    assert next(iter(wrong)) in said[0][0]
+    assert series.latest(tmp_path)[0].name == said[0][1]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_one_process_alone_raises_at_once_and_saves_again(tmp_path, wrong, wait):
+    ck = checkpointer(tmp_path, buffer(), Ranks.local())
+    play(ck._buffer, 0, 0, [3])
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        ck.save(**({"step": 1} | wrong), wait=wait)
+    assert series.names(tmp_path) == []
+    saved = ck.save(2, wait=False)
+    assert saved.wait(10).step == 2
+
+
+@pytest.mark.parametrize("where", ["_prepared", "_noted", "_write"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_whatever_goes_wrong_the_handle_ends(tmp_path, monkeypatch, where, wait):
+    """Also interrupts, and a thread that cannot start: the next save would wait for it for ever."""
+    ck = checkpointer(tmp_path, buffer(), Ranks.local())
+    play(ck._buffer, 0, 0, [3])
+
+    def fails(error):
+        def act(*_):
+            raise error
+
+        return act
+
+    def saves(wait):
+        said = ck.save(1, wait=wait)
+        said.wait(10)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ck, where, fails(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            saves(wait)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", fails(RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"):
+            saves(wait=False)
+    assert ck._handle.done
+    assert ck.save(2).step == 2
+
+
+def test_numbers_of_numpy_are_steps(tmp_path):
+    def act(ranks, rank):
+        rb = buffer()
+        play(rb, rank, 0, [3])
+        ck = checkpointer(tmp_path, rb, ranks, every_steps=5)
+        kind = np.int64 if rank else int
+        saved = [handle.wait(10).step for step in range(1, 11) if (handle := ck.poll(kind(step)))]
+        return [*saved, ck.save(kind(11)).step]
+
+    assert done(job(2, act)) == [[5, 10, 11]] * 2
+    assert [name.step for name in series.names(tmp_path)] == [11, 10, 5]

@@ -1,0 +1,145 @@
+"""What is saved when a rank fails, and how ranks leave the watch."""
+
+import sys
+import time
+
+import pytest
+
+from engram import Ranks
+from engram.checkpoint import crashes as watch
+from engram.format import series
+from tests.ranks.jobs import buffer, checkpointer, done, job, play
+
+
+class Failed(Exception):
+    pass
+
+
+def crashes(root, *, heard):
+    """A process that fails after ``heard(checkpointer)``, with a step that none of that knows; its next incarnation's restore."""
+    rb = buffer(2, 64)
+    play(rb, 0, 0, [3])
+    ck = checkpointer(root, rb, Ranks.local())
+
+    def train():
+        with ck.guard():
+            heard(ck)
+            play(rb, 0, 1, [4])
+            raise Failed
+
+    with pytest.raises(Failed):
+        train()
+    return checkpointer(root, buffer(2, 64), Ranks.local())
+
+
+HEARD = [
+    pytest.param(lambda ck: ck.save(1000, user={"m": 1}), 1000, {"m": 1}, id="save"),
+    pytest.param(lambda ck: ck.poll(1000, user={"m": 1}), 1000, {"m": 1}, id="poll"),
+    pytest.param(lambda ck: (ck.save(900, user={"m": 1}), ck.poll(1000)), 1000, {"m": 1}, id="poll without user"),
+    pytest.param(lambda ck: (ck.poll(900, user={"m": 1}), ck.save(1000, user={"m": 2})), 1000, {"m": 2}, id="both"),
+    pytest.param(lambda ck: (ck.poll(1000), ck.save(900)), 1000, {}, id="an older save"),
+    pytest.param(lambda ck: (ck.save(1000, user={"m": 1}), ck.save(1001), ck.restore(1000)), 1000, {"m": 1}, id="back"),
+]
+
+
+@pytest.mark.parametrize(("heard", "step", "user"), HEARD)
+def test_a_crash_checkpoint_is_of_the_latest_step_and_user_state(tmp_path, heard, step, user):
+    again = crashes(tmp_path, heard=heard)
+    (crashed,) = [entry for entry in again.list() if "crash" in entry.name]
+    assert (tmp_path / "LATEST").read_text().strip() == crashed.name
+    assert crashed.step == step
+    report = again.restore(name=crashed.name)
+    assert (report.step, report.user, report.steps) == (step, user, 7)
+
+
+def test_at_most_gives_nothing_that_is_newer(tmp_path):
+    def heard(ck):
+        for step in (100, 200, 300):
+            ck.save(step)
+
+    again = crashes(tmp_path, heard=heard)
+    assert [(again.restore(at_most=step).step, "crash" in again.restore(at_most=step).name) for step in (299, 300)] == [
+        (200, False),
+        (300, True),
+    ]
+
+
+def test_what_was_told_is_a_copy(tmp_path):
+    user = {"m": [1]}
+
+    def heard(ck):
+        ck.poll(5, user=user)
+        user["m"].append(object())
+
+    assert crashes(tmp_path, heard=heard).restore().user == {"m": [1]}
+
+
+# ---- leaving ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Signs of life come often, and their lack is noticed soon."""
+    monkeypatch.setattr(watch, "_BEAT_S", 0.05)
+    monkeypatch.setattr(watch, "_SILENT_S", 1.0)
+
+
+def inside(root, act, timeout=10.0):
+    """Two ranks, each of which calls ``act(rank)`` as the guarded training; for how long each was inside."""
+
+    def body(ranks, rank):
+        rb = buffer(2, 64)
+        play(rb, rank, 0, [3])
+        ck = checkpointer(root, rb, ranks, timeout=timeout)
+        started = time.monotonic()
+        try:
+            with ck.guard(grace=0.5):
+                act(rank)
+        except SystemExit as left:
+            assert left.code in (None, 0)  # noqa: PT017 - others must end in any case
+        return time.monotonic() - started
+
+    return done(job(2, body))
+
+
+@pytest.mark.parametrize("code", [None, 0])
+@pytest.mark.parametrize("later", [0.0, 0.5])
+def test_a_rank_that_exits_without_an_error_leaves(tmp_path, quick, code, later):
+    """Before its first sign of life, and after some; another rank that goes on does not think that it died."""
+
+    def act(rank):
+        time.sleep(later if rank else later + 1.5)
+        if rank:
+            sys.exit(code)
+
+    took = inside(tmp_path, act)
+    assert all(1.4 < it < 5 for it in took)
+    assert series.names(tmp_path) == []
+
+
+def test_a_rank_that_dies_before_its_first_sign_of_life(tmp_path, quick):
+    def body(ranks, rank):
+        rb = buffer(2, 64)
+        play(rb, rank, 0, [3])
+        ck = checkpointer(tmp_path, rb, ranks)
+        if rank:
+            ck._attempts.claim(5.0)  # as it enters; and nothing more comes
+            return 0
+        started = time.monotonic()
+        with ck.guard(grace=0.5):
+            pass
+        return time.monotonic() - started
+
+    assert 0.9 < done(job(2, body))[0] < 5
+    (name,) = series.names(tmp_path)
+    assert [vote.shard is not None for vote in series.votes(tmp_path / str(name))] == [True, False]
+
+
+def test_nobody_waits_for_ever_for_others_to_leave(tmp_path, quick, caplog):
+    """Who lives and does not leave is named; and does not think that the other one died, though that beats no more."""
+    took = inside(tmp_path, lambda rank: time.sleep(3.0 * rank), timeout=0.5)
+    assert took[0] < 2 < took[1] < 5
+    assert [it.message for it in caplog.records if it.levelname == "ERROR"] == [
+        "rank 0 left guard() without ranks [1], 0.5 s after its end"
+    ]
+    assert series.names(tmp_path) == []
