@@ -231,7 +231,7 @@ def test_of_a_task_without_ends_all_is_kept(tmp_path):
     other.loads(tmp_path / "x", convert=True)
     assert other[:]["id"].tolist() == list(range(15, 25))
     smaller = buffer(8)
-    with pytest.warns(UserWarning, match="'overflow': {'episodes': 0, 'steps': 3}"):
+    with pytest.warns(UserWarning, match="left out: 0 episodes with 3 steps as overflow"):
         smaller.loads(tmp_path / "x", convert=True)
     assert smaller[:]["id"].tolist() == list(range(18, 25)), "the newest, and a row that ends them"
 
