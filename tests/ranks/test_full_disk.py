@@ -15,7 +15,7 @@ from tests.format.checkpoint_folders import tree
 from tests.ranks import processes
 from tests.ranks.jobs import buffer, checkpointer, episode, steps_of, whos
 from tests.ranks.networks import enter_mounts, own_mounts
-from tests.ranks.processes import answer, join, run, wait_for
+from tests.ranks.processes import answer, join, meet, run, wait_for
 
 #: Bytes that a file, or a disk, has room for; a row needs 4 KiB.
 ROOM = 1 << 20
@@ -66,12 +66,13 @@ def save_some(ranks, rank, folder, root, limit):
     ranks.gather(b"", 10.0)
     kept = series.latest(root)[0] == first and tree(first) == before
     left = {str(path.relative_to(path.parents[1])) for path in root.glob("ckpt-000000000002-*/rank-*/*")}
+    ranks.gather(b"", 10.0)  # the next one is of the same step
     rb = buffer(1, 512)
     rb.extend(rows(rank, 2, 5), lane=0)
     again = checkpointer(root, rb, ranks).save(2).path
     other = buffer(1, 512)
     checkpointer(root, other, ranks).restore()
-    ranks.gather(b"", 10.0)
+    meet(folder, "over", ranks)  # rank 0 holds the store
     return {
         "said": said,
         "kept": kept,
