@@ -83,7 +83,7 @@ def train(folder, steps):
     network = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     target = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     begun, user = 0, {}
-    if checkpoints.list():
+    if checkpoints.latest:
         report = checkpoints.restore()
         begun, user = report.step, report.user
         if "model" in user:  # none: it failed before there was one

@@ -1369,6 +1369,11 @@ class ReplayBuffer:
                 "newest of it; loads takes the path of one."
             )
         with Checkpoint(Path(path)) as checkpoint:
+            if checkpoint.manifest.world > 1:
+                raise IncompatibleCheckpoint(
+                    f"loads: {path}: expected what one process saved, got a checkpoint of {checkpoint.manifest.world} ranks. "
+                    f"Checkpointer({str(Path(path).parent)!r}, buffer).restore(name={Path(path).name!r}) takes all of it."
+                )
             self.checked_parts(checkpoint, default_rng=default_rng, convert=convert)()
 
     dump = save = dumps

@@ -22,6 +22,11 @@ Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 __all__ = [
     "CorruptCheckpoint",
     "CorruptStore",
@@ -94,4 +99,13 @@ class CorruptCheckpoint(EngramError, RuntimeError):
 
 
 class RankFailed(EngramError, RuntimeError):
-    """A rank failed, died or did not answer in time. The same on all ranks, and names those that failed."""
+    """A rank failed, died or did not answer in time. The same on all ranks, and names those that failed.
+
+    Args:
+        message: what happened.
+        causes: by rank, the name of the exception that it raised; empty where no exception is known.
+    """
+
+    def __init__(self, message: str, causes: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.causes = dict(causes or {})

@@ -202,7 +202,8 @@ class Ranks(abc.ABC):
         if failure is not None and (not isinstance(failure, Exception) or set(given) == {mine}):
             raise failure
         if failed:
-            raise RankFailed(f"{what}: {'; '.join(f'rank {r}: {text}' for r, text in failed.items())}") from failure
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise RankFailed(f"{what}: {said}", {r: text.partition(":")[0] for r, text in failed.items()}) from failure
         return [one[1:] for one in given]
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of

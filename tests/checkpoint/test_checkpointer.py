@@ -32,6 +32,7 @@ from engram.format.checkpoints import Checkpoint, rank_folder
 from engram.format.verify import verify
 from tests import stress
 from tests.format.checkpoint_folders import rewrite, tree
+from tests.ranks.jobs import done, job
 from tests.test_dumps import Writers, check_marked, marked
 from tests.test_state import L, twins
 from tests.twins import bits, contents, rows
@@ -937,3 +938,41 @@ def test_a_save_in_the_background_that_fails_is_told(ram, caplog, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         handle.wait(10)
     assert "the save of step 7 failed: OSError" in caplog.text
+
+
+def test_under_torch_distributed_without_ranks(ram, monkeypatch):
+    monkeypatch.setattr(module, "_world_of_torch", lambda: 4)
+    with pytest.warns(
+        UserWarning, match=r"torch.distributed has 4 ranks, and ranks= was not given: .*from_torch"
+    ) as said:
+        Checkpointer(ram, buffer())
+    assert said[0].filename == __file__
+
+
+def test_the_latest(ram, monkeypatch):
+    checkpointer = Checkpointer(ram, buffer(10))
+    assert checkpointer.latest is None
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint, found none"):
+        checkpointer.restore()
+    series.begin(ram, step=1, epoch=series.claim_epoch(ram), world=1, trigger="save")
+    assert Checkpointer(ram, buffer()).latest is None, "killed in its first save"
+    checkpointer = Checkpointer(ram, buffer(10))
+    assert checkpointer.save(2).name == checkpointer.latest
+
+
+def test_a_save_of_an_earlier_step_says_what_a_restore_takes(ram, caplog):
+    checkpointer = Checkpointer(ram, buffer(10))
+    later = checkpointer.save(20).name
+    checkpointer.save(5)
+    assert f"is there, but restore() takes {later}, which is of a later step" in caplog.text
+
+
+def test_several_ranks_are_not_loaded_as_one(ram):
+    done(job(2, lambda ranks, rank: Checkpointer(ram, buffer(10), ranks=ranks).save(1)))
+    path = series.latest(ram)[0]
+    rb = buffer(3)
+    with pytest.raises(
+        IncompatibleCheckpoint, match=r"got a checkpoint of 2 ranks\. Checkpointer\('.*', buffer\)\.restore\(name='ckpt"
+    ):
+        rb.loads(path)
+    assert len(rb) == 3

@@ -74,3 +74,40 @@ def test_one_extra_read_in_all_and_none_into_empty_buffers(tmp_path, monkeypatch
         assert done(job(n, act, n, {1})) == found
         assert sorted(looked) == [f"rank-{shard:05d}-of-{SAVED_BY:05d}" for shard in range(SAVED_BY)]
         looked.clear()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("holds", [set(), {0}], ids=["empty", "one holds rows"])
+def test_of_two_that_only_reading_tells_apart_the_older_one_is_taken(tmp_path, n, holds):
+    """By all ranks, whichever meets the damage; whoever asks for that one by name or step gets the error."""
+
+    def two(ranks, rank):
+        rb = buffer(2, 64)
+        ck = checkpointer(tmp_path, rb, ranks, full_every=1)
+        play(rb, rank, 0, [5, 3])
+        ck.save(1)
+        older = steps_of(rb)
+        play(rb, rank, 1, [4], first=7)
+        return older, ck.save(2).path
+
+    saved = done(job(2, two))
+    older, newest = set().union(*(steps for steps, _ in saved)), saved[0][1]
+    flip(segments(newest)[-1])
+
+    def act(ranks, rank, **how):
+        rb = make(rank, holds, 2, 64)
+        ck = checkpointer(tmp_path, rb, ranks)
+        if how:
+            with pytest.raises((CorruptCheckpoint, RankFailed), match="expected the checksum"):
+                ck.restore(**how)
+            return None
+        report = ck.restore()
+        return report.step, steps_of(rb), [problem.path.name for problem in report.passed_over]
+
+    with pytest.warns(UserWarning, match="is loaded, and not: .*expected the checksum"):
+        every = done(job(n, act))
+    assert [step for step, _, _ in every] == [1] * n
+    assert set().union(*(steps for _, steps, _ in every)) == older
+    assert every[0][2] == [newest.name]
+    for how in ({"step": 2}, {"name": newest.name}):
+        done(job(n, lambda ranks, rank, how=how: act(ranks, rank, **how)))

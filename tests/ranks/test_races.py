@@ -130,7 +130,7 @@ def test_a_listing_that_is_older_than_what_was_saved(tmp_path):
     assert saved == newer
     errors = job(2, act)
     assert errors[0] == errors[1]
-    assert errors[0].startswith("restore: rank 1: CorruptCheckpoint")
+    assert errors[0].startswith("restore: rank 1: RankFailed: expected ckpt-")
     assert new.name in errors[0]
     shutil.copytree(new, tmp_path / "1" / new.name)  # there, and its LATEST is the old one
     assert done(job(2, act)) == [2, 2]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from engram._progress import bytes_bar
+from engram._words import count
 from engram.checkpoint import buffers
 from engram.checkpoint.agreement import disagreements
 from engram.checkpoint.attempts import Attempts
@@ -27,7 +28,7 @@ from engram.checkpoint.components import check_blocks
 from engram.checkpoint.crashes import Crashes
 from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.moving import checked_incomplete, moves_trajectories, open_shards, seed_of
-from engram.checkpoint.plan import Target
+from engram.checkpoint.plan import Incomplete, Target
 from engram.checkpoint.reports import Lost, move_lines, move_report, said_move
 from engram.checkpoint.requests import Requests
 from engram.checkpoint.roles import check_roles
@@ -35,17 +36,15 @@ from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.format import disk, series, strict
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
-from engram.format.problems import corrupt
+from engram.format.problems import Problem, corrupt
 from engram.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engram.checkpoint.moving import Move, Planner
-    from engram.checkpoint.plan import Incomplete
     from engram.format.checkpoints import Shard
     from engram.format.parts import PartReader
-    from engram.format.problems import Problem
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
 
@@ -84,15 +83,11 @@ class SaveReport(NamedTuple):
     otherwise."""
 
     def __str__(self) -> str:
-        episodes = ", ".join(f"{count['episodes']} {kind}" for kind, count in self.episodes.items())
-        drop = ", ".join(
-            f"{it['episodes']} {kind} episodes with {it['steps']} steps" for kind, it in self.would_drop.items()
-        )
+        episodes = ", ".join(f"{it['episodes']} {kind}" for kind, it in self.episodes.items())
         return (
             f"{self.name}: {self.steps} rows (episodes: {episodes or 'none'}; {self.lost_rows} overwritten meanwhile), "
             f"{self.bytes_written / 1e6:.1f} MB written and {self.bytes_linked / 1e6:.1f} MB linked in {self.seconds:.2f} s, "
             f"writers waited {self.paused_s * 1e3:.1f} ms"
-            + (f"; dealt out to other ranks it would drop {drop}" if drop else "")
         )
 
 
@@ -198,6 +193,30 @@ class _Wanted(NamedTuple):
     """The largest step."""
     partial: bool = False
     """One that lacks shards will do."""
+    damaged: tuple[Problem, ...] = ()
+    """What was found to be when it was read: a folder, and what is wrong."""
+
+
+class _How(NamedTuple):
+    """How a checkpoint is loaded: see :meth:`Checkpointer.restore`."""
+
+    incomplete: Incomplete | None
+    overflow: Literal["cut", "fill"]
+    max_drop_fraction: float
+    env_id: str
+    resume: str
+    verify: str
+    default_rng: bool
+
+
+def _world_of_torch() -> int:
+    from torch import distributed
+
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _is_damage(error: CorruptCheckpoint | RankFailed) -> bool:
+    return isinstance(error, CorruptCheckpoint) or set(error.causes.values()) == {CorruptCheckpoint.__name__}
 
 
 class _Asked(NamedTuple):
@@ -338,6 +357,12 @@ class Checkpointer:
         self._buffer = buffer
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
         self._prefetch = prefetch
+        if ranks is None and (world := _world_of_torch()) > 1:
+            warnings.warn(
+                f"Checkpointer: torch.distributed has {world} ranks, and ranks= was not given: this process saves for itself, and takes "
+                f"{self.root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each.",
+                stacklevel=2,
+            )
         self._ranks = Ranks.local() if ranks is None else ranks
         self._attempts = Attempts(self.root, self._ranks)
         self._timeout = timeout
@@ -496,6 +521,12 @@ class Checkpointer:
         if self._ranks.rank == 0:
             self._tidy(attempt.name)
         _log.info("saved %s", report)
+        if self._ranks.world > 1 and report.would_drop:
+            drop = (
+                f"{count(it['episodes'], f'{kind} episode')} with {count(it['steps'], 'step')}"
+                for kind, it in report.would_drop.items()
+            )
+            _log.info("%s: dealt out to other ranks it would drop %s", attempt.name, ", ".join(drop))
         return report
 
     def _tidy(self, name: str) -> None:
@@ -503,6 +534,9 @@ class Checkpointer:
         try:
             self._attempts.forget()
             series.set_latest(self.root, name, self._attempts.epoch)
+            newest = series.latest(self.root)[0]
+            if newest is not None and newest.name != name:
+                _log.warning("save: %s is there, but restore() takes %s, which is of a later step", name, newest.name)
             self._forget_reports(series.retire(self.root, self._keep, self._attempts.epoch))
         except (OSError, RuntimeError) as error:  # RankFailed is one
             _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)
@@ -779,7 +813,8 @@ class Checkpointer:
         With a ``TensorDictMaxValueWriter`` rows are dealt out by themselves, the best first, and stay as they are.
 
         Args:
-            step: which one. Default: the newest that is whole; newer ones that are not are passed over, with a warning.
+            step: which one. Default: the newest that is whole; newer ones that are not are passed over, with a warning, also those
+                of which only reading tells.
             name: which one, as the report of the save has it: note it with the model that belongs to it.
             at_most: a step, that of the model: the newest that is whole and not of a later one. Beside ``name``: what to take if there
                 is none of that name, or it is damaged; a warning says so.
@@ -808,14 +843,13 @@ class Checkpointer:
         Raises:
             ValueError: an argument out of its range, or ``step`` beside ``at_most`` or ``name``.
             FileNotFoundError: there is none, or none of that name or step.
-            CorruptCheckpoint: that of ``step`` is damaged, or every one is. As ``loads``.
+            CorruptCheckpoint: that of ``step`` or ``name`` is damaged, or every one is. As ``loads``.
             IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be left out. Nothing is changed.
             RankFailed: one of several ranks raised one of these or died; on all of them. Buffers that had begun to load are empty.
         """
         started = time.perf_counter()
-        policies: builtins.list[Incomplete] = []
 
-        def check() -> None:
+        def check() -> _How:
             for argument, value, allowed in (
                 ("resume", resume, ("env_reset", "exact")),
                 ("verify", verify, ("read", "full")),
@@ -831,30 +865,45 @@ class Checkpointer:
                 raise ValueError(
                     f"restore: max_drop_fraction: expected a number from 0 to 1, got {max_drop_fraction!r}."
                 )
-            policies.append(checked_incomplete(incomplete))
+            policy = None if incomplete is None else checked_incomplete(incomplete)
+            return _How(policy, overflow, max_drop_fraction, env_id, resume, verify, default_rng)
 
-        path, passed_over = self._agreed(_Wanted(step, name, at_most, allow_partial), check)
+        wanted = _Wanted(step, name, at_most, allow_partial)
+        while True:
+            path, how, passed_over = self._agreed(wanted, check)
+            try:
+                report = self._load(path, how, passed_over, started)
+            except (CorruptCheckpoint, RankFailed) as error:
+                # All ranks heard of the same, so all of them go on alike.
+                if step is not None or name is not None or not _is_damage(error):
+                    raise
+                wanted = wanted._replace(damaged=(*wanted.damaged, Problem(path, str(error))))
+            else:
+                self._note(report)
+                return report
+
+    def _load(self, path: Path, how: _How, passed_over: builtins.list[Problem], started: float) -> RestoreReport:
+        """Load a checkpoint into the buffer."""
         with contextlib.ExitStack() as stack:
-            checkpoint, targets, looks = self._opened(stack, path, verify, dealt_out=incomplete is not None)
+            checkpoint, targets, looks = self._opened(stack, path, how.verify, dealt_out=how.incomplete is not None)
             rank = self._ranks.rank
             if targets is None:
-                close_open = resume == "env_reset" and not self._in_rows
+                close_open = how.resume == "env_reset" and not self._in_rows
+                looks &= not len(self._buffer)  # what holds rows looks at its shard itself
                 self._take(
                     lambda: self._buffer.checked_parts(
-                        checkpoint, rank, default_rng=default_rng, close_open=close_open
+                        checkpoint, rank, default_rng=how.default_rng, close_open=close_open
                     ),
-                    checkpoint
-                    if looks and not len(self._buffer)
-                    else None,  # one that holds rows looks at its shard itself
+                    checkpoint if looks else None,
                 )
                 dealt, steps = None, len(self._buffer)
                 given_up = max(0, checkpoint.shard(rank).totals.steps - steps)
             else:
-                planner = self._buffer.planner(policies[0], overflow)
-                move = self._planned(checkpoint, stack, targets, planner, max_drop_fraction)
-                offset = sum(target.lanes for target in targets[:rank]) if env_id == "global" else 0
+                planner = self._buffer.planner(how.incomplete or Incomplete(), how.overflow)
+                move = self._planned(checkpoint, stack, targets, planner, how.max_drop_fraction)
+                offset = sum(target.lanes for target in targets[:rank]) if how.env_id == "global" else 0
                 self._take(
-                    lambda: self._placed(checkpoint, move, offset, default_rng=default_rng),
+                    lambda: self._placed(checkpoint, move, offset, default_rng=how.default_rng),
                     checkpoint if looks else None,
                 )
                 dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
@@ -862,7 +911,7 @@ class Checkpointer:
             manifest, missing = checkpoint.manifest, checkpoint.missing
         self._heard, self._save_began = _Heard(manifest.step, manifest.user), time.monotonic()
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
-        report = RestoreReport(
+        return RestoreReport(
             path.name,
             manifest.step,
             path,
@@ -874,30 +923,34 @@ class Checkpointer:
             dealt,
             given_up,
         )
-        self._note(report)
-        return report
 
-    def _agreed(self, wanted: _Wanted, check: Callable[[], None]) -> tuple[Path, builtins.list[Problem]]:
+    def _agreed(self, wanted: _Wanted, check: Callable[[], _How]) -> tuple[Path, _How, builtins.list[Problem]]:
         """The checkpoint that all ranks load, as rank 0 finds it; what an earlier incarnation left undecided is decided first.
 
         All hear of what ``check`` raises on one of them.
         """
+        checked: builtins.list[_How] = []
         passed_over: builtins.list[Problem] = []
 
         def find() -> bytes:
-            check()
+            checked.append(check())
             if self._ranks.rank:
                 return b""
             try:  # all may have voted, and rank 0 died before it decided
                 series.recover(self.root, series.newest_epoch(self.root))
             except (OSError, RuntimeError) as error:  # it may be a folder that is only read, or one where a job begins
                 _log.warning("restore: what is undecided stays so: %s", error)
-            path, problems = self._found(wanted)
+            try:
+                path, problems = self._found(wanted)
+            except (FileNotFoundError, CorruptCheckpoint) as error:
+                return json.dumps([type(error).__name__, str(error)]).encode()
             passed_over.extend(problems)
-            return path.name.encode()
+            return json.dumps(["", path.name]).encode()
 
-        found = self._ranks.together("restore", find, self._timeout)[0].decode()
-        return self.root / found, passed_over
+        kind, said = json.loads(self._ranks.together("restore", find, self._timeout)[0])
+        if kind:
+            raise (FileNotFoundError if kind == FileNotFoundError.__name__ else CorruptCheckpoint)(said)
+        return self.root / said, checked[0], passed_over
 
     def _opened(
         self, stack: contextlib.ExitStack, path: Path, verify: str, *, dealt_out: bool
@@ -909,7 +962,14 @@ class Checkpointer:
         opened: builtins.list[Checkpoint] = []
 
         def open_it() -> bytes:
-            checkpoint = stack.enter_context(series.open_partial(path) if series.is_partial(path) else Checkpoint(path))
+            try:
+                checkpoint = stack.enter_context(
+                    series.open_partial(path) if series.is_partial(path) else Checkpoint(path)
+                )
+            except (
+                CorruptCheckpoint
+            ) as error:  # rank 0 has looked at it: no damage that an older one would be better than
+                raise RankFailed(f"expected {path.name} as rank 0 sees it, got {error}") from error
             opened.append(checkpoint)
             if verify == "full" and self._ranks.rank == 0:
                 for problem in checkpoint.problems("full"):
@@ -1037,7 +1097,8 @@ class Checkpointer:
         dropped = report.dealt["dropped"]
         if dropped["overflow"]["steps"]:
             warnings.warn(
-                f"restore: {dropped['overflow']['steps']} steps did not fit and were left out.",
+                f"restore: {report.path}: {count(dropped['overflow']['steps'], 'step')} did not fit and were left out. Larger "
+                'storages take more; overflow="fill" takes older trajectories that are shorter.',
                 stacklevel=4,
             )
         folder = self.root / "reports"
@@ -1082,11 +1143,13 @@ class Checkpointer:
             if wrong is not None:
                 raise corrupt(*wrong)
             return self.root / wanted.name, []
-        return self._newest(wanted.at_most) if wanted.step is None else self._of_step(wanted.step)
+        return self._newest(wanted) if wanted.step is None else self._of_step(wanted.step)
 
-    def _newest(self, at_most: int | None) -> tuple[Path, builtins.list[Problem]]:
+    def _newest(self, wanted: _Wanted) -> tuple[Path, builtins.list[Problem]]:
         """The newest that is whole, and what was passed over."""
-        path, passed_over = series.latest(self.root, at_most=at_most)
+        at_most, damaged = wanted.at_most, [problem.path.name for problem in wanted.damaged]
+        path, problems = series.latest(self.root, at_most=at_most, without=damaged)
+        passed_over = [*wanted.damaged, *problems]
         if path is None:
             what = "a checkpoint" if at_most is None else f"a checkpoint of a step of at most {at_most}"
             if passed_over:
@@ -1110,7 +1173,8 @@ class Checkpointer:
                 and wanted.name in (None, str(name))
                 and (wanted.at_most is None or name.step <= wanted.at_most)
             )
-            if meant and (series.look(path) is None or series.is_partial(path)):
+            damaged = any(path == problem.path for problem in wanted.damaged)
+            if meant and not damaged and (series.look(path) is None or series.is_partial(path)):
                 return path
         return None
 
@@ -1130,6 +1194,19 @@ class Checkpointer:
         raise CorruptCheckpoint(f"restore: no checkpoint of step {step} is whole: {'; '.join(map(str, problems))}")
 
     # ---- the series ------------------------------------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> str | None:
+        """The name of the newest checkpoint that is whole; None: there is nothing to restore. Sizes are compared, not sums.
+
+        >>> import tempfile, torch
+        >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     Checkpointer(root, ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)).latest is None
+        True
+        """
+        path = series.latest(self.root)[0]
+        return None if path is None else path.name
 
     def list(self) -> builtins.list[Entry]:
         """All checkpoints, the newest first, and what is wrong with those that cannot be loaded. Sizes are compared, not sums."""

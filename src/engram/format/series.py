@@ -54,7 +54,7 @@ from engram.format.problems import Problem, corrupt, problem_of, read_small
 from engram.format.schema import field_differences
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from engram.format.part_writer import PartInfo
 
@@ -523,12 +523,15 @@ def recover(root: Path, epoch: int) -> list[str]:
     return committed
 
 
-def latest(root: Path, *, at_most: int | None = None) -> tuple[Path | None, list[Problem]]:
+def latest(
+    root: Path, *, at_most: int | None = None, without: Collection[str] = ()
+) -> tuple[Path | None, list[Problem]]:
     """The newest checkpoint that is complete, with the exact size of every file, and what was passed over on the way to it.
 
     Args:
         root: of the series.
         at_most: the largest step that is wanted.
+        without: names that are passed over.
 
     Returns:
         ``(folder, problems)``; None: there is none.
@@ -536,7 +539,7 @@ def latest(root: Path, *, at_most: int | None = None) -> tuple[Path | None, list
     problems: list[Problem] = []
     found: Path | None = None
     for name in names(root):
-        if at_most is not None and name.step > at_most:
+        if (at_most is not None and name.step > at_most) or str(name) in without:
             continue
         wrong = look(root / str(name))
         if wrong is None:
@@ -544,7 +547,7 @@ def latest(root: Path, *, at_most: int | None = None) -> tuple[Path | None, list
             break
         problems.append(wrong)
     hint = _hint(root)
-    if at_most is None and hint != (found.name if found else None) and not _lags(root, hint, found):
+    if at_most is None and not without and hint != (found.name if found else None) and not _lags(root, hint, found):
         problems.append(
             Problem(
                 root / LATEST, f"expected the name of {found.name if found else 'no checkpoint'}, got {hint!r:.100}"
