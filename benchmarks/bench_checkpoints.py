@@ -32,6 +32,7 @@ from tensordict import TensorDict
 from benchmarks import bench_indexes, resident, rivals
 from benchmarks.bench_indexes import ALPHA, BETA, ROWS
 from benchmarks.claims import FLOORS, Comparison, Row, timed
+from benchmarks.machine import drop_cache
 from benchmarks.timing import Effort, Side, Spread, Timing, alternate, longest, once
 
 DUMPS = Effort(calls=1, blocks=15, warmup=2, lead=0)
@@ -259,20 +260,13 @@ def _empty(engram: Any, nbytes: int) -> Any:
     return engram.TensorDictReplayBuffer(storage=engram.LazyTensorStorage(rows), sampler=sampler)
 
 
-def _forget(path: Path) -> None:
-    """Let the system drop what it keeps of the files in memory, so that the disk is read."""
-    for file in _files(path):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def _loads(engram: Any, path: Path, nbytes: int, share: float) -> Row:
     held: list[Any] = []
     memory = bytearray(PIECE)
 
     def prepare() -> None:
         held[:] = [_empty(engram, nbytes)]
-        _forget(path)
+        drop_cache(path)
 
     def read() -> None:
         for file in _files(path):
@@ -282,7 +276,7 @@ def _loads(engram: Any, path: Path, nbytes: int, share: float) -> Row:
 
     sides = [
         Side("engram", lambda: held[0].loads(path), prepare=prepare),
-        Side("reading", read, prepare=lambda: _forget(path)),
+        Side("reading", read, prepare=lambda: drop_cache(path)),
     ]
     timing = alternate(sides, WHOLE.scaled(share))
     return timed("checkpoints/loads", f"loads · {nbytes / GB:.1f} GB", timing, share=("reading",))

@@ -3,9 +3,12 @@
 Measured, planning: 10^6 episodes of 64 shards dealt out to 48 ranks of two lanes, in a process of its own: its time, and how far its
 resident set grows, tables included. Measured, restore: a job of M ranks saved two lanes of episodes of unlike lengths each; a job of
 N restores them into empty buffers with priorities; every episode is kept. Beside it, "copying": each of N processes reads an equal
-share of the same files into new memory of the kind that the stores have (huge pages where the system has them), one MiB at a
-time, and does nothing else. Both find the files in the system's memory: a disk would hide what restoring costs. Memory: how far
-the resident set of a rank grows while it restores, at most, beyond the rows that it gets.
+share of the same files into new memory of the kind that the stores have (private, huge pages where the system has them), one
+MiB at a time, and does nothing else. From disk, which is judged: what the system keeps of the files is dropped before both. From memory,
+which is shown: there copying is what memory can do, while each rank also reads what others get of blocks that it has a share of,
+checks all of it, and puts rows where they belong. On a system whose free memory is in small pieces huge pages take seconds to be made,
+whoever asks for them: quartiles show it. Memory: how far the resident set of a rank grows while it restores, at most, beyond
+the rows that it gets.
 Measured, a save of four ranks: all of them take steps (a prioritized sample of 256, its update, a reduction over all ranks) and then
 save in the background, full copies; how long the call keeps the slowest rank, agreeing on the step included; and the longest
 step until the save is over, beside the longest of as many steps without one. Measured, requests: a rank asks at a step by chance;
@@ -15,11 +18,12 @@ wait for each other's turn, too.
 Files lie where ``tempfile`` puts them.
 """
 
+import gc
 import mmap
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -33,12 +37,13 @@ from tensordict import TensorDict
 from benchmarks import resident, rivals
 from benchmarks.claims import FLOORS, Comparison, Row, timed
 from benchmarks.jobs import Job, Member
+from benchmarks.machine import drop_cache
 from benchmarks.timing import Effort, Side, Spread, Timing, alternate, once
 
 EPISODES, SHARDS, TARGETS = 10**6, 64, 48
 PLANS = 5
 
-RESTORES = Effort(calls=1, blocks=9, warmup=1, lead=0)
+RESTORES = Effort(calls=1, blocks=7, warmup=1, lead=0)
 GB = 10**9
 SHAPES = ((2, 3), (3, 2))
 KINDS = {"frames": (2.0, (200, 800)), "small": (1.0, (100, 300))}
@@ -123,19 +128,28 @@ def _restores(
             steps = sum(job.each(_save_episodes, root, kind, size * GB / saved_by, lengths))
         files = sorted((str(file), file.stat().st_size) for file in root.glob("ckpt-*/rank-*/storage/seg/*.bin"))
         nbytes = sum(size for _, size in files)
+        os.sync()  # what is not on disk stays in memory
+        what = f"restore {saved_by} to {loaded_by} ranks · {nbytes / GB:.1f} GB, {kind}"
+        move = f"{kind}/{saved_by}-{loaded_by}"
         with Job(loaded_by) as job:
-            sides = [
-                Side("engram", partial(job.each, _restore), prepare=partial(job.each, _empty, root, kind, steps)),
-                Side("copying", partial(job.each, _copy, files), prepare=partial(job.each, _forget)),
-            ]
-            timing = alternate(sides, RESTORES.scaled(share))
+
+            def prepare(task: Callable[..., None], *arguments: Any, drop: bool) -> None:
+                job.each(task, *arguments)
+                if drop:
+                    drop_cache(root)
+
+            for where, drop in (("disk", True), ("memory", False)):
+                sides = [
+                    Side("engram", partial(job.each, _restore), partial(prepare, _empty, root, kind, steps, drop=drop)),
+                    Side("copying", partial(job.each, _copy, files), partial(prepare, _forget, drop=drop)),
+                ]
+                timing = alternate(sides, RESTORES.scaled(share))
+                yield timed(f"ranks/restore/{where}/{move}", f"{what} · from {where}", timing, share=("copying",))
             job.each(_empty, root, kind, steps)
-            grown = max(job.each(_grown))
-    what = f"restore {saved_by} to {loaded_by} ranks · {nbytes / GB:.1f} GB, {kind}"
-    yield timed(f"ranks/restore/{kind}/{saved_by}-{loaded_by}", what, timing, share=("copying",))
-    key, against, spread = f"ranks/memory/{kind}/{saved_by}-{loaded_by}", f"{RESIDENT_MIB} MiB", Spread.of([grown])
-    compared = [Comparison(against, "value", spread, FLOORS[key, against])]
-    yield Row(key, f"{what} · memory beyond the rows, at most", {"engram": spread}, compared, unit="MiB")
+            grown = Spread.of([max(job.each(_grown))])
+    key, against = f"ranks/memory/{move}", f"{RESIDENT_MIB} MiB"
+    compared = [Comparison(against, "value", grown, FLOORS[key, against])]
+    yield Row(key, f"{what} · memory beyond the rows, at most", {"engram": grown}, compared, unit="MiB")
 
 
 def _steps(kind: str, numbers: torch.Tensor, ends: torch.Tensor) -> TensorDict:
@@ -191,8 +205,9 @@ def _save_episodes(member: Member, root: Path, kind: str, nbytes: float, lengths
 
 
 def _forget(member: Member) -> None:
-    """Let go of all memory of the last round."""
+    """Let go of all memory of the last round, so that both sides get what the other one had."""
     member.kept.clear()
+    gc.collect()  # a buffer and its parts know each other
 
 
 def _empty(member: Member, root: Path, kind: str, steps: int) -> None:
@@ -214,7 +229,7 @@ def _copy(member: Member, files: list[tuple[str, int]]) -> None:
     """Read this rank's share of all bytes, one file behind the other, into new memory."""
     total = sum(size for _, size in files)
     begin, end = (total * rank // member.world for rank in (member.rank, member.rank + 1))
-    memory = mmap.mmap(-1, end - begin)
+    memory = mmap.mmap(-1, end - begin, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     view, done, at = memoryview(memory), 0, 0
     for name, size in files:

@@ -102,7 +102,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("checkpoints/verify", "1 GB/s"): Floor("value", 1000),
     ("ranks/plan/time", "10 s"): Floor("value", 10),
     ("ranks/plan/memory", "200 MB"): Floor("value", 200),
-    **_every((f"ranks/restore/{move}" for move in _MOVES), "copying", Floor("share", 1 / 0.6)),
+    **_every((f"ranks/restore/disk/{move}" for move in _MOVES), "copying", Floor("share", 1 / 0.6)),
     **_every((f"ranks/memory/{move}" for move in _MOVES), "64 MiB", Floor("value", 64)),
     ("ranks/stall/call", "50 ms"): Floor("value", 50),
     ("ranks/request", "poll_every"): Floor("value", 1),
