@@ -103,7 +103,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("ranks/plan/time", "10 s"): Floor("value", 10),
     ("ranks/plan/memory", "200 MB"): Floor("value", 200),
     **_every((f"ranks/restore/disk/{move}" for move in _MOVES), "copying", Floor("share", 1 / 0.6)),
-    **_every((f"ranks/memory/{move}" for move in _MOVES), "64 MiB", Floor("value", 64)),
+    **_every((f"ranks/memory/frames/{shape}" for shape in ("2-3", "3-2")), "64 MiB", Floor("value", 64)),
     ("ranks/stall/call", "50 ms"): Floor("value", 50),
     ("ranks/request", "poll_every"): Floor("value", 1),
     ("frames/2-threads", "copy_"): Floor("share", 1.3),

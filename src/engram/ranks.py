@@ -278,7 +278,8 @@ class _Torch(Ranks):
         except RuntimeError as error:
             raise RankFailed(f"Ranks.from_torch: {error}") from error
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="engram-ranks", daemon=True).start()
+        self._server = threading.Thread(target=_serve, args=(self._calls,), name="engram-ranks", daemon=True)
+        self._server.start()
 
     def _make_store(self, host: str | None, limit: timedelta) -> Any:
         """Rank 0 listens, and says where through the group."""
@@ -298,10 +299,6 @@ class _Torch(Ranks):
             name = bytes(where[2 : 2 + length].tolist()).decode()
             store = self._distributed.TCPStore(name, port, None, False, timeout=limit)
         return store
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
 
     def _ask(self, act: Callable[[], T]) -> T:
         """What the store says."""
@@ -377,8 +374,16 @@ class _Torch(Ranks):
         if not self._dead:
             self._dead = "closed"
             self._calls.put(None)
+            self._server.join(_ROLL_CALL_S)
             with contextlib.suppress(Exception):
                 self._distributed.destroy_process_group(self._group)
+
+
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    # It keeps nothing that it was asked: torch's process groups must not be let go of by a thread that the end of the interpreter stops.
+    while (call := calls.get()) is not None:
+        call()
+        del call
 
 
 def _own_name() -> str:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -394,3 +395,16 @@ def test_two_jobs_at_one_root(tmp_path):
     join(every)
     assert all("later incarnation" in answer(tmp_path / "one", rank)["error"] for rank in range(2))
     assert series.latest(root)[0].name == names[0]
+
+
+def closes(ranks, rank, folder):
+    ranks.gather(b"", 10.0)
+    meet(folder, "closed", ranks)
+    ranks.close()
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_no_thread_is_left_that_the_end_of_the_interpreter_could_stop(tmp_path):
+    said, codes = run(2, closes, tmp_path / "job")
+    assert codes == [0, 0]
+    assert all("engram-ranks" not in names for names in said), said
