@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -295,7 +296,9 @@ def launched(n, folder):
         f"fails_then_loads({n}, int(os.environ['RANK']), pathlib.Path({str(folder)!r}))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    here = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": here}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     return done.returncode, done.stderr
 
 
