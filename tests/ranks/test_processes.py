@@ -30,12 +30,14 @@ def filled(rank):
 def save(ranks, rank, folder):
     rb = filled(rank)
     report = checkpointer(folder / "root", rb, ranks).save(3)
+    meet(folder, "saved", ranks)  # the store ends with rank 0
     return {"name": report.name, "who": sorted(whos(steps_of(rb))), "steps": report.steps}
 
 
 def restore(ranks, rank, folder, root):
     rb = buffer(2, 128)
     report = checkpointer(root, rb, ranks).restore()
+    meet(folder, "restored", ranks)
     return {"who": sorted(whos(steps_of(rb))), "plan": report.dealt and report.dealt["plan"]}
 
 
