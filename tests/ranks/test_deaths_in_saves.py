@@ -147,15 +147,15 @@ SOME_STOPPED = [(1, "write"), (1, "vote"), (0, "decide")]
 def test_stopped_for_longer_than_others_wait(tmp_path, victim, phase):
     """They give up and say who it was. When it goes on it votes, and writes, for nothing: what is decided stays so."""
     folder = tmp_path / "job"
-    every = start(2, is_stopped, folder, victim, phase, 0.6)
+    every = start(2, is_stopped, folder, victim, phase, 1.5)
     wait_for((folder / f"said-{1 - victim}").exists)
-    assert stopped(every[victim].pid)
+    wait_for(lambda: stopped(every[victim].pid))
     os.kill(every[victim].pid, signal.SIGCONT)
     assert join(every) == [0, 0]
     stuck, other = answer(folder, victim), answer(folder, 1 - victim)
     assert stuck["latest"] == other["latest"]
     assert stuck["again"] == other["again"] == series.latest(folder / "root")[0].name
-    assert other["took"] < 4
+    assert other["took"] < 8
     if phase == "decide":
         assert stuck["said"] == other["said"] == other["latest"] != other["first"]
         return
