@@ -191,6 +191,17 @@ def test_a_number_that_a_float_would_round(tmp_path):
     done(job(2, load, tmp_path, 257, 8))
 
 
+def test_positions_of_the_newest_steps_of_what_is_too_long(tmp_path):
+    done(job(2, save, tmp_path, [40], {"place": "position"}))
+    with pytest.warns(UserWarning, match="60 steps did not fit"):
+        loaded = done(job(2, lambda *args: load(*args, incomplete={"headless": "keep"}), tmp_path, 2, 25))
+    for report, rb in loaded:
+        assert report.dealt["kept"] == {"episodes": 4, "steps": 100}
+        for lane, there in enumerate(layout(rb)):
+            assert [who % 1000 for who in there] == list(range(15, 40))
+            assert columns_of(rb)["place"][lane * 25 : (lane + 1) * 25].tolist() == list(range(25))
+
+
 def test_goals_in_hindsight_stay_in_their_trajectories(tmp_path):
     """Each step says where in its lane its goal is: a later step of its own trajectory. Also after a second move."""
 

@@ -260,7 +260,7 @@ def _extents(plan: Plan, rank: int, which: int, saved: Saved, lane_length: int) 
     at = np.flatnonzero((plan.rank == rank) & (plan.source == which))
     columns = saved.source.columns
     runs = saved.source.runs[plan.run[at]]
-    begin = runs[:, 1] + plan.skipped[at] * columns
+    begin = _kept_from(plan, at, saved.source)
     target, steps = plan.lane[at] * lane_length + plan.position[at], plan.steps[at]
     start = runs[:, 0] * geometry.lane_length
     # Positions go round the live rows: those that were written by number, ahead of the cursor, lie behind the newest one.
@@ -280,6 +280,12 @@ def _extents(plan: Plan, rank: int, which: int, saved: Saved, lane_length: int) 
         )
     order = np.argsort(found.first, kind="stable")
     return _Extents(*(column[order] for column in found))
+
+
+def _kept_from(plan: Plan, at: NDArray[np.int64], source: Source) -> NDArray[np.int64]:
+    """Of some of the trajectories that are kept, all of one source: the position there of the first step that is."""
+    first: NDArray[np.int64] = source.runs[plan.run[at], 1] + plan.skipped[at] * source.columns
+    return first
 
 
 def _pairs(extents: _Extents, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -538,7 +544,7 @@ def _rewrite(
     if "position" in roles:
         for which, one in enumerate(saved):
             its = plan.source[mine] == which
-            shift[its] = position[its] - one.source.runs[plan.run[mine[its]], 1] // one.source.columns
+            shift[its] = position[its] - _kept_from(plan, mine[its], one.source) // one.source.columns
     values = {"env_id": lane + env_offset, "traj_id": np.arange(len(mine)), "position": shift}
     piece = (np.cumsum(steps) - steps) // _REWRITTEN
     for some in np.split(np.arange(len(mine)), np.flatnonzero(np.diff(piece)) + 1) if roles else ():
