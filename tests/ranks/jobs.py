@@ -76,6 +76,14 @@ def play(rb, rank, lane, lengths, *, first=0, open_end=False):
         rb.update_priority(rows, data["who"].to(torch.float64).sqrt() + 0.1)
 
 
+def filled(rank):
+    """A buffer of two lanes that a rank has played five trajectories to."""
+    rb = buffer(2, 64)
+    play(rb, rank, 0, [5, 7, 3])
+    play(rb, rank, 1, [9, 4])
+    return rb
+
+
 def columns_of(rb):
     """All rows as they are, also such as hold nothing, by field."""
     store = rb.storage.store

@@ -10,17 +10,10 @@ import pytest
 from engram import RankFailed
 from engram.format import series
 from tests import stress
-from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
+from tests.ranks.jobs import buffer, checkpointer, done, filled, job, steps_of, whos
 from tests.ranks.processes import answer, join, meet, run, start, stopped, wait_for
 
 PHASES = ("begin", "write", "vote", "decide", "retire")
-
-
-def filled(rank):
-    rb = buffer(2, 64)
-    play(rb, rank, 0, [5, 7, 3])
-    play(rb, rank, 1, [9, 4])
-    return rb
 
 
 def ends(ck, phase, end):

@@ -9,7 +9,7 @@ import pytest
 from engram import RankFailed, Ranks
 from engram.format import series
 from tests.format.checkpoint_folders import tree
-from tests.ranks.jobs import buffer, checkpointer, play, steps_of, whos
+from tests.ranks.jobs import buffer, checkpointer, filled, steps_of, whos
 from tests.ranks.networks import Switch, own_network
 from tests.ranks.processes import answer, join, spawn, wait_for
 
@@ -51,13 +51,6 @@ def answer_of(file):
 def switch():
     with Switch() as it:
         yield it
-
-
-def filled(rank):
-    rb = buffer(2, 64)
-    play(rb, rank, 0, [5, 7, 3])
-    play(rb, rank, 1, [9, 4])
-    return rb
 
 
 def save(ranks, rank, folder, root):

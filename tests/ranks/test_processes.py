@@ -15,16 +15,9 @@ import torch
 
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
-from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
+from tests.ranks.jobs import buffer, checkpointer, done, filled, job, play, steps_of, whos
 from tests.ranks.processes import answer, join, meet, run, start, wait_for
 from tests.twins import contents
-
-
-def filled(rank):
-    rb = buffer(2, 64)
-    play(rb, rank, 0, [5, 7, 3])
-    play(rb, rank, 1, [9, 4])
-    return rb
 
 
 def save(ranks, rank, folder):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engram.checkpoint.plan import Plan, leave_out, numbered
+from engram.checkpoint.plan import Plan, leave_out, numbered, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,8 +47,7 @@ def plan_best(sources: Sequence[Source], values: Sequence[NDArray[np.float64]], 
     kept = best_first[: len(rank)]
     by_age = np.lexsort((number[kept], shard[kept], -time[kept], rank))
     kept, rank = kept[by_age], rank[by_age]
-    loads = np.bincount(rank, minlength=len(targets))
-    position = np.arange(len(rank)) - np.repeat(np.cumsum(loads) - loads, loads)
+    position = within(np.bincount(rank, minlength=len(targets)))
     none = np.zeros(len(rank), bool)
     return Plan(
         rank,

@@ -534,9 +534,14 @@ class Checkpointer:
         try:
             self._attempts.forget()
             series.set_latest(self.root, name, self._attempts.epoch)
-            newest = series.latest(self.root)[0]
-            if newest is not None and newest.name != name:
-                _log.warning("save: %s is there, but restore() takes %s, which is of a later step", name, newest.name)
+            if [*map(str, series.names(self.root)[:1])] != [
+                name
+            ]:  # else it is the newest, and no file need be looked at
+                newest = series.latest(self.root)[0]
+                if newest is not None and newest.name != name:
+                    _log.warning(
+                        "save: %s is there, but restore() takes %s, which is of a later step", name, newest.name
+                    )
             self._forget_reports(series.retire(self.root, self._keep, self._attempts.epoch))
         except (OSError, RuntimeError) as error:  # RankFailed is one
             _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)

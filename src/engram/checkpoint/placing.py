@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engram import _native
-from engram.checkpoint.plan import Source
+from engram.checkpoint.plan import Source, within
 from engram.checkpoint.rows import checked_numbers, dtype_of, read_rows_state
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
@@ -214,16 +214,11 @@ def _blocks(reader: PartReader, runs: NDArray[np.int64], columns: int, block: in
     steps = (runs[:, 2] - runs[:, 1]) // columns
     counts = -(-steps // block)
     run = np.repeat(np.arange(len(runs)), counts)
-    from_newest = np.repeat(counts, counts) - 1 - _within(counts)
+    from_newest = np.repeat(counts, counts) - 1 - within(counts)
     end = runs[run, 2] - from_newest * block * columns
     first = np.maximum(end - block * columns, runs[run, 1])
     last = runs[run, 0] * geometry.lane_length + (end - columns) % live[runs[run, 0]]
     return np.stack([runs[run, 0], first, end, numbers[last], np.full(len(run), HAS_FIRST | HAS_LAST)], 1)
-
-
-def _within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 … count - 1, for each count."""
-    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class _Extents(NamedTuple):
@@ -266,7 +261,7 @@ def _extents(plan: Plan, rank: int, which: int, saved: Saved, lane_length: int) 
     # Positions go round the live rows: those that were written by number, ahead of the cursor, lie behind the newest one.
     ring = _lanes(saved.reader)[runs[:, 0], 1]
     if columns > 1:  # every step is an extent
-        step = _within(steps)
+        step = within(steps)
         rows = np.repeat(start, steps) + (np.repeat(begin, steps) + step * columns) % np.repeat(ring, steps)
         found = _Extents(rows, np.repeat(target, steps) + step, np.ones_like(rows))
     else:
@@ -293,7 +288,7 @@ def _pairs(extents: _Extents, begin: int, end: int) -> tuple[NDArray[np.int64], 
     first, target, rows = extents.near(begin, end)
     skipped = np.maximum(begin - first, 0)
     count = np.minimum(first + rows, end) - first - skipped
-    step = _within(count)
+    step = within(count)
     return np.repeat(first + skipped, count) + step, np.repeat(target + skipped, count) + step
 
 
@@ -548,7 +543,7 @@ def _rewrite(
     values = {"env_id": lane + env_offset, "traj_id": np.arange(len(mine)), "position": shift}
     piece = (np.cumsum(steps) - steps) // _REWRITTEN
     for some in np.split(np.arange(len(mine)), np.flatnonzero(np.diff(piece)) + 1) if roles else ():
-        step = _within(steps[some])
+        step = within(steps[some])
         rows = torch.from_numpy(np.repeat(lane[some] * length + position[some], steps[some]) + step)
         for role in roles:
             tensor = by_role[role]

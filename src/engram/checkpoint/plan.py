@@ -33,6 +33,7 @@ __all__ = [
     "leave_out",
     "make_plan",
     "numbered",
+    "within",
 ]
 
 #: Why a trajectory is left out: of which kind it is, or there was no room.
@@ -212,7 +213,12 @@ def numbered(sources: Sequence[Source]) -> tuple[NDArray[np.int64], NDArray[np.i
     """The shard of each trajectory of all of them, and its number there."""
     counts = np.array([len(source.runs) for source in sources], np.int64)
     shard = np.repeat(np.arange(len(sources)), counts)
-    return shard, np.arange(len(shard)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return shard, within(counts)
+
+
+def within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 … count - 1, for each count."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _joined(parts: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:
