@@ -1,20 +1,21 @@
 """Claim: M shards restart as N at the speed at which memory and disk give their bytes, and a save of many ranks stops none.
 
-Measured, planning: 10^6 episodes of 64 shards dealt out to 48 ranks of two lanes, in a process of its own: its time, and how far its
-resident set grows, tables included. Measured, restore: a job of M ranks saved two lanes of episodes of unlike lengths each; a job of
-N restores them into empty buffers with priorities; every episode is kept. Beside it, "copying": each of N processes reads an equal
-share of the same files into new memory of the kind that the stores have (private, huge pages where the system has them), one
-MiB at a time, and does nothing else. From disk, which is judged: what the system keeps of the files is dropped before both. From memory,
-which is shown: there copying is what memory can do, while each rank also reads what others get of blocks that it has a share of,
-checks all of it, and puts rows where they belong. On a system whose free memory is in small pieces huge pages take seconds to be made,
+Measured, planning: 10^6 episodes of 64 shards dealt out to 48 ranks of two lanes, in a process of its own: its time, and how
+far its resident set grows, tables included. Measured, restore: a job of M ranks saved two lanes of episodes of unlike lengths
+each; a job of N restores them into empty buffers with priorities; every episode is kept. Beside it, "copying": each of N
+processes reads an equal share of all files of the same checkpoint (rows, and the tickets and priorities that a restore reads as
+well) into new memory of the kind that the stores have (private, huge pages where the system has them), one MiB at a time, and
+does nothing else. From disk, which is judged: what the system keeps of the files is dropped before both. From memory, which is
+shown: there copying is what memory can do, while each rank also reads what others get of blocks that it has a share of, checks
+all of it, and puts rows where they belong. On a system whose free memory is in small pieces huge pages take seconds to be made,
 whoever asks for them: quartiles show it. Memory: how far the resident set of a rank grows while it restores, at most, beyond
 the rows that it gets; judged of frames: the tickets and priorities of millions of small rows, which the store keeps, are some
 100 MiB themselves.
-Measured, a save of four ranks: all of them take steps (a prioritized sample of 256, its update, a reduction over all ranks) and then
-save in the background, full copies; how long the call keeps the slowest rank, agreeing on the step included; and the longest
-step until the save is over, beside the longest of as many steps without one. Measured, requests: a rank asks at a step by chance;
-how many calls of ``poll`` later all of them save, at the same step, as a share of ``poll_every``. Four ranks on fewer cores
-wait for each other's turn, too.
+Measured, a save of four ranks: all of them take steps (a prioritized sample of 256, its update, a reduction over all ranks) and
+then save in the background, full copies; how long the call keeps the slowest rank, agreeing on the step included; and the
+longest step until the save is over, beside the longest of as many steps without one. Measured, requests: a rank asks at a step
+by chance; how many calls of ``poll`` later all of them save, at the same step, as a share of ``poll_every``. Four ranks on
+fewer cores wait for each other's turn, too.
 
 Files lie where ``tempfile`` puts them.
 """
@@ -127,7 +128,7 @@ def _restores(
         root = Path(name)
         with Job(saved_by) as job:
             steps = sum(job.each(_save_episodes, root, kind, size * GB / saved_by, lengths))
-        files = sorted((str(file), file.stat().st_size) for file in root.glob("ckpt-*/rank-*/storage/seg/*.bin"))
+        files = sorted((str(file), file.stat().st_size) for file in root.glob("ckpt-*/rank-*/**/*") if file.is_file())
         nbytes = sum(size for _, size in files)
         os.sync()  # what is not on disk stays in memory
         what = f"restore {saved_by} to {loaded_by} ranks · {nbytes / GB:.1f} GB, {kind}"

@@ -25,8 +25,8 @@ __all__ = ["Ranks"]
 T = TypeVar("T")
 
 _FINE, _FAILED = b"+", b"-"
-#: Seconds between two looks at what others said: the first, and the longest.
-_SOON, _LATER = 0.0005, 0.05
+#: Seconds between two looks at what others said: the first, and the longest; and how much longer each is than the one before.
+_SOON, _LATER, _LONGER = 0.0005, 0.05, 1.25
 #: Seconds for those that live to say so, once something failed that does not say who did.
 _ROLL_CALL_S = 3.0
 
@@ -119,14 +119,16 @@ class Ranks(abc.ABC):
         until = time.monotonic() + timeout
         pause = _SOON
         while True:
-            for key in keys:
-                if key not in found and (value := self.get(key)) is not None:
-                    found[key] = value
+            found.update(self._look([key for key in keys if key not in found]))
             left = until - time.monotonic()
             if len(found) == len(set(keys)) or left <= 0:
                 return [found.get(key) for key in keys]
             time.sleep(min(pause, left))
-            pause = min(pause * 2, _LATER)
+            pause = min(pause * _LONGER, _LATER)
+
+    def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """What is set now, of some keys."""
+        return {key: value for key in keys if (value := self.get(key)) is not None}
 
     def section(self) -> str:
         """A prefix for keys of one user of the store: the first on each rank gets the same, and so on."""
@@ -330,8 +332,14 @@ class _Torch(Ranks):
         self._ask(lambda: self._store.set(key, value.hex()))
 
     def get(self, key: str) -> bytes | None:
-        def look() -> bytes | None:
-            return bytes.fromhex(self._store.get(key).decode()) if self._store.check([key]) else None
+        return self._look([key]).get(key)
+
+    def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
+        def look() -> dict[str, bytes]:
+            # All of them take two messages, however many they are.
+            there = keys if self._store.check([*keys]) else [key for key in keys if self._store.check([key])]
+            values = self._store.multi_get([*there]) if there else []
+            return {key: bytes.fromhex(value.decode()) for key, value in zip(there, values, strict=True)}
 
         return self._ask(look)
 

@@ -310,7 +310,7 @@ def test_lanes_of_one_row(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
-    """Rows, tickets and priorities are read in windows, which all lie in one piece of memory."""
+    """Rows, tickets and priorities are read in windows, and no more shards at a time than there are threads for."""
     from engram.checkpoint import placing
 
     def act(ranks, rank):

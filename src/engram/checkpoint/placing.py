@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -45,6 +47,8 @@ __all__ = [
 
 #: Bytes that are read at a time: as many as caches hold.
 _WINDOW = 2 << 20
+#: Shards that are read at a time: while one is waited for, rows of the other are placed.
+_READERS = 2
 #: Rows whose fields are rewritten at a time.
 _REWRITTEN = 1 << 18
 #: Of rows without trajectories: steps that stay together, how many such blocks a lane has at least, and a shard at most.
@@ -416,20 +420,30 @@ def fill_placed(
     fields = fields_of(saved)
     length = schema.capacity // schema.lanes
     mine = np.flatnonzero(plan.rank == rank)
+    widest = max((field.row_bytes for field in fields), default=0)
     _check_range(fields, "env_id", env_offset + schema.lanes - 1, "lanes")
     _check_range(fields, "traj_id", len(mine) - 1, "trajectories")
     _check_range(fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane")
 
     def fill(tensors: Sequence[Tensor]) -> None:
-        room = _room(max((field.row_bytes for field in fields), default=0))
-        for which, one in enumerate(saved):
-            if not len(one.source.runs):
-                continue
-            extents = _extents(plan, rank, which, one, length)
-            for stretch in _stretches(one.reader, fields):
+        given_up = threading.Event()
+
+        def move(which: int) -> None:
+            extents, room = _extents(plan, rank, which, saved[which], length), _room(widest)
+            for stretch in _stretches(saved[which].reader, fields):
                 field, tensor = fields[stretch.field], tensors[stretch.field]
-                for low, raw in _windows(one.reader, stretch, extents, field.row_bytes, room):
+                for low, raw in _windows(saved[which].reader, stretch, extents, field.row_bytes, room):
+                    if given_up.is_set():
+                        return
                     _put(raw.reshape(-1, field.row_bytes), low, extents, tensor)
+
+        with ThreadPoolExecutor(_READERS, "engram-restore") as pool:
+            moves = [pool.submit(move, which) for which, one in enumerate(saved) if len(one.source.runs)]
+            try:
+                for one in moves:
+                    one.result()
+            finally:
+                given_up.set()
         _rewrite(tensors, fields, plan, mine, saved, length, env_offset)
 
     return fill
