@@ -91,9 +91,9 @@ def check_priorities(state: dict[str, Any], config: PriorityConfig | None, rows:
         possible = (highest + eps) ** alpha < most
     if not possible:
         raise PriorityError(f"{where}: highest: expected one whose power alpha={alpha} can be summed, got {highest}.")
-    bad = ~((leaves >= 0) & (leaves < most))
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
+    least, largest = leaves.aminmax() if leaves.numel() else (leaves.new_zeros(()),) * 2  # NaN, if one is
+    if not (least >= 0 and largest < most):
+        row = int((~((leaves >= 0) & (leaves < most))).nonzero()[0])
         raise PriorityError(
             f"{where}: leaves: expected finite ones of at least 0, got {float(leaves[row])} of row {row}."
         )

@@ -356,7 +356,7 @@ def _place_numbers(saved: Saved, extents: _Extents, later: int, numbers: Tensor,
         for low, raw in _windows(reader, stretch, extents, 8, room):
             words = raw.view(torch.int64)
             there = checked_numbers(words.numpy(), reader.folder / file, stretch.offset + 8 * (low - stretch.begin))
-            there[there != 0] += later
+            np.add(there, later, out=there, where=there != 0)
             _put(words, low, extents, numbers)
 
 

@@ -657,8 +657,10 @@ class TensorStorage(Storage):
         saved = tensor_in(state, "numbers", torch.int64, (None,), where)
         if len(saved) > schema.capacity:
             raise ValueError(f"{where}: numbers: expected at most {schema.capacity}, got {len(saved)}.")
-        numbers = torch.zeros(schema.capacity, dtype=torch.int64, device="cpu")
-        numbers[: len(saved)] = saved
+        numbers = saved
+        if len(saved) < schema.capacity:
+            numbers = torch.zeros(schema.capacity, dtype=torch.int64, device="cpu")
+            numbers[: len(saved)] = saved
         length = schema.capacity // schema.lanes
         try:
             _native.check_words(length, clock, lanes.data_ptr(), schema.lanes, numbers.data_ptr())
