@@ -534,9 +534,7 @@ class Checkpointer:
         try:
             self._attempts.forget()
             series.set_latest(self.root, name, self._attempts.epoch)
-            if [*map(str, series.names(self.root)[:1])] != [
-                name
-            ]:  # else it is the newest, and no file need be looked at
+            if series.names(self.root)[:1] != [series.Name.parse(name)]:  # else no file need be looked at
                 newest = series.latest(self.root)[0]
                 if newest is not None and newest.name != name:
                     _log.warning(

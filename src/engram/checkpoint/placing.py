@@ -409,7 +409,8 @@ def _common_priorities(saved: Sequence[Saved], rows: int) -> dict[str, dict[str,
 def fill_placed(
     saved: Sequence[Saved], plan: Plan, rank: int, schema: Schema, env_offset: int = 0
 ) -> Callable[[Sequence[Tensor]], None]:
-    """What reads the rows of a rank into the fields of its store, each file once and in pieces, and checks every block.
+    """What reads the rows of a rank into the fields of its store, each file once and in pieces, and checks every block; of
+    two shards at a time, where the fields are in memory of the processor.
 
     Fields whose role says so are rewritten: ``env_id`` to ``env_offset`` plus the lane, ``traj_id`` to the number of the
     trajectory, ``position`` by how far it moved; and the last steps of those that the plan truncates.
@@ -437,13 +438,18 @@ def fill_placed(
                         return
                     _put(raw.reshape(-1, field.row_bytes), low, extents, tensor)
 
-        with ThreadPoolExecutor(_READERS, "engram-restore") as pool:
-            moves = [pool.submit(move, which) for which, one in enumerate(saved) if len(one.source.runs)]
-            try:
-                for one in moves:
-                    one.result()
-            finally:
-                given_up.set()
+        written = [which for which, one in enumerate(saved) if len(one.source.runs)]
+        if not all(tensor.is_cpu for tensor in tensors):  # copies to a device belong to this thread's stream
+            for which in written:
+                move(which)
+        else:
+            with ThreadPoolExecutor(_READERS, "engram-restore") as pool:
+                moves = [pool.submit(move, which) for which in written]
+                try:
+                    for one in moves:
+                        one.result()
+                finally:
+                    given_up.set()
         _rewrite(tensors, fields, plan, mine, saved, length, env_offset)
 
     return fill
