@@ -4,12 +4,13 @@ Measured, ``dumps``: the prioritized buffer of ``bench_indexes``, 100,000 rows, 
 last one: engram then puts one folder in the place of the other and removes that, TorchRL writes over its files. It does not wait
 for the disk; "TorchRL, synced" does. Where its extension does not load, as with every torch but the one that it was built for,
 Python lists stand in for its trees: they take less time to be read than those. Then the same rows in 100 times the capacity.
-Measured, one per cent: a ``LazyMemmapStorage`` of 10 kB rows, all of them live; a full checkpoint, then one after a
-hundredth of the rows was overwritten, and that again. Measured, pause: the longest ``add``, and the longest ``sample``, of a
-thread that makes nothing else while 10^7 small rows with priorities are saved in the background, without links; beside the
-longest one in a second without a save. Measured, ``loads``: into an empty buffer in RAM, against reading the same files into
-one piece of memory; what the system keeps of them is dropped before both. Its memory: how far the resident set of a new process
-grows beyond the rows. Measured, ``verify``: at the level ``full``, of files that the system has in memory; one thread.
+Measured, one per cent: a ``LazyMemmapStorage`` of 10 kB rows, all of them live; a full checkpoint, then three, each after a
+hundredth of the rows was overwritten, of which the median counts; and that again. It is judged with ``--large``: of 20 GB.
+Measured, pause: the longest ``add``, and the longest ``sample``, of a thread that makes nothing else while 10^7 small rows with
+priorities are saved in the background, without links; beside the longest one in a second without a save. Measured, ``loads``:
+into an empty buffer in RAM, against reading the same files into one piece of memory; what the system keeps of them is dropped
+before both. Its memory: how far the resident set of a new process grows beyond the rows. Measured, ``verify``: at the level
+``full``, of files that the system has in memory; one thread.
 
 Files lie where ``tempfile`` puts them: set ``TMPDIR`` to a folder on the disk that is meant.
 """
@@ -24,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -43,8 +45,8 @@ GB = 10**9
 STORE_GB, QUICK_GB, LARGE_GB = 4.0, 0.5, 20.0
 ROW_BYTES, CHUNK = 10_000, 1_000
 NEW = 0.01
-ROUNDS = 3
-"""Full checkpoints of the large store, each with one after it."""
+ROUNDS, AFTER = 3, 3
+"""Full checkpoints of the large store, and how many of what is new come after each."""
 
 PAUSED_ROWS, PAUSES = 10**7, 5
 RESIDENT_MIB = 64
@@ -160,7 +162,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _one_per_cent(engram: Any, size: float) -> Iterator[Row]:
-    """Time and bytes. Below 4 GB nothing is judged: two segments, which are written in full, are more than that then."""
+    """Time and bytes. Both are judged of the large store alone: of a smaller one, two segments that are written in full and the
+    files of every checkpoint are a part that says little of either."""
     rows = round(size * GB / ROW_BYTES)
     times: dict[str, list[float]] = {"engram": [], "full": []}
     written: dict[str, list[float]] = {"engram": [], "full": []}
@@ -168,19 +171,21 @@ def _one_per_cent(engram: Any, size: float) -> Iterator[Row]:
         replay = _large(engram, engram.LazyMemmapStorage(rows, scratch_dir=Path(name, "store")), rows)
         for round_ in range(ROUNDS):
             checkpoints = engram.Checkpointer(Path(name, "series"), replay, keep=1)  # a new one knows of no last one
-            for side in ("full", "engram"):
-                if side == "engram":
-                    _write(replay, round(NEW * rows))
+            saved = []
+            for step in range(round_ * (AFTER + 1), (round_ + 1) * (AFTER + 1)):
                 os.sync()  # of the store itself
-                elapsed_ms, report = once(partial(checkpoints.save, 2 * round_ + (side == "engram")))
-                times[side].append(1e3 * elapsed_ms)
-                written[side].append(report.bytes_written / 1e6)
+                saved.append(once(partial(checkpoints.save, step)))
+                _write(replay, round(NEW * rows))
+            full, *after = ((1e3 * elapsed_ms, report.bytes_written / 1e6) for elapsed_ms, report in saved)
+            for side, found in (("full", [full]), ("engram", after)):
+                for kept, values in zip((times, written), zip(*found, strict=True), strict=True):
+                    kept[side].append(median(values))
         replay.close()
     what = f"a checkpoint of {size:g} GB, {NEW:.0%} of it new"
     in_time = timed("checkpoints/one-per-cent/time", what, Timing(1, times), share=("full",))
     in_bytes = timed("checkpoints/one-per-cent/bytes", f"{what} · written", Timing(1, written), share=("full",))
     for row in (in_time, replace(in_bytes, unit="MB", blocks_us={})):
-        yield row if size >= STORE_GB else row.unjudged()
+        yield row if size >= LARGE_GB else row.unjudged()
 
 
 def _large(engram: Any, storage: Any, rows: int) -> Any:
