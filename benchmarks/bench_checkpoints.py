@@ -170,7 +170,9 @@ def _one_per_cent(engram: Any, size: float) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         replay = _large(engram, engram.LazyMemmapStorage(rows, scratch_dir=Path(name, "store")), rows)
         for round_ in range(ROUNDS):
-            checkpoints = engram.Checkpointer(Path(name, "series"), replay, keep=1)  # a new one knows of no last one
+            series = Path(name, "series")
+            shutil.rmtree(series, ignore_errors=True)  # not in the background, while those of this round are saved
+            checkpoints = engram.Checkpointer(series, replay, keep=1)
             saved = []
             for step in range(round_ * (AFTER + 1), (round_ + 1) * (AFTER + 1)):
                 os.sync()  # of the store itself
