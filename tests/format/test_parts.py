@@ -172,6 +172,17 @@ def test_a_read_checks_the_blocks_it_touches_and_no_others(tmp_path):
             part.verify()
 
 
+def test_another_reader_of_the_same_part_reads_on_when_the_first_is_closed(tmp_path):
+    made.write_index(tmp_path / "sampler")
+    with PartReader.open(tmp_path / "sampler") as first:
+        second = first.again()
+    with second:
+        assert second.sha256 == first.sha256
+        assert second.read_all(2) == b"abcde"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        second.again()
+
+
 def flip(path, at, bit=0):
     raw = bytearray(path.read_bytes())
     raw[at] ^= 1 << bit

@@ -1,5 +1,6 @@
 """What was saved is what is kept and what was dropped, in episodes and in steps; and what is kept is where the rules put it."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from engram import IncompatibleCheckpoint
 from engram.checkpoint.plan import DROPPED
 from tests import stress
-from tests.ranks.jobs import buffer, checkpointer, columns_of, done, job, layout, play, steps_of, whos
+from tests.ranks.jobs import buffer, checkpointer, columns_of, done, filled, job, layout, play, steps_of, whos
 
 lengths = st.lists(st.integers(1, 9), min_size=0, max_size=6)
 shard = st.fixed_dictionaries(
@@ -345,3 +346,20 @@ def wide(rank, steps):
     data["next", "done"][9::10] = True
     data["episode"] = torch.arange(steps) // 10
     return data
+
+
+def test_few_files_are_open_however_many_shards_there_are(tmp_path, monkeypatch):
+    """A process may have 1,024 of them by default, and jobs have hundreds of ranks."""
+    shards = 16
+    done(job(shards, lambda ranks, rank: checkpointer(tmp_path, filled(rank), ranks).save(1)))
+    before, most, real = len(os.listdir("/proc/self/fd")), [0], os.open
+
+    def counted(*args, **more):
+        fd = real(*args, **more)
+        most[0] = max(most[0], len(os.listdir("/proc/self/fd")))
+        return fd
+
+    monkeypatch.setattr(os, "open", counted)
+    report = done(job(1, lambda ranks, _: checkpointer(tmp_path, buffer(2, 500), ranks).restore()))[0]
+    assert report.dealt["kept"] == {"episodes": 5 * shards, "steps": 28 * shards}
+    assert most[0] - before <= 3 * shards + 16

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -12,12 +11,12 @@ import numpy as np
 import torch
 
 from engram import _native
+from engram.checkpoint.at_once import read_at_once
 from engram.checkpoint.plan import Source, within
-from engram.checkpoint.rows import checked_numbers, dtype_of, read_rows_state
+from engram.checkpoint.rows import Stretch, checked_numbers, dtype_of, read_rows_state, stretches
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.format import schema as schemas
-from engram.format.parts import segment_layout
 from engram.format.problems import corrupt
 from engram.format.sums import BLOCK
 from engram.format.tables import HAS_FIRST, HAS_LAST
@@ -47,8 +46,6 @@ __all__ = [
 
 #: Bytes that are read at a time: as many as caches hold.
 _WINDOW = 2 << 20
-#: Shards that are read at a time: while one is waited for, rows of the other are placed.
-_READERS = 2
 #: Rows whose fields are rewritten at a time.
 _REWRITTEN = 1 << 18
 #: Of rows without trajectories: steps that stay together, how many such blocks a lane has at least, and a shard at most.
@@ -158,7 +155,7 @@ def read_runs(saved: Saved, key: tuple[str, ...]) -> Tensor:
     column = torch.empty((int(rows.max(initial=-1)) + 1, *field.shape), dtype=dtype_of(field.dtype), device="cpu")
     every = _Extents(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(column)]))
     room = _room(field.row_bytes)
-    for stretch in _stretches(reader, saved.fields):
+    for stretch in stretches(reader):
         if stretch.field == number:
             for low, raw in _windows(reader, stretch, every, field.row_bytes, room):
                 _put(raw.reshape(-1, field.row_bytes), low, every, column)
@@ -346,13 +343,13 @@ def _place_numbers(saved: Saved, extents: _Extents, later: int, numbers: Tensor,
     reader = saved.reader
     file = reader.table_file("tickets")
     at = 0
-    stretches = [_Stretch(file, 0, 0, 0, reader.records["tickets"])]
+    pieces = [Stretch(file, 0, 0, 0, reader.records["tickets"])]
     if reader.segment_rows is not None:
-        stretches = []
+        pieces = []
         for it in reader.segments():
-            stretches.append(_Stretch(file, 8 * at, 0, it.first_row, it.first_row + it.rows))
+            pieces.append(Stretch(file, 8 * at, 0, it.first_row, it.first_row + it.rows))
             at += it.rows
-    for stretch in stretches:
+    for stretch in pieces:
         for low, raw in _windows(reader, stretch, extents, 8, room):
             words = raw.view(torch.int64)
             there = checked_numbers(words.numpy(), reader.folder / file, stretch.offset + 8 * (low - stretch.begin))
@@ -373,7 +370,7 @@ def _place_leaves(saved: Saved, extents: _Extents, name: str, leaves: Tensor, ro
             reader.folder, f"priorities {name!r}: expected a float64 one of [n], got {array.dtype} {array.shape}"
         )
     for low, raw in _windows(
-        reader, _Stretch(reader.array_file(found["$array"]), 0, 0, 0, array.shape[0]), extents, 8, room
+        reader, Stretch(reader.array_file(found["$array"]), 0, 0, 0, array.shape[0]), extents, 8, room
     ):
         _put(raw.view(torch.float64), low, extents, leaves)
 
@@ -409,8 +406,8 @@ def _common_priorities(saved: Sequence[Saved], rows: int) -> dict[str, dict[str,
 def fill_placed(
     saved: Sequence[Saved], plan: Plan, rank: int, schema: Schema, env_offset: int = 0
 ) -> Callable[[Sequence[Tensor]], None]:
-    """What reads the rows of a rank into the fields of its store, each file once and in pieces, and checks every block; of
-    two shards at a time, where the fields are in memory of the processor.
+    """What reads the rows of a rank into the fields of its store, each file once and in pieces, several shards at once, and checks
+    every block.
 
     Fields whose role says so are rewritten: ``env_id`` to ``env_offset`` plus the lane, ``traj_id`` to the number of the
     trajectory, ``position`` by how far it moved; and the last steps of those that the plan truncates.
@@ -426,30 +423,15 @@ def fill_placed(
     _check_range(fields, "traj_id", len(mine) - 1, "trajectories")
     _check_range(fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane")
 
+    def placed(which: int, tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
+        reader, extents, room = saved[which].reader, _extents(plan, rank, which, saved[which], length), _room(widest)
+        for stretch in stretches(reader):
+            field, tensor = fields[stretch.field], tensors[stretch.field]
+            for low, raw in _windows(reader, stretch, extents, field.row_bytes, room):
+                yield partial(_put, raw.reshape(-1, field.row_bytes), low, extents, tensor)
+
     def fill(tensors: Sequence[Tensor]) -> None:
-        given_up = threading.Event()
-
-        def move(which: int) -> None:
-            extents, room = _extents(plan, rank, which, saved[which], length), _room(widest)
-            for stretch in _stretches(saved[which].reader, fields):
-                field, tensor = fields[stretch.field], tensors[stretch.field]
-                for low, raw in _windows(saved[which].reader, stretch, extents, field.row_bytes, room):
-                    if given_up.is_set():
-                        return
-                    _put(raw.reshape(-1, field.row_bytes), low, extents, tensor)
-
-        written = [which for which, one in enumerate(saved) if len(one.source.runs)]
-        if not all(tensor.is_cpu for tensor in tensors):  # copies to a device belong to this thread's stream
-            for which in written:
-                move(which)
-        else:
-            with ThreadPoolExecutor(_READERS, "engram-restore") as pool:
-                moves = [pool.submit(move, which) for which in written]
-                try:
-                    for one in moves:
-                        one.result()
-                finally:
-                    given_up.set()
+        read_at_once([placed(which, tensors) for which, one in enumerate(saved) if len(one.source.runs)], tensors)
         _rewrite(tensors, fields, plan, mine, saved, length, env_offset)
 
     return fill
@@ -460,30 +442,8 @@ def _room(row_bytes: int = 0) -> Tensor:
     return torch.empty(max(row_bytes, _WINDOW) + 2 * BLOCK, dtype=torch.uint8, device="cpu")
 
 
-class _Stretch(NamedTuple):
-    """Rows of a field that lie in a file."""
-
-    file: str
-    offset: int
-    """Of the first row."""
-    field: int
-    begin: int
-    end: int
-    """Which rows of the source."""
-
-
-def _stretches(reader: PartReader, fields: Sequence[PartField]) -> Iterator[_Stretch]:
-    if reader.segment_rows is None:
-        for number in range(len(fields)):
-            yield _Stretch(reader.field_file(number), 0, number, 0, reader.records["tickets"])
-        return
-    for it in reader.segments():
-        for number, offset in enumerate(segment_layout(fields, it.rows)[0]):
-            yield _Stretch(reader.segment_file(it), offset, number, it.first_row, it.first_row + it.rows)
-
-
 def _windows(
-    reader: PartReader, stretch: _Stretch, extents: _Extents, size: int, room: Tensor
+    reader: PartReader, stretch: Stretch, extents: _Extents, size: int, room: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
     """What is wanted of a stretch, with little beside it: the number of the first row, and the bytes of it and those behind it.
 

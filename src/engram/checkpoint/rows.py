@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from engram.checkpoint.at_once import READERS, read_at_once
 from engram.checkpoint.components import described_state, read_state
 from engram.checkpoint.runs import Marks, count_kinds, find_runs
 from engram.errors import CorruptStore
@@ -35,6 +37,7 @@ __all__ = [
     "TABLES",
     "Boundaries",
     "SavedRows",
+    "Stretch",
     "checked_numbers",
     "described",
     "dtype_of",
@@ -42,6 +45,7 @@ __all__ = [
     "nothing_saved",
     "read_rows_state",
     "save_flat",
+    "stretches",
     "ticket_words",
     "write_tables",
 ]
@@ -49,8 +53,9 @@ __all__ = [
 _HERE = Path()
 #: What a ticket says of a row that is whole, and of one of which nothing was saved.
 _COMMITTED, _VOID = 2, 3
-#: Bytes that are copied from an accelerator, or to it, at a time.
-_PIECE = 16 << 20
+#: Bytes that are copied from an accelerator, or to it, at a time; and that a thread reads into memory of the processor: more, as
+#: blocks at both ends are checked beside it.
+_PIECE, _LONG_PIECE = 16 << 20, 128 << 20
 #: Tickets that are looked at together.
 _LOOK = 1 << 18
 _STEP_FIRST, _STEP_LAST = 0, 2
@@ -342,34 +347,59 @@ def _closed(
     return numbers
 
 
+class Stretch(NamedTuple):
+    """Rows of a field that lie in a file."""
+
+    file: str
+    offset: int
+    """Of the first row."""
+    field: int
+    begin: int
+    end: int
+    """Which rows of the part."""
+
+
+def stretches(reader: PartReader) -> Iterator[Stretch]:
+    """Where all rows of a part lie."""
+    fields = reader.schema or ()
+    if reader.segment_rows is None:
+        for number in range(len(fields)):
+            yield Stretch(reader.field_file(number), 0, number, 0, reader.records["tickets"])
+        return
+    for it in reader.segments():
+        for number, offset in enumerate(segment_layout(fields, it.rows)[0]):
+            yield Stretch(reader.segment_file(it), offset, number, it.first_row, it.first_row + it.rows)
+
+
 def fill(reader: PartReader) -> Callable[[Sequence[Tensor]], None]:
     """What reads the rows of a part into the fields of a store, ``[capacity, *shape]``, checking every block."""
 
     def read(tensors: Sequence[Tensor]) -> None:
-        if reader.segment_rows is None:
-            rows = reader.records["tickets"]
-            for number, tensor in enumerate(tensors):
-                _read_rows(reader, reader.field_file(number), 0, tensor, 0, rows)
-            return
-        fields = reader.schema or ()
-        for segment in reader.segments():
-            name = reader.segment_file(segment)
-            offsets, _ = segment_layout(fields, segment.rows)
-            for tensor, offset in zip(tensors, offsets, strict=True):
-                _read_rows(reader, name, offset, tensor, segment.first_row, segment.first_row + segment.rows)
+        most = _LONG_PIECE if all(tensor.is_cpu for tensor in tensors) else _PIECE
+        pieces = [
+            it._replace(offset=it.offset + (begin - it.begin) * size, begin=begin, end=min(begin + step, it.end))
+            for it in stretches(reader)
+            if (size := tensors[it.field][:1].nbytes)
+            for step in [max(1, most // size)]
+            for begin in range(it.begin, it.end, step)
+        ]
+        with contextlib.ExitStack() as stack:  # a reader is for one thread
+            readers = [reader, *(stack.enter_context(reader.again()) for _ in range(READERS - 1))]
+            share = -(-len(pieces) // READERS)
+            read_at_once(
+                [_read(pieces[i * share : (i + 1) * share], readers[i], tensors) for i in range(READERS)], tensors
+            )
 
     return read
 
 
-def _read_rows(reader: PartReader, name: str, offset: int, tensor: Tensor, begin: int, end: int) -> None:
-    size = tensor[:1].nbytes
-    if not size:
-        return
-    if tensor.is_cpu:
-        reader.read(name, offset, tensor[begin:end].reshape(-1).view(torch.uint8).numpy().data)
-        return
-    step = max(1, _PIECE // size)
-    for i in range(begin, end, step):
-        piece = torch.empty_like(tensor[i : min(i + step, end)], device="cpu")
-        reader.read(name, offset + (i - begin) * size, piece.reshape(-1).view(torch.uint8).numpy().data)
-        tensor[i : i + len(piece)] = piece.to(tensor.device)
+def _read(pieces: Sequence[Stretch], reader: PartReader, tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
+    for it in pieces:
+        yield partial(_read_rows, reader, it, tensors[it.field][it.begin : it.end])
+
+
+def _read_rows(reader: PartReader, it: Stretch, into: Tensor) -> None:
+    rows = into if into.is_cpu else torch.empty_like(into, device="cpu")
+    reader.read(it.file, it.offset, rows.reshape(-1).view(torch.uint8).numpy().data)
+    if rows is not into:
+        into[:] = rows.to(into.device)

@@ -27,7 +27,7 @@ __all__ = ["Level", "PartReader", "is_part"]
 Level = Literal["meta", "read", "full"]
 
 #: Files that a reader keeps open.
-MAX_OPEN = 16
+MAX_OPEN = 2
 
 _CHUNK = 1 << 20
 
@@ -87,6 +87,10 @@ class PartReader:
             reader.close()
             raise
         return reader
+
+    def again(self) -> Self:
+        """Another one of the same part, for another thread. Raises as the constructor."""
+        return type(self)(self.folder, self.sha256, os.dup(self.folder_fd))
 
     def __enter__(self) -> Self:
         return self
