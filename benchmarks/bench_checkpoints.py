@@ -8,9 +8,10 @@ Measured, one per cent: a ``LazyMemmapStorage`` of 10 kB rows, all of them live;
 hundredth of the rows was overwritten, of which the median counts; and that again. It is judged with ``--large``: of 20 GB.
 Measured, pause: the longest ``add``, and the longest ``sample``, of a thread that makes nothing else while 10^7 small rows with
 priorities are saved in the background, without links; beside the longest one in a second without a save. Measured, ``loads``:
-into an empty buffer in RAM, against reading the same files into one piece of memory; what the system keeps of them is dropped
-before both. Its memory: how far the resident set of a new process grows beyond the rows. Measured, ``verify``: at the level
-``full``, of files that the system has in memory; one thread.
+into an empty buffer in RAM, against reading the same files into one piece of memory, front to back; and, not judged, against
+doing that with as many threads as ``loads`` has; what the system keeps of them is dropped before both. Its memory: how far the
+resident set of a new process grows beyond the rows. Measured, ``verify``: at the level ``full``, of files that the system has
+in memory; one thread.
 
 Files lie where ``tempfile`` puts them: set ``TMPDIR`` to a folder on the disk that is meant.
 """
@@ -20,7 +21,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -50,7 +51,8 @@ ROUNDS, AFTER = 3, 3
 
 PAUSED_ROWS, PAUSES = 10**7, 5
 RESIDENT_MIB = 64
-PIECE = 4 << 20
+PIECE, LONG_PIECE, READERS = 4 << 20, 128 << 20, 2
+AT_ONCE = f"reading, {READERS} threads"
 SYNCED = "TorchRL, synced"
 UNSYNCED = "TorchRL does not wait for the disk."
 STAND_IN = " Its extension does not load with this torch: lists stand in for its trees, which takes less time."
@@ -170,8 +172,7 @@ def _one_per_cent(engram: Any, size: float) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         replay = _large(engram, engram.LazyMemmapStorage(rows, scratch_dir=Path(name, "store")), rows)
         for round_ in range(ROUNDS):
-            series = Path(name, "series")
-            shutil.rmtree(series, ignore_errors=True)  # not in the background, while those of this round are saved
+            series = Path(name, f"series-{round_}")  # no full one is removed in the background while others are saved
             checkpoints = engram.Checkpointer(series, replay, keep=1)
             saved = []
             for step in range(round_ * (AFTER + 1), (round_ + 1) * (AFTER + 1)):
@@ -182,6 +183,8 @@ def _one_per_cent(engram: Any, size: float) -> Iterator[Row]:
             for side, found in (("full", [full]), ("engram", after)):
                 for kept, values in zip((times, written), zip(*found, strict=True), strict=True):
                     kept[side].append(median(values))
+            del checkpoints
+            shutil.rmtree(series)
         replay.close()
     what = f"a checkpoint of {size:g} GB, {NEW:.0%} of it new"
     in_time = timed("checkpoints/one-per-cent/time", what, Timing(1, times), share=("full",))
@@ -281,12 +284,26 @@ def _loads(engram: Any, path: Path, nbytes: int, share: float) -> Row:
                 while opened.readinto(memory):
                     pass
 
+    def read_at_once() -> None:
+        pieces = [(file, at) for file in _files(path) for at in range(0, file.stat().st_size, LONG_PIECE)]
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(read_piece, pieces))
+
+    def read_piece(piece: tuple[Path, int]) -> None:
+        file, begin = piece
+        memory = bytearray(PIECE)
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(begin)
+            while opened.tell() < begin + LONG_PIECE and opened.readinto(memory):
+                pass
+
     sides = [
         Side("engram", lambda: held[0].loads(path), prepare=prepare),
         Side("reading", read, prepare=lambda: drop_cache(path)),
+        Side(AT_ONCE, read_at_once, prepare=lambda: drop_cache(path)),
     ]
     timing = alternate(sides, WHOLE.scaled(share))
-    return timed("checkpoints/loads", f"loads · {nbytes / GB:.1f} GB", timing, share=("reading",))
+    return timed("checkpoints/loads", f"loads · {nbytes / GB:.1f} GB", timing, share=("reading", AT_ONCE))
 
 
 def _memory(path: Path, nbytes: int) -> Row:

@@ -4,13 +4,13 @@ Measured, planning: 10^6 episodes of 64 shards dealt out to 48 ranks of two lane
 far its resident set grows, tables included. Measured, restore: a job of M ranks saved two lanes of episodes of unlike lengths
 each; a job of N restores them into empty buffers with priorities; every episode is kept. Beside it, "copying": each of N
 processes reads an equal share of all files of the same checkpoint (rows, and the tickets and priorities that a restore reads as
-well) into new memory of the kind that the stores have (private, huge pages where the system has them), one MiB at a time, and
-does nothing else. From disk, which is judged: what the system keeps of the files is dropped before both. From memory, which is
-shown: there copying is what memory can do, while each rank also reads what others get of blocks that it has a share of, checks
-all of it, and puts rows where they belong. On a system whose free memory is in small pieces huge pages take seconds to be made,
-whoever asks for them: quartiles show it. Memory: how far the resident set of a rank grows while it restores, at most, beyond
-the rows that it gets; judged of frames: the tickets and priorities of millions of small rows, which the store keeps, are some
-100 MiB themselves.
+well) into new memory of the kind that the stores have (private, huge pages where the system has them), one MiB at a time, in
+one thread (a restore has two), and does nothing else. From disk, which is judged: what the system keeps of the files is dropped
+before both. From memory, which is shown: there copying is what memory can do, while each rank also reads what others get of
+blocks that it has a share of, checks all of it, and puts rows where they belong. On a system whose free memory is in small
+pieces huge pages take seconds to be made, whoever asks for them: quartiles show it. Memory: how far the resident set of a rank
+grows while it restores, at most, beyond the rows that it gets; judged of frames: the tickets and priorities of millions of
+small rows, which the store keeps, are some 100 MiB themselves.
 Measured, a save of four ranks: all of them take steps (a prioritized sample of 256, its update, a reduction over all ranks) and
 then save in the background, full copies; how long the call keeps the slowest rank, agreeing on the step included; and the
 longest step until the save is over, beside the longest of as many steps without one. Measured, requests: a rank asks at a step

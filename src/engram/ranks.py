@@ -336,10 +336,12 @@ class _Torch(Ranks):
 
     def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
         def look() -> dict[str, bytes]:
-            # All of them take two messages, however many they are.
-            there = keys if self._store.check([*keys]) else [key for key in keys if self._store.check([key])]
-            values = self._store.multi_get([*there]) if there else []
-            return {key: bytes.fromhex(value.decode()) for key, value in zip(there, values, strict=True)}
+            store = self._store
+            if len(keys) > 1 and store.check([*keys]):  # few messages, however many they are
+                found = dict(zip(keys, store.multi_get([*keys]), strict=True))
+            else:
+                found = {key: store.get(key) for key in keys if store.check([key])}
+            return {key: bytes.fromhex(value.decode()) for key, value in found.items()}
 
         return self._ask(look)
 

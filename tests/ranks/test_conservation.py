@@ -311,7 +311,7 @@ def test_lanes_of_one_row(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
-    """Rows, tickets and priorities are read in windows, and no more shards at a time than there are threads for."""
+    """Rows, tickets and priorities are read in windows, one at a time in each thread."""
     from engram.checkpoint import placing
 
     def act(ranks, rank):

@@ -383,19 +383,19 @@ def fill(reader: PartReader) -> Callable[[Sequence[Tensor]], None]:
             for step in [max(1, most // size)]
             for begin in range(it.begin, it.end, step)
         ]
-        with contextlib.ExitStack() as stack:  # a reader is for one thread
-            readers = [reader, *(stack.enter_context(reader.again()) for _ in range(READERS - 1))]
-            share = -(-len(pieces) // READERS)
-            read_at_once(
-                [_read(pieces[i * share : (i + 1) * share], readers[i], tensors) for i in range(READERS)], tensors
-            )
+        with contextlib.ExitStack() as stack:
+            free = [reader, *(stack.enter_context(reader.again()) for _ in range(READERS - 1))]
+
+            def read_piece(it: Stretch) -> None:
+                mine = free.pop()  # a reader is for one thread at a time
+                try:
+                    _read_rows(mine, it, tensors[it.field][it.begin : it.end])
+                finally:
+                    free.append(mine)
+
+            read_at_once([[partial(read_piece, it)] for it in pieces], tensors)
 
     return read
-
-
-def _read(pieces: Sequence[Stretch], reader: PartReader, tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
-    for it in pieces:
-        yield partial(_read_rows, reader, it, tensors[it.field][it.begin : it.end])
 
 
 def _read_rows(reader: PartReader, it: Stretch, into: Tensor) -> None:

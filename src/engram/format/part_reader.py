@@ -325,9 +325,17 @@ class PartReader:
 
     # -- inside --
 
+    def _holds(self, name: str) -> bool:
+        """Whether something is called that in the folder, wherever that lies by now."""
+        try:
+            os.stat(name, dir_fd=self.folder_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
     def _describe(self, expected_sha256: str | None) -> None:
         hidden = f"{layout.FOLDER}/{PART}"
-        in_sight = os.path.lexists(self.folder / PART) or not os.path.lexists(self.folder / layout.FOLDER)
+        in_sight = self._holds(PART) or not self._holds(layout.FOLDER)
         name = PART if in_sight else hidden
         path = self.folder / name
         raw = read_small(self.folder, self.folder_fd, name, strict.MAX_BYTES)

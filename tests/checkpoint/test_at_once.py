@@ -1,0 +1,137 @@
+"""Shares of work for several threads: all is done, the first failure stops all, and nobody works on after that."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from engram import LazyTensorStorage, ReplayBuffer
+from engram.checkpoint.at_once import READERS, read_at_once
+
+HERE = [torch.zeros(1)]
+
+
+class Elsewhere:
+    is_cpu = False
+
+
+def all_ended():
+    def there():
+        return any(thread.name == "engram-read" for thread in threading.enumerate())
+
+    until = time.monotonic() + 5
+    while there() and time.monotonic() < until:
+        time.sleep(0.01)
+    return not there()
+
+
+def test_all_is_done_each_share_in_order():
+    done = []
+    read_at_once([[partial(done.append, (share, i)) for i in range(5)] for share in range(7)], HERE)
+    assert sorted(done) == list(itertools.product(range(7), range(5)))
+    for share in range(7):
+        assert [i for its, i in done if its == share] == list(range(5))
+    read_at_once([], HERE)
+
+
+def test_shares_are_done_at_once():
+    together = threading.Barrier(READERS)
+    read_at_once([[partial(together.wait, 10)] for _ in range(READERS)], HERE)
+
+
+def test_what_is_elsewhere_is_filled_by_this_thread():
+    seen = set()
+    read_at_once([[lambda: seen.add(threading.get_ident())]] * 6, [*HERE, Elsewhere()])
+    assert seen == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("fails", range(READERS))
+def test_the_first_failure_stops_the_others(fails):
+    began, others = threading.Barrier(READERS), []
+
+    def failing():
+        began.wait(10)
+        raise OSError("the disk is gone")
+        yield
+
+    def endless(share):
+        began.wait(10)
+        for _ in range(10_000):
+            yield partial(time.sleep, 0.001)
+        others.append(share)
+
+    shares = [failing() if share == fails else endless(share) for share in range(READERS)]
+    with pytest.raises(OSError, match="the disk is gone"):
+        read_at_once([*shares, [partial(others.append, "a share behind them")]], HERE)
+    assert others == []
+    assert all_ended()
+
+
+def test_interrupts_wait_for_what_still_writes():
+    """More than one, as impatient users send them: rows must not be given free while a thread writes to them."""
+    main, wrote = threading.get_ident(), []
+
+    def act():
+        if threading.get_ident() == main:
+            time.sleep(10)
+            return
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        wrote.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        read_at_once([[act], [act]], HERE)
+    assert wrote == [True]
+    assert all_ended()
+
+
+def test_loads_of_a_thread_that_outlives_the_program(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend({"obs": torch.arange(10), "reward": torch.ones(10)})
+    rb.dumps(tmp_path / "dump")
+    program = f"""
+        import threading, time
+        from engram import LazyTensorStorage, ReplayBuffer
+
+        def load():
+            threading.main_thread().join()
+            time.sleep(0.2)
+            rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            rb.loads({str(tmp_path / "dump")!r})
+            print(len(rb), flush=True)
+
+        threading.Thread(target=load).start()
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert told.stdout == "10\n", told.stderr
+
+
+def test_loads_from_a_folder_that_gets_another_name_meanwhile(tmp_path, monkeypatch):
+    from engram.format.part_reader import PartReader
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend({"obs": torch.arange(10), "reward": torch.ones(10)})
+    rb.dumps(tmp_path / "dump")
+    real = PartReader.again
+
+    def again(self):
+        if (tmp_path / "dump").exists():
+            (tmp_path / "dump").rename(tmp_path / "moved")
+        return real(self)
+
+    monkeypatch.setattr(PartReader, "again", again)
+    other = ReplayBuffer(storage=LazyTensorStorage(10))
+    other.loads(tmp_path / "dump")
+    assert other[:]["obs"].tolist() == list(range(10))
+    assert not (tmp_path / "dump").exists()
