@@ -375,7 +375,8 @@ def fill(reader: PartReader) -> Callable[[Sequence[Tensor]], None]:
     """What reads the rows of a part into the fields of a store, ``[capacity, *shape]``, checking every block."""
 
     def read(tensors: Sequence[Tensor]) -> None:
-        most = _LONG_PIECE if all(tensor.is_cpu for tensor in tensors) else _PIECE
+        here = all(tensor.is_cpu for tensor in tensors)
+        most = _LONG_PIECE if here else _PIECE
         pieces = [
             it._replace(offset=it.offset + (begin - it.begin) * size, begin=begin, end=min(begin + step, it.end))
             for it in stretches(reader)
@@ -384,7 +385,8 @@ def fill(reader: PartReader) -> Callable[[Sequence[Tensor]], None]:
             for begin in range(it.begin, it.end, step)
         ]
         with contextlib.ExitStack() as stack:
-            free = [reader, *(stack.enter_context(reader.again()) for _ in range(READERS - 1))]
+            more = min(READERS if here else 1, len(pieces)) - 1
+            free = [reader, *(stack.enter_context(reader.again()) for _ in range(more))]
 
             def read_piece(it: Stretch) -> None:
                 mine = free.pop()  # a reader is for one thread at a time
