@@ -222,7 +222,7 @@ $(eval $(call flavour,plain))
 CONTROLS := without-claim/test_crash_tree without-redo/test_crash_tree without-proof_of_death/test_participants \
   without-ticket_check/test_torn without-cas/test_crash without-lap_check/test_crash without-robust_mutex/test_crash_beside \
   without-late_check/test_priorities without-proof_of_death/test_crash_beside without-pause/test_pause \
-  without-replacing/test_crash_replace
+  without-replacing/test_crash_replace without-laps/test_crash_laps
 define control
 build/native/$(1)/%.o: native/%.cpp
 	@mkdir -p $$(@D)

@@ -329,13 +329,15 @@ void bind_store(nb::module_& m) {
       .def("resume", &Store::resume)
       .def_prop_ro("paused", &Store::paused)
       .def(
-          "read_words",
+          "read_lanes", [](const Store& self, Address lanes) { self.control().read_lanes(at<Control::LaneWords>(lanes)); },
+          "lanes"_a, "int64 [lanes, 4]: position, live rows.")
+      .def(
+          "read_numbers",
           [](const Store& self, std::uint64_t clock, Address lanes, Address numbers, std::uint64_t rows) {
             nb::gil_scoped_release release;
-            self.control().read_words(clock, at<Control::LaneWords>(lanes), at<std::int64_t>(numbers), rows);
+            self.control().read_numbers(clock, at<const Control::LaneWords>(lanes), at<std::int64_t>(numbers), rows);
           },
-          "clock"_a, "lanes"_a, "numbers"_a, "rows"_a,
-          "int64 [lanes, 4]: position, live rows; int64 [rows]: ticket numbers below the clock.")
+          "clock"_a, "lanes"_a, "numbers"_a, "rows"_a, "int64 [rows]: ticket numbers below the clock.")
       .def("begin_replacing", &Store::begin_replacing, "keep_write_count"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Empties a paused store, whose rows may then be written to directly.")
       .def(
@@ -344,7 +346,7 @@ void bind_store(nb::module_& m) {
             nb::gil_scoped_release release;
             self.replaced(clock, at<const Control::LaneWords>(lanes), at<const std::int64_t>(numbers));
           },
-          "clock"_a, "lanes"_a, "numbers"_a, "The rows are there, as read_words would say.")
+          "clock"_a, "lanes"_a, "numbers"_a, "The rows are there, as read_lanes and read_numbers would say.")
       .def(
           "fill",
           [](Store& self) {

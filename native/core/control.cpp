@@ -116,8 +116,8 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
               header.lanes_at == kLanesAt && header.control_bytes == control_bytes(header.lanes) &&
               header.control_bytes == control.size(),
           "control: offsets or size do not fit the geometry");
-  require(tickets.size() / sizeof(Word) == header.capacity && tickets.size() % sizeof(Word) == 0,
-          "tickets: the block does not hold one word per row");
+  require(header.capacity <= tickets.size() && tickets.size() == tickets_bytes(header.capacity),
+          "tickets: the block does not hold a ticket and a lap per row");
   geometry_ = {header.capacity, header.lanes, header.lane_length};
   schema_sum_ = header.schema_sum;
   participants_count_ = header.participants;
@@ -126,6 +126,7 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
   participants_ = reinterpret_cast<Participant*>(control.data() + kParticipantsAt);
   lanes_ = reinterpret_cast<Lane*>(control.data() + kLanesAt);
   tickets_ = reinterpret_cast<Word*>(tickets.data());
+  laps_ = reinterpret_cast<Lap*>(tickets_ + header.capacity);
 }
 
 Participant& Control::participant(std::uint64_t i) const {
@@ -143,10 +144,14 @@ std::uint64_t Control::filled(std::uint64_t i) const {
   }
 }
 
+// The base is read before the cursor: an empty() moves it first.
+std::uint64_t Control::end(std::uint64_t i) const {
+  const std::uint64_t base = lanes_[i].base.load(std::memory_order_acquire);
+  return std::max(lanes_[i].cursor.load(std::memory_order_acquire), base);
+}
+
 std::uint64_t Control::cursor_row(std::uint64_t i) const {
-  const Lane& l = lanes_[i];  // an empty() moves the base first
-  const std::uint64_t next = std::max(l.cursor.load(std::memory_order_relaxed), l.base.load(std::memory_order_relaxed));
-  return i * geometry_.lane_length + next % geometry_.lane_length;
+  return i * geometry_.lane_length + end(i) % geometry_.lane_length;
 }
 
 std::uint64_t Control::size() const {
@@ -160,7 +165,7 @@ std::uint64_t Control::size() const {
 std::uint64_t Control::reserve(std::uint64_t i, std::uint64_t n) const {
   Lane& l = lanes_[i];
   raise(l.cursor, l.base.load(std::memory_order_acquire));
-  return l.cursor.fetch_add(n, std::memory_order_relaxed);
+  return l.cursor.fetch_add(n, std::memory_order_release);  // a reader that sees the cursor sees the writer's claim
 }
 
 std::uint64_t Control::raise_high(std::uint64_t i, std::uint64_t rows) const {
@@ -173,6 +178,7 @@ std::uint64_t Control::raise_high(std::uint64_t i, std::uint64_t rows) const {
 void Control::fill() const {
   const std::uint64_t t0 = counters_->next_ticket.fetch_add(geometry_.capacity, std::memory_order_acq_rel);
   for (std::uint64_t row = 0; row < geometry_.capacity; ++row) {
+    laps_[row].store(newest_lap(row, end(row / geometry_.lane_length)), std::memory_order_relaxed);
     tickets_[row].store(ticket(t0 + row, State::committed), std::memory_order_release);
   }
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) raise_high(i, geometry_.lane_length);
@@ -257,8 +263,11 @@ void Control::forget_rows(std::uint64_t i, std::uint64_t t) const {
 
 void Control::take_words(const Control& from) const {
   check(from.capacity() == capacity() && from.lanes() == lanes(), "words of a store of the same geometry");
-  const auto take = [](Word& to, const Word& word) { to.store(word.load(std::memory_order_acquire), std::memory_order_release); };
-  for (std::uint64_t row = 0; row < capacity(); ++row) take(tickets_[row], from.tickets_[row]);
+  const auto take = [](auto& to, const auto& word) { to.store(word.load(std::memory_order_acquire), std::memory_order_release); };
+  for (std::uint64_t row = 0; row < capacity(); ++row) {
+    take(tickets_[row], from.tickets_[row]);
+    take(laps_[row], from.laps_[row]);
+  }
   for (std::uint64_t i = 0; i < lanes(); ++i) {
     take(lanes_[i].cursor, from.lanes_[i].cursor);
     take(lanes_[i].base, from.lanes_[i].base);
@@ -271,18 +280,22 @@ void Control::take_words(const Control& from) const {
   take(counters_->redraws, from.counters_->redraws);
 }
 
-void Control::read_words(std::uint64_t clock, LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const {
+void Control::read_lanes(LaneWords* lanes) const {
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
-    const Lane& l = lanes_[i];
-    const std::uint64_t base = l.base.load(std::memory_order_acquire);
-    const std::uint64_t end = std::max(l.cursor.load(std::memory_order_acquire), base);
-    lanes[i] = {static_cast<std::int64_t>(end - base), static_cast<std::int64_t>(filled(i)), {0, 0}};
+    const std::uint64_t base = lanes_[i].base.load(std::memory_order_acquire);
+    const std::uint64_t position = std::max(lanes_[i].cursor.load(std::memory_order_acquire), base) - base;
+    lanes[i] = {static_cast<std::int64_t>(position), static_cast<std::int64_t>(filled(i)), {0, 0}};
   }
+}
+
+void Control::read_numbers(std::uint64_t clock, const LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const {
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
-    const std::uint64_t first = i * geometry_.lane_length, end = std::min(first + filled(i), rows);
-    for (std::uint64_t row = first; row < end; ++row) {
+    const std::uint64_t first = i * geometry_.lane_length, last = std::min(first + filled(i), rows);
+    const std::uint64_t end = lanes_[i].base.load(std::memory_order_acquire) + static_cast<std::uint64_t>(lanes[i].position);
+    for (std::uint64_t row = first; row < last; ++row) {
       const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
-      const bool there = is_committed(word) && number_of(word) < clock;
+      const bool newest = laps_[row].load(std::memory_order_acquire) == newest_lap(row, end);
+      const bool there = is_committed(word) && number_of(word) < clock && newest;
       numbers[row] = there ? static_cast<std::int64_t>(number_of(word)) : 0;
     }
   }
@@ -311,10 +324,12 @@ void Control::put_words(std::uint64_t clock, const LaneWords* lanes, const std::
   const std::uint64_t first = counters_->next_ticket.fetch_add(clock - 1, std::memory_order_acq_rel);
   std::uint64_t void_rows = 0;
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
+    const std::uint64_t end = lanes_[i].base.load(std::memory_order_acquire) + static_cast<std::uint64_t>(lanes[i].position);
     for (std::uint64_t row = i * length; row < i * length + static_cast<std::uint64_t>(lanes[i].live); ++row) {
       const auto number = static_cast<std::uint64_t>(numbers[row]);
       const std::uint64_t word = number != 0 ? ticket(first - 1 + number, State::committed) : ticket(first, State::voided);
       void_rows += number == 0;
+      laps_[row].store(newest_lap(row, end), std::memory_order_relaxed);
       tickets_[row].store(word, std::memory_order_release);
     }
   }

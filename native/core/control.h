@@ -1,10 +1,10 @@
-// The words that a store lives by: header, lock page, counters, participants, lane cursors, and one ticket per row.
+// The words that a store lives by: header, lock page, counters, participants, lane cursors, and of each row a ticket and a lap.
 //
 // They lie in two blocks of memory, `control` and `tickets`, which may be private, shared or mapped from a file: the
 // layout is the same. Both must be zero when a store is created.
 //
 //   control   Header · LockPage · Counters · Participant[participants] · Lane[lanes]
-//   tickets   u64 per row:  number << 2 | state
+//   tickets   u64 per row:  number << 2 | state;  then u32 per row: the lap of its lane in which its step was written
 //
 // Words shared between threads or processes are std::atomic; a pointer is never stored.
 #pragma once
@@ -36,6 +36,19 @@ constexpr std::uint64_t ticket(std::uint64_t number, State state) {
 constexpr State state_of(std::uint64_t word) { return static_cast<State>(word & 3); }
 constexpr std::uint64_t number_of(std::uint64_t word) { return word >> 2; }
 constexpr bool is_committed(std::uint64_t word) { return state_of(word) == State::committed; }
+
+// ---- laps ----------------------------------------------------------------------------------------------------------
+
+/// A lane's position p belongs to lap p / lane_length + 1; rows written by number, before any position of theirs, to lap 0.
+/// The lap is a hidden field of its row, written and read under the ticket as all fields are: it says which step of the
+/// lane a whole row holds, while a ticket's number says only which write. In-place edits leave it as it is.
+using Lap = std::atomic<std::uint32_t>;
+static_assert(sizeof(Lap) == 4 && Lap::is_always_lock_free);
+
+/// Bytes of the block of tickets and laps.
+constexpr std::uint64_t tickets_bytes(std::uint64_t capacity) {
+  return capacity * sizeof(Word) + (capacity * sizeof(Lap) + 7) / 8 * 8;
+}
 
 // ---- control block -------------------------------------------------------------------------------------------------
 
@@ -146,6 +159,15 @@ class Control {
   std::uint64_t schema_sum() const { return schema_sum_; }
 
   Word& word(std::uint64_t row) const { return tickets_[row]; }
+  Lap& lap(std::uint64_t row) const { return laps_[row]; }
+  /// The lap of a position, as rows keep it.
+  std::uint32_t lap_of(std::uint64_t position) const {
+    return static_cast<std::uint32_t>(position / lane_length() + 1);
+  }
+  /// The lap of the newest step that the row can hold where `end` is its lane's next position.
+  std::uint32_t newest_lap(std::uint64_t row, std::uint64_t end) const {
+    return static_cast<std::uint32_t>(end / lane_length() + (row % lane_length() < end % lane_length() ? 1 : 0));
+  }
   Lane& lane(std::uint64_t lane) const { return lanes_[lane]; }
   Counters& counters() const { return *counters_; }
   LockPage& lock_page() const { return *lock_page_; }
@@ -156,6 +178,8 @@ class Control {
   /// Rows of the lane that are inside its extent (void ones included).
   std::uint64_t filled(std::uint64_t lane) const;
   bool inside(std::uint64_t row) const { return row % lane_length() < filled(row / lane_length()); }
+  /// The lane's next position.
+  std::uint64_t end(std::uint64_t lane) const;
   /// The row that the lane's next step will take.
   std::uint64_t cursor_row(std::uint64_t lane) const;
   /// Live rows of the store.
@@ -192,9 +216,12 @@ class Control {
     std::int64_t reserved[2];
   };
 
-  /// Per lane its words; and of the first `rows` rows, of those inside an extent, the number of its ticket, or 0 if it is not
-  /// whole, or has `clock` or a later one. What `numbers` says of other rows stays.
-  void read_words(std::uint64_t clock, LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const;
+  void read_lanes(LaneWords* lanes) const;
+
+  /// Of the first `rows` rows, of those inside an extent, the ticket's number; 0 if the row is not whole, or has `clock` or a
+  /// later number. Also 0 for a row that holds a step of an earlier lap than `lanes` says, as read_lanes: the writer that had
+  /// reserved it died before it began. What `numbers` says of other rows stays.
+  void read_numbers(std::uint64_t clock, const LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const;
 
   /// Throws std::invalid_argument unless a store of this geometry may say so: numbers are in [0, clock).
   static void check_words(const Geometry& geometry, std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers);
@@ -225,6 +252,7 @@ class Control {
   std::uint64_t participants_count_ = 0;
   Lane* lanes_ = nullptr;
   Word* tickets_ = nullptr;
+  Lap* laps_ = nullptr;
 };
 
 /// A claim in a participant's entry for as long as it lives. Taken before ticket numbers are: so whoever reads the counter

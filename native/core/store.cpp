@@ -269,11 +269,12 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
   std::uint64_t seen = word.load(std::memory_order_acquire);
   do {
 #ifdef ENGRAM_WITHOUT_LAP_CHECK  // the tests must fail then: make negative-controls
-    place = nullptr;
-#endif
+    const bool overtaken = false;
+#else
     const bool overtaken =
         place != nullptr && control_.lane(place->lane).cursor.load(std::memory_order_acquire) >
                                 place->position + control_.lane_length();
+#endif
     const bool gone = over == Over::live && !is_committed(seen) && state_of(seen) != State::writing;
     if (overtaken || gone || number_of(seen) > number) {
       control_.counters().lapped_rows.fetch_add(1, std::memory_order_relaxed);
@@ -286,6 +287,12 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
 #else
   } while (word.store(ticket(number, State::writing), std::memory_order_release), false);
 #endif
+  if (place != nullptr) {
+    control_.lap(row).store(place->lap, std::memory_order_release);
+  } else if (!is_committed(seen)) {  // by number: a row that held nothing gets its newest step, another one keeps its own
+    const std::uint32_t lap = control_.newest_lap(row, control_.end(row / control_.lane_length()));
+    control_.lap(row).store(lap, std::memory_order_release);
+  }
   if (state_of(seen) == State::voided) control_.one_void_less();
   return Mark::marked;
 }
@@ -326,11 +333,12 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
   while (i < n) {
     const std::uint64_t first = start + (p0 + i) % length;
     const std::uint64_t room = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
+    const std::uint32_t lap = control_.lap_of(p0 + i);
     // Whatever cannot be marked at once ends the chunk, so that nothing stays marked during a wait.
     std::uint64_t marked = 0;
     Mark last = Mark::marked;
     for (; marked < room; ++marked) {
-      const Place place{lane, p0 + i + marked};
+      const Place place{lane, p0 + i + marked, lap};
       const std::uint64_t number = t0 + source(i + marked);
       last = try_mark(first + marked, number, &place);
       if (last == Mark::busy && marked == 0) last = mark(first, number, &place) ? Mark::marked : Mark::lapped;

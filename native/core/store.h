@@ -133,6 +133,7 @@ class Store {
   /// Where a row lies in the ring that wrote it; scattered rows have no place in a ring.
   struct Place {
     std::uint64_t lane, position;
+    std::uint32_t lap;
   };
   enum class Mark { marked, lapped, busy };
   enum class Need { none, waiting };

@@ -15,7 +15,6 @@ namespace {
 constexpr std::uint64_t kAttempts = 32;  // of a rejection, before all that is left is listed
 constexpr std::uint64_t kRounds = 16;    // windows drawn again because a writer was in them
 constexpr std::uint64_t kMost = ~std::uint64_t{0};
-constexpr auto kPatience = std::chrono::seconds(1);  // with a reserved row that nobody claims
 
 // gcc's TSan does not model fences; its build orders each copied byte instead (gather.cpp).
 inline void fence([[maybe_unused]] std::memory_order order) {
@@ -50,7 +49,7 @@ std::uint64_t Trajectories::bytes(std::uint64_t lanes, std::uint64_t lane_length
 
 Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t width, std::uint64_t window,
                            std::span<std::byte> memory)
-    : control_(control), boundaries_(std::move(boundaries)), width_(width), window_(window), stuck_(control.lanes()) {
+    : control_(control), boundaries_(std::move(boundaries)), width_(width), window_(window) {
   check(width > 0 && (width == 1 || control_.lanes() == 1) && control_.lane_length() % width == 0,
         "columns that do not divide the only lane");
   check(window > 0, "a window of at least one step");
@@ -59,6 +58,7 @@ Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t
   check(memory.size() >= bytes(control_.lanes(), control_.lane_length(), width), "a block shorter than the table");
   check(reinterpret_cast<std::uintptr_t>(memory.data()) % alignof(Run) == 0, "a block that is not aligned to 8 bytes");
   steps_ = control_.lane_length() / width;
+  seen_.resize(width);
   tracks_ = control_.lanes() * width;
   lanes_ = reinterpret_cast<LaneState*>(memory.data() + sizeof(Header));
   track_states_ = reinterpret_cast<TrackState*>(lanes_ + control_.lanes());
@@ -114,27 +114,31 @@ Trajectories::Views Trajectories::views() const {
 
 // ---- what the rows say ---------------------------------------------------------------------------------------------
 
-// Whether a place holds its step by now.
 Trajectories::Look Trajectories::look(std::uint64_t lane, std::uint64_t column, std::uint64_t place) const {
-  const std::uint64_t in_lane = place % steps_ * width_ + column;
-  const std::uint64_t word = control_.word(lane * control_.lane_length() + in_lane).load(std::memory_order_acquire);
-  const LaneState& s = lanes_[lane];
-  // Whether a writer has reserved the place since it was last known what lies there. Rows ahead of the cursor, written by
-  // number, belong to places before the base, which nobody reserves.
-  const std::uint64_t base = control_.lane(lane).base.load(std::memory_order_acquire) / width_ + steps_;
-  const bool reserved = place >= s.since && place >= base;
-  switch (state_of(word)) {
-    case State::writing:
-      return Look::pending;
-    case State::voided:
-      return Look::dead;
-    case State::unused:
-      return reserved ? Look::pending : Look::dead;
-    case State::committed:
-      break;
+  const std::uint64_t in_lane = place % steps_ * width_ + column, row = lane * control_.lane_length() + in_lane;
+  const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
+  std::uint32_t lap = control_.lap(row).load(std::memory_order_acquire);
+#ifdef ENGRAM_WITHOUT_LAPS  // the tests must fail then: make negative-controls
+  lap = static_cast<std::uint32_t>(place / steps_);
+#endif
+  const bool moved = control_.word(row).load(std::memory_order_relaxed) != word;
+  const State state = state_of(word);
+  if (moved || state == State::writing) return Look::writing;
+  if (state != State::unused && lap == static_cast<std::uint32_t>(place / steps_)) {
+    return state == State::committed && in_lane < control_.filled(lane) ? Look::whole : Look::dead;
   }
-  if (reserved && number_of(word) < s.number) return Look::pending;  // its writer has not begun
-  return in_lane < control_.filled(lane) ? Look::whole : Look::dead;
+  // The row holds nothing, or a step of another lap. Places before the base were never reserved: no writer will come.
+  const std::uint64_t base = control_.lane(lane).base.load(std::memory_order_acquire) / width_ + steps_;
+  return place >= base ? Look::reserved : Look::dead;
+}
+
+// Looks at a place in all columns. False: one of its rows is being written.
+bool Trajectories::look_at(std::uint64_t lane, std::uint64_t place) {
+  for (std::uint64_t column = 0; column < width_; ++column) {
+    seen_[column] = look(lane, column, place);
+    if (seen_[column] == Look::writing) return false;
+  }
+  return true;
 }
 
 bool Trajectories::same(const Field& field, std::int64_t a, std::int64_t b) const {
@@ -193,20 +197,25 @@ bool Trajectories::boundary(std::uint64_t track, std::uint64_t place) const {
   return over || !stood;
 }
 
-// Whether a reserved row will never be written: its writer gave up. Nobody who had begun to write when it was first waited
-// for is still writing, and a writer between his reservation and his claim has had time enough to go on.
+// Whether a reserved place will never be written: its writer died, or gave up.
 bool Trajectories::abandoned(std::uint64_t lane, std::uint64_t place) {
-  Stuck& stuck = stuck_[lane];
-  const auto now = std::chrono::steady_clock::now();
-  if (stuck.place != place) stuck = {place, control_.counters().next_ticket.load(std::memory_order_acquire), now};
-  if (now - stuck.since < kPatience) return false;
+  std::vector<Held>& claims = writers_.claims;
+  std::erase_if(claims, [](Held& held) {
+    const std::uint64_t now = held.claim->t0.load(std::memory_order_acquire);
+    if (held.t0 == kNoted && now != 0) held.t0 = now;  // it may be the same write, which has its numbers by now
+    return now != held.t0;
+  });
+  if (!claims.empty()) return false;
+  if (!writers_.ends.empty() && place < writers_.ends[lane]) return true;
+  writers_.ends.resize(control_.lanes());
+  for (std::uint64_t i = 0; i < control_.lanes(); ++i) writers_.ends[i] = live(i).end;  // before the claims are read
   for (std::uint64_t i = 0; i < control_.participants(); ++i) {
     for (const Claim& claim : control_.participant(i).claims) {
       const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
-      if (t0 == kNoted || (t0 != 0 && t0 < stuck.number)) return false;
+      if (t0 != 0) claims.push_back({&claim, t0});
     }
   }
-  return true;
+  return claims.empty();
 }
 
 // ---- keeping the table ---------------------------------------------------------------------------------------------
@@ -216,19 +225,10 @@ void Trajectories::forget_lane(std::uint64_t lane) {
   std::fill_n(track_states_ + lane * width_, width_, TrackState{});
 }
 
-// Forgets what was overwritten, and notes what tells a row of this lap from one of the lap before.
+// Forgets what was overwritten.
 Trajectories::Live Trajectories::refresh(std::uint64_t lane) {
   LaneState& s = lanes_[lane];
-  // In this order: whoever reserves a place from now->end on takes a number from here on.
-  const std::uint64_t number = control_.counters().next_ticket.load(std::memory_order_acquire);
   const Live now = live(lane);
-  if (s.since == 0) {
-    s.since = s.later_since = now.end;
-    s.number = s.later_number = number;
-  } else if (s.next >= s.later_since) {
-    s.since = std::exchange(s.later_since, now.end);
-    s.number = std::exchange(s.later_number, number);
-  }
   if (now.low < s.low) forget_lane(lane);  // rows ahead of the cursor were written by number
   if (now.low == s.low) return now;
   s.low = now.low;
@@ -276,17 +276,12 @@ std::uint64_t Trajectories::advance(std::uint64_t lane, std::uint64_t steps, boo
   }
   const Live now = refresh(lane);
   for (; s.next < now.end && steps > 0; --steps) {
-    Look first = Look::whole;
-    bool pending = false;
-    for (std::uint64_t column = 0; column < width_ && !pending; ++column) {
-      const Look seen = look(lane, column, s.next);
-      if (column == 0) first = seen;
-      pending = seen == Look::pending;
-    }
-    if (pending && !(settle && abandoned(lane, s.next))) return 0;
+    if (!look_at(lane, s.next)) return 0;
+    const auto reserved = [&] { return std::find(seen_.begin(), seen_.end(), Look::reserved) != seen_.end(); };
+    // Once it is abandoned, it is looked at again: it may have been written until then.
+    if (reserved() && !(settle && abandoned(lane, s.next) && look_at(lane, s.next))) return 0;
     for (std::uint64_t column = 0; column < width_; ++column) {
-      const Look seen = column == 0 ? first : look(lane, column, s.next);
-      push(lane * width_ + column, s.next, seen != Look::whole);
+      push(lane * width_ + column, s.next, seen_[column] != Look::whole);
     }
     ++s.next;
   }
@@ -306,7 +301,7 @@ void Trajectories::settle() {
 // Whether the table says of a place what its row says.
 bool Trajectories::agrees(std::uint64_t track, std::uint64_t place) const {
   const Look seen = look(track / width_, track % width_, place);
-  if (seen == Look::pending) return true;  // who writes it now comes later
+  if (seen == Look::writing || seen == Look::reserved) return true;  // its writer comes later
   const View v = view(track);
   const std::uint64_t run = v.find(place);
   if (v.dead(run) != (seen == Look::dead)) return false;

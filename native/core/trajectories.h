@@ -9,12 +9,12 @@
 //
 //   Header (a page) · LaneState[lanes] · TrackState[tracks] · Run[tracks][steps]
 //
-// Boundaries are read from the fields' bytes as they are stored, under the tickets. Whoever finds a row that is still
-// being written stops there: its writer comes and goes on. A row that was changed behind the front is compared with the
-// table, and only if it says something else is its lane scanned again, by the next draw.
+// Boundaries are read from the fields' bytes as they are stored, under the tickets. A row's lap says whether it holds the
+// step of a place or still one of an earlier lap. A scan stops at a row that is being written, or that was reserved for a
+// place and still holds an earlier lap: the row's writer goes on from there. A row that was changed behind the front is
+// compared with the table, and only if it says something else is its lane scanned again, by the next draw.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -153,10 +153,7 @@ class Trajectories final : public Index {
     std::uint64_t next;   // first place not in the table yet
     std::uint64_t low;    // first live place, when last looked at
     std::uint64_t dirty;  // 1: the table is wrong somewhere, scan again
-    // Places from `since` on were reserved when next_ticket was `number` at least: a committed row there with a smaller
-    // one still holds the lap before. The later pair takes over once the table has got there.
-    std::uint64_t since, number, later_since, later_number;
-    std::uint64_t reserved;
+    std::uint64_t reserved[5];
   };
   struct TrackState {
     std::uint64_t head, count;  // runs [head, head + count) of the ring
@@ -170,7 +167,8 @@ class Trajectories final : public Index {
   static_assert(sizeof(Header) == kPage && sizeof(LaneState) == 64 && sizeof(TrackState) == 32 && sizeof(Run) == 16);
   static constexpr std::uint64_t kDead = std::uint64_t{1} << 63;
 
-  enum class Look { whole, dead, pending };
+  /// A place's step is there; or never will be; or its row is being written; or the row is reserved and holds no such step yet.
+  enum class Look { whole, dead, writing, reserved };
   struct Live {  // places of a lane
     std::uint64_t low, end;
   };
@@ -193,10 +191,15 @@ class Trajectories final : public Index {
   };
   using Views = std::vector<View>;
   class Chooser;
-  /// A row that nobody seems to write, though it was reserved: since when.
-  struct Stuck {
-    std::uint64_t place = 0, number = 0;
-    std::chrono::steady_clock::time_point since{};
+  /// The claims that were held when the lanes ended at `ends`, each with what its t0 was. A writer claims before it reserves:
+  /// once these claims are given back, no writer has a place before those ends any more.
+  struct Held {
+    const Claim* claim;
+    std::uint64_t t0;
+  };
+  struct Writers {
+    std::vector<std::uint64_t> ends;
+    std::vector<Held> claims;
   };
 
   std::uint64_t cursor(std::uint64_t lane) const {
@@ -211,6 +214,7 @@ class Trajectories final : public Index {
   Views views() const;
 
   Look look(std::uint64_t lane, std::uint64_t column, std::uint64_t place) const;
+  bool look_at(std::uint64_t lane, std::uint64_t place);
   bool same(const Field& field, std::int64_t a, std::int64_t b) const;
   bool any(const Field& field, std::int64_t row) const;
   bool ends(std::int64_t row, std::int64_t next) const;
@@ -235,7 +239,8 @@ class Trajectories final : public Index {
   LaneState* lanes_;
   TrackState* track_states_;
   Run* rings_;
-  std::vector<Stuck> stuck_;
+  std::vector<Look> seen_;  // at the place that was looked at last, per column
+  Writers writers_;  // that reserved places are waited for
   std::uint64_t scatters_;  // that the table knows of
   std::mutex mutex_;  // in this process; a shared table will have a robust one in the lock page
 };

@@ -42,7 +42,7 @@ class Heap : public Blocks {
   Heap(engram::Geometry g, const std::vector<std::uint64_t>& row_bytes) {
     geometry = g;
     control = allocate(engram::control_bytes(g.lanes));
-    tickets = allocate(g.capacity * sizeof(engram::Word));
+    tickets = allocate(engram::tickets_bytes(g.capacity));
     for (const std::uint64_t bytes : row_bytes) {
       fields.push_back({bytes == 0 ? nullptr : allocate(g.capacity * bytes).data(), bytes});
     }
@@ -72,7 +72,7 @@ struct Layout : Blocks {
       return taken;
     };
     control = take(engram::control_bytes(g.lanes));
-    tickets = take(g.capacity * sizeof(engram::Word));
+    tickets = take(engram::tickets_bytes(g.capacity));
     for (const std::uint64_t row : row_bytes) fields.push_back({take(g.capacity * row).data(), row});
     all = {base, at};
   }

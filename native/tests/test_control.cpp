@@ -156,8 +156,8 @@ TEST(a_header_that_lies_is_refused_though_its_checksum_is_right) {
       {"offsets or size", [](Header& h) { h.control_bytes += 64; }},
       // another geometry that adds up, but not with these blocks
       {"offsets or size", [](Header& h) { h.lanes = 4, h.lane_length = 4; }},
-      {"one word per row", [](Header& h) { h.capacity = 18, h.lane_length = 9; }},
-      {"one word per row", [](Header& h) { h.capacity = 14, h.lane_length = 7; }},
+      {"a ticket and a lap per row", [](Header& h) { h.capacity = 18, h.lane_length = 9; }},
+      {"a ticket and a lap per row", [](Header& h) { h.capacity = 14, h.lane_length = 7; }},
   };
   for (const Lie& lie : lies) {
     Heap heap(geometry(2, 8), {});
@@ -203,12 +203,12 @@ TEST(blocks_of_another_size_or_alignment_are_refused) {
     EXPECT(with({aligned + shift, control.size() + 64}, tickets) != "accepted");
     EXPECT(with({aligned + shift, control.size() + 1}, tickets) != "accepted");
   }
-  std::vector<std::uint64_t> words(18);
+  std::vector<std::uint64_t> words(26);
   for (const std::uint64_t shift : {0, 1, 4}) {
     const bool fine = shift == 0;
-    EXPECT_EQ(with(control, std::as_writable_bytes(std::span(words)).subspan(shift, 128)) == "accepted", fine);
+    EXPECT_EQ(with(control, std::as_writable_bytes(std::span(words)).subspan(shift, tickets.size())) == "accepted", fine);
   }
-  EXPECT(with(control, std::as_writable_bytes(std::span(words)).first(136)) != "accepted");
+  EXPECT(with(control, std::as_writable_bytes(std::span(words)).first(tickets.size() + 8)) != "accepted");
 }
 
 TEST(format_refuses_geometries_that_do_not_add_up) {

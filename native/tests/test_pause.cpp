@@ -50,15 +50,16 @@ TEST(nothing_changes_while_a_store_is_paused) {
     });
   }
   std::vector<std::int64_t> first(16), second(16);
-  std::vector<Control::LaneWords> lanes(2), later(2);
+  std::vector<Control::LaneWords> lanes(2);
   for (int round = 0; round < 200; ++round) {
     store.pause();
     const std::uint64_t clock = store.control().counters().next_ticket.load();
     std::fill(first.begin(), first.end(), 0);
-    store.control().read_words(clock, lanes.data(), first.data(), first.size());
+    store.control().read_lanes(lanes.data());
+    store.control().read_numbers(clock, lanes.data(), first.data(), first.size());
     std::this_thread::yield();
     std::fill(second.begin(), second.end(), 0);
-    store.control().read_words(~std::uint64_t{0}, later.data(), second.data(), second.size());
+    store.control().read_numbers(~std::uint64_t{0}, lanes.data(), second.data(), second.size());
     EXPECT_EQ(store.control().counters().next_ticket.load(), clock);
     EXPECT(first == second);
     Control::check_words(store.control().geometry(), clock, lanes.data(), first.data());
@@ -78,7 +79,8 @@ TEST(words_that_were_read_can_be_put_into_another_store) {
   const std::uint64_t clock = store.control().counters().next_ticket.load();
   std::vector<std::int64_t> numbers(8), theirs(8);
   std::vector<Control::LaneWords> lanes(2);
-  store.control().read_words(clock, lanes.data(), numbers.data(), numbers.size());
+  store.control().read_lanes(lanes.data());
+  store.control().read_numbers(clock, lanes.data(), numbers.data(), numbers.size());
   EXPECT_THROWS(std::invalid_argument, copy.begin_replacing(false));  // it is not paused
   copy.pause();
   EXPECT_THROWS(std::invalid_argument, copy.replaced(clock, lanes.data(), numbers.data()));
@@ -92,7 +94,7 @@ TEST(words_that_were_read_can_be_put_into_another_store) {
     EXPECT_EQ(copy.control().filled(lane), store.control().filled(lane));
     EXPECT_EQ(copy.control().cursor_row(lane), store.control().cursor_row(lane));
   }
-  copy.control().read_words(~std::uint64_t{0}, lanes.data(), theirs.data(), theirs.size());
+  copy.control().read_numbers(~std::uint64_t{0}, lanes.data(), theirs.data(), theirs.size());
   for (std::size_t row = 0; row < 8; ++row) {
     EXPECT_EQ(theirs[row], numbers[row] == 0 ? 0 : numbers[row] + static_cast<std::int64_t>(first) - 1);
   }

@@ -449,7 +449,7 @@ class Store:
                 made.folder(path.parent)
                 made.text(path, text)
             made.file(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
-            made.file(hidden / layout.TICKETS, schema.capacity * 8)
+            made.file(hidden / layout.TICKETS, layout.tickets_bytes(schema.capacity))
             made.text(hidden / layout.ALIVE, b"")
             made.text(hidden / layout.MAKER, maker.encode())
             if guest_of is not None:
@@ -497,7 +497,7 @@ class Store:
         alive = _Alive(directory)
         try:
             control = _file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
-            tickets = _file_block(folder / layout.TICKETS, schema.capacity * 8)
+            tickets = _file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
             tensors = [_file_field(directory, field, schema.capacity) for field in schema.fields]
             try:
                 store = cls(schema, tensors, control, tickets, directory)
@@ -618,11 +618,12 @@ class Store:
         """What a copy of this object needs: where a directory store is, or the bytes of a private one."""
         if self.directory is not None:
             return Saved(None, self.directory, None, {})
-        before = self._tickets.tensor.clone().view(torch.int64)
+        before = self._ticket_words().clone()
         fields = [tensor.clone() for tensor in self.tensors]
-        after = self._tickets.tensor.clone().view(torch.int64)
+        tickets = self._tickets.tensor.clone()
         # A row that was written meanwhile may be torn: its copy is void.
-        tickets = torch.where(before == after, after, after | _VOID).view(torch.uint8)
+        words = tickets[: 8 * self.capacity].view(torch.int64)
+        words.copy_(torch.where(before == words, words, words | _VOID))
         indexes = {key: Copied(index.block.tensor.clone()) for key, index in self.indexes.items()}
         parts = [Copied(part) for part in (self._control.tensor.clone(), tickets, *fields)]
         return Saved(self.schema, None, parts, indexes)
@@ -707,7 +708,7 @@ class Store:
         """
         clock, write_count = self.core.next_ticket, self.core.write_count
         lanes, numbers = self.lane_words(), torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
-        known = self.numbers_before(clock, self.rows_in_use(lanes))
+        known = self.numbers_before(clock, lanes)
         numbers[: len(known)] = known
         return StoreState(lanes, numbers, clock, write_count)
 
@@ -725,14 +726,18 @@ class Store:
     def lane_words(self) -> Tensor:
         """The ``lanes`` of a :class:`StoreState`. Cost: O(lanes)."""
         lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
-        self.core.read_words(0, lanes.data_ptr(), 0, 0)
+        self.core.read_lanes(lanes.data_ptr())
         return lanes
 
-    def numbers_before(self, clock: int, rows: int) -> Tensor:
-        """int64 ``[rows]``: numbers of the first rows that were written before ``clock`` and still are as they were then, else 0."""
-        lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
+    def numbers_before(self, clock: int, lanes: Tensor) -> Tensor:
+        """Ticket numbers, int64, of the rows up to the last one in use when ``lanes`` were read.
+
+        0 for a row that was written at ``clock`` or later, is not whole, or holds a step that its lane had already given up
+        when ``lanes`` were read, because the writer that was to replace it died before it began.
+        """
+        rows = self.rows_in_use(lanes)
         numbers = torch.zeros(rows, dtype=torch.int64, device="cpu")
-        self.core.read_words(clock, lanes.data_ptr(), numbers.data_ptr(), rows)
+        self.core.read_numbers(clock, lanes.data_ptr(), numbers.data_ptr(), rows)
         return numbers
 
     @contextlib.contextmanager
@@ -799,6 +804,10 @@ class Store:
                     self.core.unlock_placing()
 
     # ---- indexes ---------------------------------------------------------------------------------------------------
+
+    def _ticket_words(self) -> Tensor:
+        """int64 ``[capacity]``: the tickets, without the laps that lie behind them. A view."""
+        return self._tickets.tensor[: 8 * self.capacity].view(torch.int64)
 
     @property
     def words(self) -> tuple[Tensor, Tensor]:
@@ -1239,7 +1248,7 @@ class Store:
 
     def hold_nothing(self, rows: Tensor) -> Tensor:
         """Of rows inside the store: whether they are unused or void, and not just being written. bool ``[B]``"""
-        states = self._tickets.tensor.view(torch.int64)[rows] & 3
+        states = self._ticket_words()[rows] & 3
         return (states == _UNUSED) | (states == _VOID)
 
 
@@ -1380,7 +1389,7 @@ class DeviceStore(Store):
 def _new_words(schema: Schema, fingerprint: int) -> tuple[Block, Block]:
     control = private_block(_native.control_bytes(schema.lanes))
     _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
-    return control, private_block(schema.capacity * 8)
+    return control, private_block(layout.tickets_bytes(schema.capacity))
 
 
 def _boot_id() -> str:

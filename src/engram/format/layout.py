@@ -6,7 +6,7 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/meta.json, observation.memmap, next/meta.json, next/reward.memmap …
     <dir>/.engram/store.json     schema (format/schema.py); the last file to appear: it makes the folder a store
     <dir>/.engram/control        header, lock page, participants, lane cursors
-    <dir>/.engram/tickets        u64 per row
+    <dir>/.engram/tickets        a ticket (u64) per row, then a lap (u32) per row, padded to 8 bytes
     <dir>/.engram/alive          one byte lock per participant; nothing else opens this file
     <dir>/.engram/indexes/<name>/priorities   a priority tree and its parameters
     <dir>/.engram/maker          what copies of the buffer that made it know it by; empty: nobody waits for it
@@ -41,6 +41,7 @@ __all__ = [
     "field_path",
     "is_store",
     "meta_files",
+    "tickets_bytes",
 ]
 
 FOLDER = ".engram"
@@ -94,6 +95,11 @@ def clash(fields: Iterable[Field]) -> str | None:
     return next(
         (str(path) for path in (*paths, *(folder / "meta.json" for folder in folders)) if path in folders), None
     )
+
+
+def tickets_bytes(capacity: int) -> int:
+    """Size of the file of tickets."""
+    return 8 * capacity + -(-4 * capacity // 8) * 8
 
 
 def is_store(directory: Path) -> bool:

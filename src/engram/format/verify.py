@@ -214,7 +214,7 @@ def _store(path: Path) -> Iterator[Problem]:
     decoded = schema.decode(files.read_small(folder / layout.STORE, schema.MAX_BYTES), str(folder / layout.STORE))
     fields = [field for field in decoded.fields if field.row_bytes]  # empty rows have no file
     sizes = {layout.field_path(path, field.key): field.row_bytes * decoded.capacity for field in fields}
-    sizes[folder / layout.TICKETS] = decoded.capacity * 8
+    sizes[folder / layout.TICKETS] = layout.tickets_bytes(decoded.capacity)
     sizes[folder / layout.ALIVE] = 0
     for file, nbytes in sizes.items():
         try:

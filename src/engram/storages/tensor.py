@@ -589,7 +589,7 @@ class TensorStorage(Storage):
                 "windows": {},
             }
         words = self._words(store, store.all_indexes(), without)
-        numbers = store.numbers_before(words["clock"] + store.base, store.rows_in_use(words["lanes"])).numpy()
+        numbers = store.numbers_before(words["clock"] + store.base, words["lanes"]).numpy()
         live = numbers != 0
         last = len(live) - int(live[::-1].argmax()) if live.any() else 0
         numbers[live] -= store.base
@@ -802,7 +802,7 @@ class TensorStorage(Storage):
         if cut["schema"] is None or store is None:
             return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
         state = {name: value for name, value in cut.items() if name not in ("base", "live")}
-        state["numbers"] = store.numbers_before(cut["clock"] + cut["base"], store.rows_in_use(cut["lanes"]))
+        state["numbers"] = store.numbers_before(cut["clock"] + cut["base"], cut["lanes"])
         return save_segments(
             folder,
             kind,
