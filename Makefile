@@ -32,13 +32,14 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-tensordict check format bench bench-gpu clean distclean FORCE native-binaries negative-controls stress
+.PHONY: help demo test golden test-native test-tensordict check format bench bench-gpu clean distclean FORCE native-binaries negative-controls stress
 
 help:
 	@echo "make demo             train a small agent and show what engram does    STEPS=2000 ARGS='...'"
 	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
 	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers"
 	@echo "make negative-controls  that they fail where a mechanism that they test is left out"
+	@echo "make golden           the golden files of the formats, after a change of one that was meant"
 	@echo "make stress           the tests of death and of torn rows, for hours           SIZE=night (or release)"
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
@@ -105,6 +106,9 @@ demo: $(VENV)/.engram-demo
 
 test: $(VENV)/.engram-dev
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+golden: $(VENV)/.engram-dev
+	@$(BIN)/python -m tests.golden.make
 
 # How much the tests of stress do: small in `make test` and `make test-native`.
 SIZE := night

@@ -42,8 +42,8 @@ def _ranks(numbers):
     return [order.get(number, 0) for number in numbers.flatten().tolist()]
 
 
-def contents(rb):
-    """All state that does not depend on when it was loaded, bit for bit."""
+def timeless(rb):
+    """All state that does not depend on when it was loaded."""
     state = rb.state_dict()
     state.pop("_default_rng")
     storage = state["_storage"]
@@ -55,7 +55,12 @@ def contents(rb):
         state["_sampler"] = (
             {**sampler, "current": True} if current else {"ran_out": sampler["ran_out"], "current": False}
         )
-    return bits(state)
+    return state
+
+
+def contents(rb):
+    """That state, bit for bit."""
+    return bits(timeless(rb))
 
 
 def rows(n, first=0, seed=0):

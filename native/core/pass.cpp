@@ -13,7 +13,7 @@ constexpr char kMagic[8] = {'e', 'n', 'g', 'p', 'a', 's', 's', '\1'};
 
 PassPage* page_in(std::span<std::byte> memory) {
   check(memory.size() == Pass::kBytes, "a pass in memory of another size");
-  check(std::memcmp(memory.data(), kMagic, sizeof kMagic) == 0, "memory that holds no pass");
+  check(std::memcmp(memory.data(), kMagic, sizeof kMagic) == 0, "not a pass, or of another format");
   return reinterpret_cast<PassPage*>(memory.data());
 }
 
