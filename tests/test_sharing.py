@@ -30,7 +30,7 @@ from engram import (
     TensorDictReplayBuffer,
     _native,
 )
-from engram.store import Store, _Alone, shared_memory, sweep_shared_memory
+from engram.store import Store, _alone, shared_memory, sweep_shared_memory
 from tests import fresh
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -697,7 +697,7 @@ def test_what_all_owners_left_in_shared_memory_is_swept():
 def test_a_sweep_waits_for_nobody():
     """Somebody who is stopped while he makes or closes a store, say."""
     folder = Path(tempfile.mkdtemp(dir=shared_memory(), prefix="engram-test-"))
-    with _Alone(folder):
+    with _alone(folder):
         began = time.monotonic()
         thread = threading.Thread(target=sweep_shared_memory)  # who holds a folder himself may go in
         thread.start()

@@ -102,17 +102,23 @@ def test_the_pass_is_held(tmp_path):
     rb.close()
 
 
-def test_rows_are_being_placed(tmp_path, monkeypatch):
-    """Said in other words than those of the core, who calls it an index."""
+def test_rows_are_being_placed(tmp_path):
+    """Said in other words than those of the core, which calls it an index."""
     rb = ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path))
     rb.extend(torch.arange(4))
     store = rb.storage.store
-
-    def fails():
-        raise WriterStalled("an index has been held")
-
-    monkeypatch.setattr(store, "core", type("Core", (), {"lock_placing": staticmethod(fails)})())
-    with pytest.raises(WriterStalled, match=r"another process has been placing rows for 0\.02 s"), store.placing():
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with store.placing():
+            os.write(write, b"x")
+            signal.pause()
+    assert os.read(read, 1) == b"x"
+    with pytest.raises(WriterStalled, match=r"another process has been placing rows for 20 ms"), store.placing():
         pass
-    monkeypatch.undo()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with store.placing():
+        pass
     rb.close()
+    os.close(read), os.close(write)

@@ -41,10 +41,11 @@ def saved(rb):
 
 
 def put(rb, state, rows):
-    store = rb.storage.store
-    with store.replacing(state):
-        for tensor, row in zip(store.tensors, rows, strict=True):
+    def fill(tensors):
+        for tensor, row in zip(tensors, rows, strict=True):
             tensor.copy_(row)
+
+    rb.storage.store.replace(state, fill)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,8 +125,12 @@ def test_what_fails_inside_leaves_an_empty_store(kind):
     rb = buffer(kind)
     rb.extend(torch.arange(12.0))
     state, _ = saved(rb)
-    with pytest.raises(KeyboardInterrupt), rb.storage.store.replacing(state):
+
+    def fail(_):
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rb.storage.store.replace(state, fail)
     assert len(rb) == 0
     assert not rb.storage.store.core.paused
     rb.extend(torch.arange(3.0))
@@ -150,8 +155,8 @@ def test_a_state_that_no_store_has_is_refused_before_anything_changes(change, me
     rb = buffer("private")
     rb.extend(torch.arange(12.0))
     state, _ = saved(rb)
-    with pytest.raises(ValueError, match=message), rb.storage.store.replacing(change(state)):
-        raise AssertionError
+    with pytest.raises(ValueError, match=message):
+        rb.storage.store.replace(change(state), pytest.fail)
     assert rb[:].tolist() == list(range(12))
 
 
@@ -233,9 +238,15 @@ def test_who_dies_with_a_store_paused_holds_nobody_up(replacing):
     pid = os.fork()
     if pid == 0:
         store = rb.storage.store
-        with store.replacing(state) if replacing else store.paused():
+
+        def wait(_):
             os.write(write, b"x")
             signal.pause()
+
+        if replacing:
+            store.replace(state, wait)
+        with store.paused():
+            wait(None)
     assert os.read(read, 1) == b"x"
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

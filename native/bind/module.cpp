@@ -7,6 +7,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -25,6 +26,7 @@
 #include "../core/store.h"
 #include "../core/wait.h"
 #include "expand.h"
+#include "hold.h"
 #include "memory.h"
 #include "pass.h"
 #include "priorities.h"
@@ -283,14 +285,20 @@ void bind_store(nb::module_& m) {
       .def("reset_locks", [](Store& self) { self.control().lock_page().placing.format(); },
            "For the only process that has the store open.")
       .def(
-          "lock_placing",
-          [](Store& self) {
-            nb::gil_scoped_release release;
-            auto& mutex = self.control().lock_page().placing;
-            if (mutex.lock()) mutex.mended();  // a plan that was not written is forgotten
+          "placing",
+          [](nb::object self, nb::tuple locks, bool shared) {
+            Store& store = nb::cast<Store&>(self);
+            if (!shared) return std::make_unique<engram::Hold>(self, std::move(locks), [] {}, [](bool) {});
+            return std::make_unique<engram::Hold>(
+                self, std::move(locks),
+                [&store] {
+                  nb::gil_scoped_release release;
+                  store.begin_placing();
+                },
+                [&store](bool) { store.end_placing(); });
           },
-          "Waits for other processes, bounded.")
-      .def("unlock_placing", [](Store& self) { self.control().lock_page().placing.unlock(); })
+          "locks"_a, "shared"_a,
+          "A context manager: inside no other process looks for rows before it writes. `locks` keep other threads out.")
       .def(
           "mend",
           [](const Store& self) {
@@ -324,9 +332,25 @@ void bind_store(nb::module_& m) {
             self.empty(keep_write_count);
           },
           "keep_write_count"_a)
-      .def("pause", &Store::pause, nb::call_guard<nb::gil_scoped_release>(),
-           "From now on nobody writes, in any process, and no write is under way. Waits for those, bounded.")
-      .def("resume", &Store::resume)
+      .def(
+          "pausing",
+          [](nb::object self, nb::tuple locks) {
+            Store& store = nb::cast<Store&>(self);
+            return std::make_unique<engram::Hold>(
+                self, std::move(locks),
+                [&store] {
+                  nb::gil_scoped_release release;
+                  store.begin_pause();
+                },
+                [&store](bool failed) {
+                  nb::gil_scoped_release release;
+                  store.end_pause(failed);
+                });
+          },
+          "locks"_a,
+          "A context manager: inside nobody writes, in any process, and no write is under way. Waits for those, bounded. `locks` "
+          "keep other threads out; the thread that has them may come in again.")
+      .def("forget_holds", &Store::forget_holds, "In a forked child: what its parent has paused is not paused by it.")
       .def_prop_ro("paused", &Store::paused)
       .def(
           "read_lanes", [](const Store& self, Address lanes) { self.control().read_lanes(at<Control::LaneWords>(lanes)); },
@@ -338,8 +362,22 @@ void bind_store(nb::module_& m) {
             self.control().read_numbers(clock, at<const Control::LaneWords>(lanes), at<std::int64_t>(numbers), rows);
           },
           "clock"_a, "lanes"_a, "numbers"_a, "rows"_a, "int64 [rows]: ticket numbers below the clock.")
-      .def("begin_replacing", &Store::begin_replacing, "keep_write_count"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "Empties a paused store, whose rows may then be written to directly.")
+      .def(
+          "replacing",
+          [](nb::object self) {
+            Store& store = nb::cast<Store&>(self);
+            return std::make_unique<engram::Hold>(
+                self, nb::tuple(),
+                [&store] {
+                  nb::gil_scoped_release release;
+                  store.begin_replacing(false);
+                },
+                [&store](bool failed) {
+                  nb::gil_scoped_release release;
+                  if (failed) store.end_replacing();
+                });
+          },
+          "A context manager: empties a paused store, whose rows may be written to directly inside. If that fails it stays empty.")
       .def(
           "replaced",
           [](Store& self, std::uint64_t clock, Address lanes, Address numbers) {
@@ -439,6 +477,7 @@ NB_MODULE(_core, m) {
       "seconds"_a, "For tests.");
   nb::exception<engram::NothingLive>(m, "NothingLive", PyExc_RuntimeError);
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
+  engram::bind_hold(m);
   bind_participants(m);
   bind_store(m);
   engram::bind_pass(m);

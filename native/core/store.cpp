@@ -613,6 +613,35 @@ void Store::pause() {
 
 void Store::resume() { control_.lock_page().pause.store(0, std::memory_order_release); }
 
+void Store::begin_pause() {
+  if (pauses_ == 0) pause();
+  ++pauses_;
+}
+
+void Store::end_pause(bool failed) {
+  if (pauses_ == 0 || --pauses_ > 0) return;
+  if (failed && (control_.lock_page().pause.load(std::memory_order_acquire) & kReplacing) != 0) end_replacing();
+  resume();
+}
+
+void Store::begin_placing() {
+  if (placings_ == 0) {
+    auto& mutex = control_.lock_page().placing;
+    try {
+      if (mutex.lock()) mutex.mended();  // a plan that was not written is forgotten
+    } catch (const Stalled&) {           // which says what an index would
+      throw in_vain("another process has been placing rows");
+    }
+  }
+  ++placings_;
+}
+
+void Store::end_placing() {
+  if (placings_ > 0 && --placings_ == 0) control_.lock_page().placing.unlock();
+}
+
+void Store::forget_holds() { pauses_ = placings_ = 0; }
+
 void Store::begin_replacing(bool keep_write_count) {
   const std::uint64_t pause = control_.lock_page().pause.load(std::memory_order_acquire);
   check((pause & ~kReplacing) == own_pause(), "rows replaced in a store that this process has not paused");
@@ -626,7 +655,6 @@ void Store::replaced(std::uint64_t clock, const Control::LaneWords* lanes, const
   control_.put_words(clock, lanes, numbers);
 }
 
-// Somebody died in the middle of it.
 void Store::end_replacing() const {
 #ifndef ENGRAM_WITHOUT_REPLACING  // the tests of death must fail then: make negative-controls
   control_.empty(false);

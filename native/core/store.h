@@ -80,11 +80,25 @@ class Store {
   /// Priorities may change. Throws Stalled: another one has paused the store, or is writing, for too long.
   void pause();
   void resume();
+  /// The same, counted: the outermost one pauses and resumes. If that `failed`, or the store was begun to be replaced and its
+  /// process dies, the store is empty. For callers that keep other threads out from the one to the other.
+  void begin_pause();
+  void end_pause(bool failed);
   bool paused() const { return control_.lock_page().pause.load(std::memory_order_acquire) != 0; }
+
+  /// Held by writers that look for rows, from then to writing: no writer of another process looks for the same. Counted as
+  /// begin_pause(). Throws Stalled.
+  void begin_placing();
+  void end_placing();
+
+  /// In a forked child: what the parent has begun it ends itself.
+  void forget_holds();
 
   /// Empties the store, which this process has paused: its rows may be written to directly. If the process dies before
   /// resume() the store is empty.
   void begin_replacing(bool keep_write_count);
+  /// Somebody failed in the middle of it: the store is empty.
+  void end_replacing() const;
 
   /// The rows are there, as Control::put_words; what indexes are to say of them may be told them before resume().
   void replaced(std::uint64_t clock, const Control::LaneWords* lanes, const std::int64_t* numbers);
@@ -144,7 +158,6 @@ class Store {
   std::uint64_t own_pause() const;
   Stalled paused_in_vain() const;  // says who has paused the store
   void empty(ClaimGuard& claim, bool keep_write_count) const;
-  void end_replacing() const;
   std::uint64_t repair(Claim& claim) const;
   void void_gaps() const;
 
@@ -189,6 +202,7 @@ class Store {
   std::unique_ptr<Indexes> indexes_ = std::make_unique<Indexes>();
   std::shared_ptr<Participants> others_;  // null: no process shares this store
   std::function<void()> on_new_index_;
+  std::uint64_t pauses_ = 0, placings_ = 0;  // of each, how many are within each other
   /// When somebody last looked who died, on the steady clock.
   std::unique_ptr<std::atomic<std::int64_t>> last_look_ = std::make_unique<std::atomic<std::int64_t>>(0);
 };

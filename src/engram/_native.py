@@ -34,6 +34,7 @@ __all__ = [
     "check_words",
     "control_bytes",
     "empty_rows",
+    "folder_lock",
     "format_control",
     "format_pass",
     "format_priorities",
@@ -68,6 +69,7 @@ Store = _core.Store
 Trajectories = _core.Trajectories
 control_bytes = _core.control_bytes
 empty_rows = _core.empty_rows
+folder_lock = _core.folder_lock
 check_words = _core.check_words
 format_control = _core.format_control
 format_pass = _core.format_pass

@@ -1213,7 +1213,7 @@ class ReplayBuffer:
             self._drop_ahead("load", keys=False)
             self._storage.allocate_for(of_storage)
             # Whoever wrote in between would write rows that the sampler's state does not know.
-            with self._storage.alone():
+            with self._storage.placing, self._storage.paused:  # who has placed rows is about to write them
                 take_storage()
                 self._storage.notify(None, None)
                 self._bound_sampler()  # to what was allocated just now

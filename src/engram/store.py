@@ -41,6 +41,7 @@ from engram.types import Changes, Extent, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -356,9 +357,7 @@ class Store:
         native = self._native_fields()
         self._alive: _Alive | None = None
         self._placing = _fork.rlock()
-        self._placing_depth = 0
         self._pausing = _fork.rlock()
-        self._pausing_depth = 0
         _fork.mended(self, uses_others=True)  # indexes hear of what is repaired
         self.core: Any = _native.Store(
             control.address,
@@ -422,7 +421,7 @@ class Store:
         paths = {layout.field_path(directory, field.key): field.row_bytes * schema.capacity for field in schema.fields}
         metas = layout.meta_files(directory, schema)
         hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
-        with _attaching, files.Creation() as made, _Alone(directory, made):
+        with _attaching, files.Creation() as made, _alone(directory, made):
             _remove_unfinished(directory)
             if maker and maker_of(directory) == maker:
                 store = cls._opened_or_attached(directory, "refuse")
@@ -477,7 +476,7 @@ class Store:
         """
         directory = directory.absolute()
         _check_store(directory)
-        with _attaching, _Alone(directory):
+        with _attaching, _alone(directory):
             _check_store(directory)
             return cls._opened_or_attached(directory, unclean)
 
@@ -593,7 +592,7 @@ class Store:
         self.close()
         if not (self.directory / layout.FOLDER).exists():
             return False
-        with _Alone(self.directory):
+        with _alone(self.directory):
             if _others_have(self.directory):
                 return False
             _remove_store(self.directory)
@@ -681,8 +680,7 @@ class Store:
 
     # ---- its state ---------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Inside nobody writes, in any process, and no write is under way. Re-entrant within a thread. Writers wait, bounded.
 
         Whoever reads goes on, and priorities may change.
@@ -690,16 +688,11 @@ class Store:
         Raises:
             WriterStalled: somebody else has paused the store, or is writing, for 5 s.
         """
-        with self._pausing:
-            if self._pausing_depth == 0:
-                self.core.pause()
-            self._pausing_depth += 1
-            try:
-                yield
-            finally:
-                self._pausing_depth -= 1
-                if self._pausing_depth == 0:
-                    self.core.resume()
+        return self._pausing_with((self._pausing,))
+
+    def _pausing_with(self, locks: tuple[Any, ...]) -> AbstractContextManager[None]:
+        hold: AbstractContextManager[None] = self.core.pausing(locks)
+        return hold
 
     def state(self) -> StoreState:
         """What the store says of its rows now. Exact while it is :meth:`paused`; else rows written meanwhile are left out.
@@ -740,15 +733,16 @@ class Store:
         self.core.read_numbers(clock, lanes.data_ptr(), numbers.data_ptr(), rows)
         return numbers
 
-    @contextlib.contextmanager
-    def replacing(self, state: StoreState) -> Iterator[None]:
-        """Replace all rows: inside, the store is empty and paused, and its :attr:`tensors` may be filled directly.
+    def replace(self, state: StoreState, fill: Callable[[Sequence[Tensor]], object]) -> None:
+        """Replace all rows: ``fill(tensors)`` may write to the :attr:`tensors` directly, while the store is empty and paused.
 
         Afterwards the rows are live as the state says, under new ticket numbers in the old order, so no earlier draw matches any
-        more; indexes give them default priorities. Whatever is raised inside, or the process's death, leaves an empty store.
+        more; indexes give them default priorities. Whatever is raised inside, or the process's death, leaves an empty store: also
+        until it is no longer :meth:`paused`, where this is called inside of that.
 
         Args:
             state: as of a store with the same capacity and lanes.
+            fill: writes the rows.
 
         Raises:
             ValueError: a state that no such store has. Nothing is changed.
@@ -761,47 +755,28 @@ class Store:
                 f"{list(numbers.shape)}."
             )
         _native.check_words(self.lane_length, state.clock, lanes.data_ptr(), self.lanes, numbers.data_ptr())
-        with self.placing(), self.paused():  # no plan of a writer that looks first may outlive the rows it is about
-            self.core.begin_replacing(False)
-            try:
-                yield
-                self._refilled()
-                self.core.replaced(state.clock, lanes.data_ptr(), numbers.data_ptr())
-                self.core.write_count = state.write_count
-                for (_, kind), index in self.indexes.items():
-                    self._scan(index, kind)
-            except BaseException:
-                self.core.begin_replacing(False)
-                raise
+        # No plan of a writer that looks first may outlive the rows it is about.
+        with self.placing(), self.paused(), self.core.replacing():
+            fill(self.tensors)
+            self._refilled()
+            self.core.replaced(state.clock, lanes.data_ptr(), numbers.data_ptr())
+            self.core.write_count = state.write_count
+            for (_, kind), index in self.indexes.items():
+                self._scan(index, kind)
 
     def _refilled(self) -> None:
         """The rows were replaced, past the core."""
 
     # ---- writers that look first -------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def placing(self) -> Iterator[None]:
+    def placing(self) -> AbstractContextManager[None]:
         """Held from placing to writing by writers that look for rows, so that no two choose the same one. Re-entrant.
 
         Raises:
             WriterStalled: another process has held it for 5 s.
         """
-        with self._placing:
-            shared = self.directory is not None and self._placing_depth == 0
-            if shared:
-                try:
-                    self.core.lock_placing()
-                except WriterStalled as error:  # it says what the core calls it
-                    raise WriterStalled(
-                        f"write: another process has been placing rows for {_native.wait_limit():g} s. Is it stopped?"
-                    ) from error
-            self._placing_depth += 1
-            try:
-                yield
-            finally:
-                self._placing_depth -= 1
-                if shared:
-                    self.core.unlock_placing()
+        hold: AbstractContextManager[None] = self.core.placing((self._placing,), self.directory is not None)
+        return hold
 
     # ---- indexes ---------------------------------------------------------------------------------------------------
 
@@ -850,7 +825,7 @@ class Store:
     def _lasting_index(
         self, directory: Path, name: str, kind: str, nbytes: int, make: Callable[[Block], None]
     ) -> tuple[Any, bool]:
-        with _Alone(directory):
+        with _alone(directory):
             self._attach_new_indexes()
             self._finish_scans(directory)
             with self._indexing:
@@ -916,7 +891,7 @@ class Store:
     def all_indexes(self) -> dict[tuple[str, str], Any]:
         """The :attr:`indexes`, with those that other processes have made since."""
         if self.directory is not None and not self.closed:
-            with _Alone(self.directory):
+            with _alone(self.directory):
                 self._attach_new_indexes()
         return self.indexes
 
@@ -1005,8 +980,8 @@ class Store:
     def after_fork(self) -> None:
         """In a child: threads of the parent that were writing to private memory do not exist here; a directory is shared."""
         if self.directory is None:
+            self.core.forget_holds()
             if self.core.in_flight or self.core.paused:
-                self._pausing_depth = 0
                 self.core.recover()
         elif self._alive is not None and not self.closed:
             self._join_again(self.directory, self._alive)
@@ -1021,6 +996,7 @@ class Store:
             participants = _native.Participants(
                 self._control.address, self._control.nbytes, self._tickets.address, self._tickets.nbytes, alive.fd
             )
+            self.core.forget_holds()
             self._join(participants)
         except (OSError, StoreInUse) as error:
             _forget(self)
@@ -1282,10 +1258,8 @@ class DeviceStore(Store):
     def _native_fields(self) -> list[tuple[Tensor, Field]]:
         return []
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        with self._lock, super().paused():  # in between, rows have tickets already and no data yet
-            yield
+    def paused(self) -> AbstractContextManager[None]:
+        return self._pausing_with((self._lock, self._pausing))  # in between, rows have tickets already and no data yet
 
     def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
         """As :meth:`Store.on_host`. A field that is asked for first is copied; from then on every write of it is, too."""
@@ -1418,8 +1392,9 @@ class _Closed:
             "scatter",
             "empty",
             "recover",
-            "pause",
-            "begin_replacing",
+            "pausing",
+            "placing",
+            "replacing",
             "replaced",
         )
     )
@@ -1444,63 +1419,29 @@ class _Lost:
         raise ForkedHandle(self._why)
 
 
-class _Held(threading.local):
-    """Folders that this thread is alone in."""
+def _alone(directory: Path, made: files.Creation | None = None, wait_s: float | None = None) -> Any:
+    """While a store is made, opened or closed: no other process or thread does that in the folder.
 
-    def __init__(self) -> None:
-        self.directories: weakref.WeakValueDictionary[Path, _Alone] = weakref.WeakValueDictionary()
+    A context manager. A thread that is in it may come in again: a collected store is closed in the middle of something.
 
+    Args:
+        directory: the folder.
+        made: makes it, if it is not there.
+        wait_s: default a minute; 0.0: at once.
 
-_held = _Held()
-
-
-class _Alone:
-    """While a store is made, opened or closed: no other process or thread does that in the folder. Raises ``StoreInUse``.
-
-    ``wait_s=0.0``: at once, if somebody does.
+    Raises (when entered):
+        StoreInUse: somebody else is at it. OSError: it is not there.
     """
+    wait_s = _WAIT_S if wait_s is None else wait_s
+    if made is not None:
+        made.folder(directory)
 
-    def __init__(self, directory: Path, made: files.Creation | None = None, wait_s: float | None = None) -> None:
-        self._directory = directory
-        self._wait_s = _WAIT_S if wait_s is None else wait_s
-        self._fd = -1
-        if made is not None:
-            made.folder(directory)
+    def busy() -> StoreInUse:
+        return StoreInUse(
+            f"{str(directory)!r}: somebody has been making, opening or closing the store for {wait_s:g} s."
+        )
 
-    def __enter__(self) -> None:
-        if self._directory in _held.directories:  # a collected store is closed in the middle of something
-            return
-        self._lock()
-        _held.directories[self._directory] = self
-
-    def _lock(self) -> None:
-        self._fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = time.monotonic() + self._wait_s
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise StoreInUse(
-                        f"{str(self._directory)!r}: somebody has been making, opening or closing the store for {self._wait_s:g} s."
-                    ) from None
-                time.sleep(0.001)
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
-
-    def __del__(self) -> None:
-        self._release()  # an interrupt came between the lock and the block that it was for
-
-    def _release(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        _held.directories.pop(self._directory, None)
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
-        os.close(fd)
+    return _native.folder_lock(directory, wait_s, busy)
 
 
 class _Alive:
@@ -1602,7 +1543,7 @@ def _close(core: Any, participants: Any, alive: _Alive, control: Block, place: t
         return  # a forked child that could not join
     directory, schema = place
     try:
-        with _Alone(directory):
+        with _alone(directory):
             last = not _others_are_there(participants, directory)
             if last:
                 core.mend()
@@ -1681,7 +1622,7 @@ def forget_temporary(directory: Path, maker: str, *, wait_s: float | None = None
     with contextlib.suppress(OSError, StoreInUse, CorruptStore, IncompatibleStore):
         if maker_of(directory) != maker or _opened(directory) is not None:
             return  # who has it open removes it
-        with _Alone(directory, wait_s=wait_s):
+        with _alone(directory, wait_s=wait_s):
             if not (directory / layout.FOLDER).exists():  # whoever was making it died
                 _remove_unfinished(directory)
                 if time.time() - directory.stat().st_mtime > _WAIT_S:  # else somebody may be about to lock it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
 from pathlib import Path
@@ -204,15 +203,6 @@ class Storage(Dumpable):
     def paused(self) -> AbstractContextManager[Any]:
         """Inside nobody writes, in any process. Writers wait, bounded."""
         return self._lock
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside nobody places rows or writes them, in any process. Re-entrant.
-
-        In this order: who has placed rows is about to write them.
-        """
-        with self.placing, self.paused:
-            yield
 
     def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
         """All that is stored, and in which order it was written, as tensors and plain values: copies.

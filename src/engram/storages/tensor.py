@@ -680,14 +680,13 @@ class TensorStorage(Storage):
 
         def take(fill: Callable[[Sequence[Tensor]], None]) -> None:
             self.allocate_for(state)
-            with self.alone():
+            with self.placing, self.paused:  # who has placed rows is about to write them
                 store = self.store
                 trees = {name: PriorityIndex.of_store(store, name, made)[0] for name, (made, _) in priorities.items()}
                 walked = {}
                 if store.directory is not None:  # elsewhere a sampler keeps its own
                     walked = {name: PassIndex.of_store(store, name, (0, 0, 0)) for name in passes}
-                with store.replacing(StoreState(lanes, numbers, clock, write_count)):
-                    fill(store.tensors)
+                store.replace(StoreState(lanes, numbers, clock, write_count), fill)
                 store.replaced = (clock, int(store.core.next_ticket))
                 store.count_windows(windows)
                 for name, tree in trees.items():
@@ -832,8 +831,7 @@ class TensorStorage(Storage):
         if store is not None:
             lanes = torch.zeros((store.lanes, 4), dtype=torch.int64, device="cpu")
             numbers = torch.zeros(store.capacity, dtype=torch.int64, device="cpu")
-            with store.replacing(StoreState(lanes, numbers, 1, 0)):
-                pass
+            store.replace(StoreState(lanes, numbers, 1, 0), lambda _: None)
 
     def allocate_for(self, state_dict: dict[str, Any]) -> None:
         with self._lock:
