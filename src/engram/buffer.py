@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor, is_tensor_collection
 from torch import Tensor
 
 from engram import _native, collate, expanders, priorities, samplers, storages, writers
@@ -211,8 +211,8 @@ class ReplayBuffer:
             if a write transform held the row back.
 
         Raises:
-            KeyError, RuntimeError, TypeError: fields, shapes or dtypes, or kinds differ from the first row's; names the
-                field. Nothing is written.
+            KeyError, RuntimeError, TypeError: fields, shapes or dtypes, or kinds differ from the first row's; or an entry is no
+                tensor, such as a string, for which there is ``ListStorage``. Names the field. Nothing is written.
             RowError: no such lane.
             OSError: first write to a full disk.
 
@@ -2081,7 +2081,7 @@ def _replaced(values: Any, places: Tensor, others: Any) -> Any:
 
 def _flat_items(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in data.items():
-        if isinstance(value, dict) or is_tensor_collection(value):
+        if isinstance(value, dict) or (is_tensor_collection(value) and not is_non_tensor(value)):
             yield from _flat_items(value, (*path, key))
         else:
             yield (*path, key), value

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram import ListStorage, ReplayBuffer, RowError
+from engram import ListStorage, ReplayBuffer, RowError, TensorDictReplayBuffer
 
 
 def buffer(size=10, **options):
@@ -50,6 +50,20 @@ def test_extend_takes_rows_of_tensors_and_tensordicts():
     assert rb[1].tolist() == [2, 3]
     assert rb[4]["a"] == 1
     assert rb[4].batch_size == ()
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_strings_of_rows_come_back(kind):
+    rows = [TensorDict({"a": torch.tensor(i), "info": {"text": f"row {i}"}, "kind": "step"}, []) for i in range(4)]
+    rb = kind(storage=ListStorage(10), batch_size=8)
+    rb.extend(torch.stack(rows[:2]))
+    rb.extend(torch.stack(rows[2:3]))
+    rb.add(rows[3])
+    batch = rb.sample()
+    assert batch["info", "text"] == [f"row {i}" for i in batch["a"].tolist()]
+    assert batch["kind"] == ["step"] * 8
+    assert [rb[i]["info", "text"] for i in range(4)] == [f"row {i}" for i in range(4)]
+    assert rb[:]["info", "text"] == [f"row {i}" for i in range(4)]
 
 
 def test_add_takes_anything():

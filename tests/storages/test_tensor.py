@@ -9,7 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, is_tensor_collection, tensorclass
+from tensordict import (
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    lazy_stack,
+    tensorclass,
+)
 
 import engram
 from engram import (
@@ -578,6 +586,99 @@ def test_refused_first_writes_allocate_nothing(make, data, error, says, call, op
     assert not storage.initialized
     rb.extend({"x": torch.zeros(2)})  # nothing of the refused data has become the structure
     assert list(rb[:]) == ["x"]
+
+
+@tensorclass
+class Labelled:
+    a: torch.Tensor
+    text: str
+
+
+def labelled(text):
+    return Labelled(torch.zeros(3), text, batch_size=[])
+
+
+def row(text, **more):
+    return TensorDict({"a": torch.zeros(3), "next": {"b": torch.tensor(0)}, **more, "text": text}, [])
+
+
+def batch(**entries):
+    return TensorDict({"a": torch.zeros(2, 3), "next": {"b": torch.zeros(2, dtype=torch.int64)}, **entries}, [2])
+
+
+#: Strings in rows, each with the call that writes it and the field that the message names.
+TEXTS = {
+    "one per row": (batch(text=["x", "y"]), "extend", "field 'text'"),
+    "stacked rows": (torch.stack([row("x"), row("y")]), "extend", "field 'text'"),
+    "stacked rows of one text": (torch.stack([row("x"), row("x")]), "extend", "field 'text'"),
+    "lazily stacked rows": (lazy_stack([row("x"), row("y")]), "extend", "field 'text'"),
+    "one for all": (batch(text=NonTensorData("x", batch_size=[2])), "extend", "field 'text'"),
+    "below": (batch(info={"text": ["x", "y"]}), "extend", r"field \('info', 'text'\)"),
+    "a list of rows": ([row("x"), row("y")], "extend", "field 'text'"),
+    "a list whose second row has it": ([row("x").exclude("text"), row("y")], "extend", "field 'text'"),
+    "objects": (batch(text=NonTensorStack(NonTensorData({"x": 1}), NonTensorData(None))), "extend", "field 'text'"),
+    "a tensorclass": (torch.stack([labelled("x"), labelled("y")]), "extend", "field 'text'"),
+    "in a tensorclass": (batch(c=torch.stack([labelled("x"), labelled("y")])), "extend", r"field \('c', 'text'\)"),
+    "a dict": ({"a": torch.zeros(2, 3), "text": NonTensorStack("x", "y")}, "extend", "field 'text'"),
+    "a row": (row("x"), "add", "field 'text'"),
+    "a tensorclass as a row": (labelled("x"), "add", "field 'text'"),
+    "a row below": (row("x", info={"text": "x"}).exclude("text"), "add", r"field \('info', 'text'\)"),
+    "a text that stands for the batch": (NonTensorStack("x", "y"), "extend", "data"),
+}
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize(("data", "call", "field"), TEXTS.values(), ids=TEXTS)
+def test_strings_are_refused_by_name(make, kind, written, data, call, field):
+    if not isinstance(data, TensorDictBase) and (written or kind is TensorDictReplayBuffer):
+        pytest.skip("refused as no TensorDict")
+    rb = kind(storage=make(6))
+    if written:
+        rb.extend(batch())
+    before = state(rb.storage)
+    with pytest.raises(TypeError, match=f"{call}: {field}: expected a tensor.*ListStorage"):
+        getattr(rb, call)(data)
+    assert state(rb.storage) == before
+    assert len(rb.extend(batch())) == 2
+
+
+def test_strings_are_refused_by_edits(make):
+    rb = ReplayBuffer(storage=make(6))
+    rb.extend(batch())
+    before = state(rb.storage)
+    texts = NonTensorStack("x", "y")
+    for edit in (
+        lambda: rb.__setitem__([0, 1], batch(text=["x", "y"])),
+        lambda: rb.__setitem__(0, row("x")),
+        lambda: rb.__setitem__("a", texts),
+        lambda: rb.__setitem__("text", texts),
+        lambda: rb.set_at_("text", NonTensorData("x"), 0),
+        lambda: rb.set_("a", texts),
+        lambda: rb.update_(batch(text=["x", "y"])),
+        lambda: rb.update_({"a": texts}),
+        lambda: rb.storage.set([0, 1], batch(text=["x", "y"])),
+        lambda: rb.storage.__setitem__(slice(None), batch(text=["x", "y"])),
+        lambda: rb.writer.extend(batch(text=["x", "y"])),
+    ):
+        with pytest.raises(TypeError, match=r"field '(text|a)': expected a tensor.*ListStorage"):
+            edit()
+        assert state(rb.storage) == before
+
+
+@pytest.mark.parametrize("columns", [[], [2]])
+def test_strings_in_existing_data(columns):
+    td = TensorDict({"a": torch.zeros(3, *columns, 1)}, [3, *columns])
+    td["text"] = NonTensorData("x", batch_size=[3, *columns])
+    with pytest.raises(TypeError, match="field 'text': expected a tensor.*ListStorage"):
+        TensorStorage(td, ndim=1 + len(columns))
+    with pytest.raises(TypeError, match="field 'text': expected a tensor.*ListStorage"):
+        ReplayBuffer(storage=LazyTensorStorage(6, ndim=1 + len(columns))).extend(td)
+
+
+def test_strings_in_a_plan():
+    with pytest.raises(TypeError, match="plan: field 'text': expected a tensor.*ListStorage"):
+        engram.plan(row("x"), 10)
 
 
 @pytest.mark.parametrize("index", [6, -1, 100, torch.tensor([0, 6]), [2, -7], range(3, 8)])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_tensor_collection, is_tensorclass
+from tensordict import TensorDict, is_non_tensor, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram import _native
@@ -24,7 +24,7 @@ from engram.store import dlpack_specs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Structure", "as_tensor", "at", "describe", "is_batched_collection", "leading_size"]
+__all__ = ["Structure", "as_tensor", "at", "check_tensor", "describe", "is_batched_collection", "leading_size"]
 
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
@@ -215,10 +215,13 @@ class Structure:
             return
         source = _children(node.kind, value)
         if source is None or (node.type and type(value) is not self._types[node.type]):
+            check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")
         differs = key_differences(node.children, (key for key in source if key in node.children or key not in ignored))
         if differs:
+            for key, child in source.items():
+                check_tensor(child, (*path, str(key)), call)
             raise KeyError(
                 f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row."
             )
@@ -304,10 +307,7 @@ class _Builder:
         kind = _kind(value)
         source = None if kind is None else _children(kind, value)
         if kind is None or source is None:
-            raise TypeError(
-                f"{self.call}: {at(path)}: expected a tensor or an array, got {describe(value)}. "
-                "Use torch.as_tensor(…), or a ListStorage for other objects."
-            )
+            raise _no_tensor(value, path, self.call)
         children = {}
         for key, child in source.items():
             if not isinstance(key, str):
@@ -373,8 +373,10 @@ def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
 
 
 def _kind(value: Any) -> Any:
+    if is_non_tensor(value):  # strings and other objects: tensorclasses, and stacks of them
+        return None
     if is_tensorclass(value):
-        return "tensorclass" if not _is_non_tensor(value) else None
+        return "tensorclass"
     if is_tensor_collection(value):
         return "tensordict"
     if isinstance(value, dict):
@@ -386,10 +388,6 @@ def _kind(value: Any) -> Any:
     return None
 
 
-def _is_non_tensor(value: Any) -> bool:
-    return type(value).__name__ in ("NonTensorData", "NonTensorStack")
-
-
 def _children(kind: str, value: Any) -> Mapping[str, Any] | None:
     """The entries of a container if it is of this kind, else None."""
     if _kind(value) != kind:
@@ -398,7 +396,8 @@ def _children(kind: str, value: Any) -> Mapping[str, Any] | None:
         case "tensordict":
             return entries_of(value)
         case "tensorclass":
-            return {key: getattr(value, key) for key in type(value).__dataclass_fields__}
+            entries = dict(value.items())  # what is not given is not there
+            return {key: entries.get(key) for key in type(value).__dataclass_fields__}
         case "dict":
             mapping: Mapping[str, Any] = value
             return mapping
@@ -412,10 +411,7 @@ def _is_array(value: Any) -> bool:
 
 def as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
     if not _is_array(value):
-        raise TypeError(
-            f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. "
-            "Use torch.as_tensor(…), or a ListStorage for other objects."
-        )
+        raise _no_tensor(value, key, call)
     array = np.asarray(value)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -426,6 +422,22 @@ def as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
             return torch.from_numpy(array)
     except TypeError as error:
         raise TypeError(f"{call}: {at(key)}: an array of {array.dtype} cannot be stored.") from error
+
+
+def check_tensor(value: Any, key: tuple[str, ...], call: str) -> None:
+    """Raise ``TypeError`` where a TensorDict holds strings or other objects, in the entry or below it."""
+    if is_non_tensor(value):
+        raise _no_tensor(value, key, call)
+    if is_tensor_collection(value):
+        for name, child in entries_of(value).items():
+            check_tensor(child, (*key, name), call)
+
+
+def _no_tensor(value: Any, key: tuple[str, ...], call: str) -> TypeError:
+    return TypeError(
+        f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. "
+        "Use torch.as_tensor(…), or a ListStorage for strings and other objects."
+    )
 
 
 def at(path: tuple[str, ...]) -> str:
@@ -473,7 +485,7 @@ def leading_size(data: Any, call: str) -> int:
 
 
 def _leading_sizes(data: Any, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str) -> None:
-    if is_tensor_collection(data):
+    if is_tensor_collection(data) and not is_non_tensor(data):
         if not data.batch_size:
             raise TypeError(f"{call}: {at(path)}: expected a batch of rows, got {describe(data)}. Did you mean add()?")
         sizes.setdefault(int(data.batch_size[0]), path)
@@ -487,7 +499,7 @@ def _leading_sizes(data: Any, path: tuple[str, ...], sizes: dict[int, tuple[str,
         kind = _kind(data)
         source = None if kind is None else _children(kind, data)
         if source is None:
-            raise TypeError(f"{call}: {at(path)}: expected a tensor or an array, got {describe(data)}.")
+            raise _no_tensor(data, path, call)
         for key, child in source.items():
             _leading_sizes(child, (*path, str(key)), sizes, call)
 

@@ -44,7 +44,7 @@ from engram.storages._columns import (
     selected_rows,
 )
 from engram.storages._indexes import check_names, checked_priorities, saved_priorities
-from engram.storages._structure import Structure, is_batched_collection, leading_size
+from engram.storages._structure import Structure, check_tensor, is_batched_collection, leading_size
 from engram.store import (
     DeviceStore,
     Process,
@@ -399,6 +399,7 @@ class TensorStorage(Storage):
         structure = self._written()
         which, columns = [], []
         for key, value in entries.items():
+            check_tensor(value, key, call)
             number = structure.field_of(key)
             if number is None:
                 raise KeyError(
