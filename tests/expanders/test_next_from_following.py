@@ -23,6 +23,7 @@ from engram import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    RewardToGo,
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
@@ -111,15 +112,44 @@ def test_with_returns_of_several_steps(inside):
 
 
 def test_around_priorities_and_stacks():
-    rb = buffer(lambda s: FrameStack(s, 2, -1, ["obs"]), inner=lambda: PrioritizedSampler(100, 1.0, 1.0, eps=0.0))
-    rb.extend(steps([False, False, True, False]))
+    rb = buffer(lambda s: FrameStack(s, 2, -1, ["number"]), inner=lambda: PrioritizedSampler(100, 1.0, 1.0, eps=0.0))
+    data = steps([False, False, True, False])
+    rb.extend(data.set("number", data["number"].unsqueeze(-1)))
     batch = rb.sample(100)
-    check(batch, [{2}])
-    assert batch["obs"].shape == (100, 4)
+    assert batch["number"].shape == (100, 2)
+    check(batch.set("number", batch["number"][:, 1]), [{2}])
     batch["td_error"] = (batch["number"] == 2).float()
     rb.update_tensordict_priority(batch)
     rb.update_priority(torch.tensor([3]), 0.0)
-    assert rb.sample(20)["number"].unique().tolist() == [2]
+    assert rb.sample(20)["number"][:, 1].unique().tolist() == [2]
+
+
+@pytest.mark.parametrize("keys", [["obs"], ["number", "obs"], [("next", "obs")]])
+@pytest.mark.parametrize("order", ["around", "inside", "further inside", "further out"])
+def test_stacks_of_what_follows_are_refused_where_the_buffer_is_built(keys, order):
+    """A stack of frames beside one next frame, [B, 4, ...] and [B, 1, ...], would be told by nothing."""
+    kept = FinalObservations(["pixels", "obs"], LazyTensorStorage(9))
+
+    def stacked(sampler):
+        return FrameStack(sampler, 4, -1, keys)
+
+    def following(sampler):
+        return NextFromFollowing(sampler, kept)
+
+    sampler = {
+        "around": lambda: stacked(following(RandomSampler())),
+        "inside": lambda: following(stacked(RandomSampler())),
+        "further inside": lambda: following(NStep(stacked(RandomSampler()), 3, 1.0)),
+        "further out": lambda: RewardToGo(stacked(NStep(following(RandomSampler()), 3, 1.0))),
+    }[order]()
+    says = r"FrameStack: in_keys: .*'obs'.*NextFromFollowing"
+    with pytest.raises(TypeError, match=says):
+        TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, transform=kept)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=kept)
+    before = rb.sampler
+    with pytest.raises(TypeError, match=says):
+        rb.set_sampler(sampler)
+    assert rb.sampler is before
 
 
 def test_dicts():

@@ -167,6 +167,16 @@ class Expander(Dumpable):
     _rules: tuple[Key | None, tuple[Key, ...] | None, str | None]
     _bound: _Bound | None
 
+    @property
+    def stacked(self) -> tuple[Key, ...]:
+        """Fields of which a batch holds several steps in one."""
+        return ()
+
+    @property
+    def followed(self) -> tuple[Key, ...]:
+        """Fields whose next observation is one following row."""
+        return ()
+
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("engram."):  # those of users are not there in every program that opens the store
             cls.known[cls.__name__] = cls
@@ -264,12 +274,26 @@ class Expander(Dumpable):
 
         Raises:
             RuntimeError: its rows are no fields, or not on the CPU.
+            TypeError: frames of a field are stacked, but its next observation is that of one row.
         """
+        self._check_next_frames()
         if not hasattr(storage, "structure") or (storage.device is not None and storage.device.type != "cpu"):
             where = f"a {type(storage).__name__}" + (f" on {storage.device}" if storage.device is not None else "")
             raise RuntimeError(self._elsewhere(where))
         if hasattr(self.sampler, "bind"):
             self.sampler.bind(storage)
+
+    def _check_next_frames(self) -> None:
+        chain, _ = self._chain()
+        for stacking in chain:
+            for following in chain:
+                for key in following.followed:
+                    if key in stacking.stacked or ("next", *key) in stacking.stacked:
+                        raise TypeError(
+                            f"{type(stacking).__name__}: in_keys: expected fields whose next observations are stored, got "
+                            f"{public(key)!r}, whose next one {type(following).__name__} takes from one following row: a batch would "
+                            "hold several frames now and a single one next. Store its next observations too, and stack both."
+                        )
 
     def _elsewhere(self, where: str) -> str:
         return (

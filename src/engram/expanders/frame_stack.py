@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engram.expanders._base import Reading
+    from engram.samplers._boundaries import Key
 
 __all__ = ["FrameStack"]
 
@@ -42,6 +43,7 @@ class FrameStack(Expander):
     Raises: as :class:`NStep`.
         ValueError: ``dim`` not negative; another ``padding``; when drawing, no such dimension.
         KeyError when drawing: a field that is not stored. TypeError: one that an expander inside has changed already.
+        TypeError when a buffer takes it: a field whose next observations a :class:`NextFromFollowing` takes from following rows.
 
     Cost: a draw of ``B`` rows copies ``B * n`` frames. The first one looks at every row once, and every write notes where
     trajectories end, as for slice samplers.
@@ -89,6 +91,10 @@ class FrameStack(Expander):
         if not math.isfinite(self.padding_value):
             raise ValueError(f"FrameStack: padding_value: expected a finite number, got {padding_value}.")
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+
+    @property
+    def stacked(self) -> tuple[Key, ...]:
+        return self.in_keys
 
     def change(self, reading: Reading) -> None:
         for key in self.in_keys:

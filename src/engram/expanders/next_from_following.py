@@ -155,6 +155,7 @@ class NextFromFollowing(Expander):
         traj_key, end_keys, index: as for :class:`NStep`.
 
     Raises: as :class:`NStep`.
+        TypeError when a buffer takes it: a :class:`FrameStack` of one of the keys is around or inside it.
         TypeError: ``finals`` is none; a ``SamplerWithoutReplacement`` or a slice sampler, which cannot draw another row.
         KeyError when drawing: rows that were written without the transform.
         RuntimeError when drawing: a final observation is not there any more (its storage is too small), or lies in another storage;
@@ -205,6 +206,10 @@ class NextFromFollowing(Expander):
             raise TypeError(
                 "NextFromFollowing: sampler: expected one without next observations, got a NextFromFollowing inside."
             )
+
+    @property
+    def followed(self) -> tuple[Key, ...]:
+        return self.finals.keys
 
     def change(self, reading: Reading) -> None:
         if _MARK not in reading.numbers:
