@@ -3,6 +3,7 @@
 import collections
 import copy
 import ctypes
+import linecache
 import weakref
 
 import pytest
@@ -14,12 +15,14 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedReplayBuffer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     pinning,
 )
@@ -435,6 +438,28 @@ def test_without_an_accelerator(monkeypatch):
     assert not batch["obs"].is_pinned()
     rb.append_transform(lambda td: TensorDict({"a": td["obs"]}, [4]))
     assert rb.sample(4).device == torch.device("cpu"), "as with one"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: ReplayBuffer(10, pin_memory=True),
+        lambda _: TensorDictReplayBuffer(storage=LazyTensorStorage(10), pin_memory=True),
+        lambda _: PrioritizedReplayBuffer(10, alpha=1.0, beta=1.0, pin_memory=True),
+        lambda _: TensorDictPrioritizedReplayBuffer(10, alpha=1.0, beta=1.0, pin_memory=True),
+        lambda folder: ReplayBuffer.open(folder, pin_memory=True),
+    ],
+)
+def test_the_warning_points_to_the_line_that_asked(monkeypatch, tmp_path, make):
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
+    rb.extend(steps(5))
+    rb.close()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.warns(UserWarning, match="no accelerator") as said:
+        make(tmp_path).close()
+    assert [(one.filename, "pin_memory=True" in linecache.getline(one.filename, one.lineno)) for one in said] == [
+        (__file__, True)
+    ]
 
 
 @pytest.mark.parametrize("wrong", [1, "yes", torch.device("cpu")])

@@ -34,6 +34,14 @@ def test_text():
     ]
 
 
+def test_small_stores_are_told_in_bytes():
+    assert str(plan(torch.tensor(True), 1)).startswith(
+        "_-single-tensor-_: _-single-tensor-_.memmap or RAM, 1 byte, shape [1] bool\n1 rows of 1 bytes: 1 byte, and "
+    )
+    assert "RAM, 999 bytes, " in str(plan(torch.tensor(True), 999))
+    assert "RAM, 0.001 MB, " in str(plan(torch.tensor(True), 1000))
+
+
 @pytest.mark.parametrize(
     "row",
     [

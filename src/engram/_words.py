@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["count"]
+import sys
+import warnings
+
+__all__ = ["count", "warn"]
 
 
 def count(number: int, noun: str) -> str:
@@ -13,3 +16,11 @@ def count(number: int, noun: str) -> str:
     ('1 episode', '2 steps')
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def warn(message: str) -> None:
+    """Warn, and point to the line outside of this package that led here, through however many calls."""
+    frame, level = sys._getframe(1), 2  # noqa: SLF001 - what warnings count
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -8,7 +8,6 @@ import math
 import operator
 import os
 import time
-import warnings
 from html import escape
 from pathlib import Path
 from time import perf_counter
@@ -22,6 +21,7 @@ from torch import Tensor
 from engram import _native, collate, expanders, priorities, samplers, storages, writers
 from engram._later import refuse
 from engram._tensordict import children
+from engram._words import warn
 from engram.checkpoint import buffers, torchrl
 from engram.checkpoint.moving import by_trajectory, by_value
 from engram.checkpoint.placing import open_saved
@@ -657,7 +657,7 @@ class ReplayBuffer:
             key.draw(generator=self._generator)
         return key
 
-    def _resolve_batch_size(self, batch_size: int | None, *, warn: bool = True) -> int:
+    def _resolve_batch_size(self, batch_size: int | None, *, drawing: bool = True) -> int:
         if batch_size is None:
             if self._batch_size is None:
                 raise RuntimeError(
@@ -665,22 +665,19 @@ class ReplayBuffer:
                 )
             return self._batch_size
         _check_batch_size(batch_size)
-        if warn and self._prefetcher is not None and batch_size != self._batch_size:
+        if drawing and self._prefetcher is not None and batch_size != self._batch_size:
             raise ValueError(
                 f"sample: batch_size: expected the prefetched {self._batch_size}, got {batch_size}. Sample from another ReplayBuffer "
                 "over the same storage, or without prefetch."
             )
-        if warn and not self._warned_batch_size and self._batch_size not in (None, batch_size):
+        if drawing and not self._warned_batch_size and self._batch_size not in (None, batch_size):
             self._warned_batch_size = True
-            warnings.warn(
-                f"sample: batch_size={batch_size} is used instead of the buffer's batch_size={self._batch_size}.",
-                stacklevel=3,
-            )
+            warn(f"sample: batch_size={batch_size} is used instead of the buffer's batch_size={self._batch_size}.")
         return batch_size
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether :meth:`sample` would find data now. Raises ``RuntimeError`` if no batch size is known."""
-        n = self._resolve_batch_size(batch_size, warn=False)
+        n = self._resolve_batch_size(batch_size, drawing=False)
         if hasattr(self._sampler, "can_sample"):
             return bool(self._sampler.can_sample(self._storage, n))
         return len(self) > 0
@@ -1360,7 +1357,7 @@ class ReplayBuffer:
                 raise IncompatibleCheckpoint(
                     f"{path}: a dump of TorchRL's cannot be converted. Load it into a buffer of its size."
                 )
-            dump = torchrl.read(path, ndim=self._storage.ndim, max_bytes=_free_bytes(), stacklevel=3)
+            dump = torchrl.read(path, ndim=self._storage.ndim, max_bytes=_free_bytes())
             self._checked_dump(dump)()
             return
         if series.is_series(Path(path)):

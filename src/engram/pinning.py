@@ -8,7 +8,6 @@ that lets batches go pays for pinning once per size.
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from engram import _native
 from engram._tensordict import children
+from engram._words import warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,9 +79,7 @@ def pinning_for(pin_memory: Any, call: str) -> Pinning | None:
         return None
     memory = host_memory()
     if memory is None:
-        warnings.warn(
-            f"{call}: pin_memory=True, but there is no accelerator: batches are in ordinary memory.", stacklevel=3
-        )
+        warn(f"{call}: pin_memory=True, but there is no accelerator: batches are in ordinary memory.")
     return Pinning(memory)
 
 

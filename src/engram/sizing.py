@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engram.storages._structure import Structure
-from engram.storages.tensor import creation_lines
+from engram.storages.tensor import creation_lines, megabytes
 
 if TYPE_CHECKING:
     from engram.format.schema import Field
@@ -30,8 +30,8 @@ class StoragePlan(NamedTuple):
 
     def __str__(self) -> str:
         lines = creation_lines(self.fields, self.capacity, lambda field: "/".join(field.key) + ".memmap or RAM")
-        total = f"{self.capacity} rows of {self.row_bytes} bytes: {self.nbytes / 1e6:.3f} MB"
-        return "\n".join([*lines, f"{total}, and {self.overhead / 1e6:.3f} MB beside them"])
+        total = f"{self.capacity} rows of {self.row_bytes} bytes: {megabytes(self.nbytes)}"
+        return "\n".join([*lines, f"{total}, and {megabytes(self.overhead)} beside them"])
 
 
 def plan(example: Any, capacity: int) -> StoragePlan:

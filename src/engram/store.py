@@ -60,6 +60,7 @@ __all__ = [
     "check_index_name",
     "forget_temporary",
     "maker_of",
+    "occupied",
     "shared_memory",
     "sweep_shared_memory",
     "torch_dtype",
@@ -437,7 +438,7 @@ class Store:
                     path.unlink(missing_ok=True)
             existing = [path for path in (directory / layout.FOLDER, *paths, *metas) if path.exists()]
             if existing:
-                raise RuntimeError(_occupied(directory, existing[0]))
+                raise RuntimeError(occupied(directory, existing[0]))
             made.folder(hidden)
             made.text(hidden / layout.STORE, raw)  # first: should this process die, it says what else it has made
             for path, nbytes in paths.items():
@@ -1686,13 +1687,14 @@ def _remove_store(directory: Path) -> None:
         erase(directory, schema)
 
 
-def _occupied(directory: Path, existing: Path) -> str:
+def occupied(directory: Path, existing: Path) -> str:
+    """Why no store can be made in a folder: what lies there already."""
     if existing.name == layout.FOLDER:
         return (
             f"LazyMemmapStorage: scratch_dir={str(directory)!r} already holds a store. Use ReplayBuffer.open({str(directory)!r}) "
-            "to go on with it, or pass existsok=True to replace it."
+            "to go on with it. (existsok=True erases it, with all its rows.)"
         )
     return (
         f"LazyMemmapStorage: scratch_dir={str(directory)!r}: expected a folder without data of the same name, found "
-        f"{str(existing)!r}. Choose another folder, or pass existsok=True to replace it."
+        f"{str(existing)!r}. Choose another folder. (existsok=True erases what is found.)"
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engram import writers
 from engram._tensordict import children, put
+from engram._words import warn
 from engram.buffer import ReplayBuffer, register
 
 if TYPE_CHECKING:
@@ -117,9 +118,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             RuntimeError: a transform or collate function changed the batch size, so the keys cannot be attached.
         """
         if include_info is not None:
-            import warnings
-
-            warnings.warn("sample: include_info is deprecated: samples always carry their index.", stacklevel=2)
+            warn("sample: include_info is deprecated: samples always carry their index.")
         return super().sample(batch_size, return_info)
 
     def _attached(self, data: Any, n: int, rows: Any, info: dict[str, Any]) -> Any:

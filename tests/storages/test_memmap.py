@@ -236,7 +236,7 @@ def test_cleanup_leaves_a_store_that_somebody_else_has_opened(tmp_path):
 def test_a_folder_that_holds_a_store_is_refused_at_once(tmp_path):
     filled(tmp_path / "store").close()
     before = everything(tmp_path)
-    says = r"scratch_dir='.*' already holds a store\. Use ReplayBuffer\.open\('.*'\).*existsok=True"
+    says = r"scratch_dir='.*' already holds a store\. Use ReplayBuffer\.open\('.*'\) to go on with it\. .*existsok=True erases it"
     with pytest.raises(RuntimeError, match=says):
         LazyMemmapStorage(5, scratch_dir=tmp_path / "store")
     assert everything(tmp_path) == before
@@ -245,7 +245,9 @@ def test_a_folder_that_holds_a_store_is_refused_at_once(tmp_path):
 def test_a_folder_that_came_to_hold_a_store_is_refused_at_the_first_write(tmp_path):
     rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path / "store"))
     filled(tmp_path / "store").close()
-    with pytest.raises(RuntimeError, match="already holds a store"):
+    with pytest.raises(
+        RuntimeError, match=r"already holds a store\. Use ReplayBuffer\.open\(.*existsok=True erases it"
+    ):
         rb.extend(td(0, 3))
     assert not rb.storage.initialized
     assert len(ReplayBuffer.open(tmp_path / "store")) == 3
@@ -257,7 +259,7 @@ def test_files_of_the_same_names_are_refused(tmp_path, name):
     path.parent.mkdir(parents=True)
     path.write_text("mine")
     rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path / "store"))
-    says = rf"expected a folder without data of the same name, found '.*{name}'.*existsok=True"
+    says = rf"expected a folder without data of the same name, found '.*{name}'\. Choose another .*existsok=True erases"
     with pytest.raises(RuntimeError, match=says):
         rb.extend(td(0, 3))
     assert path.read_text() == "mine"

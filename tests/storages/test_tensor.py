@@ -1047,7 +1047,7 @@ def test_creation_is_shown_by_default_and_can_be_silenced(tmp_path):
         made = start(program.format(first=first))
         assert made.wait() == 0, made.err
         said[name] = made.err.split("\n")[:-1]
-    line = "_-single-tensor-_: RAM, 0.000 MB, shape [10] float32"
+    line = "_-single-tensor-_: RAM, 40 bytes, shape [10] float32"
     assert said == {"default": [f"engram: {line}"] * 2, "silenced": [], "configured": [f"mine: {line}"] * 2}
 
 

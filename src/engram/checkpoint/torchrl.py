@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import stat
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engram._words import warn
 from engram.checkpoint._folder import Folder, convert
 from engram.checkpoint._torchrl_storage import MAX_ROWS, Count, Leaf, Shape, Storage
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -235,9 +235,7 @@ def is_torchrl_dump(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def read(
-    path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None = None, stacklevel: int = 2
-) -> TorchRLDump:
+def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None = None) -> TorchRLDump:
     """Describe and check a folder that TorchRL's ``ReplayBuffer.dumps`` wrote.
 
     Warns once, naming what is left out: pickles, which are never opened, and entries that are no tensors.
@@ -247,7 +245,6 @@ def read(
         ndim: that of the storage it is for, 1 or 2: a dump does not say how many dimensions index rows. With more, neither
             does it say in which order they are, as TorchRL swaps the first and the last.
         max_bytes: what all rows of the storage may take, live or not. None: any number.
-        stacklevel: whose line the warning points to; 2: the caller's.
 
     Raises:
         CorruptCheckpoint: a missing, truncated, overlong or linked file, a description that is none or contradicts
@@ -294,10 +291,9 @@ def read(
         _files=storage.files,
     )
     if dump.left_out:
-        warnings.warn(
+        warn(
             f"{path}: not read, and lost unless you set it up again: {'; '.join(dump.left_out)}. Pickles are never opened. "
-            "(The dump has no checksums: sizes and descriptions were checked.)",
-            stacklevel=stacklevel,
+            "(The dump has no checksums: sizes and descriptions were checked.)"
         )
     return dump
 

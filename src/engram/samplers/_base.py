@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engram._words import warn
 from engram.checkpoint.components import Dumpable
 from engram.errors import NoSampleable
 from engram.state import check_keys
@@ -52,7 +52,7 @@ class NativeSampler(Dumpable):
 
     def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
         """No effect, with a warning: this sampler has no priorities."""
-        warnings.warn(f"{type(self).__name__} has no priorities: update_priority has no effect.", stacklevel=3)
+        warn(f"{type(self).__name__} has no priorities: update_priority has no effect.")
 
     def mark_update(self, index: Any, *, storage: Any = None) -> None:
         """No effect: this sampler has no priorities."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engram._words import warn
 from engram.errors import IncompatibleCheckpoint, NoSampleable, RowError
 from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of
 from engram.samplers._base import NativeSampler
@@ -164,10 +164,7 @@ class PrioritizedSampler(NativeSampler):
     def alpha(self, value: float) -> None:
         value = _number("alpha", value)
         if self.alpha == 0 and value > 0 and self._index is not None and self._index.core.total > 0:
-            warnings.warn(
-                "alpha: with alpha=0 all priorities were equal; rows that are there stay so until they are updated.",
-                stacklevel=2,
-            )
+            warn("alpha: with alpha=0 all priorities were equal; rows that are there stay so until they are updated.")
         if self._index is not None:
             try:
                 self._index.core.alpha = value

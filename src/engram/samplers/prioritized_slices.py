@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from engram import _native
+from engram._words import warn
 from engram.errors import NoSampleable
 from engram.priorities import NOTHING
 from engram.samplers.prioritized import PrioritizedSampler
@@ -91,11 +91,11 @@ class PrioritizedSliceSampler(SliceSampler):
         **later: Any,
     ) -> None:
         if isinstance(span, tuple | list) and len(span) == 2 and span[0]:
-            warnings.warn("PrioritizedSliceSampler: span: at the left end there is none.", stacklevel=2)
+            warn("PrioritizedSliceSampler: span: at the left end there is none.")
         if isinstance(span, tuple | list) and len(span) == 2:
             span = (False, span[1])
         elif isinstance(span, bool | int) and span:
-            warnings.warn("PrioritizedSliceSampler: span: at the left end there is none.", stacklevel=2)
+            warn("PrioritizedSliceSampler: span: at the left end there is none.")
             span = (False, span)
         super().__init__(
             num_slices=num_slices,

@@ -14,7 +14,7 @@ from engram._later import refuse
 from engram.format import layout
 from engram.storages._structure import Structure
 from engram.storages.tensor import LazyTensorStorage
-from engram.store import Store
+from engram.store import Store, occupied
 
 if TYPE_CHECKING:
     from engram.format.schema import Schema
@@ -28,15 +28,15 @@ class LazyMemmapStorage(LazyTensorStorage):
     """A folder of memory-mapped files ``<dir>/<key>.memmap``, made at the first write and shaped after its first row.
 
     ``TensorDict.load_memmap(dir)`` reads the folder without engram; :meth:`ReplayBuffer.open` goes on with it. Its space is
-    reserved when it is made: a full disk is an ``OSError`` then, not a crash later. Creation logs, per key, path, MB and
-    shape. Samples are ordinary tensors; ``rb[:]`` shows the memory-mapped ones.
+    reserved when it is made: a full disk is an ``OSError`` then, not a crash later. Creation logs, per key, path, size
+    and shape. Samples are ordinary tensors; ``rb[:]`` shows the memory-mapped ones.
 
     Args:
         max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.
         scratch_dir: the folder. None: a fresh temporary one on disk, removed when the buffer is closed or collected.
         device: must be ``"cpu"``.
         ndim, lanes: as for :class:`LazyTensorStorage`.
-        existsok: replace a store, or files of the same names, that lie in the folder.
+        existsok: erase a store, or files of the same names, that lie in the folder.
         auto_cleanup: remove the files when the buffer is closed; None: only those of a temporary folder.
 
     Raises:
@@ -85,10 +85,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     def _check_folder(self, folder: Path) -> None:
         """Say at once what would fail at the first write."""
         if layout.is_store(folder) and not self._existsok:
-            raise RuntimeError(
-                f"LazyMemmapStorage: scratch_dir={str(folder)!r} already holds a store. Use "
-                f"ReplayBuffer.open({str(folder)!r}) to go on with it, or pass existsok=True to replace it."
-            )
+            raise RuntimeError(occupied(folder, folder / layout.FOLDER))
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
             raise NotADirectoryError(20, "scratch_dir: expected a folder, found a file", str(there))

@@ -19,6 +19,7 @@ from torch import Tensor
 from engram import _native
 from engram._devices import existing_device
 from engram._later import refuse
+from engram._words import count
 from engram.checkpoint.components import check_blocks, check_kind, write_part
 from engram.checkpoint.plan import Target
 from engram.checkpoint.reports import said_counts
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Field
     from engram.priorities import PriorityConfig
 
-__all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines"]
+__all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines", "megabytes"]
 
 _LATER = {
     "compilable": "tracing through torch.compile",
@@ -79,10 +80,20 @@ _LATER = {
 }
 
 
+def megabytes(nbytes: int) -> str:
+    """A size for people, in bytes where it would be 0.000 MB.
+
+    >>> from engram.storages.tensor import megabytes
+    >>> megabytes(40), megabytes(28_224_000)
+    ('40 bytes', '28.224 MB')
+    """
+    return f"{nbytes / 1e6:.3f} MB" if nbytes >= 1000 else count(nbytes, "byte")
+
+
 def creation_lines(fields: Sequence[Field], capacity: int, where: Any) -> list[str]:
-    """One line per field of a store to be: key, place, MB, shape. ``where(field)`` is a path or ``RAM``."""
+    """One line per field of a store to be: key, place, size, shape. ``where(field)`` is a path or ``RAM``."""
     return [
-        f"{field.name}: {where(field)}, {field.row_bytes * capacity / 1e6:.3f} MB, "
+        f"{field.name}: {where(field)}, {megabytes(field.row_bytes * capacity)}, "
         f"shape {[capacity, *field.shape]} {field.dtype}"
         for field in fields
     ]
@@ -906,7 +917,7 @@ class TensorStorage(Storage):
 class LazyTensorStorage(TensorStorage):
     """RAM, or memory of an accelerator, allocated at the first write and shaped after its first row.
 
-    Creation logs, per key, where it is, MB and shape. RAM is taken page by page, as rows are written.
+    Creation logs, per key, where it is, its size and shape. RAM is taken page by page, as rows are written.
 
     Args:
         max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.
