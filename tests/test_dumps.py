@@ -7,12 +7,14 @@ import signal
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from engram import (
+    Compose,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
     LazyMemmapStorage,
@@ -57,6 +59,49 @@ class Through:
         assert (report.steps, report.lost_rows) == (live, 0), "nobody else writes"
         self.checkpointer = other, Checkpointer(self.folder / "series", other)
         self.checkpointer[1].restore(resume="exact")
+
+
+# ---- what a dump cannot hold ---------------------------------------------------------------------------------------------
+
+
+def halved(batch):
+    return batch.set("score", batch["score"] / 2)
+
+
+class Doubled:
+    """A transform of a user's own, without a state."""
+
+    def forward(self, batch):
+        return batch.set("score", batch["score"] * 2)
+
+
+@pytest.mark.parametrize("way", ["dumps", "series"])
+@pytest.mark.parametrize(
+    ("there", "here", "named"),
+    [
+        ([halved], [], "halved"),
+        ([lambda batch: batch], [], "<lambda>"),
+        ([Doubled()], [], "Doubled"),
+        ([halved, Doubled()], [halved], "halved, Doubled"),
+        ([Compose(halved, Doubled()), halved], [Compose()], "halved, Doubled, halved"),
+        ([halved], [halved], None),
+        ([halved], [lambda batch: batch], None),
+        ([], [halved], None),
+        ([], [], None),
+    ],
+)
+def test_functions_that_are_missing_where_a_dump_is_loaded_are_named(there, here, named, way, ram):
+    def made(transforms):
+        return buffer(transform=Compose(*transforms), n=4)
+
+    rb, other, through = made(there), made(here), Through(ram)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        getattr(through, way)(rb, other)
+    told = [str(one.message) for one in said if "transform" in str(one.message)]
+    assert len(told) == (0 if named is None else 1)
+    assert named is None or f"saved with the transforms {named}," in told[0]
+    assert torch.equal(rb.storage[:]["score"], other.storage[:]["score"])
 
 
 # ---- exact ---------------------------------------------------------------------------------------------------------------

@@ -1414,10 +1414,11 @@ class ReplayBuffer:
         state = self._state_but_rows(with_sampler=of_sampler is None, drop_ahead=drop_ahead)
         if of_sampler is not None:
             state["_sampler"] = of_sampler
+        functions = self._transform.functions
         states = {
             "sampler": state["_sampler"],
             "writer": state["_writer"],
-            "transforms": state["_transforms"],
+            "transforms": state["_transforms"] | ({buffers.FUNCTIONS: functions} if functions else {}),
             "buffer": {name: state[f"_{name}"] for name in _IN_BUFFER},
             "rng": {"generator": state["_rng"], "default": state["_default_rng"]},
             "prefetch": {"batches": state["_prefetch_state"]},
@@ -1504,10 +1505,19 @@ class ReplayBuffer:
         """All but the storage's, as :meth:`state_dict` has it."""
         for part, names in (("buffer", _IN_BUFFER), ("rng", ("generator", "default")), ("prefetch", ("batches",))):
             check_keys(states[part], names, f"{where}: {part}")
+        functions = typed(
+            {buffers.FUNCTIONS: [], **states["transforms"]}, buffers.FUNCTIONS, list, f"{where}: transforms"
+        )
+        here = self._transform.functions
+        if len(here) < len(functions):
+            warn(
+                f"{where}: saved with the transforms {', '.join(map(str, functions))}, which are code and not in it, and loaded into a "
+                f"buffer with {', '.join(here) or 'none'}. Make the buffer with them: transform=…, or append_transform."
+            )
         return {
             "_sampler": states["sampler"],
             "_writer": states["writer"],
-            "_transforms": states["transforms"],
+            "_transforms": {name: of for name, of in states["transforms"].items() if name != buffers.FUNCTIONS},
             **{f"_{name}": states["buffer"][name] for name in _IN_BUFFER},
             "_rng": states["rng"]["generator"],
             "_default_rng": states["rng"]["default"],

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EMPTY",
+    "FUNCTIONS",
     "INDEX",
     "STORAGE",
     "Parts",
@@ -35,6 +36,10 @@ EMPTY: dict[str, dict[str, Any]] = {"prefetch": {"batches": None}, "transforms":
 _OF_A_PASS = ("rows", "visited", "count", "version", "clock")
 #: In a sampler's state: the name of the storage's priorities, which are all of that state.
 INDEX = "index_of_storage"
+
+
+#: Beside the states of transforms: names of those without one, which the program that loads them must make.
+FUNCTIONS = "functions"
 
 
 class Parts(NamedTuple):
@@ -102,6 +107,8 @@ def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> d
         return {"generator": None if state["generator"] is None else [generator, "cpu"], "default": generator}
     if part == "prefetch":
         return dict(EMPTY[part])
+    if part == "transforms":
+        return {name: of for name, of in state.items() if name != FUNCTIONS}
     return state
 
 

@@ -164,6 +164,17 @@ class Compose:
             if callable(getattr(step.transform, "state_dict", None))
         }
 
+    @property
+    def functions(self) -> list[str]:
+        """Names of the transforms without a state, which only a program can make again; of lists within, theirs."""
+        named = []
+        for step in self._steps:
+            if isinstance(step.transform, Compose):
+                named += step.transform.functions
+            elif not callable(getattr(step.transform, "state_dict", None)):
+                named.append(step.name)
+        return named
+
     def checked_state(self, state_dict: dict[str, dict[str, Any]]) -> Callable[[], None]:
         """Check the states of all; what makes the transforms take them over."""
         transforms = self._with_states()
