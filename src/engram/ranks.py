@@ -106,7 +106,27 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def forget(self, key: str) -> None:
-        """Remove a key that nobody waits for any more."""
+        """Remove a key, or a counter, that no rank waits for any more."""
+
+    def leave(self, key: str, others: int, timeout: float) -> None:
+        """End an exchange: rank 0, whose process holds the store, returns last, and may end at once.
+
+        The other ranks say here that they look at nothing of this exchange any more. Raises nothing: the exchange is over.
+
+        Args:
+            key: of a counter, the same on all ranks.
+            others: how many ranks rank 0 waits for.
+            timeout: seconds that it waits at most.
+        """
+        with contextlib.suppress(RankFailed):
+            if self.rank:
+                self.add(key, 1)
+            elif others > 0:
+                until, pause = time.monotonic() + timeout, _SOON
+                while self.add(key, 0) < others and time.monotonic() < until:
+                    time.sleep(pause)
+                    pause = min(pause * _LONGER, _LATER)
+                self.forget(key)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
         """What is set under each key, once all are; None where nothing is when the time is over.
@@ -115,13 +135,17 @@ class Ranks(abc.ABC):
             keys: that some rank sets.
             timeout: seconds.
         """
+        return self._wait(keys, timeout)
+
+    def _wait(self, keys: Sequence[str], timeout: float, over: str | None = None) -> list[bytes | None]:
+        """As :meth:`wait`, which ends too when the key ``over`` is set."""
         found: dict[str, bytes] = {}
         until = time.monotonic() + timeout
         pause = _SOON
         while True:
             found.update(self._look([key for key in keys if key not in found]))
             left = until - time.monotonic()
-            if len(found) == len(set(keys)) or left <= 0:
+            if len(found) == len(set(keys)) or left <= 0 or (over is not None and self.get(over) is not None):
                 return [found.get(key) for key in keys]
             time.sleep(min(pause, left))
             pause = min(pause * _LONGER, _LATER)
@@ -145,24 +169,29 @@ class Ranks(abc.ABC):
         """
         number = self._gathered
         self._gathered += 1
+        until = time.monotonic() + timeout
         keys = [f"gather/{number}/{rank}" for rank in range(self.world)]
         self.set(keys[self.rank], value)
-        given = self.wait(keys, timeout)
+        over = f"gather/{number}/over"
+        given = self._wait(keys, timeout, over)
         missing = [rank for rank, one in enumerate(given) if one is None]
         ended = _FINE
         if missing:
             ended = _FAILED + (
                 f"expected all {self.world} ranks within {timeout:g} s, got nothing from {_names(missing)}.".encode()
             )
-        ended = self.claim(f"gather/{number}/over", ended)
+        ended = self.claim(over, ended)
+        left = f"gather/{number}/left"
         if ended != _FINE:
+            self.leave(left, self.world - 1 - len(missing), _ROLL_CALL_S)
             raise RankFailed(ended[1:].decode())
         if missing:  # they came just then, and others go on with them
             given = [self.get(key) for key in keys]
-        if number:  # whoever came here has read what was given before
+        if number:  # every rank that came here has read what was given before
             self.forget(f"gather/{number - 1}/{self.rank}")
             if self.rank == 0:
                 self.forget(f"gather/{number - 1}/over")
+        self.leave(left, self.world - 1, max(_ROLL_CALL_S, until - time.monotonic()))
         return [one for one in given if one is not None]
 
     def max(self, value: int, timeout: float) -> int:
@@ -253,6 +282,7 @@ class _OnBoard(Ranks):
     def forget(self, key: str) -> None:
         with self._board.lock:
             self._board.values.pop(key, None)
+            self._board.counters.pop(key, None)
 
 
 # ---- torch.distributed -----------------------------------------------------------------------------------------------
@@ -375,9 +405,10 @@ class _Torch(Ranks):
             self._roll = roll
             self.set(f"{roll}{self.rank}", b"here")
             given = self.wait([f"{roll}{rank}" for rank in range(self.world)], min(_ROLL_CALL_S, self._timeout))
+            missing = [rank for rank, one in enumerate(given) if one is None]
+            self.leave(f"{roll}left", self.world - 1 - len(missing), _ROLL_CALL_S)
         except RankFailed as error:
             return f"but {error}"
-        missing = [rank for rank, one in enumerate(given) if one is None]
         return f"{_names(missing)} did not" if missing else "a connection broke"
 
     def close(self) -> None:

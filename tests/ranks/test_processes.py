@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engram import RankFailed
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, play, steps_of, whos
@@ -23,14 +24,12 @@ from tests.twins import contents
 def save(ranks, rank, folder):
     rb = filled(rank)
     report = checkpointer(folder / "root", rb, ranks).save(3)
-    meet(folder, "saved", ranks)  # the store ends with rank 0
     return {"name": report.name, "who": sorted(whos(steps_of(rb))), "steps": report.steps}
 
 
 def restore(ranks, rank, folder, root):
     rb = buffer(2, 128)
     report = checkpointer(root, rb, ranks).restore()
-    meet(folder, "restored", ranks)
     return {"who": sorted(whos(steps_of(rb))), "plan": report.dealt and report.dealt["plan"]}
 
 
@@ -44,6 +43,55 @@ def test_four_processes_save_three_restore(tmp_path):
     assert codes == [0] * 3
     assert sorted(who for it in loaded for who in it["who"]) == every
     assert len({it["plan"] for it in loaded}) == 1
+
+
+def ends_at_once(ranks, rank, folder, root, what):
+    """Rank 0 ends as soon as it may; the others are slow to look for the last time."""
+    rb = buffer(2, 128) if what == "restore" else filled(rank)
+    ck = checkpointer(root, rb, ranks)
+    if rank:
+        ask = ranks._ask
+
+        def slowly(act):
+            time.sleep(0.05)
+            return ask(act)
+
+        ranks._ask = slowly
+    if what == "restore":
+        ck.restore()
+    elif what == "save":
+        ck.save(3)
+    elif what == "guard":
+        with ck.guard():
+            ck.poll(1)
+    else:
+        if rank == 0:
+            ck._write_shard = _no_space
+        try:
+            ck.save(3)
+        except RankFailed as error:
+            (folder / f"error-{rank}").write_text(str(error))
+    (folder / f"ended-{rank}").touch()
+    os._exit(0)  # no interpreter, thread or handler is left to answer others
+
+
+def _no_space(*_):
+    raise OSError("no space")
+
+
+@pytest.mark.parametrize("what", ["restore", "save", "guard", "a save that fails"])
+def test_a_rank_may_end_at_once(tmp_path, what):
+    """Nothing that ranks do together may need rank 0, whose process holds the store, once that rank has returned."""
+    if what == "restore":
+        _, codes = run(3, save, tmp_path / "one")
+        assert codes == [0] * 3
+    folder = tmp_path / "job"
+    every = start(3, ends_at_once, folder, tmp_path / "one" / "root", what)
+    assert join(every, 60) == [0] * 3
+    assert all((folder / f"ended-{rank}").exists() for rank in range(3))
+    assert not list((tmp_path / "one" / "root").glob("CRASH-*"))
+    if what == "a save that fails":
+        assert {"no space" in (folder / f"error-{rank}").read_text() for rank in range(3)} == {True}
 
 
 def primitives(ranks, rank, folder):

@@ -1,5 +1,6 @@
 """Messages between ranks: all get the same, and nobody waits for ever."""
 
+import threading
 import time
 
 import pytest
@@ -88,8 +89,46 @@ def test_who_is_slower_to_give_up_than_others_to_come_goes_on_with_them():
     first, second = Ranks.threads(2)
     first.set("gather/0/0", b"a")
     assert first.claim("gather/0/over", b"+") == b"+"
-    second.wait = lambda keys, timeout: [None, b"b"]  # its time was over just before
+    second._wait = lambda keys, timeout, over: [None, b"b"]  # its time was over just before
     assert second.gather(b"b", 0.1) == [b"a", b"b"]
+
+
+def test_who_comes_later_hears_at_once_that_it_is_over():
+    """Its own time is not over for long; but rank 0, which holds the store, does not wait for that."""
+
+    def act(ranks, rank):
+        if rank == 2:
+            return None
+        started = time.monotonic()
+        with pytest.raises(RankFailed, match=r"within 0\.3 s, got nothing from rank 2\.$"):
+            ranks.gather(b"", 0.3 if rank == 0 else 50.0)
+        return time.monotonic() - started
+
+    took = done(job(3, act))
+    assert took[1] < 20
+
+
+def test_rank_0_returns_last():
+    """Its process holds the store, so it may end only when no other rank looks at it any more."""
+    first, second, third = Ranks.threads(3)
+    go = threading.Event()
+    looks = type(third).claim
+
+    def claim(*arguments):
+        assert go.wait(20)
+        return looks(third, *arguments)
+
+    third.claim = claim
+    threads = [threading.Thread(target=ranks.gather, args=(b"", 30.0), daemon=True) for ranks in (first, second, third)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(20)
+    threads[0].join(0.2)
+    assert [thread.is_alive() for thread in threads] == [True, False, True]
+    go.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_a_failure_of_one_is_everybodys_with_the_same_words():

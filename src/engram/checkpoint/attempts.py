@@ -45,6 +45,7 @@ class Attempts:
         """Before all of its keys in the store."""
         self._epoch: int | None = None
         self._told: list[str] = []
+        self._began = 0.0
 
     @property
     def epoch(self) -> int:
@@ -80,17 +81,29 @@ class Attempts:
         key = f"{self.section}attempt/{number}"
         if self.ranks.rank:
             return self._joined(key, timeout)
-        self._told.append(key)
+        self._began = time.monotonic()
+        self._told += [key, _joined_of(key)]
         try:
             folder = begun()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             self.ranks.set(key, json.dumps({"error": text}).encode())
+            self.joined(number, timeout)
             if self.ranks.world == 1 or not isinstance(error, Exception):
                 raise
             raise RankFailed(f"save: rank 0: {text}") from error
         self.ranks.set(key, json.dumps({"name": folder.name, "epoch": self.epoch}).encode())
         return folder
+
+    def joined(self, number: int, timeout: float) -> None:
+        """Return on rank 0 when all others have heard of the attempt of that number, at the latest ``timeout`` seconds after it
+        began.
+
+        The vote of a rank says that, too. So this is for an attempt that ends without all votes.
+        """
+        if self.ranks.rank == 0:
+            left = self._began + timeout - time.monotonic()
+            self.ranks.leave(_joined_of(f"{self.section}attempt/{number}"), self.ranks.world - 1, left)
 
     def forget(self) -> None:
         """All ranks have voted for the last attempt: nobody reads any more what was told of it and of those before."""
@@ -103,6 +116,7 @@ class Attempts:
         raw = self.ranks.wait([key], timeout)[0]
         if raw is None:
             raise RankFailed(f"save: rank 0 began no checkpoint within {timeout:g} s.")
+        self.ranks.leave(_joined_of(key), 0, 0.0)
         said = json.loads(raw)
         if "error" in said:
             raise RankFailed(f"save: rank 0: {said['error']}")
@@ -142,3 +156,8 @@ class Attempts:
                 return made
             time.sleep(pause)
             pause = min(2 * pause, _LATER)
+
+
+def _joined_of(key: str) -> str:
+    """The counter of ranks that have heard of an attempt."""
+    return f"{key}/joined"

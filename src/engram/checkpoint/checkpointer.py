@@ -508,6 +508,7 @@ class Checkpointer:
             raise error
         manifest = self._attempts.decided(attempt, self._timeout)
         if manifest.status != "complete":
+            self._attempts.joined(number, self._timeout)
             with contextlib.suppress(OSError, CorruptCheckpoint):  # it may be removed by now
                 series.withdraw(attempt, self._ranks.rank)
             why = f"save: {attempt.name}: {'; '.join(manifest.reasons)}."

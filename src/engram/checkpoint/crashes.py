@@ -105,6 +105,9 @@ class Crashes:
                 said = self._ranks.wait([self._end_of(rank) for rank in range(self._ranks.world)], _LOOK_S)
                 missing = [rank for rank, one in enumerate(said) if one is None]
                 if not missing:
+                    self._stop.set()
+                    self._thread.join(2 * _LOOK_S + 1)  # it looks at the store, too
+                    self._ranks.leave(f"{self._key}left", self._ranks.world - 1, max(0.0, until - time.monotonic()))
                     break
                 if time.monotonic() > until:
                     _log.error(
