@@ -976,3 +976,26 @@ def test_several_ranks_are_not_loaded_as_one(ram):
     ):
         rb.loads(path)
     assert len(rb) == 3
+
+
+def test_a_warning_of_restore_points_to_the_line_that_called_it(ram):
+    """Also where reading tells that the newest is damaged, and where its file has another size."""
+    rb = buffer(10)
+    checkpointer = Checkpointer(ram, rb)
+    path = [checkpointer.save(step).path for step in (1, 2, 3)]
+    file = next((path[2] / "rank-00000-of-00001" / "storage" / "seg").iterdir())
+    raw = bytearray(file.read_bytes())
+    raw[3] ^= 1
+    file.unlink()  # others are links to it
+    file.write_bytes(raw)
+    (path[1] / "rank-00000-of-00001" / "storage" / ".engram" / "lanes.bin").unlink()
+    with pytest.warns(UserWarning, match=f"^restore: {path[0].name} is loaded, and not: ") as said:
+        report = Checkpointer(ram, buffer()).restore()
+    assert report.name == path[0].name
+    assert [problem.path.name for problem in report.passed_over] == [path[2].name, path[1].name] or len(
+        report.passed_over
+    ) == 2
+    assert {it.filename for it in said} == {__file__}
+    with pytest.warns(UserWarning, match="is loaded, as: ") as said:
+        Checkpointer(ram, buffer()).restore(name="ckpt-000000000009-e0001-00000000", at_most=1)
+    assert {it.filename for it in said} == {__file__}

@@ -84,3 +84,33 @@ def test_numbers_of_numpy_are_steps(tmp_path):
 
     assert done(job(2, act)) == [[5, 10, 11]] * 2
     assert [name.step for name in series.names(tmp_path)] == [11, 10, 5]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", [3, 8, 10])  # amid; where all agree; where a save is due
+def test_a_bad_argument_of_poll_leaves_all_ranks_in_step(tmp_path, rank, wrong, at):
+    """That rank's call counts: it raises there, and all save at the same steps afterwards."""
+
+    def act(ranks, here):
+        rb = buffer()
+        play(rb, here, 0, [3])
+        ck = checkpointer(tmp_path, rb, ranks, every_steps=5, poll_every=4, on_failure="raise", timeout=20.0)
+        saved = []
+        for number in range(1, 25):
+            if number == 17:
+                ck.request()
+            arguments = {"step": 2 * number}  # not every trainer counts by one
+            if number == at and here == rank:
+                with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+                    ck.poll(**(arguments | wrong))
+                continue
+            handle = ck.poll(**arguments)
+            if handle is not None:
+                saved.append(handle.wait(20).step)
+        return ck._polls, saved
+
+    said = done(job(2, act))
+    assert said[0] == said[1]
+    due = [step for step in range(2, 49, 2) if step // 5 > (step - 2) // 5]
+    assert said[0] == (24, [step + 2 * (step == 2 * at) for step in due])

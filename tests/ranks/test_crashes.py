@@ -38,6 +38,21 @@ HEARD = [
     pytest.param(lambda ck: (ck.save(900, user={"m": 1}), ck.poll(1000)), 1000, {"m": 1}, id="poll without user"),
     pytest.param(lambda ck: (ck.poll(900, user={"m": 1}), ck.save(1000, user={"m": 2})), 1000, {"m": 2}, id="both"),
     pytest.param(lambda ck: (ck.poll(1000), ck.save(900)), 1000, {}, id="an older save"),
+    pytest.param(
+        lambda ck: (ck.poll(1000, user={"m": 2}), ck.save(900, user={"m": 1})),
+        1000,
+        {"m": 2},
+        id="user of an older save",
+    ),
+    pytest.param(
+        lambda ck: (ck.poll(1000), ck.save(900, user={"m": 1})), 1000, {"m": 1}, id="user of an older save only"
+    ),
+    pytest.param(
+        lambda ck: (ck.save(1000, user={"m": 1}), ck.poll(1000, user={"m": 2})),
+        1000,
+        {"m": 2},
+        id="twice the same step",
+    ),
     pytest.param(lambda ck: (ck.save(1000, user={"m": 1}), ck.save(1001), ck.restore(1000)), 1000, {"m": 1}, id="back"),
 ]
 

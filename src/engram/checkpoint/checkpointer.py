@@ -13,14 +13,13 @@ import secrets
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from engram._progress import bytes_bar
-from engram._words import count
+from engram._words import count, warn
 from engram.checkpoint import buffers
 from engram.checkpoint.agreement import disagreements
 from engram.checkpoint.attempts import Attempts
@@ -248,10 +247,17 @@ def _checked_user(what: str, user: Any) -> dict[str, Any] | None:
 
 
 class _Heard(NamedTuple):
-    """What this rank was last told: a crash checkpoint is of that."""
+    """What this rank was told of the latest step: a crash checkpoint is of that."""
 
     step: int = 0
     user: dict[str, Any] = {}  # noqa: RUF012 - a value
+    user_step: int = 0
+    """Of the call that gave ``user``."""
+
+    def then(self, step: int, user: dict[str, Any] | None) -> _Heard:
+        """After another call: that of an earlier step changes nothing that a later one has said."""
+        latest = self if user is None or step < self.user_step else self._replace(user=user, user_step=step)
+        return latest._replace(step=max(step, self.step))
 
 
 class _Moment(NamedTuple):
@@ -358,10 +364,9 @@ class Checkpointer:
         self._keep, self._full_every, self._paranoid, self._roles = keep, full_every, paranoid, roles
         self._prefetch = prefetch
         if ranks is None and (world := _world_of_torch()) > 1:
-            warnings.warn(
+            warn(
                 f"Checkpointer: torch.distributed has {world} ranks, and ranks= was not given: this process saves for itself, and takes "
-                f"{self.root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each.",
-                stacklevel=2,
+                f"{self.root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each."
             )
         self._ranks = Ranks.local() if ranks is None else ranks
         self._attempts = Attempts(self.root, self._ranks)
@@ -372,6 +377,7 @@ class Checkpointer:
         self._save_began = time.monotonic()
         self._polls = self._guards = 0
         self._heard = _Heard()
+        self._stride = 1
         self._due = False
         self._unsettled: SaveHandle | None = None
         self.requests = Requests()
@@ -417,10 +423,9 @@ class Checkpointer:
         return self._save(asked, SaveHandle(), wait=wait)
 
     def _hear(self, what: str, step: Any, user: Any) -> _Asked:
-        """The step and the user state, checked and noted. Without a user state the last one that was given stays the last."""
+        """The step and the user state, checked and noted."""
         step, user = _checked_step(what, step), _checked_user(what, user)
-        last = self._heard
-        self._heard = _Heard(max(step, last.step), last.user if user is None else user)
+        self._heard = self._heard.then(step, user)
         return _Asked(step, user or {})
 
     def _save(self, asked: _Asked | Exception, handle: SaveHandle, *, wait: bool) -> Any:
@@ -665,24 +670,32 @@ class Checkpointer:
 
         Args:
             step: of the training; larger than at the last call.
-            user: as for :meth:`save`. The last one that any call was given, or :meth:`restore` found, is also that of a crash
-                checkpoint, so give it on every rank.
+            user: as for :meth:`save`. The one that was given with the latest step, to any call, or that :meth:`restore` found, is also
+                that of a crash checkpoint, so give it on every rank.
 
         Returns:
             The handle of a save that began now; else None.
 
         Raises:
-            ValueError: ``step`` is no int of at least 0, or ``user`` is not JSON; TypeError. This call does not count then.
+            ValueError: ``step`` is no int of at least 0, or ``user`` is not JSON; TypeError. Of several ranks, this one has taken part
+                in this call all the same: no save begins in it on any rank, and what is due begins at the next one.
             RankFailed: a rank did not come to agree. Or the last save that began here failed, whatever it raised, if ``on_failure`` is
                 ``"raise"``; otherwise that is a warning. What is due begins before.
         """
+        bad: Exception | None = None
         before = self._heard.step
-        asked = self._hear("poll", step, user)
+        try:
+            asked = self._hear("poll", step, user)
+            self._stride = max(1, asked.step - before)
+        except (TypeError, ValueError) as error:
+            if self._ranks.world == 1:
+                raise
+            bad, asked = error, _Asked(before + self._stride, {})  # others have come to agree on this step
         if self._every_steps is not None:
             self._due |= asked.step // self._every_steps > before // self._every_steps
         self._polls += 1
         handle = None
-        if (self._due or self._polls % self._poll_every == 0) and self._agreed_to_save():
+        if (self._due or self._polls % self._poll_every == 0) and self._agreed_to_save(able=bad is None):
             self._due = False
             handle = SaveHandle()
             self.requests.serve(handle)
@@ -692,12 +705,17 @@ class Checkpointer:
             self._unsettled = handle
             if ended is not None:
                 self._tell(ended)
+        if bad is not None:
+            raise bad
         return handle
 
-    def _agreed_to_save(self) -> bool:
-        """Whether all ranks begin a save now: one wants to, and none still writes the last one, as training is not to wait for that."""
+    def _agreed_to_save(self, *, able: bool) -> bool:
+        """Whether all ranks begin a save now: one wants to, and each is able to.
+
+        None is that still writes the last one, as training is not to wait for that.
+        """
         busy = self._handle is not None and not self._handle.done
-        wish = 2 if busy else int(self._due or self.requests.any or self._overdue())
+        wish = 2 if busy or not able else int(self._due or self.requests.any or self._overdue())
         return self._ranks.max(wish, self._timeout) == 1
 
     def _overdue(self) -> bool:
@@ -712,7 +730,7 @@ class Checkpointer:
         except Exception as error:
             if self._on_failure == "raise":
                 raise
-            warnings.warn(f"poll: there is no new checkpoint: {type(error).__name__}: {error}", stacklevel=3)
+            warn(f"poll: there is no new checkpoint: {type(error).__name__}: {error}")
 
     def request(self) -> None:
         """Ask for a checkpoint: at the next agreement in :meth:`poll` all ranks save. From any thread of any rank."""
@@ -748,7 +766,9 @@ class Checkpointer:
         """
         self._attempts.claim(self._timeout)
         self._guards += 1
-        crashes = Crashes(self._attempts, self._guards, lambda: self._heard, self._write_crash, grace, self._timeout)
+        crashes = Crashes(
+            self._attempts, self._guards, lambda: self._heard[:2], self._write_crash, grace, self._timeout
+        )
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(self.listen_signals())
@@ -913,7 +933,7 @@ class Checkpointer:
                 dealt = move_report(move, checkpoint.ranks, self._lost(checkpoint))
                 steps, given_up = dealt["targets"][rank]["steps"], 0
             manifest, missing = checkpoint.manifest, checkpoint.missing
-        self._heard, self._save_began = _Heard(manifest.step, manifest.user), time.monotonic()
+        self._heard, self._save_began = _Heard(manifest.step, manifest.user, manifest.step), time.monotonic()
         self._parent = _Parent(path, self._buffer.storage.lineage()) if dealt is None else None
         return RestoreReport(
             path.name,
@@ -1029,7 +1049,7 @@ class Checkpointer:
         if other:
             raise RankFailed(f"restore: expected the plan of rank 0 on all ranks, got others on ranks {other}.")
         for text in differing if self._ranks.rank == 0 else ():
-            warnings.warn(f"restore: {checkpoint.folder.name}: {text}.", stacklevel=4)
+            warn(f"restore: {checkpoint.folder.name}: {text}.")
         return moves[0]
 
     def _check_takes(self, checkpoint: Checkpoint) -> None:
@@ -1100,10 +1120,9 @@ class Checkpointer:
             return
         dropped = report.dealt["dropped"]
         if dropped["overflow"]["steps"]:
-            warnings.warn(
+            warn(
                 f"restore: {report.path}: {count(dropped['overflow']['steps'], 'step')} did not fit and were left out. Larger "
-                'storages take more; overflow="fill" takes older trajectories that are shorter.',
-                stacklevel=4,
+                'storages take more; overflow="fill" takes older trajectories that are shorter.'
             )
         folder = self.root / "reports"
         try:
@@ -1112,7 +1131,7 @@ class Checkpointer:
             raw = json.dumps({"checkpoint": report.name, "step": report.step, **report.dealt}, indent=1).encode()
             disk.put(folder / f"load-{report.name}-{secrets.token_hex(4)}.json", raw)
         except OSError as error:  # the rows are there
-            warnings.warn(f"restore: the report could not be written: {error}", stacklevel=4)
+            warn(f"restore: the report could not be written: {error}")
 
     def _lost(self, checkpoint: Checkpoint) -> Lost:
         """What the last whole checkpoint of this job has of ranks whose shards are missing."""
@@ -1134,7 +1153,7 @@ class Checkpointer:
             except (FileNotFoundError, CorruptCheckpoint) as error:
                 path, problems = self._found(wanted._replace(name=None))
                 why = str(error).removeprefix("restore: ")
-                warnings.warn(f"restore: {path.name} is loaded, as: {why}", stacklevel=4)
+                warn(f"restore: {path.name} is loaded, as: {why}")
                 return path, problems
         if wanted.partial and (left := self._left(wanted)) is not None:
             return left, []
@@ -1165,7 +1184,7 @@ class Checkpointer:
                 f"restore: {self.root}: expected {what}, found {f'the steps {steps}' if steps else 'none'}."
             )
         for problem in passed_over:
-            warnings.warn(f"restore: {path.name} is loaded, and not: {problem}", stacklevel=4)
+            warn(f"restore: {path.name} is loaded, and not: {problem}")
         return path, passed_over
 
     def _left(self, wanted: _Wanted) -> Path | None:

@@ -7,7 +7,6 @@ import math
 import os
 import secrets
 import sys
-import warnings
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from engram import _native
 from engram._devices import existing_device
 from engram._later import refuse
-from engram._words import count
+from engram._words import count, warn
 from engram.checkpoint.components import check_blocks, check_kind, write_part
 from engram.checkpoint.plan import Target
 from engram.checkpoint.reports import said_counts
@@ -736,10 +735,9 @@ class TensorStorage(Storage):
             dropped = move.plan.dropped.items()
             left_out = [f"{said_counts(counts)} as {reason}" for reason, counts in dropped if counts["steps"]]
             if left_out:
-                warnings.warn(
+                warn(
                     f"loads: {saved.reader.folder.parent}: left out: {', '.join(left_out)}. The newest were taken: a larger storage "
-                    "takes more.",
-                    stacklevel=5,
+                    "takes more."
                 )
         if len(self):
             check_blocks(saved.reader)
@@ -1014,12 +1012,9 @@ class LazyTensorStorage(TensorStorage):
 
     def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
         if call == "add" and is_batched_collection(data) and not batched:
-            import warnings
-
-            warnings.warn(
+            warn(
                 f"add: the first row is a TensorDict of batch size {list(data.batch_size)}; it is stored as one row of "
-                "that shape. If it is a batch of rows, use extend().",
-                stacklevel=5,
+                "that shape. If it is a batch of rows, use extend()."
             )
         structure = Structure.of(data, batched=batched, call=call)
         if self._device_argument == "auto":
