@@ -475,7 +475,7 @@ def test_half_written_rows_are_set_aside(folder):
 
 CLEAN_AT = 4096 + 56  # lock page: boot_id 40, pid namespace 8, generation 8, clean
 CLAIM_AT = 3 * 4096 + 32  # first claim of the first participant
-HEADER_BYTES = 96
+HEADER_BYTES = 96 + 6 * 32  # with the directory of sections
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -583,7 +583,7 @@ def test_every_changed_byte_of_the_header_is_noticed(folder):
     path = folder / ".engram" / "control"
     good = path.read_bytes()
     for at in range(HEADER_BYTES):
-        for change in (1, 0x80):
+        for change in (1, 0x80) if at < 96 else (1 << at % 8,):
             path.write_bytes(good[:at] + bytes([good[at] ^ change]) + good[at + 1 :])
             with pytest.raises((CorruptStore, IncompatibleStore), match="control"):
                 Store.open(folder)
@@ -616,8 +616,8 @@ def rewrite_header(folder, **changes):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"major": 2}, "format 2, this engram reads format 1"),
-        ({"major": 0}, "format 0, this engram reads format 1"),
+        ({"major": 3}, "format 3, this engram reads format 2"),
+        ({"major": 1}, "format 1, this engram reads format 2"),
         ({"abi": 1}, "another platform"),
         ({"order": 0x04030201}, "the other byte order"),
     ],
@@ -637,14 +637,20 @@ def test_control_blocks_of_a_newer_minor_format_are_fine(folder):
     rb.close()
 
 
-def test_descriptions_of_a_newer_format_are_incompatible(folder):
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [([1, 0], "An older engram wrote it: read it with that one"), ([2, 1], "upgrade to read it"), ([3, 0], "upgrade")],
+)
+def test_descriptions_of_another_format_are_incompatible(folder, version, advice):
     path = folder / ".engram" / "store.json"
-    for version in ([1, 1], [2, 0]):
-        raw = json.dumps({**json.loads(path.read_bytes()), "version": version, "more": {}}).encode()
-        path.write_bytes(raw)
-        rewrite_header(folder, sum=schemas.fingerprint(raw))
-        with pytest.raises(IncompatibleStore, match=r"store\.json: expected format 1\.0, got .*upgrade to read it"):
-            ReplayBuffer.open(folder)
+    raw = json.dumps({**json.loads(path.read_bytes()), "version": version, "more": {}}).encode()
+    path.write_bytes(raw)
+    rewrite_header(folder, sum=schemas.fingerprint(raw))
+    before = snapshot(folder)
+    says = rf"store\.json: expected format 2\.0, got {version[0]}\.{version[1]}\. .*{advice}"
+    with pytest.raises(IncompatibleStore, match=says):
+        ReplayBuffer.open(folder)
+    assert snapshot(folder) == before
 
 
 HOSTILE = {
@@ -687,7 +693,7 @@ def test_hostile_descriptions_with_a_good_sum_map_nothing(folder, changes):
         b" " * (2 << 20),
         b'{"a":' * 100_000,
         b"[" * (1 << 20),
-        b'{"version":[1,0],"capacity":NaN}',
+        b'{"version":[2,0],"capacity":NaN}',
         b'{"a":1,"a":2}',
         b"\xff\xfe",
     ],

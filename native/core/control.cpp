@@ -18,9 +18,26 @@ namespace {
 constexpr char kMagic[8] = {'e', 'n', 'g', 'r', 'a', 'm', '\0', '\1'};
 constexpr std::uint32_t kByteOrder = 0x01020304;
 constexpr std::uint64_t kLockPageAt = kPage;
-constexpr std::uint64_t kCountersAt = 2 * kPage;
-constexpr std::uint64_t kParticipantsAt = 3 * kPage;
-constexpr std::uint64_t kLanesAt = kParticipantsAt + kParticipants * sizeof(Participant);
+constexpr std::uint64_t kCountersAt = 2 * kPage, kCountersBytes = 2048;
+// Nothing writes there yet, all is zero: how fast rows may come and go, and words that processes sleep on until they change,
+// each on a cache line of its own.
+constexpr std::uint64_t kLimitsAt = kCountersAt + kCountersBytes, kLimitsBytes = 1024;
+constexpr std::uint64_t kWaitsAt = kLimitsAt + kLimitsBytes, kWaitsBytes = 1024;
+constexpr std::uint64_t kParticipantsAt = kWaitsAt + kWaitsBytes, kParticipantsBytes = kParticipants * sizeof(Participant);
+constexpr std::uint64_t kLanesAt = kParticipantsAt + kParticipantsBytes;
+static_assert(sizeof(LockPage) <= kPage && sizeof(Counters) <= kCountersBytes);
+static_assert(kLimitsAt % 64 == 0 && kWaitsAt % 64 == 0 && kParticipantsAt % 64 == 0 && kLanesAt % 64 == 0);
+
+// The directory of a block with that many lanes: what it says of sizes follows from them alone.
+void list_sections(std::uint64_t lanes, Section (&directory)[kSections]) {
+  const Section sections[kSections] = {{"locks", kLockPageAt, kPage},
+                                       {"counters", kCountersAt, kCountersBytes},
+                                       {"limits", kLimitsAt, kLimitsBytes},
+                                       {"waits", kWaitsAt, kWaitsBytes},
+                                       {"participants", kParticipantsAt, kParticipantsBytes},
+                                       {"lanes", kLanesAt, lanes * sizeof(Lane)}};
+  std::memcpy(directory, sections, sizeof sections);
+}
 
 std::uint32_t header_crc(Header header) {
   header.crc = 0;
@@ -87,10 +104,11 @@ void Control::format(std::span<std::byte> control, Geometry g, std::uint64_t sch
   header.lanes = g.lanes;
   header.lane_length = g.lane_length;
   header.participants = kParticipants;
-  header.participants_at = kParticipantsAt;
-  header.lanes_at = kLanesAt;
+  header.sections_at = offsetof(Header, directory);
+  header.sections = kSections;
   header.control_bytes = control.size();
   header.schema_sum = schema_sum;
+  list_sections(g.lanes, header.directory);
   header.crc = header_crc(header);
   std::memcpy(control.data(), &header, sizeof header);
   auto* counters = reinterpret_cast<Counters*>(control.data() + kCountersAt);
@@ -112,10 +130,12 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
   require(header.crc == header_crc(header), "control: the header's checksum does not match");
   require(header.abi == abi_fingerprint(), "control: written by a build for another platform");
   require(adds_up({header.capacity, header.lanes, header.lane_length}), "control: a geometry that does not add up");
-  require(header.participants == kParticipants && header.participants_at == kParticipantsAt &&
-              header.lanes_at == kLanesAt && header.control_bytes == control_bytes(header.lanes) &&
-              header.control_bytes == control.size(),
-          "control: offsets or size do not fit the geometry");
+  Section expected[kSections];
+  list_sections(header.lanes, expected);
+  require(header.participants == kParticipants && header.sections_at == offsetof(Header, directory) &&
+              header.sections == kSections && std::memcmp(header.directory, expected, sizeof expected) == 0 &&
+              header.control_bytes == control_bytes(header.lanes) && header.control_bytes == control.size(),
+          "control: sections or size do not fit the geometry");
   require(header.capacity <= tickets.size() && tickets.size() == tickets_bytes(header.capacity),
           "tickets: the block does not hold a ticket and a lap per row");
   geometry_ = {header.capacity, header.lanes, header.lane_length};

@@ -3,7 +3,7 @@
 // They lie in two blocks of memory, `control` and `tickets`, which may be private, shared or mapped from a file: the
 // layout is the same. Both must be zero when a store is created.
 //
-//   control   Header · LockPage · Counters · Participant[participants] · Lane[lanes]
+//   control   Header, and the sections that it names: locks · counters · limits · waits · participants · lanes
 //   tickets   u64 per row:  number << 2 | state;  then u32 per row: the lap of its lane in which its step was written
 //
 // Words shared between threads or processes are std::atomic; a pointer is never stored.
@@ -52,11 +52,18 @@ constexpr std::uint64_t tickets_bytes(std::uint64_t capacity) {
 
 // ---- control block -------------------------------------------------------------------------------------------------
 
-constexpr std::uint32_t kFormatMajor = 1;
+constexpr std::uint32_t kFormatMajor = 2;
 constexpr std::uint32_t kFormatMinor = 0;
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kParticipants = 256;
 constexpr std::uint64_t kClaims = 3;
+
+/// A part of the block under a name: what it holds may grow up to its size, and other parts stay where they are.
+struct Section {
+  char name[16];  // padded with zeros
+  std::uint64_t at, bytes;
+};
+constexpr std::uint64_t kSections = 6;
 
 /// Immutable once published.
 struct Header {
@@ -70,11 +77,13 @@ struct Header {
   std::uint64_t lanes;
   std::uint64_t lane_length;     // rows of a lane; capacity = lanes * lane_length
   std::uint64_t participants;    // entries of the table
-  std::uint64_t participants_at, lanes_at, control_bytes;  // offsets and size of this block, in bytes
+  std::uint64_t sections_at, sections;  // the directory: where it is, how many it names
+  std::uint64_t control_bytes;   // size of this block
   std::uint64_t schema_sum;      // xxh3-64 of store.json: the two files belong together
+  Section directory[kSections];
 };
 
-/// Reset by the first opener.
+/// Section "locks". Reset by the first opener.
 struct LockPage {
   char boot_id[40];
   std::uint64_t pid_namespace;
@@ -84,6 +93,7 @@ struct LockPage {
   SharedMutex placing;  // held by writers that look for rows before they write, from placing to writing
 };
 
+/// Section "counters".
 struct Counters {
   alignas(64) Word next_ticket;  // number of the next write; 0 is never used
   Word write_count;              // rows written since the last empty()
@@ -112,6 +122,7 @@ constexpr std::uint64_t kNoted = ~std::uint64_t{0};
 /// Beside the number in LockPage::pause: all rows are being replaced. If that ends by a death, the store is empty.
 constexpr std::uint64_t kReplacing = std::uint64_t{1} << 32;
 
+/// Section "participants".
 struct Participant {
   std::atomic<std::uint32_t> state;  // 0 free, 1 used
   std::uint32_t pid;
@@ -121,14 +132,14 @@ struct Participant {
   Claim claims[kClaims];  // one per thread that writes at the same time
 };
 
-/// A ring of lane_length rows. One cache line, so that writers of different lanes do not contend.
+/// Section "lanes": rings of lane_length rows. One cache line, so that writers of different lanes do not contend.
 struct Lane {
   alignas(64) Word cursor;  // position of the next step; only grows
   Word base;                // first position since the last empty(): a multiple of lane_length; only grows
   Word high;                // positions below it are live whatever the cursor says (written by number); only grows
 };
 
-static_assert(sizeof(Header) == 96 && sizeof(LockPage) <= kPage && sizeof(Counters) <= kPage);
+static_assert(sizeof(Section) == 32 && offsetof(Header, directory) == 96 && sizeof(Header) <= kPage);
 static_assert(sizeof(Claim) == 32 && sizeof(Participant) == 128 && sizeof(Lane) == 64);
 
 struct Geometry {

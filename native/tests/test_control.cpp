@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "blocks.h"
@@ -109,6 +110,26 @@ TEST(regions_do_not_overlap) {
   EXPECT_THROWS(std::invalid_argument, control.participant(~std::uint64_t{0}));
 }
 
+// Every part of the block but the header's page is in one section, each on cache lines of its own.
+TEST(sections_tile_the_block) {
+  for (const std::uint64_t lanes : {1, 3, 300}) {
+    const Heap heap(geometry(lanes, 2), {});
+    const auto* header = reinterpret_cast<const Header*>(heap.control.data());
+    std::uint64_t end = kPage;
+    std::string names;
+    for (const Section& section : header->directory) {
+      EXPECT_EQ(section.at, end);
+      EXPECT(section.at % 64 == 0 && section.bytes > 0 && section.bytes % 64 == 0);
+      end = section.at + section.bytes;
+      names += std::string(section.name) + " ";
+    }
+    EXPECT_EQ(end, heap.control.size());
+    EXPECT_EQ(names, "locks counters limits waits participants lanes ");
+    const auto reserved = heap.control.subspan(header->directory[2].at, header->directory[2].bytes + header->directory[3].bytes);
+    EXPECT(std::all_of(reserved.begin(), reserved.end(), [](std::byte b) { return b == std::byte{0}; }));
+  }
+}
+
 TEST(every_byte_of_the_header_counts) {
   Heap heap(geometry(2, 8), {});
   EXPECT_EQ(refusal(heap), "accepted");
@@ -130,10 +151,11 @@ TEST(a_header_that_lies_is_refused_though_its_checksum_is_right) {
     std::function<void(Header&)> change;
   };
   const std::uint64_t huge = std::uint64_t{1} << 62;
-  const std::vector<Lie> lies = {
+  std::vector<Lie> lies = {
       {"not an engram control block", [](Header& h) { h.magic[0] = 'E'; }},
       {"byte order", [](Header& h) { h.byte_order = 0x04030201; }},
-      {"format 2", [](Header& h) { h.format_major = 2; }},
+      {"format 3, this engram reads format 2", [](Header& h) { h.format_major = 3; }},
+      {"format 1, this engram reads format 2", [](Header& h) { h.format_major = 1; }},
       {"format 0", [](Header& h) { h.format_major = 0; }},
       {"another platform", [](Header& h) { h.abi ^= 1; }},
       {"does not add up", [](Header& h) { h.capacity = 0, h.lanes = 0, h.lane_length = 0; }},
@@ -147,18 +169,26 @@ TEST(a_header_that_lies_is_refused_though_its_checksum_is_right) {
       // enough lanes for their bytes to overflow
       {"does not add up", [=](Header& h) { h.capacity = huge, h.lanes = huge, h.lane_length = 1; }},
       {"does not add up", [](Header& h) { h.lanes = h.capacity = (1ull << 58) + 2, h.lane_length = 1; }},
-      {"offsets or size", [](Header& h) { h.participants = 0; }},
-      {"offsets or size", [](Header& h) { h.participants = 1 << 20; }},
-      {"offsets or size", [](Header& h) { h.participants_at += 64; }},
-      {"offsets or size", [](Header& h) { h.participants_at = ~0ull - 63; }},
-      {"offsets or size", [](Header& h) { h.lanes_at -= 64; }},
-      {"offsets or size", [=](Header& h) { h.lanes_at = huge; }},
-      {"offsets or size", [](Header& h) { h.control_bytes += 64; }},
+      {"sections or size", [](Header& h) { h.participants = 0; }},
+      {"sections or size", [](Header& h) { h.participants = 1 << 20; }},
+      {"sections or size", [](Header& h) { h.sections_at += 32; }},
+      {"sections or size", [](Header& h) { h.sections_at = ~0ull - 31; }},
+      {"sections or size", [](Header& h) { h.sections = 5; }},
+      {"sections or size", [](Header& h) { h.sections = ~0ull; }},
+      {"sections or size", [](Header& h) { h.control_bytes += 64; }},
       // another geometry that adds up, but not with these blocks
-      {"offsets or size", [](Header& h) { h.lanes = 4, h.lane_length = 4; }},
+      {"sections or size", [](Header& h) { h.lanes = 4, h.lane_length = 4; }},
       {"a ticket and a lap per row", [](Header& h) { h.capacity = 18, h.lane_length = 9; }},
       {"a ticket and a lap per row", [](Header& h) { h.capacity = 14, h.lane_length = 7; }},
   };
+  for (std::uint64_t i = 0; i < kSections; ++i) {
+    lies.push_back({"sections or size", [i](Header& h) { h.directory[i].at += 64; }});
+    lies.push_back({"sections or size", [i](Header& h) { h.directory[i].at = ~0ull - 63; }});
+    lies.push_back({"sections or size", [i](Header& h) { h.directory[i].bytes -= 64; }});
+    lies.push_back({"sections or size", [=](Header& h) { h.directory[i].bytes = huge; }});
+    lies.push_back({"sections or size", [i](Header& h) { h.directory[i].name[0] ^= 1; }});
+    lies.push_back({"sections or size", [i](Header& h) { std::swap(h.directory[i], h.directory[(i + 1) % kSections]); }});
+  }
   for (const Lie& lie : lies) {
     Heap heap(geometry(2, 8), {});
     tamper(heap, lie.change);

@@ -246,10 +246,10 @@ def test_sixteen_levels_and_255_bytes_are_possible():
     assert decode(encode(schema), "store.json") == schema
 
 
-@pytest.mark.parametrize("version", [[1, 1], [2, 0], [0, 9], [1 << 40, 0]])
+@pytest.mark.parametrize("version", [[2, 1], [1, 0], [1, 9], [0, 9], [1 << 40, 0]])
 def test_other_versions_are_incompatible_whatever_else_they_hold(version):
     with pytest.raises(
-        IncompatibleStore, match=rf"store\.json: expected format 1\.0, got {version[0]}\.{version[1]}\. "
+        IncompatibleStore, match=rf"store\.json: expected format 2\.0, got {version[0]}\.{version[1]}\. "
     ):
         decode(edited(version=version, surprise={"new": [1.5, None]}), "store.json")
 

@@ -8,13 +8,24 @@ from typing import NamedTuple
 __all__ = ["FIXED_BYTES", "Header", "control_bytes", "filled", "parse"]
 
 _HEADER = struct.Struct("=8sIIII9Q")
+_SECTION = struct.Struct("=16sQQ")
 _MAGIC = b"engram\0\1"
+_MAJOR = 2
 _BYTE_ORDER = 0x01020304
 _LANE = struct.Struct("=QQQ40x")
-_CLEAN_AT = 4096 + 56
 
-#: Bytes before the lanes: header, lock page, counters, participants.
-FIXED_BYTES = 3 * 4096 + 256 * 128
+#: Offset and bytes of the parts of a block, by name. Behind them lie the lanes.
+_SECTIONS = {
+    "locks": (4096, 4096),
+    "counters": (8192, 2048),
+    "limits": (10240, 1024),
+    "waits": (11264, 1024),
+    "participants": (12288, 256 * 128),
+}
+#: Bytes before the lanes: header and the other sections.
+FIXED_BYTES = sum(_SECTIONS["participants"])
+_HEADER_BYTES = _HEADER.size + (len(_SECTIONS) + 1) * _SECTION.size
+_CLEAN_AT = _SECTIONS["locks"][0] + 56
 
 
 class Header(NamedTuple):
@@ -40,17 +51,21 @@ def parse(raw: bytes) -> Header:
     Raises:
         ValueError: not a control block, of another machine or version, or its checksum does not match.
     """
-    magic, major, _, order, crc, _, capacity, lanes, length, *rest = _HEADER.unpack_from(raw)
+    magic, major, _, order, crc, _, capacity, lanes, length, _, at, count, _, schema_sum = _HEADER.unpack_from(raw)
     if magic != _MAGIC or order != _BYTE_ORDER:
         raise ValueError("not a control block of this byte order")
-    if major != 1:
-        raise ValueError(f"expected format 1, got {major}")
-    if crc != _crc32c(raw[:20] + bytes(4) + raw[24 : _HEADER.size]):
+    if major != _MAJOR:
+        raise ValueError(f"expected format {_MAJOR}, got {major}")
+    if crc != _crc32c(raw[:20] + bytes(4) + raw[24:_HEADER_BYTES]):
         raise ValueError("the header's checksum does not match")
     if lanes < 1 or lanes * length != capacity:
         raise ValueError(f"{lanes} lanes of {length} rows are not the capacity {capacity}")
+    sections = {**_SECTIONS, "lanes": (FIXED_BYTES, lanes * _LANE.size)}
+    directory = b"".join(_SECTION.pack(name.encode(), *place) for name, place in sections.items())
+    if (at, count, raw[_HEADER.size : _HEADER_BYTES]) != (_HEADER.size, len(sections), directory):
+        raise ValueError("the sections do not fit the geometry")
     (clean,) = struct.unpack_from("=Q", raw, _CLEAN_AT)
-    return Header(capacity, lanes, length, rest[-1], clean == 1)
+    return Header(capacity, lanes, length, schema_sum, clean == 1)
 
 
 def filled(raw: bytes, header: Header) -> list[int]:

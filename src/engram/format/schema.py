@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 FORMAT = "engram.store"
-VERSION = (1, 0)
+VERSION = (2, 0)
 MAX_BYTES = strict.MAX_BYTES
 MAX_FIELDS = 4096
 MAX_DIMS = 32
@@ -323,9 +323,14 @@ def decode(raw: bytes, path: str) -> Schema:
     if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int and v >= 0 for v in version)):
         raise CorruptStore(f"{path}: expected an engram store description, found no version.")
     if version[0] != VERSION[0] or version[1] > VERSION[1]:
+        newer = tuple(version) > VERSION
         raise IncompatibleStore(
             f"{path}: expected format {VERSION[0]}.{VERSION[1]}, got {version[0]}.{version[1]}. "
-            "It was written by a newer engram: upgrade to read it."
+            + (
+                "A newer engram wrote it: upgrade to read it."
+                if newer
+                else "An older engram wrote it: read it with that one."
+            )
         )
     try:
         schema = msgspec.convert(tree, Schema, strict=True)
