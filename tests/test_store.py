@@ -38,6 +38,7 @@ from engram.format import files
 from engram.format import schema as schemas
 from engram.format.schema import Field, Node, Schema
 from engram.store import Store, erase
+from engram.types import Plan
 from tests.fresh import run, start
 
 
@@ -1038,23 +1039,25 @@ def test_views_stay_valid_after_closing(tmp_path, monkeypatch):
         assert view["next", "b"].sum() == 0
 
 
-def test_closed_stores_can_be_read_and_not_written(folder):
+def test_closed_stores_are_neither_read_nor_written(folder):
     rb = ReplayBuffer.open(folder)
+    store = rb.storage.store
     rb.close()
     before = snapshot(folder)
-    for write in (
-        lambda: rb.add(rows(0, 1)[0]),
-        lambda: rb.extend(rows(0, 2)),
-        lambda: rb.extend(rows(0, 2), lane=torch.tensor([0, 0])),
-        lambda: rb.storage.set(range(2), rows(0, 2)),
-        lambda: rb.__setitem__(0, rows(5, 1)[0]),
-        lambda: rb.set_at_("a", torch.tensor([9]), [0]),
-        rb.empty,
+    for use in (
+        lambda: store.append_row(0, store.tensors),
+        lambda: store.write(Plan(lane=0), store.tensors, 1),
+        lambda: store.edit(torch.tensor([0]), range(2), store.tensors),
+        lambda: store.empty(keep_write_count=False),
+        lambda: store.read(torch.tensor([0])),
+        lambda: store.numbers_of(torch.tensor([0])),
+        store.changes,
+        store.extent,
+        lambda: store.paused().__enter__(),
+        lambda: store.placing().__enter__(),
     ):
         with pytest.raises(RuntimeError, match=r"the store in .* was closed\. Use ReplayBuffer\.open to go on"):
-            write()
-    assert len(rb) == 7
-    assert set(rb.sample(100)["a"].tolist()) == set(range(7))
+            use()
     assert "size=7/10" in repr(rb)
     assert rb.storage.store.closed
     assert snapshot(folder) == before

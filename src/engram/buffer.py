@@ -8,6 +8,7 @@ import math
 import operator
 import os
 import time
+from functools import partial
 from html import escape
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +20,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor, is_tens
 from torch import Tensor
 
 from engram import _native, collate, expanders, priorities, samplers, storages, writers
+from engram._closing import end
 from engram._later import refuse
 from engram._tensordict import children
 from engram._words import warn
@@ -131,6 +133,8 @@ class ReplayBuffer:
     _shows_rows = False
     #: Entries of the data that may be there without being stored.
     _ignored: tuple[str, ...] = ()
+    #: Whether :meth:`close` was called.
+    closed = False
 
     def __init__(
         self,
@@ -1655,13 +1659,26 @@ class ReplayBuffer:
     def close(self) -> None:
         """Let go of files and locks; a temporary folder is removed. Repeatable; tensors handed out stay valid.
 
-        Called when the buffer is collected or the program ends, too. Where several buffers of this process use one store,
-        it is the last one that closes it. With ``prefetch`` the batches ahead are dropped, the threads end, which is waited for
-        but for seconds at most, and sampling is refused from then on.
+        From then on every use of the buffer, of its storage and of a sampler that draws from it raises ``RuntimeError``; ``repr``,
+        :attr:`closed` and ``rb.storage.cleanup()`` go on. Where several buffers of this process use one store, it is the last one that
+        closes it, and the others go on. With ``prefetch`` the batches ahead are dropped, and the threads end, which is waited for but
+        for seconds at most. A save in the background that was begun is finished. Files and locks are let go when the buffer is
+        collected or the program ends, too.
         """
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-        self._storage.close()
+        prefetcher, storage, sampler = self._prefetcher, self._storage, self._sampler
+        if prefetcher is not None:
+            prefetcher.close()
+        if storage.closed:
+            last = True
+        else:
+            storage.detach(self)
+            last = not storage.listeners
+        if hasattr(sampler, "moved"):
+            sampler.moved()  # what it kept of the storage
+        goes_on = {"storage": storage, "close": partial(_close, storage)} if last else {}
+        end(self, "the buffer was closed. Make another one, or ReplayBuffer.open the folder of its store.", **goes_on)
+        if last:
+            storage.close()
 
     def start(self) -> Self:
         """Returns the buffer: it runs in this process."""
@@ -1750,6 +1767,18 @@ class ReplayBuffer:
     def _facts(self) -> list[tuple[str, str]]:
         """What ``repr`` shows, by name."""
         storage = self._storage
+        facts = [("storage", repr(storage))] if storage.closed else self._facts_of_storage()
+        facts += [("sampler", repr(self._sampler)), ("writer", repr(self._writer))]
+        if len(self._transform):
+            facts.append(("transform", repr(self._transform)))
+        if self._batch_size is not None:
+            facts.append(("batch_size", str(self._batch_size)))
+        if self._prefetcher is not None:
+            facts.append(("prefetch", str(self.prefetch)))
+        return facts
+
+    def _facts_of_storage(self) -> list[tuple[str, str]]:
+        storage = self._storage
         size, capacity = len(self), storage.max_size
         if capacity < torch.iinfo(torch.int64).max:
             rows = f"{size:_}/{capacity:_} ({100 * size / capacity:.3g} %)".replace("_", " ")
@@ -1774,13 +1803,6 @@ class ReplayBuffer:
         requested = getattr(storage, "requested_size", capacity)
         if requested != capacity:
             facts.append(("asked for", str(requested)))
-        facts += [("sampler", repr(self._sampler)), ("writer", repr(self._writer))]
-        if len(self._transform):
-            facts.append(("transform", repr(self._transform)))
-        if self._batch_size is not None:
-            facts.append(("batch_size", str(self._batch_size)))
-        if self._prefetcher is not None:
-            facts.append(("prefetch", str(self.prefetch)))
         return facts
 
     def __repr__(self) -> str:
@@ -1898,6 +1920,10 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         why = str(error).removesuffix(".")
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {why}.") from error
+
+
+def _close(storage: Storage) -> None:
+    storage.close()
 
 
 def _free_bytes() -> int:

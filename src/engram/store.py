@@ -343,6 +343,8 @@ class Store:
         self._which = tuple(range(len(schema.fields)))
         self.layout = _native.Layout(dlpack_specs(schema.fields))
         self._finalizer: weakref.finalize[..., Store] | None = None
+        self.closed = False
+        """Whether :meth:`close` was called."""
         #: Storages around it: within a process several may be.
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._indexes: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -570,17 +572,23 @@ class Store:
         self.core.on_new_index(attach)
 
     def close(self) -> None:
-        """Let go of a directory store; the last process that does marks it as closed in order. Repeatable.
+        """Let go of it, with the storages around it; of a directory store, the last process marks it as closed in order. Repeatable.
 
-        Of a temporary folder, the last one removes it. Tensors that were handed out stay valid, and rows can still be read;
-        writing raises ``RuntimeError``.
+        Of a temporary folder, the last one removes it. Tensors that were handed out stay valid, and so does what is :meth:`held`;
+        whatever reads or writes rows or indexes raises ``RuntimeError``.
         """
-        if self._finalizer is not None and self._finalizer.alive:
+        for owner in list(self.owners):
+            owner.close()  # the last one comes back here
+        if self.closed:
+            return
+        if self._finalizer is not None:
             _forget(self)
             self._finalizer()
-            self.core = _Closed(
-                self.core, f"the store in {str(self.directory)!r} was closed. Use ReplayBuffer.open to go on with it."
-            )
+        where = "" if self.directory is None else f" in {str(self.directory)!r}"
+        why = f"the store{where} was closed. Use ReplayBuffer.open to go on with one in a folder."
+        for one in (self, *self.indexes.values()):
+            one.core = _Refusing(RuntimeError, why)
+        self.closed = True
 
     def remove(self) -> bool:
         """Close a directory store and remove its files. False: there are none any more, or another process has it open.
@@ -607,10 +615,11 @@ class Store:
         if not self.owners:
             self.close()
 
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._finalizer is not None and not self._finalizer.alive
+    def held(self) -> Store:
+        """The same store for a save in the background, which reads its rows to the end although it is closed meanwhile."""
+        held = object.__new__(type(self))
+        vars(held).update(vars(self))
+        return held
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
@@ -980,11 +989,13 @@ class Store:
 
     def after_fork(self) -> None:
         """In a child: threads of the parent that were writing to private memory do not exist here; a directory is shared."""
+        if self.closed:
+            return
         if self.directory is None:
             self.core.forget_holds()
             if self.core.in_flight or self.core.paused:
                 self.core.recover()
-        elif self._alive is not None and not self.closed:
+        elif self._alive is not None:
             self._join_again(self.directory, self._alive)
 
     def _join_again(self, directory: Path, alive: _Alive) -> None:
@@ -1001,7 +1012,9 @@ class Store:
             self._join(participants)
         except (OSError, StoreInUse) as error:
             _forget(self)
-            self.core = _Lost(f"the store in {str(directory)!r} could not be shared with this forked process: {error}")
+            self.core = _Refusing(
+                ForkedHandle, f"the store in {str(directory)!r} could not be shared with this forked process: {error}"
+            )
             return
         alive.pid = os.getpid()
         self._finalize_with(participants, alive)
@@ -1382,42 +1395,17 @@ def _last_boot_id(core: Any) -> str:
         return "unreadable"
 
 
-class _Closed:
-    """The core of a store that was closed: its rows can be read as long as the memory is mapped, not written."""
+class _Refusing:
+    """In place of a core that must not be used any more."""
 
-    _writing = frozenset(
-        (
-            "append",
-            "append_row",
-            "append_by_lane",
-            "scatter",
-            "empty",
-            "recover",
-            "pausing",
-            "placing",
-            "replacing",
-            "replaced",
-        )
-    )
-
-    def __init__(self, core: Any, why: str) -> None:
-        self._core = core
-        self._why = why
+    def __init__(self, error: type[RuntimeError], why: str) -> None:
+        vars(self).update(_error=error, _why=why)
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._writing:
-            raise RuntimeError(self._why)
-        return getattr(self._core, name)
+        raise self._error(self._why)
 
-
-class _Lost:
-    """The core of a store that a forked child could not join."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def __getattr__(self, name: str) -> Any:
-        raise ForkedHandle(self._why)
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise self._error(self._why)
 
 
 def _alone(directory: Path, made: files.Creation | None = None, wait_s: float | None = None) -> Any:

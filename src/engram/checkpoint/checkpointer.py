@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engram.checkpoint.moving import Move, Planner
+    from engram.checkpoint.rows import SavedRows
     from engram.format.checkpoints import Shard
     from engram.format.parts import PartReader
 
@@ -263,7 +264,12 @@ class _Heard(NamedTuple):
 class _Moment(NamedTuple):
     """What a checkpoint is of; rows are read later."""
 
-    storage: Any
+    save: Callable[..., SavedRows]
+    """The ``save_cut`` of the storage, which may be closed by then."""
+    nbytes: int
+    """Of the rows."""
+    in_rows: bool
+    """Whether they are no steps of trajectories."""
     state: dict[str, Any]
     parts: buffers.Parts
     lineage: Any
@@ -481,7 +487,9 @@ class Checkpointer:
             state = cut()
             parts = self._buffer.parts(noted=state["priorities"], drop_ahead=drop)
             lineage = storage.lineage()
-            return _Moment(storage, state, parts, lineage, time.perf_counter() - began)
+            return _Moment(
+                storage.save_cut, storage.nbytes, self._in_rows, state, parts, lineage, time.perf_counter() - began
+            )
 
     def _write(
         self,
@@ -523,7 +531,7 @@ class Checkpointer:
         assert isinstance(moment, _Moment)  # else this rank voted against
         self._parent = _Parent(attempt, moment.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
-        report = self._report(attempt, manifest.step, moment.paused, started)
+        report = self._report(attempt, manifest.step, moment, started)
         if self._ranks.rank == 0:
             self._tidy(attempt.name)
         _log.info("saved %s", report)
@@ -600,13 +608,13 @@ class Checkpointer:
             step=step,
         )
 
-    def _report(self, attempt: Path, step: int, paused: float, started: float) -> SaveReport:
+    def _report(self, attempt: Path, step: int, moment: _Moment, started: float) -> SaveReport:
         shards: builtins.list[Shard] = []
         drops = False
         try:
             with Checkpoint(attempt) as checkpoint:
                 shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
-                drops = not self._in_rows and moves_trajectories(checkpoint)
+                drops = not moment.in_rows and moves_trajectories(checkpoint)
         except (OSError, CorruptCheckpoint) as error:  # it is there all the same; a slow rank may find it removed
             _log.warning(
                 "save: %s is there; it cannot be read for a report, which lacks figures: %s", attempt.name, error
@@ -628,7 +636,7 @@ class Checkpointer:
             sum(shard.cut.lost_rows for shard in shards),
             sum(shard.totals.bytes_written for shard in shards),
             sum(shard.totals.bytes_linked for shard in shards),
-            paused,
+            moment.paused,
             time.perf_counter() - started,
             {kind: count for kind, count in episodes.items() if drops and kind != "complete"},
         )
@@ -642,14 +650,13 @@ class Checkpointer:
         return parent
 
     def _write_parts(self, folder: Path, moment: _Moment, parent: _Parent | None) -> tuple[Any, list[Any]]:
-        storage = moment.storage
         with contextlib.ExitStack() as stack, disk.together():
             reader: PartReader | None = None
             if parent is not None:
                 checkpoint = stack.enter_context(Checkpoint(parent.path))
                 reader = stack.enter_context(checkpoint.part(self._ranks.rank, buffers.STORAGE))
-            progress = stack.enter_context(bytes_bar("saving", storage.nbytes))
-            rows = storage.save_cut(
+            progress = stack.enter_context(bytes_bar("saving", moment.nbytes))
+            rows = moment.save(
                 folder / buffers.STORAGE,
                 moment.state,
                 roles=self._roles,

@@ -45,7 +45,7 @@ class NativeSampler(Dumpable):
         raise NotImplementedError
 
     def moved(self) -> None:
-        """The storage's rows lie elsewhere now, with their indexes."""
+        """The storage's rows lie elsewhere now, with their indexes; or a buffer that draws from it is closed."""
 
     def observe(self, write: Write | None, data: Any) -> None:
         """Nothing to note."""

@@ -127,7 +127,7 @@ class PrioritizedSampler(NativeSampler):
 
     def _attached(self) -> PriorityIndex | None:
         """The index, made where the storage has rows but no such index yet; None while nothing was ever written."""
-        if self._index is None and self._storage is not None:
+        if self._storage is not None and (self._index is None or self._storage.closed):
             found = self._storage.priorities(self.index_name, self._config, self._capacity)
             if found is not None:
                 index, made = found
@@ -138,7 +138,15 @@ class PrioritizedSampler(NativeSampler):
         return self._index
 
     def moved(self) -> None:
-        self._index = None
+        if self._index is not None:
+            self._config, self._index = self._known(), None
+
+    def _known(self) -> PriorityConfig:
+        """How priorities become probabilities now; of a storage that was closed, as far as that is known."""
+        if self._storage is None or self._storage.closed:
+            return self._config
+        index = self._attached()
+        return self._config if index is None else index.config
 
     def priorities(self) -> PriorityIndex:
         """The index. Raises ``NoSampleable``: nothing was ever written."""
@@ -157,8 +165,7 @@ class PrioritizedSampler(NativeSampler):
     @property
     def alpha(self) -> float:
         """Exponent of priorities. Setting it re-scales every leaf; from 0, where all are equal, they stay so (warning)."""
-        index = self._attached()
-        return self._config.alpha if index is None else float(index.core.alpha)
+        return self._known().alpha
 
     @alpha.setter
     def alpha(self, value: float) -> None:
@@ -175,8 +182,7 @@ class PrioritizedSampler(NativeSampler):
     @property
     def beta(self) -> float:
         """Exponent of the weights."""
-        index = self._attached()
-        return self._config.beta if index is None else float(index.core.beta)
+        return self._known().beta
 
     @beta.setter
     def beta(self, value: float) -> None:

@@ -126,6 +126,7 @@ class PrioritizedSliceSampler(SliceSampler):
         self.anchors.bind(storage)
 
     def moved(self) -> None:
+        super().moved()
         self.anchors.moved()
 
     # ---- what the anchors' sampler knows -------------------------------------------------------------------------------

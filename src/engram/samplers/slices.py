@@ -161,6 +161,10 @@ class _SliceSampler(NativeSampler):
             with self._lock:
                 self._storage, self._bound = storage, None
 
+    def moved(self) -> None:
+        with self._lock:
+            self._bound = None
+
     @property
     def recordable(self) -> bool:
         """Whether :meth:`config` says all: static boundaries are not noted in a store."""
@@ -417,6 +421,8 @@ class _SliceSampler(NativeSampler):
 
     def can_sample(self, storage: Any, batch_size: int) -> bool:
         """Whether a long enough trajectory is there; False, too, where boundaries or batch size do not fit."""
+        if not len(storage):
+            return False
         self.bind(storage)
         try:
             _, length = self._split(batch_size)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engram import _fork, _words
+from engram._closing import end
 from engram.checkpoint.components import Dumpable, check_kind, read_state, write_part
 from engram.checkpoint.rows import SavedRows, nothing_saved
 from engram.errors import IncompatibleCheckpoint, RowError
@@ -315,7 +316,7 @@ class Storage(Dumpable):
 
         Args:
             folder: where.
-            cut: what :meth:`prepare_cut` noted.
+            cut: what :meth:`prepare_cut` noted, before the storage was closed.
             roles: what fields mean, by key, where they are not called as usual.
             parent: the same part of an older checkpoint of this very storage: what did not change is linked.
             paranoid: compare what is linked with what is stored.
@@ -340,8 +341,20 @@ class Storage(Dumpable):
 
     load = loads
 
+    #: Whether it was closed.
+    closed = False
+
     def close(self) -> None:
-        """Let go of files and locks. Repeatable."""
+        """Let go of files and locks. Repeatable. Tensors handed out stay valid; every use of the storage raises ``RuntimeError``."""
+        end(
+            self,
+            "the storage was closed. Make another one, or ReplayBuffer.open the folder of one.",
+            **self._after_close(),
+        )
+
+    def _after_close(self) -> dict[str, Any]:
+        """What goes on when it is closed."""
+        return {}
 
     # ---- TorchRL's verbs ---------------------------------------------------------------------------------------------
 

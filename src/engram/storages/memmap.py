@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,4 +137,13 @@ class LazyMemmapStorage(LazyTensorStorage):
 
         Views handed out before stay valid until they are dropped.
         """
-        return self.memory is not None and self.memory.remove()
+        return _remove(self.memory)
+
+    def _after_close(self) -> dict[str, Any]:
+        memory: Store | None = vars(self).get("memory")
+        folder = self._scratch_dir if memory is None else memory.directory
+        return {**super()._after_close(), "cleanup": partial(_remove, memory), "scratch_dir": folder}
+
+
+def _remove(store: Store | None) -> bool:
+    return store is not None and store.remove()

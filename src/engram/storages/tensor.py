@@ -793,7 +793,7 @@ class TensorStorage(Storage):
             if store is None:
                 return self.state_without_rows()
             live = int(store.lane_words()[:, 1].sum()) - int(store.core.void_rows)
-            return {**self._words(store, indexes, (), room), "base": store.base, "live": live}
+            return {**self._words(store, indexes, (), room), "base": store.base, "live": live, "store": store.held()}
 
         return cut
 
@@ -807,10 +807,11 @@ class TensorStorage(Storage):
         paranoid: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> SavedRows:
-        store, kind = self.memory, type(self).__name__
-        if cut["schema"] is None or store is None:
+        kind = type(self).__name__  # and nothing else of this storage, which may be closed by now
+        if cut["schema"] is None:
             return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
-        state = {name: value for name, value in cut.items() if name not in ("base", "live")}
+        store: Store = cut["store"]
+        state = {name: value for name, value in cut.items() if name not in ("base", "live", "store")}
         state["numbers"] = store.numbers_before(cut["clock"] + cut["base"], cut["lanes"])
         return save_segments(
             folder,
@@ -902,8 +903,14 @@ class TensorStorage(Storage):
             self.memory = store
 
     def close(self) -> None:
-        if self.memory is not None:
-            self.memory.release(self)
+        store: Store | None = vars(self).get("memory")  # not one that another process has made
+        super().close()
+        if store is not None:
+            store.release(self)
+
+    def _after_close(self) -> dict[str, Any]:
+        store: Store | None = vars(self).get("memory")
+        return {} if store is None or set(store.owners) - {self} else {"store": store}
 
     def __repr__(self) -> str:
         lanes = f", lanes={self._lanes}" if self._lanes > 1 else ""

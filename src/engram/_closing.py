@@ -1,0 +1,92 @@
+"""Closing: an object that refuses every use from then on, whatever its class can do or learns to do."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NoReturn
+
+__all__ = ["end"]
+
+#: Special methods of a closed object that are those of every object. All others of its class refuse.
+_OF_ALL_OBJECTS = frozenset(
+    f"__{name}__"
+    for name in [
+        "class_getitem",
+        "delattr",
+        "eq",
+        "getattribute",
+        "hash",
+        "init",
+        "init_subclass",
+        "new",
+        "repr",
+        "setattr",
+        "subclasshook",
+    ]
+)
+#: What makes copies of any object.
+_COPYING = ("__getstate__", "__reduce__", "__reduce_ex__")
+
+
+def end(thing: Any, why: str, **goes_on: Any) -> None:
+    """From now on every use of an object raises ``RuntimeError``.
+
+    Its text, ``close()``, ``closed`` and what is given by name go on. The object becomes one of a subclass that has nothing else:
+    no method can forget to look, none of an open object need look, and what the object referred to is let go. A call that another
+    thread has begun ends with that error, where it asks the object for anything more.
+
+    Args:
+        thing: of a Python class.
+        why: what the error says, behind the name of the call.
+        goes_on: attributes that stay.
+    """
+    try:
+        text = f"closed {thing!r}"
+    except Exception:  # noqa: BLE001 - it may describe what is not there any more
+        text = f"closed {type(thing).__name__}"
+    attributes = vars(thing)
+    before = list(attributes)
+    attributes["_ended"] = why, text, {"close": _nothing, "closed": True, **goes_on}
+    cls: Any = type(thing)
+    thing.__class__ = _closed(cls)
+    for name in before:
+        del attributes[name]
+
+
+def _nothing() -> None:
+    """``close()`` of what is closed."""
+
+
+def _refused(name: str) -> Any:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"{name.strip('_')}: {object.__getattribute__(self, '_ended')[0]}")
+
+    return refuse
+
+
+def _attribute(self: Any, name: str) -> Any:
+    if name.startswith("__") and name.endswith("__"):
+        return object.__getattribute__(self, name)
+    why, _, goes_on = object.__getattribute__(self, "_ended")
+    if name not in goes_on:
+        raise RuntimeError(f"{name}: {why}")
+    return goes_on[name]
+
+
+def _text(self: Any) -> str:
+    text: str = object.__getattribute__(self, "_ended")[1]
+    return text
+
+
+@cache
+def _closed(cls: type) -> type:
+    """The class of closed objects of a class."""
+    special = {
+        name
+        for base in cls.__mro__[:-1]
+        for name, method in vars(base).items()
+        if name.startswith("__") and name.endswith("__") and callable(method)
+    }
+    methods = {name: _refused(name) for name in {*special, *_COPYING} - _OF_ALL_OBJECTS}
+    known = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (cls,), {**known, **methods, "__getattribute__": _attribute, "__repr__": _text})
