@@ -960,12 +960,16 @@ class ReplayBuffer:
         if shared and not self.shared:
             self._settle()
             self._storage.share()
-            if hasattr(self._sampler, "moved"):
-                self._sampler.moved()
-            self._choose_paths()
-            with contextlib.suppress(OSError):  # it is shared by now; the next write notes this again
-                self._record()
         return self
+
+    def moved(self) -> None:
+        """Called by the storage when its rows lie in another store, or in none until the next write."""
+        if hasattr(self._sampler, "moved"):
+            self._sampler.moved()
+        self._choose_paths()
+        self._recorded = False
+        with contextlib.suppress(OSError):  # the next write notes it
+            self._record()
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Swap the storage (and the collate function, if one is given); the previous storage is returned."""

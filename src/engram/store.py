@@ -62,6 +62,7 @@ __all__ = [
     "maker_of",
     "occupied",
     "shared_memory",
+    "skip_numbers",
     "sweep_shared_memory",
     "torch_dtype",
 ]
@@ -359,6 +360,7 @@ class Store:
         self.replaced: tuple[int, int] | None = None
         native = self._native_fields()
         self._alive: _Alive | None = None
+        self._participants: Any = None
         self._placing = _fork.rlock()
         self._pausing = _fork.rlock()
         _fork.mended(self, uses_others=True)  # indexes hear of what is repaired
@@ -393,7 +395,14 @@ class Store:
 
     @classmethod
     def create(
-        cls, schema: Schema, directory: Path, *, maker: str = "", guest_of: Process | None = None, replace: bool = False
+        cls,
+        schema: Schema,
+        directory: Path,
+        *,
+        maker: str = "",
+        guest_of: Process | None = None,
+        replace: bool = False,
+        begin: Callable[[Any], None] = lambda _: None,
     ) -> Store:
         """A new store in a folder, its space reserved.
 
@@ -403,6 +412,7 @@ class Store:
             maker: whoever comes later with the same one gets the store that the first has made, if it has that schema.
             guest_of: a temporary store: the last process that closes it removes the folder, but for this one's sake it stays.
             replace: remove a store that is there, of another maker, and files of those names.
+            begin: done to the core of the new store, without its fields, before anybody else sees it.
 
         Raises:
             RuntimeError: the folder holds a store, or files of that name, and not ``replace``.
@@ -460,10 +470,12 @@ class Store:
                 )
             made.text(hidden / layout.BUFFER, layout.NO_RECORD)
             control = _file_block(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
+            tickets = _file_block(hidden / layout.TICKETS, layout.tickets_bytes(schema.capacity))
             _native.format_control(
                 control.address, control.nbytes, schema.capacity, schema.lanes, schemas.fingerprint(raw)
             )
-            del control
+            begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), ()))
+            del control, tickets
             hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
             made.published(hidden, directory / layout.FOLDER)
             return cls._attach(schema, directory, schemas.fingerprint(raw), unclean="refuse")
@@ -529,7 +541,7 @@ class Store:
         return store
 
     def _finalize_with(self, participants: Any, alive: _Alive) -> None:
-        self._alive = alive
+        self._alive, self._participants = alive, participants
         self._finalizer = weakref.finalize(
             self, _close, self.core, participants, alive, self._control, (self.directory, self.schema)
         )
@@ -607,6 +619,16 @@ class Store:
             _remove_store(self.directory)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
+        return True
+
+    def discard(self) -> bool:
+        """Remove a store that only this process has: False if another one has it open, too; it stays open then."""
+        if self.directory is not None and not self.closed:
+            with _alone(self.directory):
+                if _others_are_there(self._participants, self.directory):
+                    return False
+                self.close()
+                erase(self.directory, self.schema)
         return True
 
     def release(self, owner: Any) -> None:
@@ -1378,6 +1400,12 @@ def _new_words(schema: Schema, fingerprint: int) -> tuple[Block, Block]:
     control = private_block(_native.control_bytes(schema.lanes))
     _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
     return control, private_block(layout.tickets_bytes(schema.capacity))
+
+
+def skip_numbers(core: Any, given: int) -> None:
+    """Let a new store begin behind that many ticket numbers, so that no draw of before matches: an emptying takes one."""
+    for _ in range(given):
+        core.empty(False)
 
 
 def _boot_id() -> str:

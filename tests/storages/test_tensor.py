@@ -1,5 +1,6 @@
 """Rows as columns of tensors, in RAM and in a directory: what is taken, what comes back, what is refused."""
 
+import copy
 import os
 import threading
 import warnings
@@ -24,6 +25,8 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    NoSampleable,
+    PrioritizedSampler,
     ReplayBuffer,
     RowError,
     TensorDictReplayBuffer,
@@ -1063,6 +1066,7 @@ def test_collectors_find_what_they_look_for(make):
     rb = TensorDictReplayBuffer(storage=storage)
     assert rb._storage is storage
     assert storage.initialized is False
+    assert storage.shared_init is True  # so that they write no fake row
     rb.extend(TensorDict({"a": torch.arange(2)}, [2]))
     assert storage.initialized is True
     assert storage._storage.batch_size == (4,)
@@ -1070,3 +1074,104 @@ def test_collectors_find_what_they_look_for(make):
     rb.empty()
     assert len(storage) == 0
     assert engram.__version__
+
+
+# ---- a fake row --------------------------------------------------------------------------------------------------------
+
+
+FAKE = {"a": torch.zeros(3), "done": torch.tensor([False])}
+REAL = {"a": torch.ones(4, 5), "_reset": torch.tensor([[True]] * 4)}
+
+
+def batch_of_one(row):
+    return {key: value.unsqueeze(0) for key, value in row.items()}
+
+
+@pytest.mark.parametrize("call", ["add", "extend"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_fake_row_says_nothing_of_the_rows_to_come(make, shared, call):
+    """TorchRL's collectors wrote one to allocate memory, and emptied the buffer."""
+    storage = make(10)
+    rb = ReplayBuffer(storage=storage, sampler=PrioritizedSampler(10, 1.0, 1.0), shared=shared, batch_size=4)
+    for _ in range(1 + rb.shared):
+        rb.add(FAKE) if call == "add" else rb.extend(batch_of_one(FAKE))
+        _, info = rb.sample(return_info=True)
+        rb.empty()
+    assert (len(rb), rb.write_count) == (0, 0)
+    with pytest.raises(NoSampleable):
+        rb.sample()
+    assert rb.extend(REAL).tolist() == [0, 1, 2, 3]
+    rb.update_priority(info["index"], torch.full((4,), 9.0), generation=info["index_generation"])
+    assert rb.stats()["priority_updates_dropped"] == 4  # they were drawn before
+    assert rb.sample()["_reset"].all()
+    rb.empty()
+    assert storage.initialized
+    with pytest.raises(KeyError, match="expected the fields of the first row"):
+        rb.extend(batch_of_one(FAKE))
+    rb.close()
+
+
+def test_a_fake_slot_of_columns(make):
+    storage = make(12, ndim=2)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend({"a": torch.zeros(5, 1)})
+    assert storage.max_size == 15
+    rb.empty()
+    rb.extend({"b": torch.ones(5, 2)})
+    assert (storage.max_size, storage.columns, len(rb)) == (15, (5,), 10)
+    rb.close()
+
+
+def test_a_fake_row_before_the_buffer_is_shared():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.add(FAKE)
+    rb.empty()
+    rb.share()
+    other = copy.deepcopy(rb)
+    assert rb.extend(REAL).tolist() == [0, 1, 2, 3]
+    assert other.extend(REAL).tolist() == [4, 5, 6, 7]
+    rb.close()
+
+
+def test_two_rows_fix_the_fields(make):
+    rb = ReplayBuffer(storage=make(10))
+    rb.add(FAKE)
+    rb.add(FAKE)
+    rb.empty()
+    with pytest.raises(KeyError, match="expected the fields of the first row"):
+        rb.extend(REAL)
+    rb.close()
+
+
+def test_a_count_that_is_kept_keeps_the_fields(make):
+    rb = ReplayBuffer(storage=make(10))
+    rb.add(FAKE)
+    rb.empty(empty_write_count=False)
+    assert rb.write_count == 1
+    with pytest.raises(KeyError, match="expected the fields of the first row"):
+        rb.extend(REAL)
+    rb.close()
+
+
+def test_buffers_that_share_a_storage_go_on_after_a_fake_row(make):
+    storage = make(10)
+    one, other = (ReplayBuffer(storage=storage, sampler=PrioritizedSampler(10, 1.0, 1.0)) for _ in range(2))
+    one.add(FAKE)
+    other.sample(1)
+    one.empty()
+    one.extend(REAL)
+    assert other.sample(4)["_reset"].all()
+    one.close()
+
+
+def test_a_fake_row_that_another_handle_sees_keeps_the_fields(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
+    rb.add(FAKE)
+    other = copy.deepcopy(rb)
+    rb.empty()
+    with pytest.raises(KeyError, match="expected the fields of the first row"):
+        rb.extend(REAL)
+    other.extend(batch_of_one(FAKE))
+    assert len(rb) == 1
+    rb.close()
+    other.close()

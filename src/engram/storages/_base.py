@@ -71,6 +71,13 @@ class Storage(Dumpable):
         """Stop telling a buffer."""
         self.listeners = [listener for listener in self.listeners if listener() not in (None, buffer.observe)]
 
+    def _tell_moved(self) -> None:
+        """Tell every attached buffer that the rows lie in another store now, or in none."""
+        for listener in self.listeners:
+            buffer = getattr(listener(), "__self__", None)
+            if buffer is not None:
+                buffer.moved()
+
     def notify(self, write: Write | None, data: Any) -> None:
         """Tell every attached buffer of a write, or of ``empty`` (None)."""
         for listener in self.listeners:

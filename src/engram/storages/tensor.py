@@ -53,6 +53,7 @@ from engram.store import (
     forget_temporary,
     maker_of,
     shared_memory,
+    skip_numbers,
     sweep_shared_memory,
     torch_dtype,
 )
@@ -359,21 +360,31 @@ class TensorStorage(Storage):
                 raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
         n = leading_size(data, call) if batched else 1
         check_count(call, count, n)
-        if self.memory is None:
-            with self._lock:
-                if self.memory is None:
-                    self._initialize(data, columns, call, batched=batched)
-        assert self.structure is not None
-        return self.structure.flatten(data, n if batched else None, call, ignored), n
+        if self.memory is not None:
+            try:
+                return self._written().flatten(data, n if batched else None, call, ignored), n
+            except KeyError:
+                if not self._forget_fake_row():
+                    raise
+        with self._lock:
+            if self.memory is None:
+                self._initialize(data, columns, call, batched=batched)
+        return self._written().flatten(data, n if batched else None, call, ignored), n
+
+    def _forget_fake_row(self) -> bool:
+        """Whether this was a storage with a row that says nothing of those to come, and is as before its first write now."""
+        return False
 
     def add_row(self, lane: int, data: Any, ignored: Iterable[str]) -> tuple[int, int]:
         """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``."""
-        if self.memory is None or self.ndim > 1:
-            columns, n = self.prepare(data, "add", batched=False, ignored=ignored)
-            if n > 1 or self.ndim > 1:
-                raise RuntimeError("add: a slot of several columns is not one row.")
-        else:
-            columns = self.structure.flatten(data, None, "add", ignored)  # type: ignore[union-attr]
+        if self.memory is not None and self.ndim == 1:
+            try:
+                return self.memory.append_row(lane, self.structure.flatten(data, None, "add", ignored))  # type: ignore[union-attr]
+            except KeyError:  # of which prepare knows more
+                pass
+        columns, n = self.prepare(data, "add", batched=False, ignored=ignored)
+        if n > 1 or self.ndim > 1:
+            raise RuntimeError("add: a slot of several columns is not one row.")
         return self.memory.append_row(lane, columns)  # type: ignore[union-attr]
 
     def write(self, plan: Plan, prepared: list[Tensor], n: int) -> Write:
@@ -967,6 +978,10 @@ class LazyTensorStorage(TensorStorage):
     _host: Process | None = None
     #: Whether a thread is just taking a store that another process has made.
     _looking = False
+    #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
+    _given = 0
+    #: TorchRL's collectors read it: processes agree on who makes the store at the first write, so no fake row is needed.
+    shared_init = True
 
     @property
     def shared(self) -> bool:
@@ -1005,6 +1020,7 @@ class LazyTensorStorage(TensorStorage):
                 'share: expected a storage on the CPU, got device="auto" before the first write, which decides. Use device="cpu".'
             )
         sweep_shared_memory()
+        self._forget_fake_row()
         maker = secrets.token_hex(16)
         home = shared_memory() / f"engram-{maker}"
         with self._lock:
@@ -1016,6 +1032,34 @@ class LazyTensorStorage(TensorStorage):
                 except BaseException:
                     self._home = self._host = None
                     raise
+        self._tell_moved()
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        """As for every storage. After a fake row, which programs write to allocate memory, the next row may have other fields."""
+        super().empty(keep_write_count=keep_write_count)
+        if self.shared:  # now, as processes that come later have the store open
+            self._forget_fake_row()
+
+    def _forget_fake_row(self) -> bool:
+        """Be as before the first write, if that was the only one, of one slot, and is forgotten. False: it was not, or others use
+        the store, too.
+        """
+        with self._lock:
+            store = self.memory
+            if store is None:  # another thread was faster
+                return True
+            given = int(store.core.next_ticket) - 1
+            one_slot = 1 + math.prod(self.columns)  # a number for each row, and one for the emptying
+            if given - self._given != one_slot or len(self) or self.write_count:
+                return False
+            if any(owner is not self for owner in store.owners) or not store.discard():
+                return False
+            del self.memory
+            self._given = given
+            self._capacity = self._requested // self._lanes * self._lanes
+            self.structure = None
+        self._tell_moved()
+        return True
 
     def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
         if call == "add" and is_batched_collection(data) and not batched:
@@ -1034,12 +1078,20 @@ class LazyTensorStorage(TensorStorage):
             return self._made_at_home(schema, replace=True)
         place = "RAM" if self._device.type == "cpu" else str(self._device)
         store = Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
+        skip_numbers(store.core, self._given)
         announce(creation_lines(schema.fields, schema.capacity, lambda _: place))
         return store
 
     def _made_at_home(self, schema: Schema, *, replace: bool) -> Store:
         assert self._home is not None  # the callers looked
-        store = Store.create(schema, self._home, maker=self._maker, guest_of=self._host, replace=replace)
+        store = Store.create(
+            schema,
+            self._home,
+            maker=self._maker,
+            guest_of=self._host,
+            replace=replace,
+            begin=lambda core: skip_numbers(core, self._given),
+        )
         directory = store.directory
         assert directory is not None  # it was just made there
         announce(creation_lines(schema.fields, schema.capacity, lambda field: layout.field_path(directory, field.key)))

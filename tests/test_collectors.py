@@ -1,0 +1,126 @@
+"""TorchRL's collectors of several processes, writing to our buffers (semantics.md, section 4)."""
+
+import multiprocessing
+import time
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram import LazyMemmapStorage, LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    collectors = pytest.importorskip("torchrl.collectors")
+    from torchrl.data import Bounded, Composite, Unbounded
+    from torchrl.envs import EnvBase, EnvCreator
+    from torchrl.envs.utils import RandomPolicy
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRL's own
+
+
+class Counting(EnvBase):
+    """Its observation counts the steps of an episode of five."""
+
+    def __init__(self):
+        super().__init__(batch_size=[])
+        self.observation_spec = Composite(observation=Unbounded(shape=(3,)), shape=())
+        self.action_spec = Bounded(-1, 1, shape=(1,))
+        self.reward_spec = Unbounded(shape=(1,))
+
+    def _reset(self, tensordict):
+        self.step_number = 0
+        return TensorDict({"observation": torch.zeros(3)}, [])
+
+    def _step(self, tensordict):
+        self.step_number += 1
+        over = torch.tensor([self.step_number == 5])
+        observation = torch.full((3,), float(self.step_number))
+        return TensorDict({"observation": observation, "reward": torch.ones(1), "done": over, "terminated": over}, [])
+
+    def _set_seed(self, seed):
+        pass
+
+
+def uniform(storage):
+    return TensorDictReplayBuffer(storage=storage, batch_size=16)
+
+
+def prioritized(storage):
+    return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage, batch_size=16)
+
+
+@pytest.fixture(autouse=True)
+def _imported_once():
+    """Processes that come from one which has imported torch: importing it anew in each takes a second and more."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload(["torchrl.collectors", "engram"])
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+# Each two of the choices meet in one of them.
+@pytest.mark.parametrize(
+    ("kind", "whole_batches", "started", "storage", "buffer"),
+    [
+        ("MultiSyncCollector", True, False, LazyTensorStorage, uniform),
+        ("MultiSyncCollector", False, True, LazyMemmapStorage, prioritized),
+        ("MultiAsyncCollector", True, True, LazyTensorStorage, prioritized),
+        ("MultiAsyncCollector", False, False, LazyMemmapStorage, uniform),
+    ],
+)
+def test_collectors_with_an_env_creator(kind, whole_batches, started, storage, buffer):
+    rb = buffer(storage(1000))
+    collector = getattr(collectors, kind)(
+        [EnvCreator(Counting)] * 2,
+        RandomPolicy(Counting().action_spec),
+        frames_per_batch=20,
+        total_frames=-1 if started else 100,
+        replay_buffer=rb,
+        extend_buffer=whole_batches,
+    )
+    try:
+        assert rb.shared
+        assert not rb.storage.initialized  # no fake row
+        if started:
+            collector.start()
+            while rb.write_count < 100:
+                time.sleep(0.01)
+        else:
+            for _ in collector:
+                pass
+    finally:
+        collector.async_shutdown() if started else collector.shutdown()
+    assert rb.write_count >= 100
+    assert len(rb) == min(1000, rb.write_count)
+    rows = rb[:]
+    assert "_reset" not in rows.keys()
+    assert (rows["next", "observation"] == rows["observation"] + 1).all()
+    assert (rows["next", "done"].squeeze(-1) == (rows["next", "observation"][:, 0] == 5)).all()
+    assert len(rows["collector", "traj_ids"].unique()) > 1
+    assert rb.sample().batch_size == (16,)
+    rb.close()
+
+
+def test_a_collector_that_writes_a_fake_row():
+    """As TorchRL's do where a storage does not say that its first write is coordinated: the row has more fields than theirs."""
+    storage = LazyTensorStorage(1000)
+    storage.shared_init = False
+    rb = uniform(storage)
+    collector = collectors.MultiSyncCollector(
+        [EnvCreator(Counting)] * 2,
+        RandomPolicy(Counting().action_spec),
+        frames_per_batch=20,
+        total_frames=40,
+        replay_buffer=rb,
+    )
+    try:
+        for _ in collector:
+            pass
+    finally:
+        collector.shutdown()
+    assert rb.write_count == 40
+    assert "_reset" not in rb[:].keys()
+    rb.close()
