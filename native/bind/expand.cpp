@@ -22,7 +22,8 @@ const RowSpec kNumberColumn{0, 64, {1}}, kFloatColumn{2, 32, {1}};
 
 // What is read, and the dtype and shape of each tensor that it makes.
 struct BoundExpansion {
-  explicit BoundExpansion(std::vector<std::uint64_t> ends) : what(std::move(ends)) {}
+  BoundExpansion(std::vector<std::uint64_t> ends, std::vector<std::uint64_t> step_types)
+      : what(std::move(ends), std::move(step_types)) {}
 
   void add(Output output, RowSpec spec) {
     specs.push_back(std::move(spec));
@@ -61,7 +62,9 @@ nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& tab
 
 void bind_expand(nb::module_& m) {
   nb::class_<BoundExpansion>(m, "Expansion", "What a batch holds of the steps around its rows: one tensor per call of a method.")
-      .def(nb::init<std::vector<std::uint64_t>>(), "ends"_a, "Fields that end a trajectory where they are not zero.")
+      .def(nb::init<std::vector<std::uint64_t>, std::vector<std::uint64_t>>(), "ends"_a, "step_types"_a,
+           "Fields that end a trajectory where they are not zero; of step types, bytes of an integer other than 0, where one "
+           "is the last.")
       .def(
           "row",
           [](BoundExpansion& self, std::uint64_t field, const nb::tuple& spec, std::uint64_t ahead) {

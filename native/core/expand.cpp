@@ -53,14 +53,18 @@ class Reader {
   /// A field that was read, of all steps.
   const std::byte* seen(std::size_t which) const { return seen_[which].data(); }
 
-  /// Cuts each span where one of the first `ends` fields that were read says that the trajectory ends.
-  void cut(std::size_t ends) {
+  /// Cuts each span where one of the first fields that were read, flags or step types, says that the trajectory ends.
+  void cut(std::span<const std::uint64_t> step_types) {
     const std::uint64_t n = found_.rows.size();
-    if (ends == 0 || n == 0) return;
+    if (step_types.empty() || n == 0) return;
     std::vector<std::uint8_t> flags(n);
-    for (std::size_t f = 0; f < ends; ++f) {
+    for (std::size_t f = 0; f < step_types.size(); ++f) {
       const std::uint64_t width = seen_[f].size() / n;
       for (std::uint64_t k = 0; k < n; ++k) {
+        if (step_types[f] != 0) {
+          flags[k] |= any_is(seen_[f].data() + k * width, width, step_types[f], StepType::last);
+          continue;
+        }
         for (std::uint64_t b = 0; b < width; ++b) flags[k] |= seen_[f][k * width + b] != std::byte{0};
       }
     }
@@ -194,7 +198,7 @@ std::vector<std::int64_t> expand_some(const Store& store, const Expansion& expan
     if (o.kind == Output::Kind::sum) looked.push_back(o.field);
   }
   reader.look(looked);
-  reader.cut(expansion.ends().size());
+  reader.cut(expansion.step_types());
   std::size_t sums = expansion.ends().size();  // where the next sum's field is among these
   for (std::size_t i = 0; i < n; ++i) numbers_out[i] = reader.number(i);
   std::vector<bool> done(outputs.size());
@@ -263,6 +267,7 @@ std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const 
   const std::vector<Output>& outputs = expansion.outputs();
   check(out.size() == outputs.size(), "another number of outputs than there is room for");
   for (const std::uint64_t field : expansion.ends()) check(field < store.fields(), "a flag of the store");
+  for (const std::uint64_t size : expansion.step_types()) check(size <= sizeof(std::uint64_t), "step types that are integers");
   for (const Output& o : outputs) {
     check(o.field < store.fields() && o.first < static_cast<std::int64_t>(store.fields()), "a field of the store");
     check(o.frames > 0, "at least one frame");

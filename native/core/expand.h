@@ -42,19 +42,24 @@ struct Output {
 
 class Expansion {
  public:
-  /// `ends`: fields of which a byte other than zero ends the trajectory, whatever the table says.
-  explicit Expansion(std::vector<std::uint64_t> ends) : ends_(std::move(ends)) {}
+  /// `ends`: fields of which a byte other than zero ends the trajectory, whatever the table says. `step_types`: as in Boundaries;
+  /// of those fields the last step type does.
+  explicit Expansion(std::vector<std::uint64_t> ends, std::vector<std::uint64_t> step_types = {})
+      : ends_(std::move(ends)), step_types_(std::move(step_types)) {
+    step_types_.resize(ends_.size());
+  }
 
   void add(Output output) { outputs_.push_back(std::move(output)); }
 
   const std::vector<Output>& outputs() const { return outputs_; }
   const std::vector<std::uint64_t>& ends() const { return ends_; }
+  const std::vector<std::uint64_t>& step_types() const { return step_types_; }
   /// Steps that are looked at before a row, and after it.
   std::uint64_t before() const;
   std::uint64_t after() const;
 
  private:
-  std::vector<std::uint64_t> ends_;
+  std::vector<std::uint64_t> ends_, step_types_;
   std::vector<Output> outputs_;
 };
 

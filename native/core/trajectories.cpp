@@ -43,6 +43,15 @@ Window window_in(std::uint64_t track, std::uint64_t first, std::uint64_t n, std:
 
 }  // namespace
 
+bool any_is(const std::byte* from, std::uint64_t bytes, std::uint64_t size, StepType type) {
+  for (std::uint64_t i = 0; i + size <= bytes; i += size) {
+    std::uint64_t value = 0;
+    std::memcpy(&value, from + i, size);  // little-endian, as stores are
+    if (value == static_cast<std::uint64_t>(type)) return true;
+  }
+  return false;
+}
+
 std::uint64_t Trajectories::bytes(std::uint64_t lanes, std::uint64_t lane_length, std::uint64_t width) {
   return sizeof(Header) + lanes * (sizeof(LaneState) + width * sizeof(TrackState) + lane_length * sizeof(Run));
 }
@@ -55,6 +64,12 @@ Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t
   check(window > 0, "a window of at least one step");
   check(!boundaries_.fields.empty() && (!boundaries_.by_id || boundaries_.fields.size() == 1),
         "one id field, or end fields");
+  boundaries_.step_types.resize(boundaries_.fields.size());
+  for (std::size_t i = 0; i < boundaries_.fields.size(); ++i) {
+    const std::uint64_t size = boundaries_.step_types[i];
+    check(size == 0 || (!boundaries_.by_id && size <= sizeof(std::uint64_t) && boundaries_.fields[i].row_bytes % size == 0),
+          "step types that are integers");
+  }
   check(memory.size() >= bytes(control_.lanes(), control_.lane_length(), width), "a block shorter than the table");
   check(reinterpret_cast<std::uintptr_t>(memory.data()) % alignof(Run) == 0, "a block that is not aligned to 8 bytes");
   steps_ = control_.lane_length() / width;
@@ -174,11 +189,27 @@ bool Trajectories::any(const Field& field, std::int64_t row) const {
   return false;
 }
 
-// Whether the bytes of a row and of the one after it say that a trajectory ends between them.
+bool Trajectories::is(const Field& field, std::uint64_t size, std::int64_t row, StepType type) const {
+  std::byte bytes[64];
+  const std::byte* from = field.data + static_cast<std::uint64_t>(row) * field.row_bytes;
+  for (std::uint64_t i = 0; i < field.row_bytes; i += sizeof bytes) {
+    const std::uint64_t n = std::min<std::uint64_t>(sizeof bytes, field.row_bytes - i);
+    copy_from_shared(bytes, from + i, n);
+    if (any_is(bytes, n, size, type)) return true;
+  }
+  return false;
+}
+
+// Whether the bytes of a row and of the one after it say that a trajectory ends between them. A first step begins one also where
+// the last step before it was lost.
 bool Trajectories::ends(std::int64_t row, std::int64_t next) const {
   if (boundaries_.by_id) return !same(boundaries_.fields[0], row, next);
-  for (const Field& field : boundaries_.fields) {
-    if (any(field, row)) return true;
+  for (std::size_t i = 0; i < boundaries_.fields.size(); ++i) {
+    const Field& field = boundaries_.fields[i];
+    const std::uint64_t size = boundaries_.step_types[i];
+    if (size == 0 ? any(field, row) : is(field, size, row, StepType::last) || is(field, size, next, StepType::first)) {
+      return true;
+    }
   }
   return false;
 }

@@ -28,11 +28,19 @@
 
 namespace engram {
 
-/// What ends a trajectory: another content of the id field in the next step; or a byte other than zero in one of the fields.
+/// Step types, as dm_env numbers them: the first step of a trajectory, and the last one.
+enum class StepType : std::uint64_t { first = 0, last = 2 };
+
+/// Whether one of the integers of `size` bytes each, at most 8, is that step type.
+bool any_is(const std::byte* from, std::uint64_t bytes, std::uint64_t size, StepType type);
+
+/// What ends a trajectory: another content of the id field in the next step; or, in one of the fields, a byte other than zero; or
+/// a step type: the last one, or the first one in the next step.
 struct Boundaries {
   bool by_id;
   std::vector<Field> fields;         // exactly one if by_id
   std::vector<std::uint64_t> which;  // their numbers in the store, for edits; may be empty if they are not of the store
+  std::vector<std::uint64_t> step_types = {};  // of each field the bytes of an integer, 0 for flags; may be empty: all are flags
 };
 
 /// Which windows may be drawn, and how likely each is.
@@ -217,6 +225,7 @@ class Trajectories final : public Index {
   bool look_at(std::uint64_t lane, std::uint64_t place);
   bool same(const Field& field, std::int64_t a, std::int64_t b) const;
   bool any(const Field& field, std::int64_t row) const;
+  bool is(const Field& field, std::uint64_t size, std::int64_t row, StepType type) const;
   bool ends(std::int64_t row, std::int64_t next) const;
   bool boundary(std::uint64_t track, std::uint64_t place) const;
   bool abandoned(std::uint64_t lane, std::uint64_t place);

@@ -106,6 +106,22 @@ TEST(flags_end_a_trajectory_too) {
   EXPECT((Read<std::uint8_t>(w, output(Output::Kind::over, 0, 1), rows).values == std::vector<std::uint8_t>{0, 1, 1, 0, 0, 0}));
 }
 
+TEST(the_last_step_type_ends_a_trajectory_too) {
+  World w(geometry(1, 16));
+  w.append(0, 1, 6, 0, 2);  // the flag is 1 there: a step in the middle, as a type
+  Expansion expansion({kFlag}, {1});
+  const Output o = output(Output::Kind::steps, 0, 9);
+  expansion.add(o);
+  Indices steps(6), numbers(6);
+  const Indices rows{0, 1, 2, 3, 4, 5};
+  std::byte* out = reinterpret_cast<std::byte*>(steps.data());
+  EXPECT(expand(w.store, w.table, expansion, rows.data(), 6, nullptr, {&out, 1}, numbers.data()).empty());
+  EXPECT((steps == Indices{6, 5, 4, 3, 2, 1}));
+  w.heap.fields[kFlag].data[4] = std::byte{2};
+  EXPECT(expand(w.store, w.table, expansion, rows.data(), 6, nullptr, {&out, 1}, numbers.data()).empty());
+  EXPECT((steps == Indices{5, 4, 3, 2, 1, 1}));
+}
+
 TEST(sums_and_discounts) {
   World w(geometry(1, 16));
   w.append(0, 1, 5);

@@ -24,8 +24,9 @@ enum Fields : std::uint64_t { kStep, kEpisode, kDone, kCut, kFields };
 using Indices = std::vector<std::int64_t>;
 using Runs = std::vector<Indices>;  // rows of each trajectory, in order
 
-// What ends a trajectory in these tests: the episode, one flag, or either of two.
-enum class By { episode, done, either };
+// What ends a trajectory in these tests: the episode, one flag, either of two, or step types (two int32 in place of the episode)
+// beside a flag.
+enum class By { episode, done, either, types };
 
 struct World {
   World(Geometry g, By kind, std::uint64_t columns, std::uint64_t window)
@@ -40,6 +41,7 @@ struct World {
   Boundaries boundaries() const {
     if (by == By::episode) return {true, {heap.fields[kEpisode]}, {kEpisode}};
     if (by == By::done) return {false, {heap.fields[kDone]}, {kDone}};
+    if (by == By::types) return {false, {heap.fields[kEpisode], heap.fields[kDone]}, {kEpisode, kDone}, {4, 0}};
     return {false, {heap.fields[kDone], heap.fields[kCut]}, {kDone, kCut}};
   }
 
@@ -48,8 +50,13 @@ struct World {
     std::memcpy(&value, heap.fields[kEpisode].data + row * 8, 8);
     return value;
   }
+  bool has_type(std::int64_t row, std::uint32_t type) const {
+    const std::uint64_t both = episode(row);
+    return static_cast<std::uint32_t>(both) == type || static_cast<std::uint32_t>(both >> 32) == type;
+  }
   bool ends(std::int64_t row, std::int64_t next) const {
     if (by == By::episode) return episode(row) != episode(next);
+    if (by == By::types && (has_type(row, 2) || has_type(next, 0))) return true;
     const bool done = heap.fields[kDone].data[row] != std::byte{0}, cut = heap.fields[kCut].data[row] != std::byte{0};
     return done || (by == By::either && cut);
   }
@@ -118,6 +125,12 @@ struct World {
     for (std::uint64_t i = 0; i < n; ++i) {
       if (dice.below(5) == 0) ++latest;
       std::memcpy(rows.row(kEpisode, i), &latest, 8);
+      if (by == By::types) {  // others than the two look like them in some of their bytes
+        constexpr std::uint32_t kTypes[] = {0, 2, 0x100, 0x200, 0x20000, 0x2000000};
+        const auto type = [&] { return dice.below(3) == 0 ? kTypes[dice.below(6)] : 1u; };
+        const std::uint32_t types[] = {type(), type()};
+        std::memcpy(rows.row(kEpisode, i), types, 8);
+      }
       *rows.row(kDone, i) = std::byte(dice.below(7) == 0);
       *rows.row(kCut, i) = std::byte(dice.below(9) == 0 ? 0x80 : 0);
     }
@@ -295,20 +308,20 @@ void write_episodes(World& w, const std::vector<std::uint64_t>& lengths, std::ui
 
 TEST(random_writes_of_one_lane) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
-    random_walk(geometry(1, 1 + seed % 23), By(seed % 3), 1, seed, 60);
+    random_walk(geometry(1, 1 + seed % 23), By(seed % 4), 1, seed, 60);
   }
 }
 
 TEST(random_writes_of_several_lanes) {
   for (std::uint64_t seed = 1000; seed < 1200; ++seed) {
-    random_walk(geometry(2 + seed % 4, 3 + seed % 17), By(seed % 3), 1, seed, 80);
+    random_walk(geometry(2 + seed % 4, 3 + seed % 17), By(seed % 4), 1, seed, 80);
   }
 }
 
 TEST(random_writes_of_columns) {
   for (std::uint64_t seed = 2000; seed < 2150; ++seed) {
     const std::uint64_t width = 2 + seed % 3;
-    random_walk(geometry(1, width * (2 + seed % 11)), By(seed % 3), width, seed, 80);
+    random_walk(geometry(1, width * (2 + seed % 11)), By(seed % 4), width, seed, 80);
   }
 }
 

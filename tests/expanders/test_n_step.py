@@ -455,3 +455,28 @@ def test_around_existing_data():
     data = steps([5, 4])
     rb = TensorDictReplayBuffer(storage=TensorStorage(data), sampler=NStep(RandomSampler(), 9, 1.0))
     assert [int(row["steps_to_next_obs"]) for row in by_row(rb.sample(300))] == [5, 4, 3, 2, 1, 4, 3, 2, 1]
+
+
+def test_step_types_end_trajectories():
+    """Where no flag and no id does: at a last step, also the newest; and before a first one whose predecessor was lost."""
+    types = torch.tensor([0, 1, 2, 0, 1, 0, 1, 1, 2], dtype=torch.int32)
+    rows = {"time_step": {"step_type": types, "reward": torch.ones(9), "observation": torch.arange(9.0)[:, None]}}
+    stacked = FrameStack(RandomSampler(), 3, in_keys=[("time_step", "observation")], dim=-1)
+    sampler = NStep(stacked, n=3, gamma=0.5, reward_key=("time_step", "reward"))
+    rb = ReplayBuffer(storage=LazyTensorStorage(16), sampler=sampler, batch_size=128)
+    rb.extend(TensorDict(rows, [9]))
+    batch, info = rb.sample(return_info=True)
+    frames, index = batch["time_step", "observation"], info["index"]
+    ends, begins = torch.tensor([2, 2, 2, 4, 4, 8, 8, 8, 8]), torch.tensor([0, 0, 0, 3, 3, 5, 5, 5, 5])
+    assert (info["steps_to_next_obs"].flatten() == (ends[index] - index + 1).clamp(max=3)).all()
+    expected = torch.stack([(index - k).maximum(begins[index]) for k in (2, 1, 0)], -1).float()
+    assert (frames == expected).all()
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(16),
+        sampler=RewardToGo(RandomSampler(), gamma=1.0, reward_key=("time_step", "reward")),
+        batch_size=64,
+    )
+    rb.extend(TensorDict(rows, [9]))
+    batch, info = rb.sample(return_info=True)
+    assert (info["reward_to_go"].flatten() == (ends[info["index"]] - info["index"] + 1)).all()
+    assert info["reward_to_go_complete"].all()

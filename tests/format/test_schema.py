@@ -56,7 +56,7 @@ def structures(draw, fields, path=(), depth=0):
     if kind == "leaf":
         fields.append(Field(path, draw(st.sampled_from(sorted(DTYPES))), draw(shapes)))
         return Node("leaf", field=len(fields) - 1)
-    if kind in ("tuple", "list", "namedtuple"):
+    if kind in ("tuple", "list"):
         names = [str(i) for i in range(draw(st.integers(1, 3)))]
     else:
         names = draw(st.lists(keys, min_size=1, max_size=3, unique=True))

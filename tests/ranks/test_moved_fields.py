@@ -272,6 +272,7 @@ def test_a_stack_at_a_headless_trajectory_amid_a_lane_never_reads_its_neighbour(
         assert (stacked // 1000 == stacked[:, -1:] // 1000).all()
 
 
+@pytest.mark.filterwarnings("ignore:Checkpointer. no field says where")
 def test_no_field_says_where_trajectories_end(tmp_path):
     def act(ranks, rank, root):
         rb = make(2, 50)
@@ -287,6 +288,7 @@ def test_no_field_says_where_trajectories_end(tmp_path):
     assert max(map(len, found)) - min(map(len, found)) <= 100 // 16
 
 
+@pytest.mark.filterwarnings("ignore:Checkpointer. no field says where")
 @pytest.mark.parametrize(("length", "block", "most_unused"), [(4000, 250, 0), (1000, 62, 8), (200, 12, 8), (5, 1, 0)])
 def test_blocks_keep_steps_together_and_fill_lanes(tmp_path, length, block, most_unused):
     """As much as was saved fits where there is as much room, but for less than a block of each lane."""
@@ -312,6 +314,7 @@ def test_blocks_keep_steps_together_and_fill_lanes(tmp_path, length, block, most
     assert len(every) == len(set(every)) >= 6 * (length - most_unused)
 
 
+@pytest.mark.filterwarnings("ignore:Checkpointer. no field says where")
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float64, torch.complex64]
 )

@@ -83,6 +83,7 @@ def test_offline(tmp_path, writers):
     assert set.union(*(steps_of(rb) if rb.storage.initialized else set() for _, rb in loaded)) == saved
 
 
+@pytest.mark.filterwarnings("ignore:Checkpointer. no field says where")
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, "columns"])
 def test_every_storage_takes_the_schema(tmp_path, kind):
     def made():
@@ -179,6 +180,7 @@ UNLIKE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Checkpointer. no field says where")
 @pytest.mark.parametrize("what", UNLIKE)
 def test_other_fields_are_still_refused_at_the_save_with_the_first_that_differs(tmp_path, what):
     rows, said = UNLIKE[what]

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from engram import LazyTensorStorage, ReplayBuffer
 from engram.format import series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of
@@ -107,6 +109,7 @@ def test_a_save_says_what_other_ranks_would_drop(tmp_path, caplog):
     assert {why: count for why, count in dealt["dropped"].items() if count["episodes"]} == reports[0].would_drop
 
 
+@pytest.mark.filterwarnings("ignore:Checkpointer. no field says where")
 def test_rows_without_trajectories_would_not_be_dropped(tmp_path):
     def act(ranks, _):
         import torch

@@ -5,10 +5,11 @@ import gc
 import itertools
 import json
 import pickle
+import random
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, namedtuple
 
 import hypothesis.strategies as st
 import pytest
@@ -1250,3 +1251,80 @@ def test_index_of_a_store():
     with pytest.raises(OSError):  # noqa: PT011
         store.index("broken", "list", 1, fail)
     assert store.index("broken", "list", 1, list) == []
+
+
+# ---- step types ----------------------------------------------------------------------------------------------------------
+
+ALF = namedtuple("ALF", ["time_step", "action"])
+TimeStep = namedtuple("TimeStep", ["step_type", "observation"])
+IN = {
+    "TensorDict": lambda step, n: TensorDict({"time_step": step, "action": torch.zeros(n)}, [n]),
+    "dict": lambda step, n: {"time_step": step, "action": torch.zeros(n)},
+    "named tuple": lambda step, n: ALF(TimeStep(**step), torch.zeros(n)),
+}
+
+
+def typed_steps(chance, count, dtype):
+    """Step types as dm_env has them, of which some LAST are lost, and which trajectory each belongs to."""
+    types, owners, owner = [], [], 0
+    while len(types) < count:
+        steps = chance.randint(4, 9)
+        whole = [0, *[1] * (steps - 2), 2][: steps - (chance.random() < 0.3)]
+        types += whole
+        owners += [owner] * len(whole)
+        owner += 1
+    return {"step_type": torch.tensor(types).to(dtype), "observation": torch.tensor(owners)}, len(types)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize("kind", IN)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8], ids=str)
+def test_step_types_end_and_begin_trajectories(cls, kind, dtype):
+    """LAST ends one; FIRST begins one, also behind a trajectory whose LAST is not there."""
+    chance = random.Random(f"{kind} {dtype}")
+    rb = ReplayBuffer(storage=LazyTensorStorage(128, lanes=2), sampler=cls(slice_len=3), batch_size=12)
+    for lane in range(2):
+        for _ in range(4):  # over the end of the ring
+            step, n = typed_steps(chance, 30, dtype)
+            rb.extend(IN[kind](step, n), lane=lane)
+    named = {
+        field.key: tensor
+        for field, tensor in zip(rb.storage.store.schema.fields, rb.storage.store.tensors, strict=True)
+    }
+    types, owners = named["time_step", "step_type"], named["time_step", "observation"]
+    drawn = set()
+    for _ in range(200):
+        try:
+            rows = rb.sample(return_info=True)[1]["index"][0].reshape(-1, 3)
+        except NoSampleable:  # the last ones of a pass may all be too short
+            assert cls is SliceSamplerWithoutReplacement
+            continue
+        lane = rows // 64
+        assert (lane == lane[:, :1]).all()
+        assert (rows[:, 1:] % 64 == (rows[:, :-1] + 1) % 64).all()
+        assert (owners[rows] == owners[rows][:, :1]).all()
+        assert not (types[rows][:, :-1] == 2).any()
+        assert not (types[rows][:, 1:] == 0).any()
+        drawn |= set(rows[:, 0].tolist())
+    assert len(drawn) > 20
+
+
+def test_step_types_that_are_named_end_trajectories_too():
+    step = {"step_type": torch.tensor([0, 1, 2, 0, 1, 1, 2, 0]), "observation": torch.arange(8)}
+    rb = buffer(SliceSampler(slice_len=3, end_key=("time_step", "step_type")), IN["TensorDict"](step, 8))
+    for _ in range(30):
+        windows = rb.sample(3)["time_step", "observation"].tolist()
+        assert windows in ([0, 1, 2], [3, 4, 5], [4, 5, 6])
+    rb[5] = rb[5].set(("time_step", "step_type"), torch.tensor(0))
+    for _ in range(30):
+        assert rb.sample(3)["time_step", "observation"].tolist() == [0, 1, 2]
+
+
+def test_an_id_or_a_flag_counts_before_step_types():
+    rows = TensorDict(
+        {"episode": torch.zeros(6), "step_type": torch.tensor([0, 2, 0, 2, 0, 2]), "step": torch.arange(6)}, [6]
+    )
+    assert buffer(SliceSampler(slice_len=6), rows).sample(6)["step"].tolist() == [0, 1, 2, 3, 4, 5]
+    rows = TensorDict({"step_type": torch.tensor([0.0, 2.0]), "step": torch.arange(2)}, [2])
+    with pytest.raises(RuntimeError, match=r"or with a 'step_type' of integers, got \['step_type', 'step'\]"):
+        buffer(SliceSampler(slice_len=2), rows).sample(2)

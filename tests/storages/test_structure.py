@@ -569,3 +569,17 @@ def test_the_short_path_hands_over_the_users_own_memory():
 @pytest.mark.parametrize("data", [(torch.ones(2), torch.ones(2)), {"a": [torch.ones(2)]}, torch.ones(2)])
 def test_other_containers_have_no_short_path(data):
     assert not Structure.of(data, batched=True, call="extend")._plain
+
+
+Turned = namedtuple("Turned", ["left", "right"])
+
+
+def test_a_named_tuple_that_is_another_one_now_is_not_filled_by_position(monkeypatch):
+    structure = Structure.of(Turned(torch.zeros(2), torch.ones(2)), batched=True, call="extend")
+    schema = Schema(capacity=4, lanes=1, columns=(), fields=structure.fields, structure=structure.root)
+    assert [field.key for field in Structure.from_schema(schema).fields] == [("left",), ("right",)]
+    monkeypatch.setitem(globals(), "Turned", namedtuple("Turned", ["right", "left"]))
+    with pytest.raises(
+        TypeError, match=r"namedtuple 'Turned' with the fields \['left', 'right'\], but .* \['right', 'left'\]"
+    ):
+        Structure.from_schema(schema)

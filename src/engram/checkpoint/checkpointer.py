@@ -26,11 +26,13 @@ from engram.checkpoint.attempts import Attempts
 from engram.checkpoint.components import check_blocks
 from engram.checkpoint.crashes import Crashes
 from engram.checkpoint.endpoint import Endpoint
-from engram.checkpoint.moving import checked_incomplete, moves_trajectories, open_shards, seed_of
+from engram.checkpoint.moving import checked_incomplete, open_shards, saved_fields, seed_of
+from engram.checkpoint.placing import has_ends
 from engram.checkpoint.plan import Incomplete, Target
 from engram.checkpoint.reports import Lost, move_lines, move_report, said_move
 from engram.checkpoint.requests import Requests
-from engram.checkpoint.roles import check_roles
+from engram.checkpoint.roles import check_roles, doubts, roles_of
+from engram.checkpoint.rows import described
 from engram.checkpoint.runs import KINDS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.format import disk, series, strict
@@ -39,12 +41,12 @@ from engram.format.problems import Problem, corrupt
 from engram.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from engram.checkpoint.moving import Move, Planner
     from engram.checkpoint.rows import SavedRows
     from engram.format.checkpoints import Shard
-    from engram.format.parts import PartReader
+    from engram.format.parts import PartField, PartReader
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
 
@@ -296,7 +298,10 @@ class Checkpointer:
         prefetch: ``"drop"`` leaves out batches that were drawn ahead, as for ``dumps``: for buffers whose batches are neither tensors
             nor TensorDicts, which cannot be saved.
         roles: what fields mean, by key, where they are not called as usual: ``done``, ``terminated``, ``truncated``,
-            ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``.
+            ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``. Several may have one role. The usual names are those roles,
+            and ``traj_ids`` and ``episode`` for ``traj_id``, as the last part of a key at any depth: ``("time_step", "env_id")``, say,
+            in TensorDicts, dicts and named tuples. With ``ranks`` given, the first save warns where no field says where trajectories
+            end, and of a field of integers that is called like an id and has no role.
         timeout: seconds that ranks wait for each other, also for the slowest one's shard.
         every_steps: :meth:`poll` saves whenever so many steps are over, or as soon after that as the last save is over on all ranks.
             Default: only what is asked for.
@@ -375,6 +380,7 @@ class Checkpointer:
                 f"{self.root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each."
             )
         self._ranks = Ranks.local() if ranks is None else ranks
+        self._doubts = ranks is not None  # a process alone gets back its rows as they were
         self._attempts = Attempts(self.root, self._ranks)
         self._timeout = timeout
         self._saves = 0
@@ -453,6 +459,21 @@ class Checkpointer:
             raise
         return handle.wait() if wait else handle
 
+    def _fields(self) -> Sequence[PartField]:
+        """Those of this rank's rows, and what they mean; none before the first row, and of other rows than tensors."""
+        store = getattr(self._buffer.storage, "memory", None)
+        return () if store is None else described(store.schema, roles_of(store.schema.fields, self._roles))[1]
+
+    def _tell_doubts(self, fields: Sequence[PartField]) -> None:
+        """Warn once of what a restore on other ranks would do to rows of these fields; a rank without rows, by those of others."""
+        if not fields or not self._doubts or self._in_rows or self._buffer.storage.ndim > 1:
+            return
+        self._doubts = False
+        for text in doubts(fields, self._roles):
+            warn(
+                f'Checkpointer: {text}. If it means something, say with roles= what; "data" says that it means nothing.'
+            )
+
     def _prepared(self, asked: _Asked | Exception, handle: SaveHandle) -> Callable[[], None]:
         """Note the moment; what writes it, and ends the handle whatever happens."""
         started, self._save_began = time.perf_counter(), time.monotonic()
@@ -461,6 +482,7 @@ class Checkpointer:
         moment: _Moment | BaseException
         try:
             moment = self._noted() if isinstance(asked, _Asked) else asked
+            self._tell_doubts(self._fields())
         except BaseException as error:
             if self._ranks.world == 1:
                 raise
@@ -614,7 +636,9 @@ class Checkpointer:
         try:
             with Checkpoint(attempt) as checkpoint:
                 shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
-                drops = not moment.in_rows and moves_trajectories(checkpoint)
+                fields = saved_fields(checkpoint)
+                drops = not moment.in_rows and has_ends(fields)
+                self._tell_doubts(fields)
         except (OSError, CorruptCheckpoint) as error:  # it is there all the same; a slow rank may find it removed
             _log.warning(
                 "save: %s is there; it cannot be read for a report, which lacks figures: %s", attempt.name, error

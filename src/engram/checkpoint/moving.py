@@ -45,8 +45,8 @@ __all__ = [
     "by_trajectory",
     "by_value",
     "checked_incomplete",
-    "moves_trajectories",
     "open_shards",
+    "saved_fields",
     "seed_of",
 ]
 
@@ -158,13 +158,13 @@ def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[Sav
     ]
 
 
-def moves_trajectories(checkpoint: Checkpoint) -> bool:
-    """Whether trajectories are moved, of which those that are not whole may be left out; and not rows by themselves."""
+def saved_fields(checkpoint: Checkpoint) -> tuple[PartField, ...]:
+    """The fields of the first rank that was ever written; none: none was."""
     for rank in range(checkpoint.manifest.world):
         with buffers.open_storage(checkpoint, rank) as reader:
             if reader.schema is not None:
-                return has_ends(reader.schema)
-    return False
+                return reader.schema
+    return ()
 
 
 def by_trajectory(incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:

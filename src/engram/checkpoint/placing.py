@@ -13,6 +13,7 @@ import torch
 from engram import _native
 from engram.checkpoint.at_once import read_at_once
 from engram.checkpoint.plan import Source, within
+from engram.checkpoint.roles import ENDS, boundary_fields
 from engram.checkpoint.rows import Stretch, checked_numbers, dtype_of, read_rows_state, stretches
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
@@ -58,7 +59,6 @@ _MOVABLE = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 #: What fields that mark a step as the last one of a trajectory that was cut short get there.
 _CUT = {"done": 1, "truncated": 1, "terminated": 0, "step_type": 2}
 _LAST = frozenset(_CUT)
-_ENDS = _LAST | {"traj_id"}
 
 
 class Saved(NamedTuple):
@@ -169,7 +169,7 @@ def fields_of(saved: Sequence[Saved]) -> tuple[PartField, ...]:
 
 def has_ends(fields: Sequence[PartField]) -> bool:
     """Whether some field says where trajectories end."""
-    return any(field.role in _ENDS for field in fields)
+    return any(field.role in ENDS for field in fields)
 
 
 def can_truncate(fields: Sequence[PartField]) -> bool:
@@ -512,21 +512,23 @@ def _rewrite(
     length: int,
     env_offset: int,
 ) -> None:
-    by_role = {field.role: tensor for field, tensor in zip(fields, tensors, strict=True)}
-    roles = [role for role in ("env_id", "traj_id", "position") if role in by_role]
+    rewritten = [
+        (field.role, tensor)
+        for field, tensor in zip(fields, tensors, strict=True)
+        if field.role in ("env_id", "traj_id", "position")
+    ]
     steps, lane, position = plan.steps[mine], plan.lane[mine], plan.position[mine]
     shift = np.zeros(len(mine), np.int64)
-    if "position" in roles:
+    if any(role == "position" for role, _ in rewritten):
         for which, one in enumerate(saved):
             its = plan.source[mine] == which
             shift[its] = position[its] - _kept_from(plan, mine[its], one.source) // one.source.columns
     values = {"env_id": lane + env_offset, "traj_id": np.arange(len(mine)), "position": shift}
     piece = (np.cumsum(steps) - steps) // _REWRITTEN
-    for some in np.split(np.arange(len(mine)), np.flatnonzero(np.diff(piece)) + 1) if roles else ():
+    for some in np.split(np.arange(len(mine)), np.flatnonzero(np.diff(piece)) + 1) if rewritten else ():
         step = within(steps[some])
         rows = torch.from_numpy(np.repeat(lane[some] * length + position[some], steps[some]) + step)
-        for role in roles:
-            tensor = by_role[role]
+        for role, tensor in rewritten:
             words = _words(tensor)
             at = rows.to(tensor.device)
             value = torch.from_numpy(np.repeat(values[role][some], steps[some])).reshape(-1, *[1] * (tensor.ndim - 1))
@@ -536,7 +538,7 @@ def _rewrite(
     last = plan.truncated[mine]
     ends = (lane * length + position + steps - 1)[last]
     if len(ends):
-        _truncate(by_role, torch.from_numpy(ends))
+        _truncate(fields, tensors, torch.from_numpy(ends))
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -544,12 +546,12 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_complex() else tensor.view(_WORDS[tensor.itemsize])
 
 
-def _truncate(by_role: dict[Any, Tensor], rows: Tensor) -> None:
+def _truncate(fields: Sequence[PartField], tensors: Sequence[Tensor], rows: Tensor) -> None:
     """Mark steps as the last ones of trajectories that were cut short."""
-    for role, value in _CUT.items():
-        if role in by_role:
-            tensor = by_role[role]
+    said = boundary_fields(fields, [field.role for field in fields])
+    lasts = {role: said["last" if role == "step_type" else role] for role in _CUT}
+    for field, tensor in zip(fields, tensors, strict=True):
+        if field in lasts.get(field.role, ()):
+            value = torch.tensor(_CUT[field.role], device="cpu").to(tensor.dtype)
             words = _words(tensor)
-            words[rows.to(tensor.device)] = (
-                torch.tensor(value, device="cpu").to(tensor.dtype).view(words.dtype).to(tensor.device)
-            )
+            words[rows.to(tensor.device)] = value.view(words.dtype).to(tensor.device)

@@ -14,6 +14,7 @@ import torch
 
 from engram.checkpoint.at_once import READERS, read_at_once
 from engram.checkpoint.components import described_state, read_state
+from engram.checkpoint.roles import boundary_fields
 from engram.checkpoint.runs import Marks, count_kinds, find_runs
 from engram.errors import CorruptStore
 from engram.format import layout
@@ -58,7 +59,7 @@ _COMMITTED, _VOID = 2, 3
 _PIECE, _LONG_PIECE = 16 << 20, 128 << 20
 #: Tickets that are looked at together.
 _LOOK = 1 << 18
-_STEP_FIRST, _STEP_LAST = 0, 2
+_STEP_TYPES = {"first": 0, "last": 2}
 #: What ids are compared as, bit for bit, by the bytes of a number.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 #: Entries of a state that are tables of their own.
@@ -210,33 +211,35 @@ class Boundaries:
     """Which fields of a store say where trajectories begin and end."""
 
     def __init__(self, schema: Schema, roles: Sequence[str]) -> None:
-        by_role = {role: number for number, role in enumerate(roles)}
-        first = {field.key: number for number, field in enumerate(schema.fields)}.get(("is_init",))
-        names = ("traj_id", "done", "terminated", "truncated", "step_type")
-        found = {name: by_role[name] for name in names if name in by_role}
-        if first is not None:
-            found["is_init"] = first
-        self._names = tuple(found)
-        self.which = tuple(found.values())
+        number = {field.key: i for i, field in enumerate(schema.fields)}
+        chosen = boundary_fields(schema.fields, roles)
+        said = [(name, number[field.key]) for name, some in chosen.items() for field in some]
+        self._names = tuple(name for name, _ in said)
+        self.which = tuple(which for _, which in said)
         """Numbers of the fields."""
 
     def marks(self, columns: Sequence[Tensor]) -> Marks:
         """What rows say, from those fields of them, ``[n, *shape]`` each."""
-        flat = {name: column.cpu().reshape(len(column), -1) for name, column in zip(self._names, columns, strict=True)}
-        types = flat.get("step_type")
-        # Not by torch, whose threads would wait for each other where others have the cores.
-        true = {
-            name: _any_of(column if column.dtype == torch.bool else column != 0)
-            for name, column in flat.items()
-            if name not in ("traj_id", "step_type")
-        }
-        ids, cut, over = flat.get("traj_id"), true.get("truncated"), true.get("terminated")
-        last, first = (None if types is None else _any_of(types == kind) for kind in (_STEP_LAST, _STEP_FIRST))
+        ids: Tensor | None = None
+        true: dict[str, list[NDArray[np.bool_]]] = {}
+        for name, column in zip(self._names, columns, strict=True):
+            flat = column.cpu().reshape(len(column), -1)
+            if name == "traj_id":
+                ids = flat
+                continue
+            # Not by torch, whose threads would wait for each other where others have the cores.
+            flags = (
+                flat == _STEP_TYPES[name] if name in _STEP_TYPES else flat if flat.dtype == torch.bool else flat != 0
+            )
+            true.setdefault(name, []).append(_any_of(flags))
+        done, over, cut, last, first, begun = (
+            _any(true.get(name, [])) for name in ("done", "terminated", "truncated", "last", "first", "is_init")
+        )
         return Marks(
             None if ids is None else ids.contiguous().view(_WORDS[ids.element_size()]).numpy(),
-            _any([true.get("done"), cut, over, last]),
+            _any([done, cut, over, last]),
             cut if cut is None or over is None else cut & ~over,
-            _any([true.get("is_init"), first]),
+            _any([begun, first]),
         )
 
     def marks_now(self, store: Store) -> Callable[[NDArray[np.int64]], Marks]:

@@ -11,7 +11,16 @@ import torch
 from engram import _fork, _native, samplers
 from engram.checkpoint.components import Dumpable
 from engram.errors import NoSampleable, RowError, WriterStalled
-from engram.samplers._boundaries import ID_KEYS, Boundaries, as_key, as_keys, shared_table
+from engram.samplers._boundaries import (
+    ID_KEYS,
+    NAMED,
+    Boundaries,
+    as_key,
+    as_keys,
+    shared_table,
+    step_type_bytes,
+    step_type_of,
+)
 from engram.store import check_index_name, dlpack_specs
 from engram.types import Draw, Sampler
 
@@ -328,7 +337,7 @@ class Expander(Dumpable):
         if not memory.is_native:  # device="auto", and the first row was elsewhere
             raise RuntimeError(self._elsewhere(f"rows on {memory.device}"))
         kind = memory.schema.structure.kind
-        if kind not in ("tensordict", "tensorclass", "dict"):
+        if kind not in NAMED:
             raise RuntimeError(f"sample: {type(self).__name__}: expected rows whose fields have keys, got a {kind}.")
         own = memory.schema.structure.batch
         if own:
@@ -346,7 +355,7 @@ class Expander(Dumpable):
         boundaries, ends = self._boundaries(reading)
         table = shared_table(memory, self._rules[2] or "main", boundaries, 1)
         specs = dlpack_specs(fields)
-        read = _native.Expansion(ends)
+        read = _native.Expansion(ends, [step_type_bytes(fields[number]) for number in ends])
         columns, names = [*reading.columns, *reading.entries.values()], [public(key) for key in reading.entries]
         following = reading.following
         if following is not None:
@@ -398,10 +407,13 @@ class Expander(Dumpable):
             return Boundaries(False, tuple(ends)), ends
         if ids:
             return Boundaries(True, tuple(ids)), []
+        step_type = step_type_of(reading.fields)
+        if step_type is not None:
+            return Boundaries(False, (step_type,)), [step_type]
         raise RuntimeError(
-            f"sample: {type(self).__name__}: expected rows with one of the trajectory ids {[public(key) for key in ID_KEYS]} or "
-            f"of the end flags {[public(key) for key in end_keys or END_KEYS]}, got {[f.name for f in reading.fields]}. Name a "
-            "stored field with traj_key or end_keys."
+            f"sample: {type(self).__name__}: expected rows with one of the trajectory ids {[public(key) for key in ID_KEYS]}, "
+            f"of the end flags {[public(key) for key in end_keys or END_KEYS]} or with a 'step_type' of integers, got "
+            f"{[f.name for f in reading.fields]}. Name a stored field with traj_key or end_keys."
         )
 
     # ---- drawing -----------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class NStep(Expander):
             stored and no ``end_keys`` are given.
         end_keys: fields that are not zero at the last step of a trajectory; those that are not stored are skipped. Default
             ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``. They count beside a ``traj_key``, too.
+            Step types are understood as by :class:`SliceSampler`.
         index: name of the store's table of trajectories, ``"main"`` by default; slice samplers of the same name share it. Around one
             of those, keys and name are its own, if none of them is given.
 

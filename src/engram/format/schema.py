@@ -95,7 +95,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     field: int = -1
     """Leaf: number of its field."""
     children: dict[str, Node] = {}
-    """Others: in order; sequences use "0", "1", …"""
+    """Others: in order; tuples and lists use "0", "1", …, named tuples the names of their fields"""
     type: str = ""
     """tensorclass and namedtuple: ``module:qualname``. Looked up among classes the program has, never imported."""
     batch: tuple[int, ...] = ()
@@ -155,7 +155,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _validate_node(node: Node, path: tuple[str, ...]) -> None:
     if node.kind == "leaf" and node.children:
         raise ValueError(f"the structure has a leaf with children at {path}")
-    if node.kind in ("tuple", "list", "namedtuple") and any(key != str(i) for i, key in enumerate(node.children)):
+    if node.kind in ("tuple", "list") and any(key != str(i) for i, key in enumerate(node.children)):
         raise ValueError(f"the structure has a {node.kind} with the entries {list(node.children)} at {path}")
     if bool(node.type) != (node.kind in ("tensorclass", "namedtuple")):
         raise ValueError(f"the structure has a {node.kind} of type {node.type!r} at {path}")

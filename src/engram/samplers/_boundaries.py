@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from engram import _fork, _native, _progress
+from engram.format.schema import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from engram.format.schema import Field
     from engram.store import Store
 
 __all__ = [
     "ID_KEYS",
+    "NAMED",
     "Boundaries",
     "Key",
     "as_key",
@@ -30,9 +33,16 @@ __all__ = [
     "make_table",
     "shared_table",
     "static_table",
+    "step_type_bytes",
+    "step_type_of",
 ]
 
 Key = tuple[str, ...]
+
+#: What step types are called.
+STEP_TYPE = "step_type"
+#: Kinds of rows whose entries have names.
+NAMED = ("tensordict", "tensorclass", "dict", "namedtuple")
 
 #: Looked for in this order where no key is given.
 ID_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
@@ -62,7 +72,7 @@ class Boundaries(NamedTuple):
     """What ends a trajectory."""
 
     by_id: bool
-    """Another content of a field in the next step; else a byte other than zero in one of the fields."""
+    """Another content of a field in the next step; else a byte other than zero in one of the fields, or a step type."""
     which: tuple[int, ...]
     """Numbers of the fields in the store; one if ``by_id``."""
 
@@ -74,12 +84,32 @@ def field_numbers(memory: Store) -> dict[Key, int]:
     return {field.key: number for number, field in enumerate(memory.schema.fields)}
 
 
+def step_type_bytes(field: Field) -> int:
+    """Of a field that holds step types, the bytes of one; of others 0.
+
+    Step types are integers called ``step_type``, at any depth: 0 is the first step of a trajectory, 2 the last one, as in dm_env. A
+    first step begins a trajectory also where the last step of the one before it was lost.
+    """
+    integers = "int" in field.dtype
+    return DTYPES[field.dtype] if field.key[-1] == STEP_TYPE and integers else 0
+
+
+def step_type_of(fields: Sequence[Field]) -> int | None:
+    """Which field holds the step types of the rows: the one that is nested least, and no step's behind the row's; None: none."""
+    found = [
+        (len(field.key), number)
+        for number, field in enumerate(fields)
+        if step_type_bytes(field) and "next" not in field.key[:-1]
+    ]
+    return min(found, default=(0, None))[1]
+
+
 def boundaries_of(
     memory: Store, traj_key: Key | None, end_key: Key | None, end_keys: Sequence[Key] | None
 ) -> Boundaries:
     """The boundaries that some keys mean in a store.
 
-    What was asked for by name comes first: ``traj_key``, else ``end_key`` or ``end_keys``; then ids; then ends.
+    What was asked for by name comes first: ``traj_key``, else ``end_key`` or ``end_keys``; then ids; then ends; then step types.
 
     Raises:
         RuntimeError: the store has none of the fields.
@@ -91,12 +121,14 @@ def boundaries_of(
     stored = tuple(fields[key] for key in ends if key in fields)
     by_end = [Boundaries(False, stored)] if stored else []
     ends_first = traj_key is None and (end_key is not None or end_keys is not None)
-    found = by_end + by_id if ends_first else by_id + by_end
+    step_type = step_type_of(memory.schema.fields) if memory.schema.structure.kind in NAMED else None
+    by_type = [] if step_type is None else [Boundaries(False, (step_type,))]
+    found = (by_end + by_id if ends_first else by_id + by_end) + by_type
     if not found:
         stored_keys = [field.name for field in memory.schema.fields] if fields else "rows that are no TensorDicts"
         raise RuntimeError(
-            f"sample: expected TensorDicts with one of the trajectory ids {list(ids)} or of the end flags {list(ends)}, "
-            f"got {stored_keys}. Name a stored field with traj_key or end_key."
+            f"sample: expected TensorDicts with one of the trajectory ids {list(ids)}, of the end flags {list(ends)} or with a "
+            f"{STEP_TYPE!r} of integers, got {stored_keys}. Name a stored field with traj_key or end_key."
         )
     return found[0]
 
@@ -111,7 +143,10 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
     def make() -> Any:
         which, fields = memory.on_host(boundaries.which)
         counted = memory.windows.setdefault(name, window)
-        table = make_table(memory, boundaries.by_id, which, fields, counted)
+        types = [
+            0 if boundaries.by_id else step_type_bytes(memory.schema.fields[number]) for number in boundaries.which
+        ]
+        table = make_table(memory, boundaries.by_id, which, fields, counted, types)
         memory.core.attach(table)
         scan(table, memory)
         return table
@@ -119,10 +154,18 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
     return memory.index(name, "trajectories", boundaries, make)
 
 
-def make_table(memory: Store, by_id: bool, which: Sequence[int], fields: Sequence[Tensor], window: int) -> Any:
+def make_table(
+    memory: Store,
+    by_id: bool,
+    which: Sequence[int],
+    fields: Sequence[Tensor],
+    window: int,
+    step_types: Sequence[int] = (),
+) -> Any:
     """A table of its own over ``fields``, ``[C, ...]`` each and on the CPU, of which nothing is known yet.
 
-    ``which``: their numbers in the core; none of fields that no write moves.
+    ``which``: their numbers in the core; none of fields that no write moves. ``step_types``: as :func:`step_type_bytes`; none: all
+    of them are flags or an id.
     """
     control, tickets = memory.words
     width = 1
@@ -137,6 +180,7 @@ def make_table(memory: Store, by_id: bool, which: Sequence[int], fields: Sequenc
         tickets.numel(),
         by_id,
         list(which),
+        list(step_types),
         [field.data_ptr() for field in fields],
         [field[:1].numel() * field.element_size() for field in fields],
         width,

@@ -487,7 +487,9 @@ class SliceSampler(_SliceSampler):
     Args:
         num_slices: windows per batch.
         slice_len: steps per window. Exactly one of the two.
-        end_key: bool field that is true at the last step of a trajectory. Default ``("next", "done")``.
+        end_key: bool field that is true at the last step of a trajectory. Default ``("next", "done")``. An integer field called
+            ``step_type``, at any depth, holds step types as dm_env numbers them: 2 is the last step of a trajectory, and 0 the first
+            one, which begins a trajectory also where the last step before it was lost. One is looked for where nothing else is stored.
         end_keys: several of these: any of them ends a trajectory; those that are not stored are skipped.
         traj_key: field that is constant within a trajectory and changes with the next one. By default, and if neither end key
             is given, ``("collector", "traj_ids")``, else ``"episode"``, if one is stored. A key given that is not stored: the

@@ -401,6 +401,8 @@ def _children(kind: str, value: Any) -> Mapping[str, Any] | None:
         case "dict":
             mapping: Mapping[str, Any] = value
             return mapping
+        case "namedtuple":
+            return dict(zip(type(value)._fields, value, strict=True))
         case _:
             return {str(i): child for i, child in enumerate(value)}
 
@@ -531,6 +533,12 @@ def _find_type(node: Node) -> type:
         raise TypeError(
             f"open: the rows are of the {node.kind} {qualname!r}, which this program has not defined. "
             f"Import it first (it was defined in module {module_name!r})."
+        )
+    if node.kind == "namedtuple" and found._fields != tuple(node.children):
+        raise TypeError(
+            f"open: the rows are of the namedtuple {qualname!r} with the fields {list(node.children)}, but in this program it has "
+            f"{list(found._fields)}. Define it as it was; rows whose fields are numbers come from before engram kept the names: write "
+            "them again."
         )
     cls: type = found
     return cls
