@@ -291,7 +291,7 @@ class TestLane:
         rb = ReplayBuffer(storage=LazyTensorStorage(6, lanes=2))
         assert rb.lanes == 2
         assert rb.add(torch.tensor(1), lane=1) == 3
-        assert rb.add(torch.tensor(2)) == 0
+        assert rb.add(torch.tensor(2), lane=0) == 0
         assert rb.extend(torch.tensor([3, 4]), lane=1).tolist() == [4, 5]
         assert rb.extend(torch.tensor([5, 6]), lane=torch.tensor([1, 0])).tolist() == [3, 1]
         assert rb.extend(torch.tensor([7, 8]), lane=[0, 1]).tolist() == [2, 4]
@@ -304,14 +304,14 @@ class TestLane:
         assert rb.add(torch.tensor(1)) == 3
         assert rb.extend(torch.tensor([2])).tolist() == [4]
         assert rb.add(torch.tensor(2), lane=0) == 0
-        assert ReplayBuffer(storage=rb.storage).add(torch.tensor(1)) == 1  # a lane of its own
+        assert ReplayBuffer(storage=rb.storage).on_lane(0).add(torch.tensor(1)) == 1  # a lane of its own
 
     @pytest.mark.parametrize("lane", [-1, 2, 100])
     def test_out_of_range(self, lane):
         for filled in (False, True):
             rb = ReplayBuffer(storage=LazyTensorStorage(6, lanes=2))
             if filled:
-                rb.extend(torch.arange(2))
+                rb.extend(torch.arange(2), lane=0)
             for call in (
                 lambda: rb.add(torch.tensor(1), lane=lane),
                 lambda: rb.extend(torch.arange(2), lane=lane),
@@ -322,7 +322,7 @@ class TestLane:
                     call()
             assert rb.write_count == 2 * filled
             assert rb.storage.initialized == filled
-            assert rb.add(torch.tensor(0)) == 2 * filled
+            assert rb.add(torch.tensor(0), lane=0) == 2 * filled
 
     def test_one_per_row(self, storage):
         for filled in (False, True):
@@ -792,7 +792,9 @@ class TestRepr:
             transform=torch.nn.Identity(),
             batch_size=32,
         )
-        rb.extend(TensorDict({"obs": torch.zeros(1234, 25), "next": {"r": torch.zeros(1234)}}, batch_size=[1234]))
+        rb.extend(
+            TensorDict({"obs": torch.zeros(1234, 25), "next": {"r": torch.zeros(1234)}}, batch_size=[1234]), lane=0
+        )
         text = repr(rb)
         for part in (
             "TensorDictReplayBuffer(size=1 234/9 999 (12.3 %)",

@@ -558,7 +558,7 @@ def test_a_buffer_of_another_kind_refuses(kind, used, ram):
     through.series(rb, _one())
     other = OTHERS[kind]()
     if used:
-        other.extend(rows(4, 60).reshape(1, 4) if kind == "columns" else rows(4, 60))
+        other.extend(rows(4, 60).reshape(1, 4) if kind == "columns" else rows(4, 60), lane=0)
     elif kind in ("alpha", "eps"):
         pytest.skip("there are no priorities yet")
     before, saved = bits(other.state_dict()), tree(ram)

@@ -258,7 +258,7 @@ def test_writers_and_samplers_in_processes_of_their_own(storage, sampler):
     rb = TensorDictReplayBuffer(
         storage=storage(4 * ROWS, lanes=4), sampler=copy.deepcopy(sampler), batch_size=32
     ).share()
-    rb.extend(steps(0, 8, episode=-1))  # of a trajectory that no writer goes on with
+    rb.extend(steps(0, 8, episode=-1), lane=0)  # of a trajectory that no writer goes on with
     children = [Child(write, rb, lane, 150, 8) for lane in range(3)] + [Child(draw, rb, 0.7)]
     while any(child.process.is_alive() for child in children):
         batch = rb.sample()
@@ -400,7 +400,7 @@ def overwrite(rb, lane, count):
 
 def test_what_other_processes_wrote_can_be_learnt():
     rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(60, lanes=3))
-    rb.extend(steps(0, 3))
+    rb.extend(steps(0, 3), lane=0)
     following = Following(rb.storage)
     assert following.catch_up() == [0, 1, 2]
     children = [Child(overwrite, rb, lane, 400) for lane in range(3)]

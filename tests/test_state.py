@@ -184,7 +184,7 @@ def test_a_storage_alone():
     for make in STORAGES.values():
         rb, other = (buffer(make()) for _ in range(2))
         if rb.storage.ndim == 1:
-            rb.extend(rows(7))
+            rb.extend(rows(7), lane=0)
         state = through_a_file(rb.storage.state_dict())
         other.storage.load_state_dict(state)
         assert len(other) == len(rb)
@@ -635,11 +635,11 @@ def test_the_default_generator():
 
 
 def test_settings_of_the_buffer():
-    rb = buffer(LazyTensorStorage(L, lanes=3), n=4).on_lane(2)
+    rb = buffer(LazyTensorStorage(L, lanes=3), n=3).on_lane(2)
     other = TensorDictReplayBuffer(storage=LazyTensorStorage(L, lanes=3))
     other.load_state_dict(rb.state_dict())
     assert other.batch_size == 4
-    assert other.extend(rows(1)).tolist() == rb.extend(rows(1)).tolist() == [8]
+    assert other.extend(rows(1)).tolist() == rb.extend(rows(1)).tolist() == [9]
 
 
 @pytest.mark.parametrize("batches", range(6))

@@ -165,7 +165,7 @@ def test_a_buffer():
     rb = TensorDictReplayBuffer(storage=OnDevice(6, lanes=2), generator=torch.Generator().manual_seed(1))
     data = TensorDict({"a": torch.arange(5), "n": {"b": torch.rand(5, 2, requires_grad=True)}}, batch_size=[5])
     assert rb.extend(data, lane=torch.tensor([0, 1, 0, 1, 0])).tolist() == [0, 3, 1, 4, 2]
-    assert rb.add(data[0]) == 0
+    assert rb.add(data[0], lane=0) == 0
     assert rb["a"].tolist() == [0, 2, 4, 1, 3]
     sample = rb.sample(20)
     assert torch.equal(sample["a"], rb[sample["index"]]["a"])
@@ -174,11 +174,11 @@ def test_a_buffer():
     rb.set_at_("a", torch.tensor(77), 0)
     assert rb["a"].tolist() == [77, 0, 1, 1, 3]
     with pytest.raises(RuntimeError):
-        rb.extend(data.exclude("a").set("a", torch.rand(5)))
+        rb.extend(data.exclude("a").set("a", torch.rand(5)), lane=0)
     rb.empty()
     assert len(rb) == 0
     rb.set_sampler(SamplerWithoutReplacement())
-    rb.extend(data)
+    rb.extend(data, lane=0)
     assert sorted(rb.sample(9)["a"].tolist()) == [2, 3, 4]
 
 

@@ -104,7 +104,7 @@ class Twins:
         rb, twin = self.pair
         other = self._make()
         if used:
-            other.extend(self._shaped(rows(5, 10_000)))
+            other.extend(self._shaped(rows(5, 10_000)), lane=0 if self._lanes > 1 else None)
             if other.can_sample(self._samples[1]):
                 other.sample(self._samples[1])
         through(twin, other)

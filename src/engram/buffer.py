@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from engram.checkpoint.moving import Planner
     from engram.format.parts import PartReader
     from engram.pinning import Pinning
-    from engram.storages import Rows, Storage
+    from engram.storages import Count, Rows, Storage
 
 __all__ = ["ReplayBuffer"]
 
@@ -184,7 +184,8 @@ class ReplayBuffer:
         self._collate_fn = collate_fn
         self._transform = Compose.of(transform if transform_factory is None else transform_factory())
         self._pinning = pinning
-        self._lane = 0
+        self._lane = _lane_in(made, None)
+        self._told_lanes = False
         self._iterator: Iterator[Any] | None = None
         self._warned_batch_size = False
         self._shut_down = False
@@ -208,7 +209,7 @@ class ReplayBuffer:
         Args:
             data: a tensor, TensorDict, tensorclass, or a nested dict or tuple of tensors or arrays, without a batch
                 dimension; with a ``ListStorage`` any object. The first row fixes fields, dtypes and shapes. Copied.
-            lane: the ring to append to; default the handle's (:meth:`on_lane`).
+            lane: the ring to append to, where there are several; default the handle's (:meth:`on_lane`).
 
         Returns:
             The row, an int; None if the writer rejected it. With ``ndim > 1``, int64 ``[rows written, ndim]``. An empty index
@@ -217,7 +218,7 @@ class ReplayBuffer:
         Raises:
             KeyError, RuntimeError, TypeError: fields, shapes or dtypes, or kinds differ from the first row's; or an entry is no
                 tensor, such as a string, for which there is ``ListStorage``. Names the field. Nothing is written.
-            RowError: no such lane.
+            RowError: no such lane. RuntimeError: several lanes, of which none was named.
             OSError: first write to a full disk.
 
         Cost: O(bytes of the row). Releases the GIL; may be called from several threads.
@@ -228,6 +229,9 @@ class ReplayBuffer:
         """``add``. ``accept`` hears how many rows it will be (None: the data does not say) and may refuse: nothing is written."""
         if self._prefetcher is not None:
             self._prefetcher.settle(self)
+        lane = self._lane if lane is None else self._check_lane(lane)
+        if lane is None and self._appends:
+            self._storage.unnamed_lanes("add", batched=False)  # refuses
         if self._transform.writes:
             return self._add_transformed(data, lane, accept)
         storage = self._storage
@@ -235,7 +239,7 @@ class ReplayBuffer:
             accept(_rows_of(data, storage.ndim - 1))
         if self._appends and storage.ndim == 1 and self._recorded:
             row: int
-            row, number = storage.add_row(self._check_lane(lane), data, self._ignored)
+            row, number = storage.add_row(lane, data, self._ignored)
             if self._listening():
                 storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
             return row
@@ -265,13 +269,16 @@ class ReplayBuffer:
             accept(_rows_of(batch, at + 1))
         return self._extended(self._write(batch, lane, "extend", batched=True))
 
-    def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
+    def extend(
+        self, data: Any, *, lane: int | Tensor | Literal["each"] | None = None, update_priority: bool | None = None
+    ) -> Tensor:
         """Write a batch of rows.
 
         Args:
             data: as for :meth:`add`, every leaf ``[n, ...]``; or a list of ``n`` rows, which are stacked. With ``ndim > 1``
                 ``[*columns, T, ...]``. Copied.
-            lane: an int, or int64 ``[n]`` with a lane per row (order is kept within each); default the handle's.
+            lane: an int, or int64 ``[n]`` with a lane per row (order is kept within each), or ``"each"``: of as many rows as there
+                are lanes, row ``i`` to lane ``i``. Default the handle's; of several lanes, of which it named none, ``"each"``.
             update_priority: only for prioritized TensorDict buffers.
 
         Returns:
@@ -280,7 +287,7 @@ class ReplayBuffer:
 
         Raises:
             KeyError, RuntimeError, TypeError: as :meth:`add`; an empty batch; one row without batch dimension.
-            RowError: no such lane.
+            RowError: no such lane. RuntimeError: several lanes, of which none was named, and another number of rows than of lanes.
             NotImplementedError: ``update_priority``.
 
         Cost: O(bytes). Contiguous data is copied with one memcpy per field and chunk. Releases the GIL.
@@ -289,7 +296,9 @@ class ReplayBuffer:
             raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
         return self._extend(data, lane, None)
 
-    def _extend(self, data: Any, lane: int | Tensor | None, accept: Callable[[int | None], None] | None) -> Tensor:
+    def _extend(
+        self, data: Any, lane: int | Tensor | str | None, accept: Callable[[int | None], None] | None
+    ) -> Tensor:
         """``extend``. ``accept``: as for ``_add``."""
         self._settle()
         dims = self._storage.ndim
@@ -307,33 +316,50 @@ class ReplayBuffer:
 
     def _write(self, data: Any, lane: Any, call: str, *, batched: bool) -> Write:
         storage = self._storage
-        lane = self._check_lane(lane)
         if self._read_only:
-            self._writer.place(storage.extent(), 0, lane, data)
-        count = len(lane) if isinstance(lane, Tensor) and lane.ndim == 1 else None
+            self._writer.place(storage.extent(), 0, 0, data)
+        lane = self._lane if lane is None else lane
+        unnamed = lane is None
+        lane, count = self._lanes_of(lane, call, batched=batched)
         if self._appends:
             prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
             if not self._recorded:  # before a row is there: this may raise
                 self._record()
             write: Write = storage.write(Plan(lane=lane), prepared, n)
         else:
-            write = self._place_and_write(data, lane, call, count, batched=batched)
+            write = self._place_and_write(data, lane, call, count, batched=batched, unnamed=unnamed)
+        if unnamed and self._appends and not self._told_lanes:
+            self._told_lanes = True
+            storages.tensor.announce(
+                [
+                    f'extend: no lane was named: of {storage.lanes} rows each goes to a lane of its own, as lane="each" says.'
+                ]
+            )
         if self._listening():
             storage.notify(write, data)
         return write
 
-    def _place_and_write(self, data: Any, lane: Any, call: str, count: int | None, *, batched: bool) -> Write:
+    def _place_and_write(
+        self, data: Any, lane: Any, call: str, count: Count | None, *, batched: bool, unnamed: bool
+    ) -> Write:
         storage = self._storage
+
+        def place(n: int) -> Plan:
+            made: Plan = self._writer.place(storage.extent(), n, lane, data)
+            if unnamed and made.lane is lane:
+                storages.check_count(call, storage.unnamed_lanes(call, batched=batched)[1], n)
+            return made
+
         plan: Plan | None = None
         if not storage.initialized:  # a writer that refuses leaves no memory behind
             rows = _rows_of(data, storage.ndim) if batched else 1
-            plan = None if rows is None else self._writer.place(storage.extent(), rows, lane, data)
+            plan = None if rows is None else place(rows)
         prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
         if not self._recorded:
             self._record()
         with storage.placing:
             if plan is None or len(storage):  # another process may have written first
-                plan = self._writer.place(storage.extent(), n, lane, data)
+                plan = place(n)
             write: Write = storage.write(plan, prepared, n)
             if self._tells:
                 self._writer.written(plan, write)
@@ -346,15 +372,31 @@ class ReplayBuffer:
             return self._hears
         return any(getattr(getattr(listener(), "__self__", None), "_hears", False) for listener in listeners)
 
-    def _check_lane(self, lane: Any) -> Any:
+    def _lanes_of(self, lane: Any, call: str, *, batched: bool) -> tuple[int | Tensor, Count | None]:
+        """The lane of rows, or one per row, and how many there must be then."""
+        storage = self._storage
+        if lane is None and not self._appends:  # the writer names them, or hands these back
+            return storage.one_in_each_lane("")[0], None
         if lane is None:
-            return self._lane
+            unnamed: tuple[int | Tensor, Count | None] = storage.unnamed_lanes(call, batched=batched)
+            return unnamed
+        if isinstance(lane, str) and lane == "each" and batched:
+            each: tuple[Tensor, Count] = storage.one_in_each_lane('one for each lane, as lane="each" says')
+            return each
+        lane = self._check_lane(lane)
+        return lane, storages.Count(len(lane)) if isinstance(lane, Tensor) else None
+
+    def _check_lane(self, lane: Any) -> Any:
+        if isinstance(lane, str) and lane == "each":
+            raise RuntimeError(
+                f'lane="each": expected a batch of {self.lanes} rows for extend(), one for each lane, got one lane.'
+            )
         if isinstance(lane, list) or getattr(lane, "ndim", 0) != 0:
             return self._check_lanes(torch.as_tensor(lane, device="cpu"))
         try:
             number = operator.index(lane)
         except TypeError:
-            raise TypeError(f"lane: expected an int, or one int per row, got {lane!r}.") from None
+            raise TypeError(f"lane: expected an int, one int per row or 'each', got {lane!r}.") from None
         if not 0 <= number < self._storage.lanes:
             raise RowError(f"lane: expected an int in [0, {self._storage.lanes}) or one per row, got {lane!r}.")
         return number
@@ -372,9 +414,20 @@ class ReplayBuffer:
         return lanes.to(torch.int64)
 
     def on_lane(self, lane: int) -> Self:
-        """Make ``lane`` this handle's lane for all later writes. Returns the buffer. Raises ``RowError``: no such lane."""
+        """Make ``lane`` this handle's lane for all later writes. Returns the buffer.
+
+        Until then a handle has none, where there are several lanes: its writes name one, or write a row to each. Copies and saved
+        states keep it.
+
+        Raises ``RowError``: no such lane.
+        """
         self._lane = self._check_lane(lane)
         return self
+
+    @property
+    def _named_lane(self) -> int | None:
+        """The lane of this handle, if it named one of several."""
+        return None if self._storage.lanes == 1 else self._lane
 
     @property
     def lanes(self) -> int:
@@ -978,11 +1031,10 @@ class ReplayBuffer:
         if hasattr(self._writer, "register_storage"):
             self._writer.register_storage(made)  # first: it may refuse
         self._drop_ahead("set_storage")
+        self._lane = _lane_in(made, self._named_lane)
         self._storage = made
         previous.detach(self)
         self._storage.attach(self)
-        if self._lane >= self._storage.lanes:
-            self._lane = 0
         if collate_fn is not None:
             self._collate_fn = collate_fn
         self._take_sampler(self._sampler)
@@ -1103,9 +1155,9 @@ class ReplayBuffer:
         """All state, as tensors and plain values: copies, which ``torch.save`` and the like carry.
 
         Keys: ``_storage`` (rows, their order, cursors, indexes), ``_sampler`` (with the index that it draws from),
-        ``_writer``, ``_transforms``, ``_batch_size``, ``_lane``, ``_iterating`` (whether :meth:`next` is amid a pass),
-        ``_consume_after_n_samples``, ``_rng`` (``[state, device]`` of the generator that was given, else None), ``_default_rng``
-        (the state of torch's) and ``_prefetch_state``. Writers, of all processes, wait meanwhile.
+        ``_writer``, ``_transforms``, ``_batch_size``, ``_lane`` (a list of the one that was named, or None), ``_iterating``
+        (whether :meth:`next` is amid a pass), ``_consume_after_n_samples``, ``_rng`` (``[state, device]`` of the generator that was
+        given, else None), ``_default_rng`` (the state of torch's) and ``_prefetch_state``. Writers, of all processes, wait meanwhile.
 
         Raises:
             TypeError: something that is neither a tensor nor a plain value, in items of a list or in the state of a component of
@@ -1137,7 +1189,7 @@ class ReplayBuffer:
             "_writer": saved(self._writer, "_writer"),
             "_transforms": self._transform.state_dict(),
             "_batch_size": self._batch_size,
-            "_lane": self._lane,
+            "_lane": None if self._named_lane is None else [self._named_lane],
             "_iterating": self._iterator is not None,
             "_consume_after_n_samples": None,
             "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
@@ -1199,7 +1251,7 @@ class ReplayBuffer:
             raise ValueError(
                 f"{name}: _batch_size: expected an int, as prefetch={self.prefetch} needs one, got None. Load it without prefetch."
             )
-        lane = integer(state, "_lane", 0, self._storage.lanes, name)
+        lane = self._checked_lane(state, name)
         iterating = typed(state, "_iterating", bool, name)
         if state["_consume_after_n_samples"] is not None:
             raise TypeError(f"{name}: _consume_after_n_samples: expected None: a ConsumingSampler will carry it.")
@@ -1238,6 +1290,16 @@ class ReplayBuffer:
                     self._record()
 
         return take
+
+    def _checked_lane(self, state: dict[str, Any], where: str) -> int | None:
+        """The lane of a saved handle. States of before 2026-12 have an int, whose 0 was that of a handle which named none, too."""
+        saved = typed(state, "_lane", (list, int, type(None)), where)
+        if saved in (None, 0):
+            return _lane_in(self._storage, None)
+        named = saved if isinstance(saved, list) else [saved]
+        if len(named) != 1:
+            raise ValueError(f"{where}: _lane: expected None or a list of one lane, got {len(named)}.")
+        return integer({"_lane": named[0]}, "_lane", 0, self._storage.lanes, where)
 
     def _checked_rng(self, rng: Any) -> torch.Generator | None:
         where = f"{type(self).__name__}: _rng"
@@ -1507,6 +1569,9 @@ class ReplayBuffer:
             states["sampler"] = of_storage["priorities"][states["sampler"][buffers.INDEX]]
         state = self._state_of_parts(states, where)
         state["_rng"] = None if self._generator is None else [generator, "cpu"]
+        state["_lane"] = (
+            None if self._named_lane is None else [self._named_lane]
+        )  # that of another rank says nothing here
         return self._checked_rest(state, of_storage, lambda: take_rows(fill), default_rng=default_rng)
 
     def _state_of_parts(self, states: dict[str, dict[str, Any]], where: str) -> dict[str, Any]:
@@ -1548,8 +1613,8 @@ class ReplayBuffer:
             states["sampler"] = of_storage["priorities"][name]
         states["sampler"] = buffers.pass_anew(states["sampler"], 0)
         states["prefetch"] = {"batches": None}
-        if states["buffer"].get("lane", 0) >= self._storage.lanes:
-            states["buffer"]["lane"] = 0
+        if states["buffer"].get("lane") not in [[lane] for lane in range(self._storage.lanes)]:
+            states["buffer"]["lane"] = None
         return of_storage, take
 
     # ---- life ----------------------------------------------------------------------------------------------------------
@@ -1924,6 +1989,13 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         why = str(error).removesuffix(".")
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {why}.") from error
+
+
+def _lane_in(storage: Storage, named: int | None) -> int | None:
+    """The lane of a handle on a storage, if it named that one; None: writes must name one of several."""
+    if storage.lanes == 1:
+        return 0
+    return named if named is not None and named < storage.lanes else None
 
 
 def _close(storage: Storage) -> None:

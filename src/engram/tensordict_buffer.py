@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
@@ -73,7 +73,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
             self._bound_sampler().update_priority(self._rows_named(index), priority)
         return index
 
-    def extend(self, data: Any, *, lane: int | Tensor | None = None, update_priority: bool | None = None) -> Tensor:
+    def extend(
+        self, data: Any, *, lane: int | Tensor | Literal["each"] | None = None, update_priority: bool | None = None
+    ) -> Tensor:
         """As :meth:`ReplayBuffer.extend`, for a TensorDict with a batch dimension.
 
         Args:

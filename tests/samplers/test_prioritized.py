@@ -419,7 +419,7 @@ def along(storage, filled=2, alpha=2.0, **kwargs):
     sampler = PrioritizedSampler(6, alpha=alpha, beta=1.0, eps=0.0)
     rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, priority_key="p", **kwargs)
     if filled:
-        rb.extend(steps(*[1.0] * filled).exclude("p"))
+        rb.extend(steps(*[1.0] * filled).exclude("p"), lane=0)
 
     def state():
         if not rb.storage.initialized:

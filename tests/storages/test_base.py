@@ -121,7 +121,7 @@ def test_indices_count_live_rows_in_row_order(lanes, n, index, rows):
     made = LazyTensorStorage(length * lanes, lanes=lanes)
     rb = ReplayBuffer(storage=made)
     live = []
-    rb.extend(torch.tensor([0]))
+    rb.extend(torch.tensor([0]), lane=0)
     rb.empty()
     for lane in range(lanes):
         k = (n + lane) % (length + 1)

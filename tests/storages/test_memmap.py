@@ -23,7 +23,7 @@ def td(start, n):
 
 def filled(scratch_dir, n=3, **options):
     rb = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=scratch_dir, **options))
-    rb.extend(td(0, n))
+    rb.extend(td(0, n), lane=0)
     return rb
 
 

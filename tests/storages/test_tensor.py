@@ -204,9 +204,9 @@ def test_a_surrounding_device_changes_nothing(make, device, lanes, form):
     with torch.device(device):
         storage = make(12, lanes=lanes)
         rb = ReplayBuffer(storage=storage)
-        rb.extend(data)
+        rb.extend(data, lane=0)
         rb.extend(data, lane=lane_of) if lanes == 2 else rb.empty() or rb.extend(data)
-        rb.add(row) if lanes == 2 else None
+        rb.add(row, lane=0) if lanes == 2 else None
         assert 2 in storage
         assert storage.contains(rows).tolist() == [True, True]
         storage.set(range(2), {key: value[:2] for key, value in data.items()} if form != "tensordict" else data[:2])
@@ -476,8 +476,8 @@ def state(storage):
     )
 
 
-def rejected(data, error, says, *, call="extend", **options):
-    return data, error, says, call, options
+def rejected(data, error, says, *, call="extend", lane=0):
+    return data, error, says, call, {"lane": lane}
 
 
 GOOD = {"a": torch.zeros(2, 3), "next": {"b": torch.zeros(2, dtype=torch.int64)}}
@@ -540,7 +540,7 @@ def test_refused_writes_change_nothing(make, data, error, says, call, options):
     with pytest.raises(error, match=says):
         getattr(rb, call)(data, **options)
     assert state(storage) == before
-    assert rb.extend(GOOD).tolist() == [0, 1]
+    assert rb.extend(GOOD, lane=0).tolist() == [0, 1]
 
 
 FIRST = {
@@ -1056,7 +1056,7 @@ def test_creation_is_shown_by_default_and_can_be_silenced(tmp_path):
 
 def test_repr_says_what_matters(make):
     storage = make(10, lanes=3)
-    ReplayBuffer(storage=storage).extend(numbered(0, 2))
+    ReplayBuffer(storage=storage).extend(numbered(0, 2), lane=0)
     assert f"{type(storage).__name__}(size=2/9, lanes=3, max_size=10 asked, 2 fields, cpu)" == repr(storage)
 
 

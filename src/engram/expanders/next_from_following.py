@@ -65,9 +65,9 @@ class FinalObservations:
         given = as_keys(keys, "FinalObservations: keys")
         if given is None:
             raise TypeError("FinalObservations: keys: expected a list of keys, got None.")
-        if not hasattr(storage, "structure") or storage.ndim != 1 or storage.device.type != "cpu":
+        if not hasattr(storage, "structure") or storage.ndim != 1 or storage.lanes != 1 or storage.device.type != "cpu":
             raise TypeError(
-                f"FinalObservations: storage: expected a LazyTensorStorage or LazyMemmapStorage on the CPU, got {storage!r}."
+                f"FinalObservations: storage: expected a LazyTensorStorage or LazyMemmapStorage on the CPU with one lane, got {storage!r}."
             )
         self.keys = given
         self.storage = storage

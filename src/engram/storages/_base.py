@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engram.format.parts import PartReader
     from engram.priorities import PriorityConfig, PriorityIndex
 
-__all__ = ["Rows", "Storage", "check_count"]
+__all__ = ["Count", "Rows", "Storage", "check_count"]
 
 
 class Rows(NamedTuple):
@@ -44,6 +44,14 @@ class Rows(NamedTuple):
     """``ndim > 1``: the shape that the index selects from ``[*columns, time]``; ``rows`` is flat."""
     view: slice | None = None
     """The slice, where a live view shows these rows."""
+
+
+class Count(NamedTuple):
+    """How many rows there must be."""
+
+    rows: int
+    why: str = "one per index or lane that was given"
+    remedy: str = ""
 
 
 class Storage(Dumpable):
@@ -107,6 +115,25 @@ class Storage(Dumpable):
         """Rings that the rows are divided into."""
         return 1
 
+    def one_in_each_lane(self, why: str, remedy: str = "") -> tuple[Tensor, Count]:
+        """The lanes of rows of which each goes to one, in order, and how many there must be."""
+        return torch.arange(self.lanes, device="cpu"), Count(self.lanes, why, remedy)
+
+    def unnamed_lanes(self, call: str, *, batched: bool) -> tuple[int | Tensor, Count | None]:
+        """Where rows go whose lane was not named, and how many there must be: of several lanes each takes one.
+
+        Raises:
+            RuntimeError: one row, and several lanes.
+        """
+        if self.lanes == 1:
+            return 0, None
+        remedy = f" Name their lane: {call}(..., lane=…) takes an int or one per row, and rb.on_lane(k) stays."
+        if not batched:
+            raise RuntimeError(f"{call}: expected the lane of a row, one of {self.lanes}, got none.{remedy}")
+        return self.one_in_each_lane(
+            "one for each lane as none was named", f'{remedy} lane="each" is for one row in each.'
+        )
+
     @property
     def shape(self) -> torch.Size:
         """Live slots, then the columns."""
@@ -120,11 +147,11 @@ class Storage(Dumpable):
         raise NotImplementedError
 
     def prepare(
-        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: int | None = None
+        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[Any, int]:
         """Check data and bring it into the form that :meth:`write` takes, with the number of rows. Writes nothing.
 
-        ``count``: rows there must be, one per index or lane that was given.
+        ``count``: rows there must be.
         """
         raise NotImplementedError
 
@@ -381,7 +408,7 @@ class Storage(Dumpable):
         outside = rows[(rows < 0) | (rows >= self.max_size)]
         if len(outside) and (self.initialized or self.ndim == 1):  # slots may still be rounded up
             raise RowError(f"set: row {int(outside[0])} is outside [0, {self.max_size}).")
-        prepared, n = self.prepare(data, "set", batched=not single, count=len(rows))
+        prepared, n = self.prepare(data, "set", batched=not single, count=Count(len(rows)))
         self.write(Plan(rows=rows), prepared, n)
 
     def get(self, index: Any) -> tuple[Any, list[int]]:
@@ -396,7 +423,7 @@ class Storage(Dumpable):
 
     def prepare_at(self, where: Rows, data: Any, call: str, *, ignored: Iterable[str] = ()) -> Any:
         """Check data for rows that were located and bring it into the form that :meth:`edit` takes."""
-        return self.prepare(data, call, batched=not where.single, ignored=ignored, count=len(where.rows))[0]
+        return self.prepare(data, call, batched=not where.single, ignored=ignored, count=Count(len(where.rows)))[0]
 
     def pack(self, columns: Any, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
         """Data in the user's form around what :meth:`read` returned. ``extra`` ``[n]`` joins the entries of TensorDicts."""
@@ -415,7 +442,9 @@ class Storage(Dumpable):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         where = self.resolve(index)
-        prepared, _ = self.prepare(value, "storage[index] = value", batched=not where.single, count=len(where.rows))
+        prepared, _ = self.prepare(
+            value, "storage[index] = value", batched=not where.single, count=Count(len(where.rows))
+        )
         self.edit(where, prepared)
 
     def __iter__(self) -> Iterator[Any]:
@@ -496,12 +525,10 @@ class Storage(Dumpable):
         return rows
 
 
-def check_count(call: str, count: int | None, n: int) -> None:
-    """Raise ``RuntimeError`` unless there are as many rows as indices or lanes were given."""
-    if count is not None and n != count:
-        raise RuntimeError(
-            f"{call}: expected {_words.count(count, 'row')}, one per index or lane that was given, got {n}."
-        )
+def check_count(call: str, count: Count | None, n: int) -> None:
+    """Raise ``RuntimeError`` unless there are as many rows as there must be."""
+    if count is not None and n != count.rows:
+        raise RuntimeError(f"{call}: expected {_words.count(count.rows, 'row')}, {count.why}, got {n}.{count.remedy}")
 
 
 def _to_rows(index: Any) -> Tensor:

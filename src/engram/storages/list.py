@@ -16,7 +16,7 @@ from engram.errors import IncompatibleCheckpoint, RowError
 from engram.packing import pack, unpack
 from engram.priorities import PriorityConfig, PriorityIndex
 from engram.state import check_keys, integer, tensor_in, typed
-from engram.storages._base import Rows, Storage, check_count, one_or_many
+from engram.storages._base import Count, Rows, Storage, check_count, one_or_many
 from engram.storages._indexes import checked_priorities, saved_priorities
 from engram.storages._structure import describe
 from engram.store import check_index_name
@@ -93,7 +93,7 @@ class ListStorage(Storage):
         return Extent(self.max_size, (len(self._items),), (self._cursor % self.max_size,))
 
     def prepare(
-        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: int | None = None
+        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Any], int]:
         items = self._split(data, call) if batched else [data]
         if not items:
@@ -138,7 +138,7 @@ class ListStorage(Storage):
             else:
                 _check_lane(plan.lane)
                 rows = [(self._cursor + i) % self.max_size for i in range(n)]
-            check_count("write", len(rows), n)
+            check_count("write", Count(len(rows)), n)
             first = self._put(rows, prepared)
             if plan.rows is None:
                 self._cursor += n

@@ -34,7 +34,7 @@ from engram.passes import PassIndex, checked_walk
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
 from engram.state import check_keys, copied, integer, tensor_in, typed
-from engram.storages._base import Rows, Storage, check_count
+from engram.storages._base import Count, Rows, Storage, check_count
 from engram.storages._columns import (
     first_leaf,
     rows_of_batch,
@@ -348,7 +348,7 @@ class TensorStorage(Storage):
         return self._lock if store is None or store.directory is None else store.placing()
 
     def prepare(
-        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: int | None = None
+        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
         if batched and isinstance(data, list):
             data = _stack(data, call)

@@ -55,21 +55,25 @@ class NativeWriter(Dumpable):
 
     def _write(self, call: str, data: Any, plan: Plan | None, *, batched: bool) -> Write:
         storage = self._registered()
-        prepared, n = storage.prepare(data, call, batched=batched)
+        lane, count = (0, None) if plan is not None else storage.unnamed_lanes(call, batched=batched)
+        prepared, n = storage.prepare(data, call, batched=batched, count=count)
         with storage.placing:
-            plan = plan or self.place(storage.extent(), n, 0, data)
+            plan = plan or self.place(storage.extent(), n, lane, data)
             write: Write = storage.write(plan, prepared, n)
             self.written(plan, write)
         storage.notify(write, data)
         return write
 
     def add(self, data: Any) -> int | None:
-        """Write one row to the registered storage, without transforms; its row number, None if it was rejected."""
+        """Write one row to the registered storage, without transforms; its row number, None if it was rejected.
+
+        Raises ``RuntimeError`` also for a storage with several lanes: the buffer's ``add`` names one.
+        """
         row = int(self._write("add", data, None, batched=False).rows[0])
         return None if self.rejects and row < 0 else row
 
     def extend(self, data: Any) -> Tensor:
-        """Write a batch of rows to the registered storage, without transforms; int64 ``[n]``."""
+        """Write a batch of rows to the registered storage, without transforms; int64 ``[n]``. Of several lanes each gets one."""
         write = self._write("extend", data, None, batched=True)
         return write.survivors if self.rejects else write.rows
 
