@@ -289,20 +289,25 @@ def attempt(operation, call, code, n):
     return left <= 0
 
 
+def in_this_process(function, report):
+    """Ends it: with status 0 for True, 3 for anything else that the function returned."""
+    signal.alarm(LIMIT_S)
+    code = 1
+    try:
+        code = 0 if function() else 3
+    except BaseException:  # noqa: BLE001 - reported
+        report.write_text(traceback.format_exc())
+    finally:
+        with contextlib.suppress(BaseException):
+            gc.collect()
+        os._exit(code)
+
+
 def forked(function, report):
-    """Exit status of a process that runs ``function``: 0 for True, 3 for anything else that it returned."""
+    """Exit status of a process that runs ``function``, as :func:`in_this_process`."""
     pid = os.fork()
     if pid == 0:
-        signal.alarm(LIMIT_S)
-        code = 1
-        try:
-            code = 0 if function() else 3
-        except BaseException:  # noqa: BLE001 - reported
-            report.write_text(traceback.format_exc())
-        finally:
-            with contextlib.suppress(BaseException):
-                gc.collect()
-            os._exit(code)
+        in_this_process(function, report)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

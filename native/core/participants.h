@@ -27,6 +27,9 @@ class Participants {
   /// Gives this process's entry back. If one of its threads is still writing, that stays noted until the process ends.
   void leave();
 
+  /// Whether this process holds an entry.
+  bool joined() const { return own_ != kNobody; }
+
   /// Whether a process other than this one holds an entry.
   bool others() const;
 

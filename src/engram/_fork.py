@@ -50,7 +50,9 @@ _forks = _Forks()
 
 
 def _prepare() -> None:
-    _forks.prepared.append([(thing, thing.before_fork()) for thing in list(_users) if hasattr(thing, "before_fork")])
+    prepared: list[tuple[Any, Any]] = []
+    _forks.prepared.append(prepared)  # first: an interrupt here is told, and the fork goes on
+    prepared.extend((thing, thing.before_fork()) for thing in list(_users) if hasattr(thing, "before_fork"))
 
 
 def _settle() -> None:

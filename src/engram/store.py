@@ -508,7 +508,7 @@ class Store:
     def _attach(cls, schema: Schema, directory: Path, fingerprint: int, *, unclean: str) -> Store:
         """The store in a folder whose description was read. The folder is locked."""
         folder = directory / layout.FOLDER
-        alive = _Alive(directory)
+        alive, store = _Alive(directory), None
         try:
             control = _file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
             tickets = _file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
@@ -522,6 +522,7 @@ class Store:
                 foreign = any(word in str(error) for word in ("format", "platform", "byte order"))
                 kind = IncompatibleStore if foreign else CorruptStore
                 raise kind(f"{folder}: {error}.") from error
+            store._finalize_with(participants, alive)  # from here on to close it lets go of all that is taken
             core = store.core
             if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum != fingerprint:
                 raise CorruptStore(
@@ -533,11 +534,12 @@ class Store:
                 store._finish_scans(directory)  # whoever made an index may have died before it looked
             else:
                 store._attach_first(participants, unclean)
+            _register(directory, store)
         except BaseException:
+            if store is not None:
+                store.close()
             alive.release()
             raise
-        store._finalize_with(participants, alive)
-        _register(directory, store)
         return store
 
     def _finalize_with(self, participants: Any, alive: _Alive) -> None:
@@ -591,16 +593,20 @@ class Store:
         """
         for owner in list(self.owners):
             owner.close()  # the last one comes back here
-        if self.closed:
+        finalizer = self._finalizer
+        found = None if finalizer is None else finalizer.peek()
+        if self.closed and found is None:
             return
-        if self._finalizer is not None:
-            _forget(self)
-            self._finalizer()
         where = "" if self.directory is None else f" in {str(self.directory)!r}"
         why = f"the store{where} was closed. Use ReplayBuffer.open to go on with one in a folder."
         for one in (self, *self.indexes.values()):
             one.core = _Refusing(RuntimeError, why)
         self.closed = True
+        if finalizer is not None and found is not None:
+            _, close, arguments, _ = found
+            close(*arguments)  # what an interrupt leaves is done by the next call, or when this is collected
+            _forget(self)
+            finalizer.detach()
 
     def remove(self) -> bool:
         """Close a directory store and remove its files. False: there are none any more, or another process has it open.
@@ -991,12 +997,12 @@ class Store:
             for (name, _), (_, table) in self._indexes.items():
                 table.count(self.windows[name])
 
-    def before_fork(self) -> int | None:
+    def before_fork(self) -> files.Descriptor | None:
         """A lock that parent and child have together, until the child is a participant of its own."""
         if self.directory is None or self.closed:
             return None
         try:
-            fd = os.open(self.directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = files.Descriptor.open(self.directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:  # it was removed
             return None
         with contextlib.suppress(OSError):
@@ -1004,10 +1010,10 @@ class Store:
         return fd
 
     @staticmethod
-    def forked(fd: int | None) -> None:
+    def forked(fd: files.Descriptor | None) -> None:
         """Let go of it in one of the two."""
         if fd is not None:
-            os.close(fd)
+            fd.close()
 
     def after_fork(self) -> None:
         """In a child: threads of the parent that were writing to private memory do not exist here; a directory is shared."""
@@ -1484,7 +1490,7 @@ class _Alive:
         return False
 
     def release(self) -> None:
-        os.close(self.fd)
+        self.fd.close()
 
 
 def _others_have(directory: Path) -> bool:
@@ -1561,23 +1567,24 @@ def _close(core: Any, participants: Any, alive: _Alive, control: Block, place: t
     directory, schema = place
     try:
         with _alone(directory):
-            last = not _others_are_there(participants, directory)
+            last = participants.joined and not _others_are_there(participants, directory)
             if last:
                 core.mend()
                 core.clean = core.in_flight == 0  # a thread may be writing still: then the next open looks at the rows
-            participants.leave()
-            _leave_temporary(directory, schema if last else None)
+            if participants.joined:
+                participants.leave()
+                _leave_temporary(directory, schema if last else None)
     except (FileNotFoundError, StoreInUse):  # removed by somebody; or who comes next finds out that we are gone
-        participants.leave()
+        pass
     finally:
+        participants.leave()
         del control
-        alive.release()
+        alive.release()  # behind that: the descriptor's number may be another file's at once
 
 
 def _others_are_there(participants: Any, directory: Path) -> bool:
     """Whether another process has the store open. Waits for those that are just being forked."""
-    fd = os.open(directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with files.Descriptor.open(directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY) as fd:
         deadline = time.monotonic() + _WAIT_S
         while not participants.others:
             try:
@@ -1588,8 +1595,6 @@ def _others_are_there(participants: Any, directory: Path) -> bool:
                 time.sleep(0.001)
             else:
                 return bool(participants.others)  # who was being forked when we first looked has joined
-    finally:
-        os.close(fd)
     return True
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import msgspec
 
 from engram.errors import CorruptCheckpoint
+from engram.format.files import Descriptor
 from engram.format.schema import MAX_BYTES, MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -33,21 +34,21 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        os.close(self._open((), 0))
+        self._open((), 0).close()
 
     def name(self, parts: Sequence[str]) -> str:
         return str(self.path.joinpath(*parts))
 
-    def _open(self, parts: Sequence[str], flags: int) -> int:
+    def _open(self, parts: Sequence[str], flags: int) -> Descriptor:
         """A descriptor; for whatever is missing ``FileNotFoundError``, for a link or a file amid the path ``CorruptCheckpoint``."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = Descriptor.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             kind = flags if last else os.O_DIRECTORY
             try:
                 if part in ("", ".", "..") or {"/", "\0"} & set(part):
                     raise CorruptCheckpoint(f"{self.name(parts)}: not a name of a file.")
-                below = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | kind, dir_fd=fd)
+                below = Descriptor.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | kind, dir_fd=fd)
             except OSError as error:
                 if error.errno == errno.ENAMETOOLONG:
                     raise FileNotFoundError(error.errno, error.strerror, self.name(parts)) from error
@@ -56,11 +57,11 @@ class Folder:
                 what = "regular file" if last and not flags else "folder"
                 raise CorruptCheckpoint(f"{self.name(parts)}: expected a {what}, got something else.") from error
             finally:
-                os.close(fd)
+                fd.close()
             fd = below
         return fd
 
-    def open(self, parts: Sequence[str], nbytes: int | None = None) -> int:
+    def open(self, parts: Sequence[str], nbytes: int | None = None) -> Descriptor:
         """A descriptor of a regular file, of exactly ``nbytes`` bytes if given."""
         try:
             fd = self._open(parts, 0)
@@ -68,10 +69,10 @@ class Folder:
             raise CorruptCheckpoint(f"{self.name(parts)}: expected a file, found none.") from error
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
+            fd.close()
             raise CorruptCheckpoint(f"{self.name(parts)}: expected a regular file, got something else.")
         if nbytes is not None and status.st_size != nbytes:
-            os.close(fd)
+            fd.close()
             raise CorruptCheckpoint(
                 f"{self.name(parts)}: expected {nbytes} bytes, got {status.st_size}. The file was truncated or replaced; nothing "
                 "was changed. Copy the dump again."
@@ -79,7 +80,7 @@ class Folder:
         return fd
 
     def check(self, parts: Sequence[str], nbytes: int) -> None:
-        os.close(self.open(parts, nbytes))
+        self.open(parts, nbytes).close()
 
     def names(self, parts: Sequence[str]) -> list[str]:
         """What is in a folder, sorted; nothing if there is none."""
@@ -90,17 +91,17 @@ class Folder:
         try:
             return sorted(os.listdir(fd))
         finally:
-            os.close(fd)
+            fd.close()
 
     def is_folder(self, parts: Sequence[str]) -> bool:
         try:
-            os.close(self._open(parts, os.O_DIRECTORY))
+            self._open(parts, os.O_DIRECTORY).close()
         except (FileNotFoundError, CorruptCheckpoint):
             return False
         return True
 
     def json(self, parts: Sequence[str]) -> dict[str, Any]:
-        with os.fdopen(self.open(parts), "rb") as file:
+        with self.open(parts) as fd, open(fd, "rb", closefd=False) as file:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise CorruptCheckpoint(f"{self.name(parts)}: expected at most {MAX_BYTES} bytes, got more.")
@@ -121,7 +122,7 @@ class Folder:
                     raise CorruptCheckpoint(f"{self.name(parts)}: it became shorter while it was read.")
                 done += got
         finally:
-            os.close(fd)
+            fd.close()
 
 
 def _strict(raw: bytes, name: str) -> dict[str, Any]:

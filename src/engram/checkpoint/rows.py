@@ -20,6 +20,7 @@ from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.checkpoints import Count, Cut, Totals
+from engram.format.files import Descriptor
 from engram.format.parts import NO_SCHEMA, Geometry, PartField, PartWriter, schema_sum, segment_layout
 from engram.format.problems import corrupt
 from engram.format.tables import OPEN
@@ -164,11 +165,8 @@ def _its_file(store: Store, key: tuple[str, ...], size: int) -> Iterator[int | N
     if store.directory is None or not size:
         yield None
         return
-    fd = os.open(layout.field_path(store.directory, key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with Descriptor.open(layout.field_path(store.directory, key), os.O_RDONLY | os.O_NOFOLLOW) as fd:
         yield fd
-    finally:
-        os.close(fd)
 
 
 def write_tables(

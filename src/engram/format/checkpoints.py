@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk, strict
+from engram.format import disk, files, strict
 from engram.format.description import NO_SCHEMA
 from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
@@ -274,7 +274,7 @@ def replacing(path: Path) -> Iterator[Path]:
     else:
         _throw_away(temporary, path, disk.meanwhile)
     finally:
-        os.close(held)
+        held.close()
 
 
 def _throw_away(temporary: Path, path: Path, run: Callable[[Callable[[], None]], None]) -> None:
@@ -286,7 +286,7 @@ def _throw_away(temporary: Path, path: Path, run: Callable[[Callable[[], None]],
             with contextlib.suppress(OSError):
                 disk.remove(trash)
         finally:
-            os.close(fd)
+            fd.close()
 
     with contextlib.suppress(OSError):
         fd = disk.open_folder(temporary)
@@ -294,7 +294,7 @@ def _throw_away(temporary: Path, path: Path, run: Callable[[Callable[[], None]],
         try:
             disk.rename(temporary, trash)
         except OSError:
-            os.close(fd)
+            fd.close()
             raise
         run(remove)
 
@@ -339,7 +339,7 @@ def _is_dump(path: Path) -> bool:
         return False
 
 
-def _temporary(path: Path) -> tuple[Path, int]:
+def _temporary(path: Path) -> tuple[Path, files.Descriptor]:
     """A new folder beside ``path``, and the descriptor that holds its lock: others see that it is in use."""
     while True:
         temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
@@ -351,7 +351,7 @@ def _temporary(path: Path) -> tuple[Path, int]:
         disk.lock(held, wait=True)
         if temporary.exists():
             return temporary, held
-        os.close(held)
+        held.close()
 
 
 def _sweep(path: Path) -> None:
@@ -361,13 +361,9 @@ def _sweep(path: Path) -> None:
     left = re.compile(rf"\.{re.escape(path.name)}\.(tmp|trash)-[0-9a-f]{{16}}")
     for name in os.listdir(path.parent):
         if left.fullmatch(name):
-            with contextlib.suppress(OSError):
-                fd = disk.open_folder(path.parent / name)
-                try:
-                    if disk.lock(fd):
-                        disk.remove(path.parent / name)
-                finally:
-                    os.close(fd)
+            with contextlib.suppress(OSError), disk.open_folder(path.parent / name) as fd:
+                if disk.lock(fd):
+                    disk.remove(path.parent / name)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -419,9 +415,7 @@ class Checkpoint:
         """Also of the parts that were opened. Repeatable."""
         while self._opened:
             self._opened.pop().close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._fd.close()
 
     @classmethod
     def partial(cls, folder: Path, manifest: Manifest, ranks: Sequence[int], world: int) -> Checkpoint:

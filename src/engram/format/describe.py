@@ -289,4 +289,4 @@ def _read_file(path: Path, into: memoryview, offset: int) -> None:
         if disk.read(fd, into, offset) != len(into):
             raise CorruptStore(f"{path}: expected {offset + len(into)} bytes, the file has become shorter.")
     finally:
-        os.close(fd)
+        fd.close()

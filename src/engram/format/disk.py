@@ -16,13 +16,14 @@ import secrets
 import stat
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram.format import files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -71,7 +72,7 @@ def make_folder(path: Path) -> None:
     os.mkdir(path, 0o700)
 
 
-def create(path: Path, nbytes: int, *, sparse: bool = False) -> int:
+def create(path: Path, nbytes: int, *, sparse: bool = False) -> files.Descriptor:
     """A descriptor of a new file of ``nbytes`` zeros, open for reading and writing.
 
     Args:
@@ -82,12 +83,12 @@ def create(path: Path, nbytes: int, *, sparse: bool = False) -> int:
     Raises:
         OSError: the file exists, no space, no permission. Nothing is left behind.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = files.Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     try:
         if nbytes and (sparse or not files.fallocate(fd, nbytes)):
             os.ftruncate(fd, nbytes)
     except BaseException:
-        os.close(fd)
+        fd.close()
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
@@ -139,10 +140,19 @@ def start(fd: int, offset: int, nbytes: int) -> None:
         _sync_file_range(fd, offset, nbytes, _START)  # an error is the file's, and comes again when it is waited for
 
 
-class _Waiting(threading.local):
-    """Descriptors of what this thread wrote :func:`together` and has not waited for."""
+class _Batch(list[files.Descriptor]):
+    """Of what was written :func:`together` and not waited for."""
 
-    fds: list[int] | None = None
+
+def _no_batch() -> None:
+    """In place of a reference to one."""
+
+
+class _Waiting(threading.local):
+    """Of this thread, a reference to its batch, which lives as long as the block that it is of."""
+
+    def __init__(self) -> None:
+        self.batch: Callable[[], _Batch | None] = _no_batch
 
 
 _waiting = _Waiting()
@@ -164,31 +174,31 @@ def together() -> Iterator[None]:
     Raises (when leaving):
         OSError: something may not be on disk.
     """
-    if _waiting.fds is not None:  # the outer one waits
+    if _waiting.batch() is not None:  # the outer one waits
         yield
         return
-    _waiting.fds = []
+    batch = _Batch()
     try:
+        _waiting.batch = weakref.ref(batch)
         yield
-        _wait()
+        _wait(batch)
     finally:
-        fds, _waiting.fds = _waiting.fds, None
-        for fd in fds:
-            os.close(fd)
+        _waiting.batch = _no_batch
+        for fd in batch:
+            fd.close()
 
 
-def _wait() -> None:
-    fds = _waiting.fds or []
+def _wait(fds: _Batch) -> None:
     if len(fds) < 2 or THREADS < 2:
         for fd in fds:
             _sync(fd)
     else:
         _sync_all(fds)
     while fds:
-        os.close(fds.pop())
+        fds.pop().close()
 
 
-def _sync_all(fds: list[int]) -> None:
+def _sync_all(fds: Sequence[int]) -> None:
     # Plain threads: those of an executor are refused while the interpreter ends, and a save may end after the program.
     todo, errors = iter(fds), list[BaseException]()
     turn = threading.Lock()
@@ -224,11 +234,12 @@ def _sync(fd: int) -> None:
 
 def _later(fd: int) -> bool:
     """Whether somebody waits for this file or folder later."""
-    if _waiting.fds is None:
+    batch = _waiting.batch()
+    if batch is None:
         return False
-    _waiting.fds.append(os.dup(fd))
-    if len(_waiting.fds) >= _MOST_WAITING:
-        _wait()
+    batch.append(files.Descriptor.copy_of(fd))
+    if len(batch) >= _MOST_WAITING:
+        _wait(batch)
     return True
 
 
@@ -255,7 +266,7 @@ def sync_folder(path: Path) -> None:
         if not _later(fd):
             os.fsync(fd)
     finally:
-        os.close(fd)
+        fd.close()
 
 
 def put(path: Path, raw: bytes) -> None:
@@ -278,7 +289,7 @@ def _put(path: Path, raw: bytes, finish: Callable[[int], Any]) -> None:
             os.unlink(path)
         raise
     finally:
-        os.close(fd)
+        fd.close()
 
 
 def publish(path: Path, raw: bytes) -> bool:
@@ -393,42 +404,37 @@ def lock(folder: int, *, wait: bool = False) -> bool:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_folder(path: Path) -> int:
+def open_folder(path: Path) -> files.Descriptor:
     """A descriptor of a folder, which may be reached through links."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return files.Descriptor.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def open_below(folder: int, relative: str) -> int:
+def open_below(folder: int, relative: str) -> files.Descriptor:
     """A descriptor of a folder below an open one. Raises ``OSError`` where there is none, or a link is on the way."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    here = os.dup(folder)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    here = files.Descriptor.copy_of(folder)
     for name in relative.split("/"):
-        try:
-            deeper = os.open(name, flags, dir_fd=here)
-        finally:
-            os.close(here)
+        with here:
+            deeper = files.Descriptor.open(name, flags, dir_fd=here)
         here = deeper
     return here
 
 
-def open_file(folder: int, relative: str) -> int:
+def open_file(folder: int, relative: str) -> files.Descriptor:
     """A descriptor for reading a regular file below an open folder.
 
     Raises:
         OSError: there is none, or a link is on the way (ELOOP, ENOTDIR), or it is no regular file (ENOTSUP).
     """
     parents, _, name = relative.rpartition("/")
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     if parents:
-        here = open_below(folder, parents)
-        try:
-            fd = os.open(name, flags, dir_fd=here)
-        finally:
-            os.close(here)
+        with open_below(folder, parents) as here:
+            fd = files.Descriptor.open(name, flags, dir_fd=here)
     else:
-        fd = os.open(name, flags, dir_fd=folder)
+        fd = files.Descriptor.open(name, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+        fd.close()
         raise _irregular(relative)
     return fd
 
@@ -439,14 +445,14 @@ def sizes(folder: int, names: Iterable[str]) -> list[int | OSError]:
     Cost: one system call for each, where those of one folder follow each other.
     """
     found: list[int | OSError] = []
-    here, opened = "", os.dup(folder)
+    here, opened = "", files.Descriptor.copy_of(folder)
     try:
         for relative in names:
             parents, _, name = relative.rpartition("/")
             try:
                 if parents != here:
-                    deeper = open_below(folder, parents) if parents else os.dup(folder)
-                    os.close(opened)
+                    deeper = open_below(folder, parents) if parents else files.Descriptor.copy_of(folder)
+                    opened.close()
                     here, opened = parents, deeper
                 status = os.stat(name, dir_fd=opened, follow_symlinks=False)
             except OSError as error:
@@ -454,7 +460,7 @@ def sizes(folder: int, names: Iterable[str]) -> list[int | OSError]:
             else:
                 found.append(status.st_size if stat.S_ISREG(status.st_mode) else _irregular(relative))
     finally:
-        os.close(opened)
+        opened.close()
     return found
 
 
@@ -479,9 +485,6 @@ def entries(folder: int) -> Iterator[tuple[str, bool]]:
         is_folder = stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
         yield name, is_folder
         if is_folder:
-            inner = open_below(folder, name)
-            try:
+            with open_below(folder, name) as inner:
                 for relative, deeper in entries(inner):
                     yield f"{name}/{relative}", deeper
-            finally:
-                os.close(inner)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import shutil
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engram.errors import CorruptStore
 
+if TYPE_CHECKING:
+    from typing import Self
+
 __all__ = [
     "Creation",
+    "Descriptor",
     "check_size",
     "fallocate",
     "open_regular",
@@ -27,6 +33,37 @@ __all__ = [
 _ZEROES = bytes(1 << 20)
 
 
+class Descriptor(int):
+    """A file descriptor, which closes when it is dropped.
+
+    Interrupts come between bytecodes only. Opening and owning what was opened is one call of C code here, and so is closing and
+    noting it: wherever Ctrl-C comes, nothing stays open and nothing is closed twice.
+    """
+
+    @classmethod
+    def open(cls, path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> Self:
+        """As ``os.open``, never inherited by another program."""
+        return next(map(cls, map(functools.partial(os.open, dir_fd=dir_fd), (path,), (flags | os.O_CLOEXEC,), (mode,))))
+
+    @classmethod
+    def copy_of(cls, fd: int) -> Self:
+        """As ``os.dup``."""
+        return next(map(cls, map(os.dup, (fd,))))
+
+    def close(self) -> None:
+        """Repeatable."""
+        next(vars(self).setdefault("_closing", map(os.close, (int(self),))), None)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def reserve(path: Path, nbytes: int) -> None:
     """Create a file of ``nbytes`` zero bytes whose space is taken at once.
 
@@ -37,7 +74,7 @@ def reserve(path: Path, nbytes: int) -> None:
     Raises:
         OSError: no space, no permission, the file exists. Nothing is left behind.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     try:
         if nbytes and not fallocate(fd, nbytes):
             written = 0
@@ -50,7 +87,7 @@ def reserve(path: Path, nbytes: int) -> None:
         os.unlink(path)
         raise
     finally:
-        os.close(fd)
+        fd.close()
 
 
 def fallocate(fd: int, nbytes: int) -> bool:
@@ -82,10 +119,10 @@ def check_size(path: Path, nbytes: int) -> None:
         )
 
 
-def open_regular(path: Path, flags: int) -> int:
+def open_regular(path: Path, flags: int) -> Descriptor:
     """A descriptor of a file that is there. Raises ``CorruptStore`` if it is missing or not regular, a link for instance."""
     try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = Descriptor.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptStore(f"{path}: expected a file, found none.") from error
     except OSError as error:
@@ -93,14 +130,14 @@ def open_regular(path: Path, flags: int) -> int:
             raise
         raise CorruptStore(f"{path}: expected a regular file, got something else.") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+        fd.close()
         raise CorruptStore(f"{path}: expected a regular file, got something else.")
     return fd
 
 
 def read_small(path: Path, limit: int) -> bytes:
     """The bytes of a small regular file. Raises ``CorruptStore`` if it is missing, not regular or longer than ``limit``."""
-    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+    with open_regular(path, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as file:
         raw = file.read(limit + 1)
     if len(raw) > limit:
         raise CorruptStore(f"{path}: expected at most {limit} bytes, got more.")
@@ -113,7 +150,7 @@ def overwrite(path: Path, raw: bytes) -> None:
     Up to a page is written by one system call, which no signal cuts short.
     """
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = Descriptor.open(path, os.O_WRONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         size = 0
     else:
@@ -123,23 +160,26 @@ def overwrite(path: Path, raw: bytes) -> None:
                 os.pwrite(fd, raw.ljust(size), 0)
                 return
         finally:
-            os.close(fd)
+            fd.close()
     write_atomically(path, raw.ljust(size))
 
 
 def write_atomically(path: Path, raw: bytes) -> None:
     """Replace a small file: readers see the old bytes or the new ones."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(fd)
+        with Descriptor.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW) as fd:
+            _write_all(fd, raw)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _write_all(fd: int, raw: bytes) -> None:
+    with open(fd, "wb", closefd=False) as file:
+        file.write(raw)
+    os.fsync(fd)
 
 
 class Creation:
@@ -184,9 +224,6 @@ class Creation:
 
     def text(self, path: Path, raw: bytes) -> None:
         """Make a small file with this content."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        self._made.append(path)
-        with os.fdopen(fd, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(fd)
+        with Descriptor.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as fd:
+            self._made.append(path)
+            _write_all(fd, raw)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from engram.errors import CorruptCheckpoint
-from engram.format import description, disk, layout, strict, sums, tables
+from engram.format import description, disk, files, layout, strict, sums, tables
 from engram.format.description import PART, SUMS, ArrayInfo, Geometry, Part, PartField, segment_layout
 from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
 
@@ -57,9 +57,11 @@ class PartReader:
         IncompatibleCheckpoint: written by a newer engram.
     """
 
-    def __init__(self, folder: Path, expected_sha256: str | None = None, folder_fd: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, expected_sha256: str | None = None, folder_fd: files.Descriptor | None = None
+    ) -> None:
         self.folder = folder
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: OrderedDict[str, files.Descriptor] = OrderedDict()
         self._checked: dict[str, bytearray] = {}
         self._segments: list[tables.Segment] = []
         try:
@@ -73,7 +75,7 @@ class PartReader:
             raise
 
     @classmethod
-    def open(cls, folder: Path, expected_sha256: str | None = None, folder_fd: int | None = None) -> Self:
+    def open(cls, folder: Path, expected_sha256: str | None = None, folder_fd: files.Descriptor | None = None) -> Self:
         """A reader of a part whose files are all there, with their exact sizes.
 
         Raises:
@@ -90,7 +92,7 @@ class PartReader:
 
     def again(self) -> Self:
         """Another one of the same part, for another thread. Raises as the constructor."""
-        return type(self)(self.folder, self.sha256, os.dup(self.folder_fd))
+        return type(self)(self.folder, self.sha256, files.Descriptor.copy_of(self.folder_fd))
 
     def __enter__(self) -> Self:
         return self
@@ -101,10 +103,8 @@ class PartReader:
     def close(self) -> None:
         """Close its files. A second call does nothing."""
         while self._open:
-            os.close(self._open.popitem()[1])
-        if self.folder_fd >= 0:
-            os.close(self.folder_fd)
-            self.folder_fd = -1
+            self._open.popitem()[1].close()
+        self.folder_fd.close()
 
     # -- what there is --
 
@@ -430,7 +430,7 @@ class PartReader:
                 raise corrupt(self.folder / name, no_file(error, self._files[name].bytes)) from error
             self._open[name] = fd
             if len(self._open) > MAX_OPEN:
-                os.close(self._open.popitem(last=False)[1])
+                self._open.popitem(last=False)[1].close()
         read = disk.read(fd, view, offset)
         if read != len(view):
             raise corrupt(

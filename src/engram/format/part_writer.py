@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engram.format import description, disk, layout, sums, tables
+from engram.format import description, disk, files, layout, sums, tables
 from engram.format.description import ArrayInfo, Geometry, Part, PartField, SegmentSize, SumsEntry, TableEntry
 from engram.format.schema import DTYPES, MAX_DIMS
 
@@ -69,7 +69,7 @@ class FileWriter:
         self._path, self._nbytes, self._done = path, nbytes, done
         self._summing = sums.Summing()
         self._position = self._started = 0
-        self._fd: int | None = disk.create(path, nbytes, sparse=sparse)
+        self._fd: files.Descriptor | None = disk.create(path, nbytes, sparse=sparse)
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +134,7 @@ class FileWriter:
             self._abandon()
             raise
         fd, self._fd = self._fd, None
-        os.close(fd)
+        fd.close()
         self._done(_Written(self._nbytes, self._summing.done(), False))
 
     @contextlib.contextmanager
@@ -161,7 +161,7 @@ class FileWriter:
     def _abandon(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
-            os.close(fd)
+            fd.close()
 
 
 class PartWriter:

@@ -68,4 +68,4 @@ def read_small(folder: Path, folder_fd: int, name: str, limit: int, *, exactly: 
             raise corrupt(path, f"expected {size} bytes, the file has become shorter")
         return bytes(raw)
     finally:
-        os.close(fd)
+        fd.close()

@@ -29,7 +29,7 @@ import msgspec
 
 from engram._words import count
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk, strict
+from engram.format import disk, files, strict
 from engram.format.checkpoints import (
     ATTEMPT,
     LEFTOVER,
@@ -165,7 +165,7 @@ def claim_epoch(root: Path) -> int:
     while True:
         epoch = newest_epoch(root) + 1
         try:
-            os.close(disk.create(root / f"EPOCH-{epoch:08d}", 0))
+            disk.create(root / f"EPOCH-{epoch:08d}", 0).close()
         except FileExistsError:
             continue
         disk.sync_folder(root)
@@ -267,7 +267,7 @@ def read_attempt(folder: Path) -> Attempt:
     try:
         raw = read_small(folder, fd, ATTEMPT, strict.MAX_BYTES)
     finally:
-        os.close(fd)
+        fd.close()
     attempt = strict.decode(raw, folder / ATTEMPT, Attempt)
     if attempt.name != folder.name or not 1 <= attempt.world <= MAX_RANKS:
         raise corrupt(folder / ATTEMPT, f"expected the attempt {folder.name}, got {attempt.name!r:.100}")
@@ -355,7 +355,7 @@ def votes(folder: Path) -> list[Vote]:
     try:
         return [_vote(folder, fd, attempt, rank) for rank in range(attempt.world)]
     finally:
-        os.close(fd)
+        fd.close()
 
 
 def _vote(folder: Path, fd: int, attempt: Attempt, rank: int) -> Vote:
@@ -388,7 +388,7 @@ def decision(folder: Path) -> Manifest | None:
     try:
         return Manifest.decode(read_small(folder, fd, MANIFEST, strict.MAX_BYTES), folder / MANIFEST)
     finally:
-        os.close(fd)
+        fd.close()
 
 
 def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest | None:
@@ -488,7 +488,7 @@ def _schema_sum(shards: Sequence[Shard]) -> str:
     return next(iter(_schema_sums(shards)), NO_SCHEMA)
 
 
-def _open(folder: Path) -> int:
+def _open(folder: Path) -> files.Descriptor:
     try:
         return disk.open_folder(folder)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -626,7 +626,7 @@ def _hint(root: Path) -> str | None:
         try:
             return read_small(root, fd, LATEST, 256).decode("utf-8", "replace").strip()
         finally:
-            os.close(fd)
+            fd.close()
     except CorruptCheckpoint:
         return None
 

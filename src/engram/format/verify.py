@@ -115,7 +115,7 @@ def store_header(path: Path) -> control.Header:
     except ValueError as error:
         raise CorruptStore(f"{folder / layout.CONTROL}: {error}.") from error
     finally:
-        os.close(fd)
+        fd.close()
     if (header.capacity, header.lanes, header.schema_sum) != (
         decoded.capacity,
         decoded.lanes,
@@ -230,4 +230,4 @@ def _store(path: Path) -> Iterator[Problem]:
             except CorruptCheckpoint as error:
                 yield problem_of(error)
     finally:
-        os.close(fd)
+        fd.close()

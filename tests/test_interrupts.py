@@ -1,0 +1,248 @@
+"""Exceptions that come from outside, as Ctrl-C does, at every bytecode of whatever takes a lock, a pause or a descriptor:
+afterwards nothing is held, other processes write at once, and so does this one.
+"""
+
+import contextlib
+import gc
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import engram.store
+from engram import (
+    Checkpointer,
+    LazyMemmapStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    _native,
+)
+from tests import stress
+from tests.failing_calls import OPERATIONS, ROWS, Operation, descriptors, forked, in_this_process
+from tests.format.system_calls import settled
+from tests.twins import rows
+
+pytestmark = [pytest.mark.stress, pytest.mark.timeout(stress.LIMIT_S)]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Not one of engram's, and not one that anybody handles."""
+
+
+def interrupted_at(n, act):
+    """Call it; an exception is raised before its n-th bytecode. Whether there are as many."""
+    left = n
+
+    def trace(frame, event, argument):
+        nonlocal left
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode" and not uninterrupted(frame):
+            left -= 1
+            if left == 0:
+                raise Interrupted  # which ends the tracing, too
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+def uninterrupted(frame):
+    """Whether this is outside of the operation."""
+    return frame.f_code.co_filename == __file__ or "__del__" in (frame.f_code.co_name, frame.f_back.f_code.co_name)
+
+
+class Work(Operation):
+    """What an open store does, beside others."""
+
+    def prepare(self):
+        self.rb = self.make()
+        self.rb.extend(rows(9))
+
+    def make(self, name="store"):
+        return TensorDictReplayBuffer(
+            storage=LazyMemmapStorage(12, scratch_dir=self.folder / name),
+            sampler=PrioritizedSampler(12, 0.5, 0.5),
+            batch_size=4,
+        )
+
+    def again(self):
+        self.act()
+        self.rb.extend(rows(2))
+        self.rb.close()
+
+
+class Write(Work):
+    def act(self):
+        self.rb.extend(rows(3))
+        self.rb.add(rows(1)[0])
+        self.rb.update_priority(torch.arange(3), 2.0)
+        self.rb.sample()
+        self.rb.empty()
+
+
+class WriteTheBest(Write):
+    def make(self, name="store"):
+        return TensorDictReplayBuffer(
+            storage=LazyMemmapStorage(12, scratch_dir=self.folder / name), writer=TensorDictMaxValueWriter("score")
+        )
+
+    def act(self):
+        self.rb.extend(rows(6, 20))
+
+
+class Dump(Work):
+    def act(self):
+        self.rb.dumps(self.folder / "dump")
+
+
+class DumpAgain(Dump):
+    def prepare(self):
+        super().prepare()
+        self.rb.dumps(self.folder / "dump")
+
+
+class Load(Work):
+    def prepare(self):
+        super().prepare()
+        self.rb.dumps(self.folder / "dump")
+
+    def act(self):
+        self.rb.loads(self.folder / "dump")
+
+
+class State(Work):
+    def act(self):
+        self.rb.load_state_dict(self.rb.state_dict())
+
+
+class Save(Work):
+    """A checkpoint, of which another one is the parent."""
+
+    def prepare(self):
+        super().prepare()
+        self.saving = Checkpointer(self.folder / "series", self.rb)
+        self.saving.save(1)
+        self.step = 1
+
+    def act(self):
+        self.step += 1
+        self.saving.save(self.step)
+
+
+class Restore(Save):
+    def act(self):
+        Checkpointer(self.folder / "series", self.rb).restore()
+
+
+WORK = {
+    **OPERATIONS,
+    "write": Write,
+    "write the best": WriteTheBest,
+    "dump": Dump,
+    "dump again": DumpAgain,
+    "load": Load,
+    "state": State,
+    "save": Save,
+    "restore": Restore,
+}
+del WORK["fork"]
+
+
+@pytest.fixture
+def ram(monkeypatch):
+    """With shared memory of its own, and limits that nobody reaches who need not wait."""
+    folder = Path(tempfile.mkdtemp(dir=stress.RAM, prefix="test-interrupts-"))
+    home = folder / "shm"
+    home.mkdir()
+    monkeypatch.setattr(engram.store, "shared_memory", lambda: home)
+    monkeypatch.setattr("engram.storages.tensor.shared_memory", lambda: home)
+    monkeypatch.setattr(engram.store, "_WAIT_S", 0.2)
+    before = _native.wait_limit()
+    _native._core.set_wait_limit(0.2)
+    yield folder
+    _native._core.set_wait_limit(before)
+    shutil.rmtree(folder)
+
+
+def others_go_on(folder):
+    """In another process, while the interrupted one is there."""
+    if not (folder / "store" / ".engram").exists():
+        return True
+    rb = ReplayBuffer.open(folder / "store")
+    rb.extend(rows(2) if isinstance(rb, TensorDictReplayBuffer) else ROWS[:2])
+    with rb.storage.placing, rb.storage.paused:
+        pass
+    rb.dumps(folder / "of another process")
+    rb.close()
+    return True
+
+
+def interrupt(operation, n, asking, told):
+    """In a process of its own. Whether there was an n-th bytecode."""
+    operation.prepare()
+    settled(operation.folder)
+    gc.collect()
+    gc.disable()
+    before = descriptors()
+    hit = interrupted_at(n, operation.act)
+    settled(operation.folder)  # what goes on in the background has files open
+    if hit:
+        left = [path for path in descriptors() if path not in before]
+        left = [path for path in left if not path.endswith("/alive") or not operation.has_store()]
+        assert not left, f"descriptors were left open: {left}"
+    os.write(asking, b"x")
+    os.read(told, 1)
+    if hit and hasattr(operation, "again"):
+        operation.again()
+    return hit
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_nothing_is_held_afterwards(name, ram):
+    step = stress.size(1999, 1)
+    first = 1 + stress.chance("interrupts", name).randrange(step)
+    for n in itertools.count(first, step):
+        work = ram / "work"
+        work.mkdir()
+        operation = WORK[name](work)
+        if not go_on_after(operation, n, ram):
+            break
+        shutil.rmtree(work)
+        for left in (ram / "shm").iterdir():
+            shutil.rmtree(left)
+    print(f"{name}: {n} bytecodes, every {step}th", file=sys.stderr)
+
+
+def go_on_after(operation, n, ram):
+    report = ram / "report"
+    (asked, asking), (told, telling) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(asked), os.close(telling)
+        in_this_process(lambda: interrupt(operation, n, asking, told), report)
+    os.close(asking), os.close(told)
+    try:
+        if os.read(asked, 1):
+            status = forked(lambda: others_go_on(operation.folder), ram / "report of others")
+            assert status == 0, f"bytecode {n}: others: {status}\n{(ram / 'report of others').read_text()}"
+        os.close(telling)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, 3), f"bytecode {n}: {status}\n{report.read_text() if report.exists() else ''}"
+    finally:
+        os.close(asked)
+        with contextlib.suppress(OSError):
+            os.close(telling)
+    return status == 0
