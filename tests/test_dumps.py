@@ -29,6 +29,7 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
+from engram.checkpoint import rows as rows_module
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.format.verify import verify
 from tests.format.checkpoint_folders import tree
@@ -755,6 +756,46 @@ def test_writers_wait_while_it_is_dumped(ram, monkeypatch):
     other = buffer()
     other.loads(ram / "d")
     assert (len(other), len(rb)) == (5, 7)
+
+
+@pytest.mark.parametrize("where", ["buffer", "storage"])
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_writers_go_on_while_many_rows_are_dumped(ram, monkeypatch, caplog, kind, where):
+    """Rows that they overwrite before all fields were copied are left out, and counted; all others are as they were."""
+    monkeypatch.setattr("engram.storages.tensor._COPIED", 0)
+    rb = TensorDictReplayBuffer(storage=kind(128, lanes=2), batch_size=4)
+    for lane in range(2):
+        for position in range(0, 90, 3):  # over the end of the ring
+            rb.extend(marked(position, lane), lane=lane)
+    before = {(lane, position) for lane in range(2) for position in range(26, 90)}
+    fields, write = [], rows_module.PartWriter.file
+
+    def file(part, name, *more, **how):
+        if name.endswith(".memmap"):
+            fields.append(name)
+            if len(fields) == 2:  # one is copied, the others are not
+                writer = threading.Thread(target=rb.extend, args=(marked(90, 1),), kwargs={"lane": 1})
+                writer.start()
+                writer.join(20)
+                assert not writer.is_alive()
+        return write(part, name, *more, **how)
+
+    monkeypatch.setattr(rows_module.PartWriter, "file", file)
+    (rb if where == "buffer" else rb.storage).dumps(ram / "d")
+    monkeypatch.undo()
+    assert len(fields) > 1
+    assert "dumps: left out, as others changed them before they were copied: 3 rows" in caplog.text
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(128, lanes=2))
+    if where == "buffer":
+        assert verify(ram / "d").good
+        other.loads(ram / "d")
+    else:
+        other.storage.loads(ram / "d")
+    found = other[:]
+    assert {(lane, position) for lane, position in zip(found["lane"].tolist(), found["at"].tolist(), strict=True)} == (
+        before - {(1, 26), (1, 27), (1, 28)}
+    )
+    assert (found["copy"] == found["at"][:, None]).all()
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])

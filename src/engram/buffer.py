@@ -1369,10 +1369,11 @@ class ReplayBuffer:
         """Save the buffer as a folder, which in one step replaces one that was saved there.
 
         All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
-        storage. Of rows that were never written nothing is saved. Writers, of all processes, wait while rows are written,
-        5 s at most: then they raise ``WriterStalled``, which names this process. Beside them a :class:`~engram.Checkpointer`
-        saves what takes longer. Readers do not wait. What was replaced is removed in the background, where the end of the program
-        waits for it.
+        storage. Of rows that were never written nothing is saved. What is saved is as it was at one moment, for which writers, of all
+        processes, wait: for the copy of 8 bytes per row and priority, and of all rows if these are below 32 MiB or items of a
+        ``ListStorage``. Larger ones are copied while others write: a row that is overwritten or changed before that is left out, and
+        the log says how many. Readers do not wait. What was replaced is removed in the background, where the end of the
+        program waits for it.
 
         Args:
             path: a free name, an empty folder, or what an earlier call has made.
@@ -1398,9 +1399,11 @@ class ReplayBuffer:
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
         self._finish_ahead_of_pause()
         with replacing(Path(path)) as folder, disk.together():
+            cut = self._storage.prepare_cut(without=self._sampler_indexes(), whole=True)
             with self._storage.paused:
+                noted = cut()
                 parts = self.parts(noted=(), drop_ahead=prefetch == "drop")
-                rows = self._storage.save_part(folder / buffers.STORAGE, without=self._sampler_indexes())
+            rows = self._storage.save_whole(folder / buffers.STORAGE, noted)
             infos = [rows.info, *buffers.write_parts(folder, parts)]
             finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
 

@@ -470,9 +470,7 @@ class Checkpointer:
             return
         self._doubts = False
         for text in doubts(fields, self._roles):
-            warn(
-                f'Checkpointer: {text}. If it means something, say with roles= what; "data" says that it means nothing.'
-            )
+            warn(f"Checkpointer: {text}.")
 
     def _prepared(self, asked: _Asked | Exception, handle: SaveHandle) -> Callable[[], None]:
         """Note the moment; what writes it, and ends the handle whatever happens."""

@@ -58,9 +58,17 @@ class Dumpable:
         """Inside nothing that is saved changes."""
         return contextlib.nullcontext()
 
-    def save_part(self, folder: Path) -> Any:
-        """Write the state into a new folder, as a part of a checkpoint. Raises as :meth:`dumps`."""
-        return write_part(folder, self.part, type(self).__name__, saved(self, self.part))
+    def prepare_save(self) -> Callable[[], Callable[[Path], Any]]:
+        """What notes the state, while nothing of it changes; that returns what writes it into a new folder, as a part of a checkpoint.
+
+        Both raise as :meth:`dumps`.
+        """
+
+        def note() -> Callable[[Path], Any]:
+            state = saved(self, self.part)
+            return lambda folder: write_part(folder, self.part, type(self).__name__, state)
+
+        return note
 
     def checked_part(self, reader: PartReader) -> Callable[[], None]:
         """Check a part; what takes it over. Raises as :meth:`loads`; nothing is changed."""
@@ -78,8 +86,11 @@ class Dumpable:
             TypeError: something that is neither a tensor nor a plain value; names the way to it.
             OSError: no space, or an I/O error. What lay there before still does.
         """
-        with replacing(Path(path)) as folder, disk.together(), self.paused:
-            self.save_part(folder)
+        with replacing(Path(path)) as folder, disk.together():
+            note = self.prepare_save()
+            with self.paused:
+                write = note()
+            write(folder)
 
     def loads(self, path: str | Path) -> None:
         """Take over what :meth:`dumps` saved.

@@ -58,6 +58,8 @@ _COMMITTED, _VOID = 2, 3
 #: Bytes that are copied from an accelerator, or to it, at a time; and that a thread reads into memory of the processor: more, as
 #: blocks at both ends are checked beside it.
 _PIECE, _LONG_PIECE = 16 << 20, 128 << 20
+#: Rows whose marks are looked at together.
+_MARKED = 1 << 20
 #: Tickets that are looked at together.
 _LOOK = 1 << 18
 _STEP_TYPES = {"first": 0, "last": 2}
@@ -100,42 +102,63 @@ def described(schema: Schema, roles: Sequence[Any]) -> tuple[Geometry, list[Part
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def save_flat(folder: Path, kind: str, store: Store, state: dict[str, Any], roles: Sequence[str]) -> SavedRows:
-    """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Nobody must be writing.
+def save_flat(
+    folder: Path,
+    kind: str,
+    store: Store,
+    state: dict[str, Any],
+    roles: Sequence[str],
+    *,
+    base: int = 0,
+    live: int,
+    rows: Sequence[Tensor] | None = None,
+) -> SavedRows:
+    """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Others may be writing.
 
     Args:
         folder: where; it must not exist.
         kind: the class of the storage.
         store: whose rows they are.
-        state: the storage's, without rows.
+        state: the storage's at the cut, without rows; ``numbers`` may have been read later, and have the store's base.
         roles: of each field.
+        base: by how much tickets were larger at the cut than those that are saved.
+        live: rows that there were at the cut.
+        rows: copies of all rows at the cut, by field; None: there are none, and rows that changed since are left out.
 
     Raises:
         OSError: no space, or an I/O error.
     """
     part = PartWriter(folder, "storage", kind)
-    numbers = state["numbers"].numpy()
-    _write_flat(part, store, numbers)
-    in_use = store.rows_in_use(state["lanes"])  # the last ones may be void
-    whole = np.append(numbers, np.zeros(in_use - len(numbers), np.int64))
-    totals = write_tables(
-        part, store, state["lanes"].numpy(), whole, numbers, Boundaries(store.schema, roles).marks_now(store)
-    )
+    boundaries = Boundaries(store.schema, roles)
+    lanes, in_use = state["lanes"].numpy(), np.zeros(store.rows_in_use(state["lanes"]), np.int64)
+    in_use[: len(state["numbers"])] = state["numbers"]
+    marks = boundaries.marks_now(store, in_use) if rows is None else boundaries.marks_of(rows)
+    numbers = in_use[: int(np.flatnonzero(in_use).max(initial=-1)) + 1]  # the last ones may be void
+    _write_flat(part, store, numbers, rows)
+    if rows is None:
+        # What lies in the files of a row that was overwritten meanwhile is of no row: its ticket is void.
+        still = store.numbers_before(state["clock"] + base, state["lanes"])[: len(numbers)].numpy()
+        numbers[still != numbers] = 0
+    in_use[in_use != 0] -= base
+    totals = write_tables(part, store, lanes, in_use, numbers, marks)
     geometry, fields = described(store.schema, roles)
     rest = {name: value for name, value in state.items() if name not in TABLES}
+    lost = live - int(np.count_nonzero(numbers))
     info = part.finish(described_state(part, rest, "storage"), geometry=geometry, schema=fields)
-    return SavedRows(info, Cut(state["clock"]), totals, schema_sum(fields))
+    return SavedRows(info, Cut(state["clock"], exact=not lost, lost_rows=lost), totals, schema_sum(fields))
 
 
-def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64]) -> None:
+def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copied: Sequence[Tensor] | None) -> None:
     rows = len(numbers)
     there = np.concatenate([[False], numbers != 0, [False]])
     borders = np.flatnonzero(there[1:] != there[:-1]).tolist()
     stretches = list(zip(borders[::2], borders[1::2], strict=True))
-    for field, tensor in zip(store.schema.fields, store.tensors, strict=True):
+    for field, tensor in zip(store.schema.fields, copied or store.tensors, strict=True):
         size = field.row_bytes
         name = layout.field_path(_HERE, field.key).as_posix()
-        with part.file(name, rows * size, sparse=True) as file, _its_file(store, field.key, size) as source:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(part.file(name, rows * size, sparse=True))
+            source = None if copied else stack.enter_context(_its_file(store, field.key, size))
             at = 0
             for begin, end in stretches:
                 file.skip((begin - at) * size)
@@ -153,10 +176,11 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64]) -> N
 
 
 def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[Any]:
-    """Rows as bytes; those on an accelerator are copied to the host piece by piece."""
-    step = end - begin if tensor.is_cpu else max(1, _PIECE // max(1, size))
+    """Rows as bytes, copied piece by piece: what is summed and written must not change in between."""
+    step = max(1, _PIECE // max(1, size))
     for i in range(begin, end, step):
-        yield tensor[i : min(i + step, end)].cpu().reshape(-1).view(torch.uint8).numpy()
+        piece = tensor[i : min(i + step, end)]
+        yield (piece.clone() if piece.is_cpu else piece.cpu()).reshape(-1).view(torch.uint8).numpy()
 
 
 @contextlib.contextmanager
@@ -240,13 +264,38 @@ class Boundaries:
             _any([begun, first]),
         )
 
-    def marks_now(self, store: Store) -> Callable[[NDArray[np.int64]], Marks]:
-        """What the rows of a store say, which nobody must be writing to."""
+    def marks_of(self, fields: Sequence[Tensor]) -> Callable[[NDArray[np.int64]], Marks]:
+        """What rows say, of which there are all fields."""
+        return lambda rows: self.marks([fields[which][torch.from_numpy(rows)] for which in self.which])
 
-        def marks(rows: NDArray[np.int64]) -> Marks:
-            return self.marks(store.read(torch.from_numpy(rows), which=self.which)[0])
+    def marks_now(self, store: Store, numbers: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], Marks]:
+        """What all rows say of trajectories, copied before they may be overwritten; 0 in ``numbers`` for those that are already."""
+        if not self.which:
+            return lambda _: Marks()
+        rows = np.flatnonzero(numbers != 0)  # of bools: without the interpreter
+        place = np.zeros(len(numbers), np.int64)
+        place[rows] = np.arange(len(rows))
+        said = []
+        for begin in range(0, len(rows), _MARKED):
+            piece = rows[begin : begin + _MARKED]
+            columns, moved = store.read(
+                torch.from_numpy(piece), expected=torch.from_numpy(numbers[piece]), which=self.which
+            )
+            numbers[piece[moved]] = 0
+            said.append(self.marks(columns))
+        every = _joined(said) if said else Marks()
+
+        def marks(asked: NDArray[np.int64]) -> Marks:
+            at = place[asked]
+            columns: list[Any] = [None if column is None else column[at] for column in every]
+            return Marks(*columns)
 
         return marks
+
+
+def _joined(said: Sequence[Marks]) -> Marks:
+    columns: list[Any] = [None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True)]
+    return Marks(*columns)
 
 
 def _any_of(flags: Tensor) -> NDArray[np.bool_]:

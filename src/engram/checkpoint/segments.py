@@ -10,7 +10,6 @@ import xxhash
 
 from engram.checkpoint.components import described_state
 from engram.checkpoint.rows import TABLES, Boundaries, SavedRows, described, ticket_words, write_tables
-from engram.checkpoint.runs import Marks
 from engram.format.checkpoints import Cut
 from engram.format.parts import PartField, PartWriter, SegmentRows, schema_sum, segment_layout
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["rows_of_a_segment", "save_segments"]
 
 _MOST, _LEAST, _COUNT = 16 << 20, 1 << 20, 16
-#: Rows whose fields are looked at together.
-_PIECE = 1 << 20
 
 
 def rows_of_a_segment(lane_length: int, row_bytes: int) -> int:
@@ -92,7 +89,7 @@ def save_segments(
     geometry, fields = described(store.schema, roles)
     lanes = state["lanes"].numpy()
     numbers = state["numbers"].numpy().copy()
-    marks = _marks_now(store, roles, numbers)
+    marks = Boundaries(store.schema, roles).marks_now(store, numbers)
     size = rows_of_a_segment(store.lane_length, store.schema.row_bytes)
     known: dict[tuple[int, int, int, int, int], str] = {}
     if parent is not None and parent.schema_sum == schema_sum(fields) and parent.segment_rows is not None:
@@ -132,37 +129,6 @@ def _sum(numbers: NDArray[np.int64], base: int) -> int:
     """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
     words = ticket_words(np.where(numbers != 0, numbers - base, 0))
     return int(xxhash.xxh3_64_intdigest(words.data))
-
-
-def _marks_now(store: Store, roles: Sequence[str], numbers: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], Marks]:
-    """What all rows say of trajectories, copied before they may be overwritten; 0 in ``numbers`` for those that are already."""
-    fields = Boundaries(store.schema, roles)
-    if not fields.which:
-        return lambda _: Marks()
-    rows = np.flatnonzero(numbers != 0)  # of bools: without the interpreter
-    place = np.zeros(len(numbers), np.int64)
-    place[rows] = np.arange(len(rows))
-    said = []
-    for begin in range(0, len(rows), _PIECE):
-        piece = rows[begin : begin + _PIECE]
-        columns, moved = store.read(
-            torch.from_numpy(piece), expected=torch.from_numpy(numbers[piece]), which=fields.which
-        )
-        numbers[piece[moved]] = 0
-        said.append(fields.marks(columns))
-    every = _joined(said) if said else Marks()
-
-    def marks(asked: NDArray[np.int64]) -> Marks:
-        at = place[asked]
-        columns: list[Any] = [None if column is None else column[at] for column in every]
-        return Marks(*columns)
-
-    return marks
-
-
-def _joined(said: Sequence[Marks]) -> Marks:
-    columns: list[Any] = [None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True)]
-    return Marks(*columns)
 
 
 class _Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -278,18 +279,23 @@ class Storage(Dumpable):
     #: Classes whose dumps can be loaded here, beside its own.
     _loads: tuple[str, ...] = ()
 
-    def save_part(
-        self, folder: Path, *, without: Collection[tuple[str, str]] = (), roles: Mapping[Any, str] | None = None
-    ) -> SavedRows:
-        """Write all that is stored into a new folder, as a part of a checkpoint. Nobody must be writing.
+    def prepare_save(self) -> Callable[[], Callable[[Path], SavedRows]]:
+        cut = self.prepare_cut(whole=True)
+
+        def note() -> Callable[[Path], SavedRows]:
+            noted = cut()
+            return lambda folder: self.save_whole(folder, noted)
+
+        return note
+
+    def save_whole(self, folder: Path, cut: dict[str, Any]) -> SavedRows:
+        """Write all that was stored at a cut into a new folder, as a part of a dump. Others may be writing.
 
         Args:
             folder: where.
-            without: as for :meth:`state_dict`.
-            roles: what fields mean, by key, where they are not called as usual.
+            cut: what :meth:`prepare_cut` noted.
         """
-        state = self.state_dict(without=without)
-        return nothing_saved(write_part(folder, "storage", type(self).__name__, state), state["clock"], len(self))
+        return self.save_cut(folder, cut)
 
     def checked_part(self, reader: PartReader, *, close_open: bool = False) -> Callable[[], None]:
         """Check a part; what takes it over. Rows are read only then, if nothing is stored here.
@@ -332,9 +338,19 @@ class Storage(Dumpable):
         """The state of the priorities of that name, as far as rows are in use; None: as the sampler says it."""
         return None
 
-    def prepare_cut(self) -> Callable[[], dict[str, Any]]:
-        """What notes all that :meth:`save_cut` needs of one moment, while writers are :attr:`paused`: as fast as can be."""
-        return self.state_dict
+    def prepare_cut(
+        self,
+        *,
+        without: Collection[tuple[str, str]] = (),
+        whole: bool = False,
+    ) -> Callable[[], dict[str, Any]]:
+        """What notes all that :meth:`save_cut` needs of one moment, while writers are :attr:`paused`: as fast as can be.
+
+        Args:
+            without: as for :meth:`state_dict`.
+            whole: with the rows, for :meth:`save_whole`, if they are copied in a few milliseconds.
+        """
+        return partial(self.state_dict, without=without)
 
     def save_cut(
         self,

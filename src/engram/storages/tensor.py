@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,8 @@ def announce(lines: Sequence[str]) -> None:
 
 #: Rows that may be written between preparing a cut and making it, for which there is memory.
 _SLACK = 1 << 17
+#: Bytes of rows that are copied for a dump while writers wait, in a few milliseconds: it is exact then.
+_COPIED = 32 << 20
 
 #: Of the steps, that a conversion may leave out as longer than a lane, or without both ends.
 _MOST_LEFT_OUT = 0.5
@@ -720,13 +723,14 @@ class TensorStorage(Storage):
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 
-    def save_part(
-        self, folder: Path, *, without: Collection[tuple[str, str]] = (), roles: Mapping[Any, str] | None = None
-    ) -> SavedRows:
-        state, store, kind = self.state_without_rows(without=without), self.memory, type(self).__name__
-        if store is None:
-            return nothing_saved(write_part(folder, "storage", kind, state), 1, 0)
-        return save_flat(folder, kind, store, state, roles_of(store.schema.fields, roles))
+    def save_whole(self, folder: Path, cut: dict[str, Any]) -> SavedRows:
+        rows = self._saved(partial(save_flat, rows=cut.get("rows")), folder, cut, None)
+        if rows.cut.lost_rows:
+            lost = count(rows.cut.lost_rows, "row")
+            logging.getLogger("engram").warning(
+                "dumps: left out, as others changed them before they were copied: %s", lost
+            )
+        return rows
 
     def checked_dump(self, dump: TorchRLDump, without: Collection[str]) -> tuple[dict[str, Any], Callable[[], None]]:
         schema = dump.schema(None if self.memory is None else self.memory.schema, without)
@@ -789,22 +793,29 @@ class TensorStorage(Storage):
         index: PriorityIndex | None = None if store is None else store.all_indexes().get((name, PRIORITIES))
         return None if store is None or index is None else index.state(store.rows_in_use(store.lane_words()))
 
-    def prepare_cut(self) -> Callable[[], dict[str, Any]]:
+    def prepare_cut(
+        self, *, without: Collection[tuple[str, str]] = (), whole: bool = False
+    ) -> Callable[[], dict[str, Any]]:
         prepared = self.memory
         indexes = {} if prepared is None else prepared.all_indexes()
         # Pages are taken now, so that writers wait for a copy only.
-        room = {}
+        leaves: dict[str, Tensor] = {}
         if prepared is not None:
-            size = 8 * min(prepared.capacity, prepared.rows_in_use(prepared.lane_words()) + _SLACK)
-            for name in _of_kind(indexes, PRIORITIES):
-                room[name] = prepared.room(size)[:size].zero_().view(torch.float64)
+            n = min(prepared.capacity, prepared.rows_in_use(prepared.lane_words()) + _SLACK)
+            for name in {name for name, kind in indexes if kind == PRIORITIES and (name, kind) not in without}:
+                leaves[name] = prepared.room(8 * n)[: 8 * n].zero_().view(torch.float64)
 
         def cut() -> dict[str, Any]:
             store = self.memory
             if store is None:
                 return self.state_without_rows()
             live = int(store.lane_words()[:, 1].sum()) - int(store.core.void_rows)
-            return {**self._words(store, indexes, (), room), "base": store.base, "live": live, "store": store.held()}
+            used = store.rows_in_use(store.lane_words())
+            if not whole or used * store.schema.row_bytes > _COPIED:
+                return {**self._words(store, indexes, without, leaves), "base": store.base, "live": live, "store": store.held()}
+            state = self.state_without_rows(without=without)
+            rows = copied([field[:used] for field in store.tensors])
+            return {**state, "base": 0, "live": live, "rows": rows, "store": store.held()}
 
         return cut
 
@@ -818,24 +829,21 @@ class TensorStorage(Storage):
         paranoid: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> SavedRows:
+        write = partial(save_segments, parent=parent, paranoid=paranoid, progress=progress)
+        return self._saved(write, folder, cut, roles)
+
+    def _saved(
+        self, write: Callable[..., SavedRows], folder: Path, cut: dict[str, Any], roles: Mapping[Any, str] | None
+    ) -> SavedRows:
         kind = type(self).__name__  # and nothing else of this storage, which may be closed by now
         if cut["schema"] is None:
             return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
         store: Store = cut["store"]
-        state = {name: value for name, value in cut.items() if name not in ("base", "live", "store")}
-        state["numbers"] = store.numbers_before(cut["clock"] + cut["base"], cut["lanes"])
-        return save_segments(
-            folder,
-            kind,
-            store,
-            state,
-            roles_of(store.schema.fields, roles),
-            base=cut["base"],
-            live=cut["live"],
-            parent=parent,
-            paranoid=paranoid,
-            progress=progress,
-        )
+        state = {name: value for name, value in cut.items() if name not in ("base", "live", "rows", "store")}
+        if "numbers" not in state:
+            state["numbers"] = store.numbers_before(cut["clock"] + cut["base"], cut["lanes"])
+        fields = roles_of(store.schema.fields, roles)
+        return write(folder, kind, store, state, fields, base=cut["base"], live=cut["live"])
 
     def lineage(self) -> Any:
         return None if self.memory is None else (weakref.ref(self.memory), self.memory.replaced)
