@@ -107,7 +107,7 @@ CALLS = {
     "shutdown": lambda rb: (),
 }
 #: What is no use of rows: they have their tests, or do nothing, or are of the class.
-OTHERS = {"start", "client", "open", "open_arguments", "planner", "checked_parts", "checked_placed"}
+OTHERS = {"moved", "start", "client", "open", "open_arguments", "planner", "checked_parts", "checked_placed"}
 OTHERS |= {"dump", "save", "load"}  # other names of those above
 #: What goes on.
 GOES_ON = {"close", "closed", "storage"}

@@ -62,7 +62,7 @@ def test_creation_is_told_on_stderr(tmp_path):
     for line, key, shape in zip(lines, "ab", ([10, 3], [10, 1]), strict=True):
         assert re.search(rf"\b{key}: ", line)
         assert str(tmp_path / f"{key}.memmap") in line
-        assert re.search(r"\d\.\d+ MB", line)
+        assert re.search(r"\b\d+ bytes", line)
         assert str(shape) in line
 
 

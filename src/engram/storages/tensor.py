@@ -139,6 +139,19 @@ class _Unwritten:
         return None if storage is None else storage._look()
 
 
+def _save(
+    kind: str, write: Callable[..., SavedRows], folder: Path, cut: dict[str, Any], roles: Mapping[Any, str] | None
+) -> SavedRows:
+    """Write what ``prepare_cut`` noted of a storage of that kind."""
+    if cut["schema"] is None:
+        return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
+    store: Store = cut["store"]
+    state = {name: value for name, value in cut.items() if name not in ("base", "live", "rows", "store")}
+    if "numbers" not in state:
+        state["numbers"] = store.numbers_before(cut["clock"] + cut["base"], cut["lanes"])
+    return write(folder, kind, store, state, roles_of(store.schema.fields, roles), base=cut["base"], live=cut["live"])
+
+
 class TensorStorage(Storage):
     """Around data that exists already: full from the start, without a copy where its memory allows.
 
@@ -724,7 +737,7 @@ class TensorStorage(Storage):
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 
     def save_whole(self, folder: Path, cut: dict[str, Any]) -> SavedRows:
-        rows = self._saved(partial(save_flat, rows=cut.get("rows")), folder, cut, None)
+        rows = _save(type(self).__name__, partial(save_flat, rows=cut.get("rows")), folder, cut, None)
         if rows.cut.lost_rows:
             lost = count(rows.cut.lost_rows, "row")
             logging.getLogger("engram").warning(
@@ -809,13 +822,13 @@ class TensorStorage(Storage):
             store = self.memory
             if store is None:
                 return self.state_without_rows()
-            live = int(store.lane_words()[:, 1].sum()) - int(store.core.void_rows)
-            used = store.rows_in_use(store.lane_words())
+            lanes = store.lane_words()
+            used = store.rows_in_use(lanes)
+            noted = {"live": int(lanes[:, 1].sum()) - int(store.core.void_rows), "store": store.held()}
             if not whole or used * store.schema.row_bytes > _COPIED:
-                return {**self._words(store, indexes, without, leaves), "base": store.base, "live": live, "store": store.held()}
-            state = self.state_without_rows(without=without)
+                return {**self._words(store, indexes, without, leaves), **noted, "base": store.base}
             rows = copied([field[:used] for field in store.tensors])
-            return {**state, "base": 0, "live": live, "rows": rows, "store": store.held()}
+            return {**self.state_without_rows(without=without), **noted, "base": 0, "rows": rows}
 
         return cut
 
@@ -830,20 +843,9 @@ class TensorStorage(Storage):
         progress: Callable[[int], None] = lambda _: None,
     ) -> SavedRows:
         write = partial(save_segments, parent=parent, paranoid=paranoid, progress=progress)
-        return self._saved(write, folder, cut, roles)
-
-    def _saved(
-        self, write: Callable[..., SavedRows], folder: Path, cut: dict[str, Any], roles: Mapping[Any, str] | None
-    ) -> SavedRows:
-        kind = type(self).__name__  # and nothing else of this storage, which may be closed by now
-        if cut["schema"] is None:
-            return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
-        store: Store = cut["store"]
-        state = {name: value for name, value in cut.items() if name not in ("base", "live", "rows", "store")}
-        if "numbers" not in state:
-            state["numbers"] = store.numbers_before(cut["clock"] + cut["base"], cut["lanes"])
-        fields = roles_of(store.schema.fields, roles)
-        return write(folder, kind, store, state, fields, base=cut["base"], live=cut["live"])
+        return _save(
+            type(self).__name__, write, folder, cut, roles
+        )  # nothing else of a storage that may be closed by now
 
     def lineage(self) -> Any:
         return None if self.memory is None else (weakref.ref(self.memory), self.memory.replaced)
