@@ -6,6 +6,7 @@ import fcntl
 import gc
 import inspect
 import json
+import mmap
 import os
 import pickle
 import random
@@ -39,6 +40,7 @@ from engram.format import schema as schemas
 from engram.format.schema import Field, Node, Schema
 from engram.store import Store, erase
 from engram.types import Plan
+from tests import stress
 from tests.fresh import run, start
 
 
@@ -770,6 +772,149 @@ def test_stray_bytes_in_the_words_never_crash(folder, tmp_path):
         folder=str(folder),
     )
     assert out.split("\n")[-1] == "done"
+
+
+def put_word(path, at, value, kind="Q"):
+    raw = bytearray(path.read_bytes())
+    struct.pack_into(kind, raw, at, value)
+    path.write_bytes(raw)
+
+
+PAUSE_AT, COUNTERS_AT, LANES_AT = CLEAN_AT + 8, 8192, 45056
+
+
+@pytest.mark.parametrize("word", [1, 2, 256, 257, 1 << 32, 1 | 1 << 32, (1 << 64) - 1])
+def test_a_closed_store_is_paused_by_nobody(folder, word):
+    """Whatever the word says: writes go on, and no row is lost."""
+    put_word(folder / ".engram" / "control", PAUSE_AT, word)
+    rb = ReplayBuffer.open(folder)
+    rb.extend(rows(7, 1))
+    assert rb[:]["a"].tolist() == list(range(8))
+    rb.close()
+
+
+@pytest.mark.parametrize("word", [3, 257, 1 << 32, (1 << 64) - 1])
+def test_a_pause_of_an_entry_that_nobody_has_ends(folder, word):
+    """Entry 2 is free, others there are not: nobody would ever end it."""
+    rb = ReplayBuffer.open(folder)
+    with open(folder / ".engram" / "control", "r+b") as file, mmap.mmap(file.fileno(), 0) as live:
+        struct.pack_into("Q", live, PAUSE_AT, word)
+        rb.extend(rows(7, 1))
+    assert rb[:]["a"].tolist() == list(range(8))
+    rb.close()
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        (COUNTERS_AT + 72, 8, "void rows"),
+        (COUNTERS_AT + 72, 1 << 63, "void rows"),
+        (COUNTERS_AT, 0, "ticket counter"),
+        (COUNTERS_AT, 1 << 60, "ticket counter"),
+        (LANES_AT, 1 << 60, "positions"),
+        (LANES_AT + 8, 7, "multiples of their length"),
+        (LANES_AT + 16, (1 << 64) - 1, "positions"),
+    ],
+)
+def test_a_closed_store_that_says_of_itself_what_none_does_is_refused(folder, at, value, says):
+    put_word(folder / ".engram" / "control", at, value)
+    before = snapshot(folder)
+    with pytest.raises(CorruptStore, match=rf"{folder}/\.engram/control: .*{says}"):
+        ReplayBuffer.open(folder)
+    assert snapshot(folder) == before
+
+
+LIVE_DAMAGE = """
+    import mmap, random, shutil, struct, tempfile
+    from pathlib import Path
+    import torch
+    from tensordict import TensorDict
+    from engram import *
+    from engram import _native
+    _native._core.set_wait_limit(0.005)
+    chance = random.Random(seed)
+    engram, nan, inf = Path(".engram"), float("nan"), float("inf")
+    # Kind: file, first byte, bytes (0: to the end). Of a lock only what lies before it and behind.
+    where = {
+        "locks": ("control", 4096, 72), "counters": ("control", 8192, 160), "participants": ("control", 12288, 256),
+        "lanes": ("control", 45056, 0), "tickets": ("tickets", 0, 0), "priorities": ("indexes/main/priorities", 0, 256),
+        "tree": ("indexes/main/priorities", 4096, 0), "pass": ("indexes/epochs/pass", 0, 128),
+    }
+    name, start, size = where[kind]
+
+    def open_all(folder):
+        rb = ReplayBuffer.open(folder, sampler=PrioritizedSampler(24, 0.7, 0.5))
+        made = dict(storage=rb.storage, batch_size=6)
+        return rb, [rb, ReplayBuffer(**made, sampler=SliceSampler(slice_len=3, traj_key="episode")),
+                    ReplayBuffer(**made, sampler=SamplerWithoutReplacement(index="epochs"))]
+
+    def data(n):
+        number = torch.arange(n)
+        return TensorDict({"a": number, "episode": number // 4}, batch_size=[n])
+
+    first = Path(tempfile.mkdtemp(dir=place)) / "good"
+    rb = ReplayBuffer(storage=LazyMemmapStorage(24, scratch_dir=first, lanes=2), sampler=PrioritizedSampler(24, 0.7, 0.5))
+    rb.extend(data(17), lane=0)
+    rb.extend(data(5), lane=1)
+    rb.update_priority(torch.arange(5), torch.rand(5))
+    epochs = ReplayBuffer(storage=rb.storage, batch_size=6, sampler=SamplerWithoutReplacement(index="epochs"))
+    epochs.sample()
+    rb.close()
+
+    def bad(was):
+        pick = chance.randrange(8)
+        if pick == 0: return struct.pack("=d", chance.choice([nan, inf, -inf, -1.0, 1e308]))
+        value = struct.unpack("=Q", was)[0]
+        value = [chance.randrange(4), value ^ 1 << chance.randrange(64), value + chance.randrange(1, 60),
+                 value - chance.randrange(1, 60), (1 << 64) - 1 >> chance.randrange(64), 1 << chance.randrange(64),
+                 chance.getrandbits(64)][pick - 1]
+        return struct.pack("=Q", value % (1 << 64))
+
+    known = {}
+    for case in range(cases):
+        folder = first.parent / f"{case}"
+        shutil.copytree(first, folder)
+        rb, all_three = open_all(folder)
+        for one in all_three:
+            one.sample(6)
+        with open(folder / ".engram" / name, "r+b") as file:
+            live = mmap.mmap(file.fileno(), 0)
+        at = start + chance.randrange((size or len(live) - start) // 8) * 8
+        live[at : at + 8] = bad(live[at : at + 8])
+        uses = [
+            lambda: rb[:], lambda: rb[3], lambda: len(rb), lambda: rb.write_count, rb.stats, rb.storage.extent,
+            lambda: rb.extend(data(3), lane=0), lambda: rb.add(data(1)[0], lane=1),
+            lambda: rb.update_priority(torch.arange(3), torch.rand(3)),
+            *[lambda one=one: one.sample(6) for one in all_three], *[lambda one=one: one.state_dict() for one in all_three],
+            lambda: rb.dumps(folder / "dump"), rb.empty,
+        ]
+        for use in chance.sample(uses, 10):
+            try:
+                use()
+            except (EngramError, IndexError) as error:
+                known[type(error).__name__] = known.get(type(error).__name__, 0) + 1
+        try:
+            rb.close()
+        except EngramError:
+            pass
+        live.close()
+        shutil.rmtree(folder)
+    print(known)
+    print("done")
+"""
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(stress.LIMIT_S)
+@pytest.mark.parametrize(
+    "kind", ["locks", "counters", "participants", "lanes", "tickets", "priorities", "tree", "pass"]
+)
+def test_stray_words_in_a_live_store_never_crash(ram, kind):
+    """A word of a store that is open becomes another: a typed error or rows. (A program that crashed would not end in order.)"""
+    cases = stress.size(25, 2_000)
+    program = start(LIVE_DAMAGE, place=str(ram), kind=kind, cases=cases, seed=stress.SEED)
+    assert program.wait(stress.LIMIT_S) == 0, program.err
+    assert program.out.endswith("done\n")
 
 
 # ---- no space, no permission -----------------------------------------------------------------------------------------

@@ -83,6 +83,21 @@ std::string boot_id_of(const Store& store) {
   return {id, strnlen(id, sizeof id)};
 }
 
+// From now on the core's Error is this exception of Python's.
+template <class Error>
+void raise_as(const nb::type_object& kind) {
+  nb::register_exception_translator(
+      [](const std::exception_ptr& error, void* raised) {
+        try {
+          std::rethrow_exception(error);
+        } catch (const Error& known) {
+          const std::string message = std::string(known.what()) + ".";
+          PyErr_SetString(static_cast<PyObject*>(raised), message.c_str());
+        }
+      },
+      kind.inc_ref().ptr());
+}
+
 void bind_participants(nb::module_& m) {
   m.def("start_time_of", &engram::start_time_of, "pid"_a, "When a process began, as the kernel counts it; 0: there is none.");
   m.def("pid_namespace", &engram::pid_namespace, "What names this process's view of process numbers.");
@@ -283,8 +298,14 @@ void bind_store(nb::module_& m) {
           "participants"_a, "From now on other processes share the store.")
       .def("take_words", [](Store& self, const Store& from) { self.control().take_words(from.control()); }, "from"_a,
            "Tickets, cursors and counters of another store.")
-      .def("reset_locks", [](Store& self) { self.control().lock_page().placing.format(); },
-           "For the only process that has the store open.")
+      .def("check_closed", [](const Store& self) { self.control().check_closed(); }, "What a store that was closed in order says of itself.")
+      .def(
+          "reset_locks",
+          [](Store& self, bool clean) {
+            self.control().lock_page().placing.format();
+            if (clean) self.control().lock_page().pause.store(0);  // else recover() has to know
+          },
+          "clean"_a, "For the only process that has the store open.")
       .def(
           "placing",
           [](nb::object self, nb::tuple locks, bool shared) {
@@ -419,9 +440,9 @@ void bind_store(nb::module_& m) {
       .def_prop_ro("lanes", [](const Store& self) { return self.control().lanes(); })
       .def_prop_ro("lane_length", [](const Store& self) { return self.control().lane_length(); })
       .def_prop_ro("schema_sum", [](const Store& self) { return self.control().schema_sum(); })
-      .def_prop_ro("next_ticket", [](const Store& self) { return self.control().counters().next_ticket.load(); })
+      .def_prop_ro("next_ticket", [](const Store& self) { return engram::counted(self.control().counters().next_ticket); })
       .def_prop_rw(
-          "write_count", [](const Store& self) { return self.control().counters().write_count.load(); },
+          "write_count", [](const Store& self) { return engram::counted(self.control().counters().write_count); },
           [](Store& self, std::uint64_t n) { self.control().counters().write_count.store(n); })
       .def_prop_ro("void_rows", [](const Store& self) { return self.control().counters().void_rows.load(); })
       .def_prop_ro("lapped_rows", [](const Store& self) { return self.control().counters().lapped_rows.load(); })
@@ -453,21 +474,9 @@ void bind_store(nb::module_& m) {
 NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);  // what a program holds at its end is not a leak
   m.doc() = "The native core of engram. Private: use the classes of the package.";
-  m.def(
-      "raise_stalled_as",
-      [](const nb::type_object& kind) {
-        nb::register_exception_translator(
-            [](const std::exception_ptr& error, void* raised) {
-              try {
-                std::rethrow_exception(error);
-              } catch (const engram::Stalled& stalled) {
-                const std::string message = std::string(stalled.what()) + ".";
-                PyErr_SetString(static_cast<PyObject*>(raised), message.c_str());
-              }
-            },
-            kind.inc_ref().ptr());
-      },
-      "kind"_a, "The exception of waits that ended in vain, from now on.");
+  m.def("raise_stalled_as", &raise_as<engram::Stalled>, "kind"_a, "The exception of waits that ended in vain, from now on.");
+  m.def("raise_damaged_as", &raise_as<engram::Damaged>, "kind"_a,
+        "The exception of shared memory that says what no store says, from now on.");
   m.def("wait_limit", [] { return std::chrono::duration<double>(engram::wait_limit.load()).count(); },
         "Seconds after which a wait for another thread or process ends in vain.");
   m.def(

@@ -4,6 +4,7 @@
 // anything. No exception ever crosses a thread: work handed to the pool cannot throw.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -19,6 +20,26 @@ struct Stalled : std::runtime_error {
 struct NothingLive : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+/// Shared memory says what no store says: something else has written there.
+struct Damaged : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline void intact(bool ok, const char* what) {
+  if (!ok) [[unlikely]] {
+    throw Damaged(std::string(what) + ". Something else has written into the store's memory: load a checkpoint into a new one");
+  }
+}
+
+/// What a plain word of shared memory is now. It may change at any moment, so whoever checks it and then goes by it needs a copy,
+/// which the compiler must not read again.
+template <class T>
+T copied(const T& word) {
+  const T copy = *static_cast<const volatile T*>(&word);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  return copy;
+}
 
 /// A row outside [0, capacity): one unsigned comparison covers negative rows too.
 inline void check_row(std::int64_t row, std::uint64_t capacity) {

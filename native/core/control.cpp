@@ -11,12 +11,15 @@
 #include <vector>
 
 #include "check.h"
+#include "wait.h"
 
 namespace engram {
 namespace {
 
 constexpr char kMagic[8] = {'e', 'n', 'g', 'r', 'a', 'm', '\0', '\1'};
 constexpr std::uint32_t kByteOrder = 0x01020304;
+constexpr std::uint64_t kMost = std::uint64_t{1} << 56;  // tickets and positions that a store comes to
+constexpr int kLongestHolders = 12;  // waits of those that a claim is waited for
 constexpr std::uint64_t kLockPageAt = kPage;
 constexpr std::uint64_t kCountersAt = 2 * kPage, kCountersBytes = 2048;
 // Nothing writes there yet, all is zero: how fast rows may come and go, and words that processes sleep on until they change,
@@ -65,6 +68,12 @@ std::uint64_t raise(Word& word, std::uint64_t to) {
 }  // namespace
 
 std::uint64_t control_bytes(std::uint64_t lanes) { return kLanesAt + lanes * sizeof(Lane); }
+
+std::uint64_t counted(const Word& counter) {
+  const std::uint64_t n = counter.load(std::memory_order_acquire);
+  intact(n >> 62 == 0, "control: expected counters below 2^62");
+  return n;
+}
 
 std::uint64_t abi_fingerprint() {
   std::uint64_t libc = 0;
@@ -122,6 +131,7 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
   require(reinterpret_cast<std::uintptr_t>(tickets.data()) % 8 == 0, "tickets: the block is not aligned to 8 bytes");
   Header header;  // copied once, checked, then used: the block may be shared
   std::memcpy(&header, control.data(), sizeof header);
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // the compiler must not read it again there
   require(std::memcmp(header.magic, kMagic, sizeof kMagic) == 0, "control: not an engram control block");
   require(header.byte_order == kByteOrder, "control: written on a machine of the other byte order");
   require(header.format_major == kFormatMajor,
@@ -232,7 +242,7 @@ void Control::empty(bool keep_write_count) const {
 // one word, so that whoever finishes it repeats nothing: a lane that began again has rows of others by then.
 void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
   const auto step = [] { std::atomic_signal_fence(std::memory_order_seq_cst); };  // a killed process leaves them in this order
-  const auto steps = static_cast<std::uint64_t>(kEmptying) - static_cast<std::uint64_t>(claim.lane);
+  const std::uint64_t n = copied(claim.n), steps = static_cast<std::uint64_t>(kEmptying) - static_cast<std::uint64_t>(copied(claim.lane));
   const std::uint64_t first = std::min(steps / 2, geometry_.lanes);
   // Before a lane is empty: what is written to an empty store counts.
   if (claim.p0 == 0) counters_->write_count.store(0, std::memory_order_relaxed);
@@ -244,7 +254,7 @@ void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
     begins[i] = next_round(i);
     if (begun && !holds_older(i, t)) begins[i] = 0;  // he who died found it empty
   }
-  if (steps % 2 != 0 && first < geometry_.lanes) begins[first] = claim.n;
+  if (steps % 2 != 0 && first < geometry_.lanes && n % geometry_.lane_length == 0) begins[first] = n;
   for (std::uint64_t i = first; i < geometry_.lanes; ++i) {
     const std::int64_t here = kEmptying - 2 * static_cast<std::int64_t>(i);
     claim.n = begins[i];
@@ -323,10 +333,10 @@ void Control::read_numbers(std::uint64_t clock, const LaneWords* lanes, std::int
 
 void Control::check_words(const Geometry& geometry, std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers) {
   const std::uint64_t length = geometry.lane_length;
-  check(clock >= 1 && clock < std::uint64_t{1} << 56, "a ticket counter below 1 or beyond 2^56");
+  check(clock >= 1 && clock < kMost, "a ticket counter below 1 or beyond 2^56");
   for (std::uint64_t i = 0; i < geometry.lanes; ++i) {
     const auto position = static_cast<std::uint64_t>(lanes[i].position), live = static_cast<std::uint64_t>(lanes[i].live);
-    check(lanes[i].position >= 0 && position < std::uint64_t{1} << 56, "a lane's position that is negative or too large");
+    check(lanes[i].position >= 0 && position < kMost, "a lane's position that is negative or too large");
     check(lanes[i].live >= 0 && live <= length, "more live rows than a lane has");
     check(live >= std::min(position, length), "fewer live rows than a lane's position says");
     for (std::uint64_t k = 0; k < length; ++k) {
@@ -369,6 +379,20 @@ void Control::one_void_less() const {
   std::uint64_t n = left.load(std::memory_order_relaxed);
   while (n > 0 && !left.compare_exchange_weak(n, n - 1, std::memory_order_relaxed)) {
   }
+}
+
+void Control::check_closed() const {
+  std::uint64_t rows = 0;
+  for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
+    const Lane& l = lanes_[i];
+    const std::uint64_t base = l.base.load(std::memory_order_acquire);
+    intact(std::max({base, l.cursor.load(), l.high.load()}) < kMost && base % geometry_.lane_length == 0,
+           "control: expected lanes at positions below 2^56, which begin again at multiples of their length");
+    rows += filled(i);
+  }
+  const std::uint64_t next = counters_->next_ticket.load();
+  intact(next >= 1 && next < kMost, "control: expected a ticket counter in [1, 2^56)");
+  intact(counters_->void_rows.load() <= rows, "control: expected no more void rows than there are rows");
 }
 
 Control::Repair Control::recover() const {
@@ -418,12 +442,17 @@ ClaimGuard::ClaimGuard(Participant& participant) : participant_(&participant), c
 
 // In one order with the word that pauses the store: either this writer sees that, or whoever pauses it sees this claim.
 Claim* ClaimGuard::free_claim() const {
+  // Every other holder is a thread of this process, inside a bounded call. Several may wait for rows, one after the other.
+  const auto until = std::chrono::steady_clock::now() + kLongestHolders * wait_limit.load();
   for (;;) {
     for (Claim& claim : participant_->claims) {
       std::uint64_t free = 0;
       if (claim.t0.compare_exchange_strong(free, kNoted, std::memory_order_seq_cst)) return &claim;
     }
-    std::this_thread::yield();  // every other holder is a thread of this process, inside a bounded call
+    if (std::chrono::steady_clock::now() > until) {
+      throw Stalled("as many threads of this process as can write at the same time have been writing for a minute");
+    }
+    std::this_thread::yield();
   }
 }
 

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 #include "shared_mutex.h"
 
@@ -149,6 +150,9 @@ struct Geometry {
 /// Bytes of the control block of a store with that many lanes.
 std::uint64_t control_bytes(std::uint64_t lanes);
 
+/// A counter, which no store has brought beyond 2^62 yet. Throws Damaged.
+std::uint64_t counted(const Word& counter);
+
 /// What the libc, the word sizes and the architecture make of this build.
 std::uint64_t abi_fingerprint();
 
@@ -241,6 +245,9 @@ class Control {
   /// was given out, in the same order. Throws as check_words: nothing changed.
   void put_words(std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers) const;
 
+  /// What a store that was closed in order says of itself: O(lanes). Throws Damaged: more than any says.
+  void check_closed() const;
+
   struct Repair {
     std::uint64_t claims = 0;  // of dead writers
     std::uint64_t voided = 0;  // rows that were being written
@@ -266,7 +273,7 @@ class Control {
   Lap* laps_ = nullptr;
 };
 
-/// A claim in a participant's entry for as long as it lives. Taken before ticket numbers are: so whoever reads the counter
+/// A claim in a participant's entry for as long as it lives. Waits for one, bounded (Stalled). Taken before ticket numbers are: so whoever reads the counter
 /// finds every number below it noted, or about to be, or done with.
 class ClaimGuard {
  public:
@@ -275,12 +282,14 @@ class ClaimGuard {
       : ClaimGuard(participant) {
     note(t0, n, lane, p0);
   }
-  ~ClaimGuard() { claim_->t0.store(0, std::memory_order_release); }
+  ~ClaimGuard() { give_back(); }
   ClaimGuard(const ClaimGuard&) = delete;
   ClaimGuard& operator=(const ClaimGuard&) = delete;
 
   /// Nothing is noted any more, or it is as it was at first: the next note() may come.
-  void give_back() { claim_->t0.store(0, std::memory_order_release); }
+  void give_back() {
+    if (Claim* held = std::exchange(claim_, nullptr)) held->t0.store(0, std::memory_order_release);
+  }
   void take_again() { claim_ = free_claim(); }
   void forget_note() { claim_->t0.store(kNoted, std::memory_order_release); }
 

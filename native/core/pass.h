@@ -31,7 +31,7 @@ struct PassPage {
 };
 static_assert(sizeof(PassPage) <= kPage);
 
-class Pass : public Index {
+class RowPass : public Index {
  public:
   static constexpr std::uint64_t kBytes = kPage;
 
@@ -42,7 +42,7 @@ class Pass : public Index {
   static void reset_mutex(std::span<std::byte> memory);
 
   /// A view of formatted memory, which must outlive it. Throws std::invalid_argument: not such memory.
-  explicit Pass(std::span<std::byte> memory);
+  explicit RowPass(std::span<std::byte> memory);
 
   /// Rows [start, start + count) of the walk of that key over `rows`.
   struct Stretch {
@@ -53,6 +53,7 @@ class Pass : public Index {
   /// walk begins, in the order of `key`. `whole`: what does not fill n is skipped; n <= rows.
   Stretch next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole);
 
+  /// Throws Damaged: it is none.
   Walk walk() const;
   /// Throws std::invalid_argument: more visited than there are.
   void set(const Walk& walk);
@@ -67,7 +68,7 @@ class Pass : public Index {
   void emptied() override { set({}); }
 
  private:
-  Walk current() const { return page_->walks[page_->current.load(std::memory_order_acquire) & 1]; }
+  Walk current() const;
   void put(const Walk& walk);
 
   PassPage* page_;

@@ -1,6 +1,7 @@
 #include "priorities.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -16,6 +17,7 @@ namespace engram {
 namespace {
 
 constexpr char kMagic[8] = {'e', 'n', 'g', 'p', 'r', 'i', 'o', 1};
+constexpr char kLeaves[] = "priorities: expected leaves that are finite and not negative, of which none is below the smallest";
 constexpr std::uint64_t kRedraws = 8;  // of a row that moves each time, before the thread lets others run
 
 #ifdef ENGRAM_WITHOUT_LATE_CHECK  // the tests must fail then: make negative-controls
@@ -29,6 +31,35 @@ bool usable(double x) { return std::isfinite(x) && x >= 0; }
 // A leaf that somebody made zero is -0.0, and so apart from that of a row whose priority nobody has told yet.
 double given(double leaf) { return leaf > 0 ? leaf : -0.0; }
 bool is_given(double leaf) { return leaf > 0 || std::signbit(leaf); }
+
+// Of words that others may write: checked at every look.
+double usable_now(const double& word) {
+  const double x = copied(word);
+  intact(usable(x), "priorities: expected alpha, beta and the highest priority to be finite and not negative");
+  return x;
+}
+
+bool flag(std::uint64_t word) {
+  intact(word <= 1, "priorities: expected 0 or 1 for whether the largest priority is that within the buffer");
+  return word == 1;
+}
+
+// Whether 0 <= x < most of all, where a zero may have a sign. By their bits, which the compiler compares several at a time.
+bool all_below(const double* x, std::uint64_t n, double most) {
+  const auto limit = std::bit_cast<std::uint64_t>(most);
+  std::uint64_t wrong = 0;  // its highest bit
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto bits = std::bit_cast<std::uint64_t>(x[i]), size = bits << 1 >> 1;
+    wrong |= (limit - 1 - size) | (bits & (0 - size));
+  }
+  return wrong >> 63 == 0;
+}
+
+double total_of(const SumTree& tree) {
+  const double total = tree.sum();
+  intact(usable(total), "priorities: expected a sum that is finite and not negative");
+  return total;
+}
 
 PriorityHeader* header_in(std::span<std::byte> memory) {
   check(memory.size() >= kPage, "priorities in memory without room for their header");
@@ -103,67 +134,81 @@ void Priorities::reset_mutex(std::span<std::byte> memory) { header_in(memory)->m
 
 Priorities::Priorities(std::span<std::byte> memory, const Control* tickets)
     : header_(header_in(memory)),
-      tree_(memory.subspan(kPage), header_->leaves, header_->within_buffer != 0),
+      eps_(copied(header_->eps)),
+      within_buffer_(flag(copied(header_->within_buffer))),
+      tree_(memory.subspan(kPage), copied(header_->leaves), within_buffer_),
+      most_(1e300 / static_cast<double>(tree_.leaves())),
       tickets_(tickets) {
-  check(usable(header_->alpha) && usable(header_->beta) && usable(header_->eps) && usable(header_->highest),
-        "priorities whose alpha, beta, eps or highest is negative or not finite");
-  check(tickets == nullptr || tickets->capacity() == header_->leaves, "priorities of a store of another capacity");
+  check(tickets == nullptr || tickets->capacity() == tree_.leaves(), "priorities of a store of another capacity");
+  intact(usable(eps_), "priorities: expected an eps that is finite and not negative");
+  alpha_now(), beta_now(), highest_now();
+  total_of(tree_);
+}
+
+double Priorities::alpha_now() const { return usable_now(header_->alpha); }
+double Priorities::beta_now() const { return usable_now(header_->beta); }
+double Priorities::highest_now() const { return usable_now(header_->highest); }
+
+double Priorities::leaf_now(std::uint64_t row) const {
+  const double leaf = tree_.leaf(row);
+  intact(leaf >= 0 && leaf < most_, kLeaves);
+  return leaf;
 }
 
 double Priorities::alpha() const {
   const Lock guard(*this);
-  return header_->alpha;
+  return alpha_now();
 }
 
 double Priorities::beta() const {
   const Lock guard(*this);
-  return header_->beta;
+  return beta_now();
 }
 
 double Priorities::total() const {
   const Lock guard(*this);
-  return tree_.sum();
+  return total_of(tree_);
 }
 
 double Priorities::leaf(std::uint64_t row) const {
   check_row(static_cast<std::int64_t>(row), tree_.leaves());
   const Lock guard(*this);
-  return std::abs(tree_.leaf(row));
+  return std::abs(leaf_now(row));
 }
 
 bool Priorities::is_live(std::uint64_t row) const {
   return tickets_ == nullptr || is_committed(tickets_->word(row).load(std::memory_order_acquire));
 }
 
-double Priorities::largest_leaf() const { return 1e300 / static_cast<double>(tree_.leaves()); }
+double Priorities::leaf_of(double priority, double alpha) const { return std::pow(priority + eps_, alpha); }
 
-double Priorities::leaf_of(double priority) const { return std::pow(priority + header_->eps, header_->alpha); }
-
-double Priorities::leaf_of(float priority) const {
-  const float leaf = std::pow(priority + static_cast<float>(header_->eps), static_cast<float>(header_->alpha));
-  return std::isnormal(leaf) ? static_cast<double>(leaf) : leaf_of(static_cast<double>(priority));
+double Priorities::leaf_of(float priority, double alpha) const {
+  const float leaf = std::pow(priority + static_cast<float>(eps_), static_cast<float>(alpha));
+  return std::isnormal(leaf) ? static_cast<double>(leaf) : leaf_of(static_cast<double>(priority), alpha);
 }
 
 double Priorities::default_leaf() const {
-  if (header_->within_buffer != 0 && tree_.max() > 0) return tree_.max();
-  return leaf_of(header_->highest > 0 ? header_->highest : 1.0);
+  const double largest = within_buffer_ ? tree_.max() : 0, highest = highest_now();
+  const double leaf = largest > 0 ? largest : leaf_of(highest > 0 ? highest : 1.0, alpha_now());
+  intact(leaf >= 0 && leaf < most_, "priorities: expected a highest priority whose power can be summed");
+  return leaf;
 }
 
 double Priorities::default_priority() const {
   const Lock guard(*this);
-  if (header_->within_buffer != 0 && tree_.max() > 0 && header_->alpha > 0) {
-    return std::max(0.0, std::pow(tree_.max(), 1 / header_->alpha) - header_->eps);
-  }
-  return header_->highest > 0 ? header_->highest : 1.0;
+  const double largest = within_buffer_ ? tree_.max() : 0, highest = highest_now(), alpha = alpha_now();
+  intact(!(largest >= most_), kLeaves);
+  if (largest > 0 && alpha > 0) return std::max(0.0, std::pow(largest, 1 / alpha) - eps_);
+  return highest > 0 ? highest : 1.0;
 }
 
 void Priorities::set_alpha(double alpha) {
   check(usable(alpha), "alpha must be finite and not negative");
   const Lock guard(*this);
-  const double power = header_->alpha > 0 ? alpha / header_->alpha : 1.0;
-  const double most = largest_leaf();
-  for (std::uint64_t row = 0; row < tree_.leaves(); ++row) {
-    check(tree_.leaf(row) == 0 || std::pow(tree_.leaf(row), power) < most, "with that alpha a priority is too large");
+  const double before = alpha_now(), power = before > 0 ? alpha / before : 1.0;
+    for (std::uint64_t row = 0; row < tree_.leaves(); ++row) {
+    const double leaf = leaf_now(row);
+    check(leaf == 0 || std::pow(leaf, power) < most_, "with that alpha a priority is too large");
   }
   header_->raised_alpha = alpha;
   header_->raised_power = power;
@@ -191,10 +236,13 @@ void Priorities::raise_leaves(std::uint64_t from) const {
 
 // What a holder left half done who died, or was interrupted by an exception; and what others could not tell while he held on.
 void Priorities::mend() const {
-  const std::uint64_t missed = header_->missed.load(std::memory_order_acquire);
-  const bool forget = header_->redo.load(std::memory_order_relaxed) == Change::kAll || (missed & Lock::kEmptying) != 0;
-  if (forget) forget_leaves();
-  if (const std::uint64_t next = header_->raising.load(std::memory_order_relaxed); next != 0) {
+  const std::uint64_t missed = header_->missed.load(std::memory_order_acquire), redo = header_->redo.load(std::memory_order_relaxed);
+  const std::uint64_t next = header_->raising.load(std::memory_order_relaxed);
+  intact(missed <= (Lock::kRows | Lock::kEmptying) && redo <= Change::kAll && next <= rows(),
+         "priorities: expected a note of what is left to do, got one that nobody makes");
+  if (redo == Change::kAll || (missed & Lock::kEmptying) != 0) forget_leaves();
+  if (next != 0) {
+    usable_now(header_->raised_power), usable_now(header_->raised_alpha);
     const double leaf = header_->raised_leaf[(next - 1) % 2];
     if (leaf > 0) tree_.put(next - 1, std::pow(leaf, header_->raised_power));
     raise_leaves(next);
@@ -223,21 +271,26 @@ void Priorities::set_beta(double beta) {
 
 double Priorities::highest() const {
   const Lock guard(*this);
-  return header_->highest;
+  return highest_now();
 }
 
 void Priorities::copy_leaves(double* out, std::uint64_t n, bool signs) const {
   check(n <= tree_.leaves(), "more leaves than there are rows");
   const Lock guard(*this);
-  for (std::uint64_t row = 0; row < n; ++row) out[row] = signs ? tree_.leaf(row) : std::abs(tree_.leaf(row));
+  constexpr std::uint64_t kAtOnce = 1024;
+  for (std::uint64_t begin = 0; begin < n; begin += kAtOnce) {
+    const std::uint64_t end = std::min(begin + kAtOnce, n);
+    for (std::uint64_t row = begin; row < end; ++row) out[row] = tree_.leaf(row);
+    intact(all_below(out + begin, end - begin, most_), kLeaves);
+    for (std::uint64_t row = begin; row < end && !signs; ++row) out[row] = std::abs(out[row]);
+  }
 }
 
 void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
   check(usable(alpha), "alpha must be finite and not negative");
   check(n <= tree_.leaves(), "more leaves than there are rows");
-  const double most = largest_leaf();
-  for (std::uint64_t row = 0; row < n; ++row) {
-    if (!usable(leaves[row]) || !(leaves[row] < most)) {
+    for (std::uint64_t row = 0; row < n; ++row) {
+    if (!usable(leaves[row]) || !(leaves[row] < most_)) {
       throw BadPriority("the leaf of row " + std::to_string(row) + " is " + std::to_string(leaves[row]));
     }
   }
@@ -292,7 +345,7 @@ void Priorities::forget_leaves() const {
   bool any = false;  // not by size(): as many rows may be counted as void, that are just being forgotten
   for (std::uint64_t lane = 0; lane < tickets_->lanes() && !any; ++lane) any = tickets_->filled(lane) > 0;
   if (!any) return;
-  const double leaf = leaf_of(1.0);
+  const double leaf = leaf_of(1.0, alpha_now());
   tree_.transform(0, rows(), [&](std::uint64_t row, double) { return is_live(row) ? leaf : 0.0; });
 }
 
@@ -368,13 +421,13 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
   const Lock guard(*this);
   rows_.clear();
   leaves_.clear();
-  const double most = largest_leaf();
-  double highest = header_->highest;
+    const double alpha = alpha_now();
+  double highest = highest_now();
   std::uint64_t dropped = 0;
   for (std::uint64_t i = 0; i < n; ++i) {
     if (rows[i] != -1) check_row(rows[i], tree_.leaves());
-    const double leaf = usable(priorities[i]) ? leaf_of(priorities[i]) : -1;
-    if (!(leaf >= 0 && leaf < most)) {
+    const double leaf = usable(priorities[i]) ? leaf_of(priorities[i], alpha) : -1;
+    if (!(leaf >= 0 && leaf < most_)) {
       throw BadPriority("a priority at position " + std::to_string(i) + " is " + std::to_string(priorities[i]));
     }
     if (rows[i] == -1) continue;
@@ -401,7 +454,7 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
   std::vector<double> u(n);
   for (std::uint64_t i = 0; i < n; ++i) u[i] = fraction(random.bits(i, attempt));
   const Lock guard(*this);
-  if (!(tree_.sum() > 0)) throw NothingLive("every priority is zero");
+  if (total_of(tree_) == 0) throw NothingLive("every priority is zero");
   tree_.find(u.data(), n, rows);
   if (weights != nullptr) weigh_locked(rows, n, weights);
   for (std::uint64_t i = 0; numbers != nullptr && i < n; ++i) {
@@ -412,11 +465,14 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
 }
 
 void Priorities::weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const {
-  const double least = tree_.min_positive(), power = -header_->beta;
+  const double least = tree_.min_positive(), power = -beta_now();
+  bool sound = least > 0 || total_of(tree_) == 0;
   for (std::uint64_t i = 0; i < n; ++i) {
     const double leaf = tree_.leaf(static_cast<std::uint64_t>(rows[i]));
     weights[i] = leaf == 0 ? 0.0 : power == 0 ? 1.0 : std::pow(leaf / least, power);
+    sound &= weights[i] <= 1;
   }
+  intact(sound, kLeaves);
 }
 
 void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weights) const {

@@ -64,13 +64,14 @@ class Priorities : public Index {
   static void reset_mutex(std::span<std::byte> memory);
 
   /// A view of formatted memory, which must outlive it. `tickets`: the store's words, which say what is live; null: every
-  /// row given is (rows in a list). Throws std::invalid_argument: not such memory.
+  /// row given is (rows in a list). Throws std::invalid_argument: not such memory. Throws Damaged, as any call does that comes upon
+  /// what no priorities are; only the words that say so were looked at.
   Priorities(std::span<std::byte> memory, const Control* tickets);
 
   double alpha() const;
   double beta() const;
-  double eps() const { return header_->eps; }
-  bool within_buffer() const { return header_->within_buffer != 0; }
+  double eps() const { return eps_; }
+  bool within_buffer() const { return within_buffer_; }
   double default_priority() const;
   std::uint64_t dropped() const { return header_->dropped.load(std::memory_order_relaxed); }
   std::uint64_t rows() const { return tree_.leaves(); }
@@ -148,17 +149,25 @@ class Priorities : public Index {
   void forget_leaves() const;
   void raise_leaves(std::uint64_t from) const;
   bool is_live(std::uint64_t row) const;
-  double largest_leaf() const;  // no sum of such leaves overflows
-  double leaf_of(double priority) const;
-  double leaf_of(float priority) const;
+  double leaf_of(double priority, double alpha) const;
+  double leaf_of(float priority, double alpha) const;
   template <class Real>
   void update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n, const std::int64_t* expected);
   double default_leaf() const;
   void set_leaves();
   void weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const;
 
+  double alpha_now() const;  // under the lock, checked
+  double beta_now() const;
+  double highest_now() const;
+  double leaf_now(std::uint64_t row) const;
+
   PriorityHeader* header_;
+  // Copies of what never changes: the memory may be shared.
+  double eps_;
+  bool within_buffer_;
   mutable SumTree tree_;  // put in order by whoever comes first
+  double most_;           // leaves are below: no sum of them overflows
   const Control* tickets_;
   std::vector<std::int64_t> rows_;  // of the call under way
   std::vector<double> leaves_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <ctime>
 #include <new>
 #include <string>
@@ -50,6 +51,24 @@ int lock_within(pthread_mutex_t* mutex) {
   }
 }
 
+#ifdef __GLIBC__
+// What format() makes of it. The C library goes by it as it finds it, and ends the process where it makes no sense to it.
+int kind_of(pthread_mutex_t& mutex) { return copied(mutex.__data.__kind); }
+
+int usual_kind() {
+  static const int kind = [] {
+    alignas(SharedMutex) std::byte memory[sizeof(SharedMutex)];
+    reinterpret_cast<SharedMutex*>(memory)->format();
+    return kind_of(*reinterpret_cast<pthread_mutex_t*>(memory));
+  }();
+  return kind;
+}
+
+bool sound(pthread_mutex_t& mutex) { return kind_of(mutex) == usual_kind(); }
+#else
+bool sound(pthread_mutex_t&) { return true; }
+#endif
+
 }  // namespace
 
 void SharedMutex::format() {
@@ -66,6 +85,7 @@ void SharedMutex::format() {
 }
 
 bool SharedMutex::lock() {
+  intact(sound(mutex_), "a lock: expected one of the kind that was made");
   int result = EBUSY;
   for (int spin = 0; spin < kSpins && result == EBUSY; ++spin) result = pthread_mutex_trylock(&mutex_);
   if (result == EBUSY) result = lock_within(&mutex_);
@@ -77,9 +97,9 @@ bool SharedMutex::lock() {
     case ETIMEDOUT:
       throw in_vain("an index has been in the hands of another process or thread");
     case ENOTRECOVERABLE:
-      throw std::runtime_error("an index was left half changed, and could not be mended");
+      throw Damaged("an index was left half changed, and could not be mended: load a checkpoint into a new store");
     default:
-      throw std::runtime_error("a mutex cannot be locked: error " + std::to_string(result));
+      throw Damaged("a lock in shared memory cannot be taken: error " + std::to_string(result));
   }
 }
 

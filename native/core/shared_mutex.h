@@ -16,7 +16,7 @@ class SharedMutex {
   /// In memory that holds anything: before anybody else sees it, or when nobody who did is alive.
   void format();
 
-  /// Waits, bounded: throws Stalled after wait_limit (5 s). True: the holder before died, and what it guards must be mended and
+  /// Waits, bounded: throws Stalled after wait_limit (5 s), Damaged if this is no such mutex any more. True: the holder before died, and what it guards must be mended and
   /// mended() called, before unlock(); otherwise nobody gets it any more.
   [[nodiscard]] bool lock();
   void mended();

@@ -87,15 +87,15 @@ void Store::tell_indexes(Tell&& tell) const {
   }
   const auto* list = indexes_->current.load(std::memory_order_acquire);
   if (list == nullptr) return;
-  std::exception_ptr stalled;  // one index that is held must not keep the news from the others
+  std::exception_ptr failed;  // one index that is held must not keep the news from the others
   for (Index* index : *list) {
     try {
       tell(*index);
-    } catch (const Stalled&) {
-      stalled = std::current_exception();
+    } catch (const std::runtime_error&) {  // it is stalled, or damaged
+      failed = std::current_exception();
     }
   }
-  if (stalled) std::rethrow_exception(stalled);
+  if (failed) std::rethrow_exception(failed);
 }
 
 // Of a write that waits in vain for a row what is written stays, and what was reserved and is not begun becomes void.
@@ -153,7 +153,14 @@ void Store::look_after_others(Need need) const {
 }
 
 std::uint64_t Store::mend() const {
-  return others_ == nullptr ? 0 : others_->bury_dead([this](Participant& dead) { repair(dead); });
+  if (others_ == nullptr) return 0;
+  // A pause of an entry that nobody has: its process left it behind, or something else wrote there. Nobody would end it.
+  Word& word = control_.lock_page().pause;
+  std::uint64_t pause = word.load(std::memory_order_acquire);
+  const std::uint64_t entry = pause & ~kReplacing;
+  const bool held = entry >= 1 && entry <= control_.participants() && control_.participant(entry - 1).state.load(std::memory_order_acquire) != 0;
+  if (pause != 0 && !held) word.compare_exchange_strong(pause, 0, std::memory_order_acq_rel);
+  return others_->bury_dead([this](Participant& dead) { repair(dead); });
 }
 
 void Store::repair(Participant& dead) const {
@@ -192,24 +199,27 @@ void Store::void_gaps() const {
 // In this order: a row is counted as void before it is, so that void_rows is never too small; and the claim goes last, so
 // that a death in here is repaired again. Returns how many rows became void.
 std::uint64_t Store::repair(Claim& claim) const {
-  if (claim.lane <= kEmptying) {
+  const std::int64_t lane = copied(claim.lane);
+  if (lane <= kEmptying) {
     control_.empty(claim.t0.load(std::memory_order_acquire), claim, true);  // this very one: what was written since to lanes that are empty is not his to forget
     fence(std::memory_order_seq_cst);
     tell_indexes([](Index& index) { index.emptied(); });
     return 0;
   }
   const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire), length = control_.lane_length();
+  const std::uint64_t n = copied(claim.n), p0 = copied(claim.p0);
+  const bool ring = lane >= 0 && static_cast<std::uint64_t>(lane) < control_.lanes();
   std::vector<std::int64_t> rows;     // that the claim names, and the numbers they would have
   std::vector<std::uint64_t> numbers;
-  if (claim.lane >= 0 && static_cast<std::uint64_t>(claim.lane) < control_.lanes()) {
-    for (std::uint64_t i = claim.n > length ? claim.n - length : 0; i < claim.n; ++i) {
-      rows.push_back(static_cast<std::int64_t>(static_cast<std::uint64_t>(claim.lane) * length + (claim.p0 + i) % length));
+  if (ring) {
+    for (std::uint64_t i = n > length ? n - length : 0; i < n; ++i) {
+      rows.push_back(static_cast<std::int64_t>(static_cast<std::uint64_t>(lane) * length + (p0 + i) % length));
       numbers.push_back(t0 + i);
     }
   } else {
     for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
       const std::uint64_t number = number_of(control_.word(row).load(std::memory_order_acquire));
-      if (number - t0 >= claim.n) continue;
+      if (number - t0 >= n) continue;
       rows.push_back(static_cast<std::int64_t>(row));
       numbers.push_back(number);
     }
@@ -238,7 +248,7 @@ std::uint64_t Store::repair(Claim& claim) const {
   tell_indexes([&](Index& index) {
     if (!lost.empty()) index.lost(lost.data(), lost.size());
     if (rows.empty()) return;
-    if (claim.lane >= 0) {
+    if (ring) {
       index.written(rows.data(), rows.size(), numbers[0]);
     } else {
       for (std::uint64_t i = 0; i < rows.size(); ++i) index.written(&rows[i], 1, numbers[i]);
@@ -575,10 +585,7 @@ void Store::admit([[maybe_unused]] ClaimGuard& claim) const {
   do {
     claim.give_back();
     while (control_.lock_page().pause.load(std::memory_order_acquire) != 0) {
-      if (deadline.passed()) {
-        claim.take_again();  // as its owner expects
-        throw paused_in_vain();
-      }
+      if (deadline.passed()) throw paused_in_vain();
       look_after_others(Need::waiting);
       std::this_thread::sleep_for(kPauseLooks);
     }

@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::uint64_t kFanout = SumTree::kFanout;
 constexpr std::uint64_t kMostLeaves = std::uint64_t{1} << 40;
+constexpr char kSums[] = "priorities: expected finite leaves, and sums that are theirs";
 constexpr std::uint64_t kTogether = 64;  // descents that advance together
 
 std::uint64_t padded(std::uint64_t nodes) { return (nodes + kFanout - 1) / kFanout * kFanout; }
@@ -126,28 +127,36 @@ void SumTree::find(const double* u, std::uint64_t n, std::int64_t* rows) const {
       node[i] = 0;
     }
     for (std::uint64_t level = sizes_.size() - 1; level-- > 0;) {
+      std::uint64_t furthest = 0;
       for (std::uint64_t i = 0; i < count; ++i) {
-        const double* children = sums_[level] + node[i] * kFanout;
+        const double* x = sums_[level] + node[i] * kFanout;
         // Prefixes that never fall, because each adds to the same left part no less than the one before it, and of which
         // the last is the parent, bit for bit. The first that is above what is left is above the one before it, so its
         // child is not zero.
-        const double* x = children;
         const double two = x[0] + x[1], four = two + (x[2] + x[3]), six = x[4] + x[5];
         const double upto[kFanout + 1] = {
             0, x[0], two, two + x[2], four, four + x[4], four + six, four + (six + x[6]), four + (six + (x[6] + x[7]))};
         std::uint64_t c = 0;
         for (std::uint64_t k = 0; k < kFanout; ++k) c += upto[k + 1] <= left[i];
         if (c == kFanout) {  // rounding put it on the very end: it falls on the last child that is not zero
-          while (c > 0 && !(children[c - 1] > 0)) --c;
-          check(c > 0, "a tree whose sums do not agree");
+          while (c > 1 && !(x[c - 1] > 0)) --c;
           left[i] = upto[--c];
         }
         left[i] = std::max(0.0, left[i] - upto[c]);
         node[i] = node[i] * kFanout + c;
+        furthest = std::max(furthest, node[i]);
         if (level > 0) __builtin_prefetch(sums_[level - 1] + node[i] * kFanout);
       }
+      // The memory may be shared: whatever it says, no step leaves the tree.
+      intact(furthest < sizes_[level], kSums);
     }
-    for (std::uint64_t i = 0; i < count; ++i) rows[begin + i] = static_cast<std::int64_t>(node[i]);
+    bool sound = begin > 0 || agrees_above(node[0]);  // one of all: checking each would cost a fifth
+    for (std::uint64_t i = 0; i < count; ++i) {
+      rows[begin + i] = static_cast<std::int64_t>(node[i]);
+      const double leaf = sums_[0][node[i]];
+      sound &= leaf > 0 && leaf <= total;
+    }
+    intact(sound, kSums);
   }
 }
 
@@ -173,6 +182,13 @@ bool SumTree::agrees(std::uint64_t level, std::uint64_t node) const {
   return same(sums_[level][node], sum_of(sums_[level - 1] + child)) &&
          same(minima_[level][node], min_of(minima_[level - 1] + child)) &&
          (maxima_.empty() || same(maxima_[level][node], max_of(maxima_[level - 1] + child)));
+}
+
+bool SumTree::agrees_above(std::uint64_t leaf) const {
+  for (std::uint64_t level = 1, node = leaf / kFanout; level < sizes_.size(); ++level, node /= kFanout) {
+    if (!agrees(level, node)) return false;
+  }
+  return true;
 }
 
 bool SumTree::consistent() const {

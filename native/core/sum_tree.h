@@ -44,8 +44,9 @@ class SumTree {
   /// leaf[row] = value, and nothing above it: transform() must follow.
   void put(std::uint64_t row, double value) { sums_[0][row] = value; }
 
-  /// For each u[i] in [0, 1): the leaf on which u[i] * sum() falls, which is above zero. sum() must be above zero. The
-  /// descents advance level by level together, so that their waits for memory overlap.
+  /// For each u[i] in [0, 1): the leaf on which u[i] * sum() falls, which is above zero. sum() must be above zero and finite. The
+  /// descents advance level by level together, so that their waits for memory overlap. Throws Damaged: a leaf that is drawn is none, or
+  /// not all on the way to the first of them is what its children say.
   void find(const double* u, std::uint64_t n, std::int64_t* rows) const;
 
   /// Leaves [begin, end) become map(row, leaf), and all above them is computed anew, whatever it was. Nothing is written that
@@ -68,6 +69,7 @@ class SumTree {
  private:
   void compute(std::uint64_t level, std::uint64_t node);
   bool agrees(std::uint64_t level, std::uint64_t node) const;
+  bool agrees_above(std::uint64_t leaf) const;
   void rebuild(std::uint64_t begin, std::uint64_t end);
   void unify(std::vector<std::uint64_t>& nodes, std::uint64_t size);
 

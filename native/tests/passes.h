@@ -10,13 +10,13 @@
 
 class PassRoom {
  public:
-  PassRoom() : at_(mmap(nullptr, engram::Pass::kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {
-    engram::Pass::format(bytes());
+  PassRoom() : at_(mmap(nullptr, engram::RowPass::kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {
+    engram::RowPass::format(bytes());
   }
-  ~PassRoom() { munmap(at_, engram::Pass::kBytes); }
+  ~PassRoom() { munmap(at_, engram::RowPass::kBytes); }
   PassRoom(const PassRoom&) = delete;
   PassRoom& operator=(const PassRoom&) = delete;
-  std::span<std::byte> bytes() { return {static_cast<std::byte*>(at_), engram::Pass::kBytes}; }
+  std::span<std::byte> bytes() { return {static_cast<std::byte*>(at_), engram::RowPass::kBytes}; }
 
  private:
   void* at_;

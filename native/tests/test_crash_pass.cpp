@@ -15,7 +15,7 @@ TEST(a_death_leaves_the_walk_before_or_after) {
   for (const bool fresh : {false, true}) {
     for (std::uint64_t instructions = 0;; ++instructions) {
       PassRoom room;
-      Pass pass(room.bytes());
+      RowPass pass(room.bytes());
       pass.next(1, 10, fresh ? 10 : 4, false);
       const Walk was = pass.walk(), will_be = fresh ? Walk{2, 10, 3} : Walk{1, 10, 7};
       Stepped::End end;
@@ -26,8 +26,8 @@ TEST(a_death_leaves_the_walk_before_or_after) {
         for (std::uint64_t i = 0; i < instructions && end == Stepped::End::running; ++i) end = child.step();
       }  // dies here
       if (end == Stepped::End::refused) return;
-      if (deaths % 2 == 0) Pass::reset_mutex(room.bytes());  // nobody was left
-      Pass next(room.bytes());
+      if (deaths % 2 == 0) RowPass::reset_mutex(room.bytes());  // nobody was left
+      RowPass next(room.bytes());
       const Walk now = next.walk();
       EXPECT(same(now, was) || same(now, will_be));
       EXPECT_EQ(next.next(3, 10, 1, false).start, now.visited == 10 ? 0 : now.visited);

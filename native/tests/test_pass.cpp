@@ -10,14 +10,14 @@
 #include "expect.h"
 #include "passes.h"
 
-using engram::Pass;
+using engram::RowPass;
 using engram::Walk;
 
 TEST(every_row_comes_once_in_a_walk) {
   Dice dice(3);
   for (int round = 0; round < 300; ++round) {
     PassRoom room;
-    Pass pass(room.bytes());
+    RowPass pass(room.bytes());
     std::uint64_t rows = 1 + dice.below(40), left = 0, key = 0;
     for (std::uint64_t draw = 1; draw < 60; ++draw) {
       if (dice.below(20) == 0) {
@@ -28,7 +28,7 @@ TEST(every_row_comes_once_in_a_walk) {
       const bool whole = dice.below(3) == 0;
       const std::uint64_t n = 1 + dice.below(whole ? rows : 12);
       if (left == 0 || (whole && left < n)) left = rows, key = draw;
-      const Pass::Stretch got = pass.next(draw, rows, n, whole);
+      const RowPass::Stretch got = pass.next(draw, rows, n, whole);
       EXPECT_EQ(got.key, key);
       EXPECT_EQ(got.start, rows - left);
       EXPECT_EQ(got.count, std::min(n, left));
@@ -43,18 +43,18 @@ TEST(every_row_comes_once_in_a_walk) {
 TEST(threads_walk_together) {
   PassRoom room;
   constexpr std::uint64_t kRows = 1000, kDraws = 2000;
-  std::vector<std::vector<Pass::Stretch>> got(3);
+  std::vector<std::vector<RowPass::Stretch>> got(3);
   std::vector<std::thread> threads;
   for (std::uint64_t t = 0; t < got.size(); ++t) {
     threads.emplace_back([&, t] {
-      Pass pass(room.bytes());
+      RowPass pass(room.bytes());
       for (std::uint64_t i = 0; i < kDraws; ++i) got[t].push_back(pass.next(t << 32 | i, kRows, 7 + t, false));
     });
   }
   for (std::thread& thread : threads) thread.join();
   std::map<std::uint64_t, std::vector<std::uint64_t>> visited;
   for (const auto& stretches : got) {
-    for (const Pass::Stretch& s : stretches) {
+    for (const RowPass::Stretch& s : stretches) {
       auto& of = visited[s.key];
       of.resize(kRows);
       for (std::uint64_t i = s.start; i < s.start + s.count; ++i) ++of[i];
@@ -70,13 +70,13 @@ TEST(threads_walk_together) {
 }
 
 TEST(what_is_no_pass_is_refused) {
-  std::vector<std::uint64_t> words(Pass::kBytes / 8);
+  std::vector<std::uint64_t> words(RowPass::kBytes / 8);
   const auto memory = std::as_writable_bytes(std::span(words));
-  EXPECT_THROWS(std::invalid_argument, (void)Pass(memory));
-  EXPECT_THROWS(std::invalid_argument, Pass::format(memory.first(64)));
-  Pass::format(memory);
-  EXPECT_THROWS(std::invalid_argument, (void)Pass(memory.first(64)));
-  Pass pass(memory);
+  EXPECT_THROWS(std::invalid_argument, (void)RowPass(memory));
+  EXPECT_THROWS(std::invalid_argument, RowPass::format(memory.first(64)));
+  RowPass::format(memory);
+  EXPECT_THROWS(std::invalid_argument, (void)RowPass(memory.first(64)));
+  RowPass pass(memory);
   EXPECT_THROWS(std::invalid_argument, pass.set({0, 3, 4}));
   EXPECT_THROWS(std::invalid_argument, pass.next(0, 0, 1, false));
   EXPECT_THROWS(std::invalid_argument, pass.next(0, 3, 4, true));
@@ -85,12 +85,12 @@ TEST(what_is_no_pass_is_refused) {
 
 TEST(a_walk_that_makes_no_sense_begins_anew) {
   // Damage, or what somebody sees of a walk without the mutex while others go on: no reason to refuse the pass.
-  std::vector<std::uint64_t> words(Pass::kBytes / 8);
+  std::vector<std::uint64_t> words(RowPass::kBytes / 8);
   const auto memory = std::as_writable_bytes(std::span(words));
-  Pass::format(memory);
+  RowPass::format(memory);
   reinterpret_cast<engram::PassPage*>(memory.data())->walks[0] = {7, 3, 4};
-  Pass pass(memory);
-  const Pass::Stretch stretch = pass.next(8, 3, 2, true);
+  RowPass pass(memory);
+  const RowPass::Stretch stretch = pass.next(8, 3, 2, true);
   EXPECT_EQ(stretch.key, 8u);
   EXPECT_EQ(stretch.start, 0u);
   EXPECT_EQ(stretch.count, 2u);

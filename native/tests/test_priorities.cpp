@@ -8,6 +8,7 @@
 #include <numeric>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "blocks.h"
@@ -202,9 +203,20 @@ TEST(memory_is_checked_before_it_is_used) {
   const Control control = heap.view();
   EXPECT_THROWS(std::invalid_argument, Priorities(index.span(), &control));
   auto* header = reinterpret_cast<PriorityHeader*>(index.memory.get());
-  header->alpha = std::nan("");
-  EXPECT_THROWS(std::invalid_argument, Priorities(index.span(), nullptr));
-  header->alpha = 1;
+  for (double* word : {&header->alpha, &header->beta, &header->eps, &header->highest}) {
+    const double was = std::exchange(*word, std::nan(""));
+    EXPECT_THROWS(Damaged, Priorities(index.span(), nullptr));
+    *word = was;
+  }
+  header->within_buffer = 2;
+  EXPECT_THROWS(Damaged, Priorities(index.span(), nullptr));
+  header->within_buffer = 0;
+  double& sum = reinterpret_cast<double*>(index.span().subspan(kPage).data())[16 + 8];  // 10 leaves, 2 nodes, the root
+  for (const double bad : {std::nan(""), std::numeric_limits<double>::infinity(), -1.0}) {
+    sum = bad;
+    EXPECT_THROWS(Damaged, Priorities(index.span(), nullptr));
+  }
+  sum = 0;
   header->leaves = std::uint64_t{1} << 62;
   EXPECT_THROWS(std::invalid_argument, Priorities(index.span(), nullptr));
   header->leaves = 10;

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram import _core as _extension
-from engram.errors import WriterStalled
+from engram.errors import CorruptStore, WriterStalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,6 +88,7 @@ uniform = _core.uniform
 wait_limit = _core.wait_limit
 
 _core.raise_stalled_as(WriterStalled)
+_core.raise_damaged_as(CorruptStore)
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)

@@ -97,7 +97,7 @@ class PassIndex:
 
 def checked_walk(state: dict[str, Any], where: str) -> tuple[int, int, int]:
     """The walk of a :meth:`PassIndex.state`; ``state`` may hold more. Raises ``TypeError``, ``ValueError``: it is none."""
-    key = integer(state, "key", 0, 1 << 64, where)
+    key = integer(state, "key", 0, 1 << 63, where)
     rows = integer(state, "rows", 0, 1 << 62, where)
     return key, rows, integer(state, "visited", 0, rows + 1, where)
 

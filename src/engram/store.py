@@ -550,6 +550,7 @@ class Store:
 
     def _attach_first(self, participants: Any, unclean: str) -> None:
         """For the only process that has the store open: what others left is put in order."""
+        assert self.directory is not None  # nobody else has it open
         core = self.core
         boot, last = _boot_id(), _last_boot_id(core)
         clean = last == "" or (core.clean and core.in_flight == 0)  # "": it was just made
@@ -558,18 +559,26 @@ class Store:
                 f"open: the store in {str(self.directory)!r} was open when its machine went down, and nothing is promised "
                 'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
             )
-        core.reset_locks()
+        if clean:
+            self._check_closed(self.directory)
+        core.reset_locks(clean)
         self._attach_all_indexes(alone=True)
         if not clean:
             self.repair = Repair(*core.recover())
             for index in self.indexes.values():
                 index.put_in_order()
-        assert self.directory is not None  # nobody else has it open
         self._finish_scans(self.directory)
         core.boot_id = boot
         core.pid_namespace = _native.pid_namespace()
         core.clean = False  # before others see this process: should it die now, they may take it for alive, and write
         self._join(participants)
+
+    def _check_closed(self, directory: Path) -> None:
+        """What a store that was closed in order says of itself. Cost: O(lanes)."""
+        try:
+            self.core.check_closed()
+        except CorruptStore as error:
+            raise CorruptStore(f"{directory / layout.FOLDER / layout.CONTROL}: {error}") from None
 
     def _join(self, participants: Any) -> None:
         try:

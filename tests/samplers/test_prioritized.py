@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import struct
 import threading
 import warnings
 
@@ -15,6 +16,7 @@ from tensordict import TensorDict
 
 import engram
 from engram import (
+    CorruptStore,
     IncompatibleCheckpoint,
     IncompatibleStore,
     LazyMemmapStorage,
@@ -805,6 +807,49 @@ def test_another_kind_of_file_is_refused(tmp_path):
             ReplayBuffer.open(tmp_path / "s")
     path.write_bytes(good)
     ReplayBuffer.open(tmp_path / "s").close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1.0])
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_a_leaf_that_is_none_is_an_error_when_it_is_drawn(tmp_path, value, opened):
+    rb = made(lambda n: LazyMemmapStorage(n, scratch_dir=tmp_path / "s"), alpha=1.0)
+    if opened == "after":
+        rb.close()
+    with open(tmp_path / "s" / ".engram" / "indexes" / "main" / "priorities", "r+b") as file:
+        file.seek(4096)
+        file.write(struct.pack("=d", value))
+    if opened == "after":
+        rb = ReplayBuffer.open(tmp_path / "s", sampler=PrioritizedSampler(10, 1.0, BETA, EPS))
+
+    def draw():
+        for _ in range(100):
+            _, info = rb.sample(64, return_info=True)
+            assert torch.isfinite(info["priority_weight"]).all()
+
+    with pytest.raises(CorruptStore, match="priorities: expected finite leaves"):
+        draw()
+    with pytest.raises(CorruptStore, match="leaves"):
+        rb.state_dict()
+    rb.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_sum_that_is_none_is_an_error_when_the_store_is_opened(tmp_path, value):
+    rb = made(lambda n: LazyMemmapStorage(n, scratch_dir=tmp_path / "s"), alpha=1.0)
+    rows = rb.storage.max_size
+    rb.close()
+    path = tmp_path / "s" / ".engram" / "indexes" / "main" / "priorities"
+    nodes, at = rows, 4096
+    while nodes > 8:  # sums of each level, padded to lines
+        at += -(-nodes // 8) * 64
+        nodes = -(-nodes // 8)
+    at += -(-nodes // 8) * 64
+    raw = bytearray(path.read_bytes())
+    assert struct.unpack_from("=d", raw, at)[0] > 0
+    struct.pack_into("=d", raw, at, value)
+    path.write_bytes(raw)
+    with pytest.raises(CorruptStore, match="priorities: expected a sum"):
+        ReplayBuffer.open(tmp_path / "s")
 
 
 def test_an_index_of_a_kind_that_is_not_known(tmp_path):
