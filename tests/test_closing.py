@@ -82,6 +82,7 @@ CALLS = {
     "empty": lambda rb: (),
     "on_lane": lambda rb: (0,),
     "observe": lambda rb: (None, None),
+    "moved": lambda rb: (),
     "update_priority": lambda rb: (torch.tensor([0, 1]), torch.ones(2)),
     "update_tensordict_priority": lambda rb: (TensorDict({"index": torch.arange(2), "td_error": torch.ones(2)}, [2]),),
     "mark_update": lambda rb: (torch.tensor([0]),),

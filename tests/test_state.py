@@ -791,7 +791,7 @@ BROKEN = [
     (("_storage", "schema"), lambda text: text.replace("float32", "float16"), IncompatibleCheckpoint),
     (("_storage", "schema"), lambda text: text.replace('"capacity":12', '"capacity":24'), IncompatibleCheckpoint),
     (("_storage", "schema"), lambda text: text.replace('"lanes":1', '"lanes":2'), IncompatibleCheckpoint),
-    (("_storage", "schema"), lambda text: text.replace("[1,0]", "[9,0]"), IncompatibleCheckpoint),
+    (("_storage", "schema"), lambda text: text.replace("[2,0]", "[9,0]"), IncompatibleCheckpoint),
     (("_storage", "schema"), None, ValueError),
     (("_storage", "lanes"), _changed((0, 1), L + 1), ValueError),
     (("_storage", "lanes"), _changed((0, 0), -1), ValueError),

@@ -430,6 +430,11 @@ class ReplayBuffer:
         return None if self._storage.lanes == 1 else self._lane
 
     @property
+    def _saved_lane(self) -> int | list[int]:
+        """In a state: a list of the lane that was named, or 0."""
+        return 0 if self._named_lane is None else [self._named_lane]
+
+    @property
     def lanes(self) -> int:
         """Rings of consecutive rows that the storage is divided into."""
         return int(self._storage.lanes)
@@ -1155,7 +1160,7 @@ class ReplayBuffer:
         """All state, as tensors and plain values: copies, which ``torch.save`` and the like carry.
 
         Keys: ``_storage`` (rows, their order, cursors, indexes), ``_sampler`` (with the index that it draws from),
-        ``_writer``, ``_transforms``, ``_batch_size``, ``_lane`` (a list of the one that was named, or None), ``_iterating``
+        ``_writer``, ``_transforms``, ``_batch_size``, ``_lane`` (a list of the one that was named, or 0), ``_iterating``
         (whether :meth:`next` is amid a pass), ``_consume_after_n_samples``, ``_rng`` (``[state, device]`` of the generator that was
         given, else None), ``_default_rng`` (the state of torch's) and ``_prefetch_state``. Writers, of all processes, wait meanwhile.
 
@@ -1189,7 +1194,7 @@ class ReplayBuffer:
             "_writer": saved(self._writer, "_writer"),
             "_transforms": self._transform.state_dict(),
             "_batch_size": self._batch_size,
-            "_lane": None if self._named_lane is None else [self._named_lane],
+            "_lane": self._saved_lane,
             "_iterating": self._iterator is not None,
             "_consume_after_n_samples": None,
             "_rng": None if self._generator is None else [self._generator.get_state(), "cpu"],
@@ -1292,7 +1297,7 @@ class ReplayBuffer:
         return take
 
     def _checked_lane(self, state: dict[str, Any], where: str) -> int | None:
-        """The lane of a saved handle. States of before 2026-12 have an int, whose 0 was that of a handle which named none, too."""
+        """The lane of a saved handle. Earlier states have an int also of one that named its lane, unless that was 0."""
         saved = typed(state, "_lane", (list, int, type(None)), where)
         if saved in (None, 0):
             return _lane_in(self._storage, None)
@@ -1572,9 +1577,7 @@ class ReplayBuffer:
             states["sampler"] = of_storage["priorities"][states["sampler"][buffers.INDEX]]
         state = self._state_of_parts(states, where)
         state["_rng"] = None if self._generator is None else [generator, "cpu"]
-        state["_lane"] = (
-            None if self._named_lane is None else [self._named_lane]
-        )  # that of another rank says nothing here
+        state["_lane"] = self._saved_lane  # that of another rank says nothing here
         return self._checked_rest(state, of_storage, lambda: take_rows(fill), default_rng=default_rng)
 
     def _state_of_parts(self, states: dict[str, dict[str, Any]], where: str) -> dict[str, Any]:
@@ -1617,7 +1620,7 @@ class ReplayBuffer:
         states["sampler"] = buffers.pass_anew(states["sampler"], 0)
         states["prefetch"] = {"batches": None}
         if states["buffer"].get("lane") not in [[lane] for lane in range(self._storage.lanes)]:
-            states["buffer"]["lane"] = None
+            states["buffer"]["lane"] = 0
         return of_storage, take
 
     # ---- life ----------------------------------------------------------------------------------------------------------

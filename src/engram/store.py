@@ -609,7 +609,7 @@ class Store:
         where = "" if self.directory is None else f" in {str(self.directory)!r}"
         why = f"the store{where} was closed. Use ReplayBuffer.open to go on with one in a folder."
         for one in (self, *self.indexes.values()):
-            one.core = _Refusing(RuntimeError, why)
+            one.core = _Refusing(lambda: RuntimeError(why))
         self.closed = True
         if finalizer is not None and found is not None:
             _, close, arguments, _ = found
@@ -642,6 +642,7 @@ class Store:
             with _alone(self.directory):
                 if _others_are_there(self._participants, self.directory):
                     return False
+                self.owners.clear()  # they go on without it
                 self.close()
                 erase(self.directory, self.schema)
         return True
@@ -1049,9 +1050,12 @@ class Store:
             self._join(participants)
         except (OSError, StoreInUse) as error:
             _forget(self)
-            self.core = _Refusing(
-                ForkedHandle, f"the store in {str(directory)!r} could not be shared with this forked process: {error}"
-            )
+            why = f"the store in {str(directory)!r} could not be shared with this forked process: {error}"
+
+            def lost() -> ForkedHandle:
+                return ForkedHandle(why)
+
+            self.core = _Refusing(lost)
             return
         alive.pid = os.getpid()
         self._finalize_with(participants, alive)
@@ -1441,14 +1445,14 @@ def _last_boot_id(core: Any) -> str:
 class _Refusing:
     """In place of a core that must not be used any more."""
 
-    def __init__(self, error: type[RuntimeError], why: str) -> None:
-        vars(self).update(_error=error, _why=why)
+    def __init__(self, error: Callable[[], RuntimeError]) -> None:
+        vars(self)["_error"] = error
 
     def __getattr__(self, name: str) -> Any:
-        raise self._error(self._why)
+        raise self._error()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise self._error(self._why)
+        raise self._error()
 
 
 def _alone(directory: Path, made: files.Creation | None = None, wait_s: float | None = None) -> Any:

@@ -102,7 +102,7 @@ def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> d
     if part == "sampler":
         return pass_anew(state, seed)
     if part == "buffer":
-        return {**state, "lane": None, "iterating": False}
+        return {**state, "lane": 0, "iterating": False}
     if part == "rng":
         return {"generator": None if state["generator"] is None else [generator, "cpu"], "default": generator}
     if part == "prefetch":
