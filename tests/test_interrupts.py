@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,6 @@ from engram import (
 )
 from tests import stress
 from tests.failing_calls import OPERATIONS, ROWS, Operation, descriptors, forked, in_this_process
-from tests.format.system_calls import settled
 from tests.twins import rows
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(stress.LIMIT_S)]
@@ -190,15 +190,21 @@ def others_go_on(folder):
     return True
 
 
+def join_threads():
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join()
+
+
 def interrupt(operation, n, asking, told):
     """In a process of its own. Whether there was an n-th bytecode."""
     operation.prepare()
-    settled(operation.folder)
+    join_threads()
     gc.collect()
     gc.disable()
     before = descriptors()
     hit = interrupted_at(n, operation.act)
-    settled(operation.folder)  # what goes on in the background has files open
+    join_threads()  # what goes on in the background has files open
     if hit:
         left = [path for path in descriptors() if path not in before]
         left = [path for path in left if not path.endswith("/alive") or not operation.has_store()]

@@ -62,7 +62,8 @@ class Shim:
 
     @contextlib.contextmanager
     def installed(self):
-        fallocate, exchange, threads = files.fallocate, disk.exchange, disk.THREADS
+        fallocate, exchange, threads, descriptor = files.fallocate, disk.exchange, disk.THREADS, files.Descriptor
+        files.Descriptor = self._descriptors()
         disk.os, disk.THREADS = self, 1  # in an order that can be counted
         files.fallocate = lambda *arguments: self._call("fallocate", fallocate, *arguments)
         disk.exchange = lambda *arguments: self._call("exchange", exchange, *arguments)
@@ -70,6 +71,19 @@ class Shim:
             yield self
         finally:
             disk.os, files.fallocate, disk.exchange, disk.THREADS = os, fallocate, exchange, threads
+            files.Descriptor = descriptor
+
+    def _descriptors(self):
+        class Noted(files.Descriptor):
+            @classmethod
+            def open(cls, path, flags, mode=0o600, *, dir_fd=None):
+                return cls(self.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd))
+
+            @classmethod
+            def copy_of(cls, fd):
+                return cls(self.dup(fd))
+
+        return Noted
 
 
 def settled(folder):

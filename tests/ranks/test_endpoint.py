@@ -24,15 +24,18 @@ from tests.ranks.jobs import buffer, checkpointer, done, job, play
 from tests.ranks.processes import wait_for
 
 
+def connected(endpoint):
+    if not endpoint.address.startswith("unix:"):
+        host, port = endpoint.address.split(":")
+        return socket.create_connection((host, int(port)))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(endpoint.address.removeprefix("unix:"))
+    return connection
+
+
 def send(endpoint, raw):
     """The code and the whole answer to some bytes."""
-    if endpoint.address.startswith("unix:"):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(endpoint.address.removeprefix("unix:"))
-    else:
-        host, port = endpoint.address.split(":")
-        connection = socket.create_connection((host, int(port)))
-    with connection:
+    with connected(endpoint) as connection:
         connection.settimeout(10)
         connection.sendall(raw)
         said = b""
@@ -263,6 +266,22 @@ def test_rule_19_connections(tmp_path, monkeypatch):
             connection.close()
         time.sleep(0.2)
         assert call(endpoint)[0] == 202
+
+
+@pytest.mark.parametrize("first", [b"", b"P", b"POST /checkpoint HTTP/1.1\r\nHost:"])
+def test_slow_connections_do_not_hold_up_a_caller(served, first, monkeypatch):
+    """Forty that say nothing, or begin and do not end. They are given a minute each: the caller must not wait for one."""
+    monkeypatch.setattr(endpoints, "READ_S", 60.0)
+    _, endpoint = served
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            slow = stack.enter_context(connected(endpoint))
+            with contextlib.suppress(OSError):  # refused already
+                slow.sendall(first)
+        began = time.monotonic()
+        assert call(endpoint)[0] == 202
+        assert call(endpoint, "GET", "/checkpoints")[0] == 200
+        assert time.monotonic() - began < 30
 
 
 def test_a_minimum_interval(tmp_path):

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import secrets
+import select
 import shutil
 import socket
 import stat
@@ -34,7 +35,7 @@ _log = logging.getLogger("engram")
 
 MAX_HEADERS, MAX_BODY, MAX_CONNECTIONS = 8 << 10, 4 << 10, 16
 READ_S = 5.0
-#: Seconds to wait for a connection to end before another one is refused, and for the other side to take an answer.
+#: Seconds that a connection more than those waits, and for the other side to take an answer.
 _BUSY_S = 0.5
 
 _TOKEN_BYTES = 32
@@ -80,7 +81,8 @@ class Endpoint:
         self._requests: Requests = checkpointer.requests
         self._folder: Path | None = None
         self._socket_file: Path | None = None
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        #: Connections, the oldest first, and whether each has asked.
+        self._served: dict[socket.socket, bool] = {}
         self._closed = threading.Event()
         try:
             #: Where the token lies.
@@ -145,30 +147,63 @@ class Endpoint:
     # ---- connections -----------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
+        """Serve each connection in a thread: at most ``MAX_CONNECTIONS``.
+
+        Where there are as many, a new one that says something takes the place of the oldest one that has not asked yet: whoever
+        asks at once is answered at once, however many others are slow.
+        """
+        waiting: dict[socket.socket, float] = {}  # until when
         while not self._closed.is_set():
             try:
-                connection, _ = self._socket.accept()
-            except OSError:
+                ready, _, _ = select.select([self._socket, *waiting], [], [], _BUSY_S / 10)
+                new = self._socket.accept()[0] if self._socket in ready else None
+            except (OSError, ValueError):
                 self._closed.wait(0.05)  # or no descriptors are left
                 continue
-            if not self._slots.acquire(timeout=_BUSY_S):
-                with connection, contextlib.suppress(OSError):
-                    _send(connection, 503, None)
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="engram-http", daemon=True).start()
+            for connection in [it for it in waiting if it in ready]:
+                if self._has_room():
+                    del waiting[connection]
+                    self._serve_in_a_thread(connection)
+            if new is not None and len(self._served) < MAX_CONNECTIONS:
+                self._serve_in_a_thread(new)
+            elif new is not None:
+                waiting[new] = time.monotonic() + _BUSY_S
+            for connection in list(waiting):
+                if time.monotonic() > waiting[connection] or len(waiting) > MAX_CONNECTIONS:
+                    del waiting[connection]
+                    with connection, contextlib.suppress(OSError):
+                        connection.settimeout(0)
+                        connection.sendall(_answer(503, None))
+        for connection in waiting:
+            connection.close()
+
+    def _has_room(self) -> bool:
+        """Whether another connection can be served: if need be, the oldest one that has not asked yet hears that it ended."""
+        if len(self._served) < MAX_CONNECTIONS:
+            return True
+        silent = next((it for it, asked in list(self._served.items()) if not asked), None)
+        if silent is not None:
+            with contextlib.suppress(OSError):
+                silent.shutdown(socket.SHUT_RD)
+        return False
+
+    def _serve_in_a_thread(self, connection: socket.socket) -> None:
+        self._served[connection] = False
+        threading.Thread(target=self._serve, args=(connection,), name="engram-http", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection, contextlib.suppress(OSError):
                 try:
                     call = _read(connection)
+                    self._served[connection] = True
                     code, said = (call, None) if isinstance(call, int) else self._replied(call)
                 except Exception:  # noqa: BLE001 - told here, and not to whoever asks
                     _log.exception("endpoint")
                     code, said = 500, None
                 _send(connection, code, said)
         finally:
-            self._slots.release()
+            del self._served[connection]
 
     # ---- what is asked ---------------------------------------------------------------------------------------------------
 

@@ -217,12 +217,12 @@ def _sync_all(fds: Sequence[int]) -> None:
     threads: list[threading.Thread] = []
     try:
         for _ in range(min(THREADS, len(fds))):
-            thread = threading.Thread(target=work, name="engram-sync")
-            thread.start()
-            threads.append(thread)
+            threads.append(threading.Thread(target=work, name="engram-sync"))
+            threads[-1].start()
     finally:
         for thread in threads:
-            thread.join()
+            with contextlib.suppress(RuntimeError):  # one was not started, after an error
+                thread.join()
     if errors:
         raise errors[0]
 
