@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import traceback
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def interrupted_at(n, act):
-    """Call it; an exception is raised before its n-th bytecode. Whether there are as many."""
+    """Call it; an exception is raised before its n-th bytecode. Where that was; nothing, if there are not as many."""
+    where = []
     left = n
 
     def trace(frame, event, argument):
@@ -46,6 +48,7 @@ def interrupted_at(n, act):
         if event == "opcode" and not uninterrupted(frame):
             left -= 1
             if left == 0:
+                where.extend(traceback.format_stack(frame, 4))
                 raise Interrupted  # which ends the tracing, too
         return trace
 
@@ -56,7 +59,7 @@ def interrupted_at(n, act):
         pass
     finally:
         sys.settrace(None)
-    return left <= 0
+    return where
 
 
 def uninterrupted(frame):
@@ -172,7 +175,10 @@ def ram(monkeypatch):
     monkeypatch.setattr(engram.store, "_WAIT_S", 0.2)
     before = _native.wait_limit()
     _native._core.set_wait_limit(0.2)
+    gc.collect()
+    gc.freeze()  # each child looks for what it has open
     yield folder
+    gc.unfreeze()
     _native._core.set_wait_limit(before)
     shutil.rmtree(folder)
 
@@ -208,19 +214,46 @@ def interrupt(operation, n, asking, told):
     if hit:
         left = [path for path in descriptors() if path not in before]
         left = [path for path in left if not path.endswith("/alive") or not operation.has_store()]
-        assert not left, f"descriptors were left open: {left}"
+        assert not left, f"descriptors were left open: {left}\n{''.join(hit)}"
     os.write(asking, b"x")
     os.read(told, 1)
     if hit and hasattr(operation, "again"):
         operation.again()
-    return hit
+    return bool(hit)
+
+
+@pytest.mark.parametrize("how", ["store.paused()", "store.placing()", "alone(folder)"])
+def test_what_is_held_is_given_back(how, ram):
+    """At every bytecode, of which the first is before it is taken and the last behind."""
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(12, scratch_dir=ram / "store"))
+    rb.extend(rows(2))
+    store, alone = rb.storage.store, engram.store._alone
+    names = {"store": store, "alone": alone, "folder": store.directory}
+    code = compile(f"with {how}: pass", "<a program>", "exec")
+
+    def others():
+        with alone(store.directory), store.placing(), store.paused():
+            pass
+        rb.extend(rows(1))
+
+    failed = []
+    threading.excepthook, before = failed.append, threading.excepthook
+    for n in itertools.count(1):
+        hit = interrupted_at(n, lambda: exec(code, names))
+        thread = threading.Thread(target=others)
+        thread.start()
+        thread.join(10)
+        assert (thread.is_alive(), failed, store.core.paused) == (False, [], False), "".join(hit)
+        if not hit:
+            break
+    threading.excepthook = before
+    assert n > 10
+    rb.close()
 
 
 @pytest.mark.parametrize("name", WORK)
 def test_nothing_is_held_afterwards(name, ram):
-    step = stress.size(1999, 1)
-    first = 1 + stress.chance("interrupts", name).randrange(step)
-    for n in itertools.count(first, step):
+    for n in moments(name):
         work = ram / "work"
         work.mkdir()
         operation = WORK[name](work)
@@ -229,7 +262,15 @@ def test_nothing_is_held_afterwards(name, ram):
         shutil.rmtree(work)
         for left in (ram / "shm").iterdir():
             shutil.rmtree(left)
-    print(f"{name}: {n} bytecodes, every {step}th", file=sys.stderr)
+    print(f"{name}: up to bytecode {n}", file=sys.stderr)
+
+
+def moments(name):
+    """Bytecodes to interrupt: one in each octave; for longer runs one in so many."""
+    step, draws = stress.size(None, 97, 11), stress.chance("interrupts", name)
+    if step is not None:
+        return itertools.count(1 + draws.randrange(step), step)
+    return (draws.randrange(1 << k, 2 << k) for k in itertools.count(6))
 
 
 def go_on_after(operation, n, ram):

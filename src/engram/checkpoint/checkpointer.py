@@ -13,6 +13,7 @@ import secrets
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -168,6 +169,8 @@ class SaveHandle:
         return self._report
 
     def _end(self, report: SaveReport | None, error: BaseException | None = None) -> None:
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # this handle keeps the error, but no file that was open
         self._report, self._error, self.ended = report, error, time.monotonic()
         self._over.set()
 
