@@ -130,13 +130,14 @@ def test_a_dump_with_priorities_is_refused_with_the_way_to_it(tmp_path, dry):
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_what_would_fail_later_is_said_before_the_plan(saved, dry):
-    """A ticket, a priority and a sampler's state of any shard; rows alone are read when they are written."""
+    """A ticket, a priority, a sampler's state and a row of any shard."""
     root, _ = saved
     path = series.latest(root / "source")[0]
     for name in (
         "rank-00001-of-00003/storage/.engram/000.bin",
         "rank-00002-of-00003/storage/.engram/tickets.bin",
         "rank-00000-of-00003/rng/000.bin",
+        "rank-00002-of-00003/storage/seg/1-0.bin",
     ):
         flip(path / name)
         said = call(path, root / "target", "--ranks", 2, "--lanes", 1, *dry)

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from engram import LazyTensorStorage, ReplayBuffer
 from engram.format import series
-from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of
+from tests.ranks.jobs import buffer, checkpointer, done, episode, job, play, steps_of
 
 KINDS = {"complete": 2, "open": 1, "headless": 0, "both": 0, "mid": 0, "orphan": 0}
 
@@ -170,3 +171,27 @@ def test_what_was_noted_of_a_load_goes_with_the_checkpoint(tmp_path):
         return noted, len(list((tmp_path / "reports").iterdir()))
 
     assert done(job(2, act))[0] == ([f"load-ckpt-00000000000{step}" for step in (2, 3)], 1)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_first_trajectory_after_a_reset_is_known_by_its_first_step(tmp_path, begins):
+    """It follows a row that holds nothing: without a field that says where trajectories begin it may lack its first steps."""
+
+    def act(ranks, rank):
+        rb = buffer(1, 64)
+        ck = checkpointer(tmp_path, rb, ranks)
+        for first, ends in ((0, False), (1, True)):
+            data = episode(rank, 0, first, 6, ends=ends)
+            if begins:
+                data["is_init"] = torch.arange(6) == 0
+            rb.extend(data)
+            report = ck.save(1 + first)
+            if not first:
+                ck.restore()
+        return report
+
+    kinds = done(job(2, act))[0].episodes
+    assert kinds == {
+        "mid": {"episodes": 2, "steps": 12},
+        "complete" if begins else "orphan": {"episodes": 2, "steps": 12},
+    }

@@ -884,7 +884,9 @@ class Checkpointer:
             env_id: what that field gets where trajectories are dealt out: the lane, or its number among the lanes of all ranks. In
                 shards that come back as they were it says what was written.
             resume: ``"env_reset"``: environments begin anew, so the trajectories that were open end where they are; the next row of
-                their lanes is left out, which marks that; it costs a full lane its oldest row (``given_up`` of the report).
+                their lanes is left out, which marks that; it costs a full lane its oldest row (``given_up`` of the report). The next
+                trajectory of such a lane follows a row that holds nothing. Where rows have neither ``is_init`` nor ``step_type``, it
+                counts as ``orphan``: ``incomplete={"headless": "keep"}`` takes it along to other ranks.
                 ``"exact"``: they go on, as after ``loads``. Of shards that come back as they were.
             verify: ``"full"``: check every block before anything changes, and that there are no other files; rank 0 does. ``"read"``:
                 when it is read, if no rank has anything stored, which halves what is read; before, if one has: each rank checks its

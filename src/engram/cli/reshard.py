@@ -13,7 +13,7 @@ from rich.table import Table
 from engram._progress import bytes_bar
 from engram.checkpoint import buffers
 from engram.checkpoint.agreement import disagreements
-from engram.checkpoint.components import read_state, write_part
+from engram.checkpoint.components import check_blocks, read_state, write_part
 from engram.checkpoint.moving import by_trajectory, by_value, checked_incomplete, open_shards, seed_of
 from engram.checkpoint.plan import Target
 from engram.checkpoint.reports import move_report
@@ -54,7 +54,7 @@ def reshard(
 ) -> None:
     """Plan, print the plan, and write it unless it is a dry run.
 
-    All but the rows is read before that, so what a dry run prints can be written, unless a block of rows is damaged.
+    Every block is read before that, so what a dry run prints can be written, and damaged rows leave nothing at the target.
 
     Raises:
         FileNotFoundError: there is no checkpoint. CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it cannot be dealt out so.
@@ -71,10 +71,19 @@ def reshard(
         for rank in range(ranks):
             move.rows(rank)
             _others(checkpoint, move, rank)
+        _check_rows(move)
         _show(checkpoint, move, disagreements(checkpoint, move))
         if not dry_run:
             name = _write(checkpoint, move, target)
             Console(highlight=False).print(f"wrote {target / name}", soft_wrap=True)
+
+
+def _check_rows(move: Move) -> None:
+    """Read every block of the shards. Raises ``CorruptCheckpoint``: the first that is not as it was."""
+    with bytes_bar("checking", sum(sum(one.reader.files.values()) for one in move.saved)) as progress:
+        for one in move.saved:
+            check_blocks(one.reader)
+            progress(sum(one.reader.files.values()))
 
 
 def _planner(checkpoint: Checkpoint, incomplete: Incomplete, overflow: Any) -> Planner:
