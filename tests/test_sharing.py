@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -9,12 +10,13 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from tensordict import TensorDict
+from tensordict import MemoryMappedTensor, TensorDict, tensorclass
 
 from engram import (
     LazyMemmapStorage,
@@ -28,6 +30,7 @@ from engram import (
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
+    TensorStorage,
     _native,
 )
 from engram.store import Store, _alone, shared_memory, sweep_shared_memory
@@ -101,11 +104,10 @@ def draw_as_they_would(*drawn):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_handle_copies_arrives(method):
-    """The generator's state, private rows, a list's priorities: memory that is made for the pipe and gone before it is read."""
+    """The generator's state, a list's priorities: memory that is made for the pipe and gone before it is read."""
     buffers = [
         ReplayBuffer(storage=LazyTensorStorage(21), shared=True),
         ReplayBuffer(storage=LazyTensorStorage(21), sampler=PrioritizedSampler(21, 1.0, 1.0)),
-        ReplayBuffer(storage=ListStorage(21), sampler=PrioritizedSampler(21, 1.0, 1.0)),
     ]
     drawn = []
     for rb in buffers:
@@ -114,7 +116,8 @@ def test_what_a_handle_copies_arrives(method):
         same = copy.deepcopy(rb)
         drawn.append((rb, same.sample(8)))
     Child(draw_as_they_would, *drawn, method=method).join()
-    buffers[0].close()
+    for rb in buffers:
+        rb.close()
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -154,6 +157,438 @@ def test_share_takes_rows_cursors_and_priorities_along():
     assert rb[int(extent.seam[0])]["step"] == 90
     assert whole(rb.sample())
     rb.close()
+
+
+# ---- handed over without share() -----------------------------------------------------------------------------------------
+
+
+def add_and_note(rb, noted, seed):
+    """Write ten rows that say which process did, draw, and tell what was drawn and warned."""
+    torch.manual_seed(seed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            rb.extend(TensorDict({"a": torch.full((5,), float(seed))}, [5]))
+        rb.add(TensorDict({"a": torch.tensor(float(seed))}, []))
+    noted.put((len(rb), rb.sample()["a"].tolist(), [str(warning.message) for warning in caught]))
+
+
+SAMPLERS = {
+    "uniform": RandomSampler,
+    "a pass": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(40, 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "prefetch", "sampler", "written"),
+    [("spawn", 0, "prioritized", True), ("forkserver", 2, "a pass", False), ("spawn", 2, "uniform", True)],
+)
+def test_ram_that_is_handed_to_a_process_is_shared(method, prefetch, sampler, written):
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(40),
+        sampler=SAMPLERS[sampler](),
+        batch_size=4,
+        prefetch=prefetch,
+        generator=torch.Generator().manual_seed(3),
+    )
+    if written:
+        rb.extend(TensorDict({"a": torch.zeros(10)}, [10]))
+        rb.sample()
+    noted = mp.get_context(method).Queue()
+    for seed in (1, 2):
+        Child(add_and_note, rb, noted, seed, method=method).join()
+        length, drawn, caught = noted.get()
+        assert (length, len(drawn), caught) == (11 * seed + 10 * written, 4, [])
+    assert rb.shared
+    assert len(rb) == rb.write_count == 22 + 10 * written
+    assert sorted(rb["a"].tolist()) == [0.0] * 10 * written + [1.0] * 11 + [2.0] * 11
+    assert {len(rb.sample()) for _ in range(8)} <= {4, 2}
+    rb.close()
+
+
+def test_a_storage_that_is_handed_to_a_process_is_shared():
+    storage = LazyTensorStorage(40)
+    rb, other = (TensorDictReplayBuffer(storage=storage, sampler=PrioritizedSampler(40, 1.0, 1.0)) for _ in range(2))
+    rb.extend(TensorDict({"a": torch.zeros(10)}, [10]))
+    other.sample(1)
+    Child(set_the_first, storage, method="spawn").join()
+    assert storage.shared
+    assert rb["a"][0] == 7
+    rb.update_priority(torch.arange(10), torch.eye(10)[3])
+    assert other.sample(20)["index"].unique().tolist() == [3]  # it looks where the rows are now
+    rb.close()
+
+
+def set_the_first(storage):
+    storage[0] = TensorDict({"a": torch.tensor(7.0)}, [])
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("storage", "says"),
+    [
+        (lambda: ListStorage(4), "ListStorage cannot be shared. Use LazyTensorStorage or LazyMemmapStorage"),
+        (lambda: LazyTensorStorage(4, device="meta"), "expected a storage on the CPU"),
+        (lambda: LazyTensorStorage(4, device="auto"), 'Use device="cpu"'),
+    ],
+)
+def test_what_cannot_be_shared_is_not_handed_to_a_process(method, storage, says):
+    rb = ReplayBuffer(storage=storage())
+    for handed in (rb, [rb], rb.storage):
+        with pytest.raises(RuntimeError, match=f"handed to a process is shared with it.*{says}.*pass pickle.dumps"):
+            Child(add_ones, handed, method=method)
+    assert not rb.shared
+
+
+def test_other_copies_are_copies():
+    rb = ReplayBuffer(storage=LazyTensorStorage(8))
+    listed = ReplayBuffer(storage=ListStorage(8))
+    queue = mp.get_context("spawn").Queue()
+    for one in (rb, listed):
+        one.extend(torch.arange(3))
+        queue.put(one)
+        for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one)), queue.get()):
+            assert not other.shared
+        assert not one.shared
+    Child(add_ones_to_a_copy, pickle.dumps(listed), method="spawn").join()
+    assert len(listed) == 3
+
+
+def add_ones_to_a_copy(pickled):
+    rb = pickle.loads(pickled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb.extend(torch.ones(2, dtype=torch.int64))
+    assert len(rb) == 5
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, lambda n: TensorStorage(rows_of_ones(n))])
+def test_a_forked_child_is_told_that_it_has_a_copy(storage, written):
+    rb = TensorDictReplayBuffer(storage=storage(40), batch_size=4)
+    if written:
+        rb.extend(rows_of_ones(3))
+    before = len(rb)
+    noted = mp.get_context("fork").Queue()
+    child = Child(add_and_note, rb, noted, 5, method="fork")
+    _, _, caught = noted.get(timeout=60)
+    child.join()
+    assert len(caught) == 1
+    assert "is not shared: what is written here stays here" in caught[0]
+    assert len(rb) == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb.extend(rows_of_ones(2))  # the parent's own
+
+
+def rows_of_ones(n):
+    return TensorDict({"a": torch.ones(n)}, [n])
+
+
+def read_only(rb):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rb.sample()["a"].tolist() == [1.0] * 4
+
+
+def test_a_forked_child_that_reads_is_not_told():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=4)
+    rb.extend(rows_of_ones(3))
+    Child(read_only, rb, method="fork").join()
+
+
+# ---- around memory that is shared already --------------------------------------------------------------------------------
+
+
+@tensorclass
+class Sent:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def two_fields(n):
+    return {"a": torch.zeros(n, dtype=torch.int64), "b": torch.zeros(n, 3, dtype=torch.float32)}
+
+
+def nested(n):
+    return TensorDict({"a": torch.zeros(n, dtype=torch.int64), "next": {"b": torch.zeros(n, 3)}}, [n])
+
+
+def of_a_process(k, i):
+    """The i-th ten rows of process k."""
+    return 1000 * k + torch.arange(10 * i, 10 * i + 10)
+
+
+def make_like(kind, number):
+    number = number.to(torch.int64)
+    b = number.float().unsqueeze(-1).expand(*number.shape, 3).contiguous()
+    match kind:
+        case "td":
+            return TensorDict({"a": number, "next": {"b": b}}, number.shape)
+        case "tensorclass":
+            return Sent(number, b, batch_size=number.shape)
+        case "dict":
+            return {"a": number, "b": b}
+        case "tuple":
+            return (number, b)
+    return number
+
+
+def write_many(rb, kind, k):
+    for i in range(20):
+        assert len(rb.extend(make_like(kind, of_a_process(k, i)))) == 10
+
+
+def numbers_in(kind, data):
+    match kind:
+        case "td" | "dict":
+            return data["a"]
+        case "tensorclass":
+            return data.a
+        case "tuple":
+            return data[0]
+    return data
+
+
+def others_in(kind, data):
+    return {
+        "td": lambda: data["next", "b"],
+        "dict": lambda: data["b"],
+        "tensorclass": lambda: data.b,
+        "tuple": lambda: data[1],
+    }[kind]()
+
+
+def shared_data(kind, where, folder, n=1000):
+    """Data that processes share, as programs make it."""
+    tensors = two_fields(n)
+    if where == "files":
+        match kind:
+            case "td":
+                return nested(n).memmap_(folder)
+            case "tensorclass":
+                return Sent(**tensors, batch_size=[n]).memmap_(folder)
+            case "dict":
+                return dict(TensorDict(tensors, [n]).memmap_(folder).items())
+            case "tuple":
+                made = TensorDict({"0": tensors["a"], "1": tensors["b"]}, [n]).memmap_(folder)
+                return (made["0"], made["1"])
+        return MemoryMappedTensor.from_tensor(tensors["a"], filename=folder / "_-single-tensor-_.memmap")
+    if kind == "td":
+        return nested(n).share_memory_()
+    if kind == "tensorclass":
+        return Sent(**tensors, batch_size=[n]).share_memory_()
+    for tensor in tensors.values():
+        tensor.share_memory_()
+    return {"dict": tensors, "tuple": tuple(tensors.values()), "tensor": tensors["a"]}[kind]
+
+
+@pytest.mark.parametrize("where", ["files", "segment"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("td", "fork"), ("td", "spawn"), ("tensorclass", "fork"), ("dict", "fork"), ("tuple", "fork"), ("tensor", "fork")],
+)
+def test_around_shared_memory_all_processes_write_one_store(tmp_path, where, kind, method):
+    data = shared_data(kind, where, tmp_path)
+    rb = ReplayBuffer(storage=TensorStorage(data))
+    assert rb.shared
+    assert (len(rb), rb.write_count) == (1000, 0)  # full from the start
+    children = [Child(write_many, rb, kind, k, method=method) for k in range(4)]
+    for child in children:
+        child.join()
+    assert (len(rb), rb.write_count) == (1000, 800)
+    expected = torch.cat([of_a_process(k, i) for k in range(4) for i in range(20)])
+    for seen in (numbers_in(kind, data), numbers_in(kind, rb[:])):  # the caller's own tensors, and the rows
+        assert torch.equal(seen[:800].sort().values, expected)
+        assert not seen[800:].any()
+    if kind != "tensor":
+        assert torch.equal(others_in(kind, data)[:, 2].long(), numbers_in(kind, data))
+    numbers_in(kind, data)[5] = 77  # it is the very same memory
+    assert numbers_in(kind, rb[5:6]).item() == 77
+    folder = rb.storage.store.directory
+    rb.close()
+    if where == "segment":
+        assert not folder.exists()
+    else:
+        with contextlib.closing(ReplayBuffer.open(folder)) as again:
+            assert (len(again), again.write_count) == (1000, 800)
+            assert numbers_in(kind, again[:])[5] == 77
+            again.extend(make_like(kind, of_a_process(9, 0)))
+        assert numbers_in(kind, data)[800] == 9000
+
+
+def test_a_folder_that_becomes_a_store_keeps_what_lies_in_it(tmp_path):
+    td = nested(10).memmap_(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "a.memmap").chmod(0o640)
+    before = {path: path.stat() for path in tmp_path.rglob("*") if path.is_file()}
+    rb = TensorDictReplayBuffer(storage=TensorStorage(td)).share()
+    rb.extend(nested(3) + 1)
+    rb.close()
+    for path, status in before.items():
+        assert (path.stat().st_ino, path.stat().st_mode, path.stat().st_size) == (
+            status.st_ino,
+            status.st_mode,
+            status.st_size,
+        )
+    assert TensorDict.load_memmap(tmp_path)["a"].tolist() == [1] * 3 + [0] * 7
+    with contextlib.closing(ReplayBuffer.open(tmp_path)) as again:
+        assert type(again) is TensorDictReplayBuffer
+        assert again["a"].tolist() == [1] * 3 + [0] * 7
+
+
+def test_who_dies_while_a_folder_becomes_a_store_leaves_the_rows(tmp_path, monkeypatch):
+    td = nested(10).memmap_(tmp_path)
+    td["a"][:] = 5
+
+    def die():
+        monkeypatch.setattr(os, "fsync", lambda _: None)
+        monkeypatch.setattr(Path, "rename", lambda *_: os._exit(9))
+        TensorStorage(td)
+
+    child = mp.get_context("fork").Process(target=die)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 9
+    assert list(tmp_path.glob(".engram-*"))
+    rb = TensorDictReplayBuffer(storage=TensorStorage(td))
+    assert rb.shared
+    assert rb["a"].tolist() == [5] * 10
+    rb.storage.store.remove()
+    assert td["a"].tolist() == TensorDict.load_memmap(tmp_path)["a"].tolist() == [5] * 10
+
+
+def test_segments_live_as_long_as_a_process_that_shares_them():
+    data = nested(100).share_memory_()
+    rb = TensorDictReplayBuffer(storage=TensorStorage(data), batch_size=4)
+    folder = rb.storage.store.directory
+    other = pickle.loads(pickle.dumps(rb))
+    assert other.storage.store is rb.storage.store
+    assert len(pickle.dumps(rb)) < 4096
+    context = mp.get_context("spawn")
+    go, gone = context.Event(), context.Queue()
+    late = Child(write_late, rb, go, gone, method="spawn")
+    gone.get(timeout=60)
+    rb.close()
+    other.close()
+    assert folder.exists()
+    go.set()
+    late.join()
+    assert data["a"][:10].tolist() == of_a_process(3, 0).tolist()
+    assert not folder.exists()
+
+
+def write_late(rb, go, gone):
+    gone.put(len(rb))
+    assert go.wait(60)
+    rb.extend(make_like("td", of_a_process(3, 0)))
+    rb.close()
+
+
+def half_shared(tmp_path):
+    return TensorDict({"a": torch.zeros(10).share_memory_(), "b": torch.zeros(10)}, [10])
+
+
+def part_of_a_segment(tmp_path):
+    return torch.zeros(20).share_memory_()[5:15]
+
+
+def end_of_a_segment(tmp_path):
+    return torch.zeros(20).share_memory_()[10:]
+
+
+def part_of_files(tmp_path):
+    return nested(20).memmap_(tmp_path)[:10]
+
+
+def two_folders(tmp_path):
+    first, second = (nested(10).memmap_(tmp_path / name) for name in "xy")
+    return TensorDict({"a": first["a"], "b": second["next", "b"]}, [10])
+
+
+def other_names(tmp_path):
+    return {"c": nested(10).memmap_(tmp_path)["a"]}
+
+
+def files_that_cannot_be_written(tmp_path):
+    td = nested(10).memmap_(tmp_path)
+    (tmp_path / "next" / "b.memmap").chmod(0o444)
+    return td
+
+
+def a_store_already(tmp_path):
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
+    rb.extend(nested(10))
+    rb.close()
+    return TensorDict.load_memmap(tmp_path)
+
+
+def files_and_a_segment(tmp_path):
+    return TensorDict({"a": nested(10).memmap_(tmp_path)["a"], "b": torch.zeros(10).share_memory_()}, [10])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (half_shared, "field b: expected memory that is shared, as of other fields"),
+        (part_of_a_segment, "expected all of the memory that was shared, got a view of a part of it"),
+        (end_of_a_segment, "expected all of the memory that was shared, got a view of a part of it"),
+        (part_of_files, "expected all of the memory that was shared, got a view of a part of it"),
+        (two_folders, "expected files as memmap_"),
+        (other_names, "expected files as memmap_"),
+        (
+            files_that_cannot_be_written,
+            r"field \('next', 'b'\): expected a file that can be written to, got .*b.memmap",
+        ),
+        (a_store_already, "holds a store already. Use ReplayBuffer.open"),
+        (files_and_a_segment, "expected files as memmap_"),
+    ],
+)
+def test_shared_memory_that_cannot_be_a_store(tmp_path, make, says):
+    data = make(tmp_path)
+    rb = ReplayBuffer(storage=TensorStorage(data))
+    assert not rb.shared
+    assert len(rb) == 10
+    assert rb.extend(
+        rb[:3].clone() if isinstance(rb[:], torch.Tensor | TensorDict) else {"c": rb[:3]["c"].clone()}
+    ).tolist() == [0, 1, 2]
+    rb.sample(3)
+    with pytest.raises(RuntimeError, match=f"share: the rows lie in memory that processes share, but.*{says}"):
+        rb.share()
+    with pytest.raises(RuntimeError, match=f"handed to a process.*{says}"):
+        Child(add_ones, rb, method="spawn")
+    assert not rb.shared
+    Child(may_not_write, rb, says, method="fork").join()
+
+
+def may_not_write(rb, says):
+    rb.sample(3)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"this process was forked.*{says}"):
+            rb.writer.add(rb[0])
+
+
+def test_private_data_is_shared_by_a_copy():
+    data = nested(10)
+    rb = TensorDictReplayBuffer(storage=TensorStorage(data))
+    assert not rb.shared
+    assert rb.share().shared
+    assert (len(rb), rb.write_count) == (10, 0)
+    rb.extend(nested(2) + 1)
+    assert rb["a"].tolist() == [1, 1] + [0] * 8
+    assert not data["a"].any()
+    rb.close()
+
+
+def test_a_flat_storage_is_shared_by_the_one_it_was_made_of(tmp_path):
+    storage = TensorStorage(torch.zeros(4, 3), ndim=2)
+    with pytest.raises(RuntimeError, match="expected the storage that was made of the data"):
+        storage.flatten().share()
+    shared = TensorStorage(TensorDict({"a": torch.zeros(4, 3)}, [4, 3]).memmap_(tmp_path), ndim=2)
+    assert shared.shared
+    assert shared.flatten().shared
+    ReplayBuffer(storage=shared).close()
 
 
 def test_what_cannot_be_shared():
@@ -598,7 +1033,7 @@ def test_all_dead_then_somebody_opens(tmp_path):
     program = fresh.start(
         """
         import os, torch
-        from tensordict import TensorDict
+        from tensordict import MemoryMappedTensor, TensorDict, tensorclass
         from engram import LazyMemmapStorage, PrioritizedSampler, TensorDictReplayBuffer
         rb = TensorDictReplayBuffer(
             storage=LazyMemmapStorage(1000, scratch_dir=folder), sampler=PrioritizedSampler(1000, 1.0, 1.0), batch_size=8

@@ -1,13 +1,14 @@
-"""What a forked child has to mend: its parent's threads do not exist there, but the locks that they held do."""
+"""Starting processes. What a forked child has to mend: its parent's threads do not exist there, but the locks that they held do."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
+from multiprocessing import context
 from typing import Any
 
-__all__ = ["lock", "mended", "rlock"]
+__all__ = ["is_spawning", "lock", "mended", "rlock"]
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _others: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -37,6 +38,11 @@ def mended(thing: Any, *, uses_others: bool = False) -> Any:
     """
     (_users if uses_others else _others).add(thing)
     return thing
+
+
+def is_spawning() -> bool:
+    """Whether this thread is just pickling what it hands to a process that it starts, by ``spawn`` or ``forkserver``."""
+    return context.get_spawning_popen() is not None
 
 
 class _Forks(threading.local):

@@ -19,7 +19,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor, is_tensor_collection
 from torch import Tensor
 
-from engram import _native, collate, expanders, priorities, samplers, storages, writers
+from engram import _fork, _native, collate, expanders, priorities, samplers, storages, writers
 from engram._closing import end
 from engram._later import refuse
 from engram._tensordict import children
@@ -1789,6 +1789,9 @@ class ReplayBuffer:
             self._prefetcher.close(timeout)
 
     def __getstate__(self) -> dict[str, Any]:
+        if _fork.is_spawning():
+            self._settle()
+            self._storage.hand_over()
         prefetcher = self._prefetcher
         ahead = None if prefetcher is None or self.shared else prefetcher.saved(self)  # first: it reads
         left = ("_key", "_iterator", "_generator", "_sample_natively", "_prefetcher")

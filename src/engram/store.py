@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import mmap
 import os
 import re
@@ -24,6 +25,7 @@ import torch
 from tensordict import MemoryMappedTensor
 
 from engram import _fork, _native, _progress
+from engram._mappings import map_piece, open_files
 from engram.errors import (
     CorruptStore,
     ForkedHandle,
@@ -36,6 +38,7 @@ from engram.errors import (
 )
 from engram.format import files, layout
 from engram.format import schema as schemas
+from engram.format.control import FIXED_BYTES, processes
 from engram.format.schema import DTYPES
 from engram.types import Changes, Extent, Write
 
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._mappings import Piece
     from engram.format.schema import Field, Schema
     from engram.types import Plan
 
@@ -302,6 +306,59 @@ def _file_field(directory: Path, field: Field, capacity: int) -> Tensor:
     return tensor
 
 
+def _segments_in(folder: Path) -> list[Any] | None:
+    """Where rows lie that have no files in a store's folder, per field; None: they have.
+
+    Raises ``CorruptStore``.
+    """
+    path = folder / layout.ADOPTED
+    if not path.exists():
+        return None
+    try:
+        segments = json.loads(files.read_small(path, schemas.MAX_BYTES))["segments"]
+        for segment in segments or ():
+            if segment is not None:
+                device, inode, size, offset = segment
+                if not all(type(number) is int and number >= 0 for number in (device, inode, size, offset)):
+                    raise ValueError("a number that is none")
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptStore(f"{path}: expected where the rows lie, got something else ({error}).") from error
+    return None if segments is None else list(segments)
+
+
+@torch.inference_mode(mode=False)
+def _segment_fields(folder: Path, schema: Schema, segments: list[Any], control: Block) -> list[Tensor]:
+    """Fields in memory without a name, which is there as long as a process has it open: found by those that share the store.
+
+    Only memory of the file system of the folder is looked for.
+
+    Raises:
+        CorruptStore: no such process, or none that this one may look at.
+    """
+    raw = control.tensor[:FIXED_BYTES].numpy().tobytes()
+    there = open_files(("self", *processes(raw)))
+    device = os.stat(folder).st_dev
+    tensors = []
+    if len(segments) != len(schema.fields):
+        raise CorruptStore(f"{folder / layout.ADOPTED}: expected {len(schema.fields)} fields, got {len(segments)}.")
+    for field, segment in zip(schema.fields, segments, strict=True):
+        nbytes = field.row_bytes * schema.capacity
+        shape = (schema.capacity, *field.shape)
+        if not nbytes:
+            tensors.append(torch.empty(shape, dtype=torch_dtype(field), device="cpu"))
+            continue
+        at, inode, size, offset = segment or (-1, -1, -1, -1)
+        path = there.get((at, inode))
+        if path is None or at != device or offset + nbytes > size:
+            raise CorruptStore(
+                f"{folder}: field {field.name}: its rows are in memory without a name, and no process that shares the store and "
+                "that this one may look at has it open. It is gone when the last of them ends."
+            )
+        raw_rows = map_piece(path, at, inode, size)[offset : offset + nbytes]
+        tensors.append(raw_rows.view(torch_dtype(field)).view(shape))
+    return tensors
+
+
 def _as_rows(rows: Tensor, call: str) -> Tensor:
     """Rows (or lanes, or tickets) as the core reads them: int64, contiguous, on the CPU.
 
@@ -403,6 +460,7 @@ class Store:
         guest_of: Process | None = None,
         replace: bool = False,
         begin: Callable[[Any], None] = lambda _: None,
+        adopted: Sequence[Piece | None] | None = None,
     ) -> Store:
         """A new store in a folder, its space reserved.
 
@@ -413,6 +471,8 @@ class Store:
             guest_of: a temporary store: the last process that closes it removes the folder, but for this one's sake it stays.
             replace: remove a store that is there, of another maker, and files of those names.
             begin: done to the core of the new store, without its fields, before anybody else sees it.
+            adopted: where the rows of each field are already: in files of the folder, or in memory without a name that this
+                process has mapped; None for a field without bytes.
 
         Raises:
             RuntimeError: the folder holds a store, or files of that name, and not ``replace``.
@@ -433,6 +493,9 @@ class Store:
             )
         paths = {layout.field_path(directory, field.key): field.row_bytes * schema.capacity for field in schema.fields}
         metas = layout.meta_files(directory, schema)
+        note = None
+        if adopted is not None:
+            note, paths, metas = _adopting(adopted, paths, metas)
         hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
         with _attaching, files.Creation() as made, _alone(directory, made):
             _remove_unfinished(directory)
@@ -452,30 +515,11 @@ class Store:
             if existing:
                 raise RuntimeError(occupied(directory, existing[0]))
             made.folder(hidden)
+            if note is not None:  # first: should this process die, what was there stays
+                made.text(hidden / layout.ADOPTED, note)
             made.text(hidden / layout.STORE, raw)  # first: should this process die, it says what else it has made
-            for path, nbytes in paths.items():
-                if nbytes:
-                    made.folder(path.parent)
-                    made.file(path, nbytes)
-            for path, text in metas.items():
-                made.folder(path.parent)
-                made.text(path, text)
-            made.file(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
-            made.file(hidden / layout.TICKETS, layout.tickets_bytes(schema.capacity))
-            made.text(hidden / layout.ALIVE, b"")
-            made.text(hidden / layout.MAKER, maker.encode())
-            if guest_of is not None:
-                made.text(
-                    hidden / layout.TEMPORARY, f"{guest_of.pid} {guest_of.start_time}".encode().ljust(len(_NOBODY))
-                )
-            made.text(hidden / layout.BUFFER, layout.NO_RECORD)
-            control = _file_block(hidden / layout.CONTROL, _native.control_bytes(schema.lanes))
-            tickets = _file_block(hidden / layout.TICKETS, layout.tickets_bytes(schema.capacity))
-            _native.format_control(
-                control.address, control.nbytes, schema.capacity, schema.lanes, schemas.fingerprint(raw)
-            )
-            begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), ()))
-            del control, tickets
+            _make_fields(made, paths, metas)
+            _make_words(made, hidden, schema, maker, guest_of, begin)
             hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
             made.published(hidden, directory / layout.FOLDER)
             return cls._attach(schema, directory, schemas.fingerprint(raw), unclean="refuse")
@@ -512,7 +556,11 @@ class Store:
         try:
             control = _file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
             tickets = _file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
-            tensors = [_file_field(directory, field, schema.capacity) for field in schema.fields]
+            segments = _segments_in(folder)
+            if segments is None:
+                tensors = [_file_field(directory, field, schema.capacity) for field in schema.fields]
+            else:
+                tensors = _segment_fields(folder, schema, segments, control)
             try:
                 store = cls(schema, tensors, control, tickets, directory)
                 participants = _native.Participants(
@@ -1427,6 +1475,56 @@ def skip_numbers(core: Any, given: int) -> None:
         core.empty(False)
 
 
+def _adopting(
+    adopted: Sequence[Piece | None], paths: Mapping[Path, int], metas: Mapping[Path, bytes]
+) -> tuple[bytes, dict[Path, int], dict[Path, bytes]]:
+    """What a store notes of rows that were there before it, and the files of fields and descriptions that are to be made.
+
+    Raises:
+        CorruptStore: a file of another size. OSError: no space, no permission.
+    """
+    if any(piece is not None and not piece.named for piece in adopted):
+        segments = [None if piece is None else piece[2:] for piece in adopted]
+        return json.dumps({"segments": segments}).encode(), {}, {}
+    for path, nbytes in paths.items():
+        if nbytes:
+            files.take_space(path, nbytes)
+    return b'{"segments": null}', {}, {path: text for path, text in metas.items() if not path.exists()}
+
+
+def _make_fields(made: files.Creation, paths: Mapping[Path, int], metas: Mapping[Path, bytes]) -> None:
+    for path, nbytes in paths.items():
+        if nbytes:
+            made.folder(path.parent)
+            made.file(path, nbytes)
+    for path, text in metas.items():
+        made.folder(path.parent)
+        made.text(path, text)
+
+
+def _make_words(
+    made: files.Creation,
+    folder: Path,
+    schema: Schema,
+    maker: str,
+    guest_of: Process | None,
+    begin: Callable[[Any], None],
+) -> None:
+    """The files of a new store beside its description: that of its rows is there already."""
+    made.file(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    made.file(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+    made.text(folder / layout.ALIVE, b"")
+    made.text(folder / layout.MAKER, maker.encode())
+    if guest_of is not None:
+        made.text(folder / layout.TEMPORARY, f"{guest_of.pid} {guest_of.start_time}".encode().ljust(len(_NOBODY)))
+    made.text(folder / layout.BUFFER, layout.NO_RECORD)
+    control = _file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    tickets = _file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+    fingerprint = schemas.fingerprint(schemas.encode(schema))
+    _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
+    begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), ()))
+
+
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -1672,13 +1770,15 @@ def erase(directory: Path, schema: Schema) -> None:
     hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
     with contextlib.suppress(OSError):
         (directory / layout.FOLDER).rename(hidden)  # should this process die, it says what else there is
-    if _erase_fields(directory, schema):  # else whoever comes next tries again
+    if _erase_fields(directory, schema, hidden):  # else whoever comes next tries again
         shutil.rmtree(hidden, ignore_errors=True)
     shutil.rmtree(directory / layout.FOLDER, ignore_errors=True)
 
 
-def _erase_fields(directory: Path, schema: Schema) -> bool:
-    """Whether all are gone."""
+def _erase_fields(directory: Path, schema: Schema, hidden: Path) -> bool:
+    """Remove the files of a store that was in ``hidden``, but for those that were there before it. Whether all are gone."""
+    if (hidden / layout.ADOPTED).exists():
+        return True
     paths = [layout.field_path(directory, field.key) for field in schema.fields]
     paths += layout.meta_files(directory, schema)
     for path in paths:
@@ -1696,7 +1796,9 @@ def _remove_unfinished(directory: Path) -> None:
         gone = True
         with contextlib.suppress(CorruptStore, IncompatibleStore):  # then he had come no further
             path = hidden / layout.STORE
-            gone = _erase_fields(directory, schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path)))
+            gone = _erase_fields(
+                directory, schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path)), hidden
+            )
         if gone:
             shutil.rmtree(hidden, ignore_errors=True)
 

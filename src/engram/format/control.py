@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-__all__ = ["FIXED_BYTES", "Header", "control_bytes", "filled", "parse"]
+__all__ = ["FIXED_BYTES", "Header", "control_bytes", "filled", "parse", "processes"]
 
 _HEADER = struct.Struct("=8sIIII9Q")
 _SECTION = struct.Struct("=16sQQ")
@@ -13,6 +13,7 @@ _MAGIC = b"engram\0\1"
 _MAJOR = 2
 _BYTE_ORDER = 0x01020304
 _LANE = struct.Struct("=QQQ40x")
+_PARTICIPANT = struct.Struct("=II120x")
 
 #: Offset and bytes of the parts of a block, by name. Behind them lie the lanes.
 _SECTIONS = {
@@ -66,6 +67,12 @@ def parse(raw: bytes) -> Header:
         raise ValueError("the sections do not fit the geometry")
     (clean,) = struct.unpack_from("=Q", raw, _CLEAN_AT)
     return Header(capacity, lanes, length, schema_sum, clean == 1)
+
+
+def processes(raw: bytes) -> list[int]:
+    """Numbers of the processes that are noted in a block, of which ``raw`` holds the fixed part. Some may have ended."""
+    at, nbytes = _SECTIONS["participants"]
+    return [pid for state, pid in _PARTICIPANT.iter_unpack(raw[at : at + nbytes]) if state]
 
 
 def filled(raw: bytes, header: Header) -> list[int]:

@@ -27,6 +27,7 @@ __all__ = [
     "overwrite",
     "read_small",
     "reserve",
+    "take_space",
     "write_atomically",
 ]
 
@@ -103,6 +104,21 @@ def fallocate(fd: int, nbytes: int) -> bool:
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
     return True
+
+
+def take_space(path: Path, nbytes: int) -> None:
+    """Take the space of a file that is there, of which parts may never have been written. What it holds stays.
+
+    Raises:
+        CorruptStore: it is not a regular file of ``nbytes`` bytes. OSError: no space, no permission.
+    """
+    fd = open_regular(path, os.O_RDWR)
+    try:
+        check_size(path, nbytes)
+        if nbytes:
+            fallocate(fd, nbytes)
+    finally:
+        os.close(fd)
 
 
 def check_size(path: Path, nbytes: int) -> None:

@@ -12,6 +12,7 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/.engram/maker          what copies of the buffer that made it know it by; empty: nobody waits for it
     <dir>/.engram/temporary      if it is there, whoever closes the store last removes the folder
     <dir>/.engram/buffer.json    which components the last buffer had
+    <dir>/.engram/adopted        if it is there, the rows were there before the store, and stay without it
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Field, Schema
 
 __all__ = [
+    "ADOPTED",
     "ALIVE",
     "BUFFER",
     "CONTROL",
@@ -39,6 +41,7 @@ __all__ = [
     "clash",
     "encode_key",
     "field_path",
+    "folder_of",
     "is_store",
     "meta_files",
     "tickets_bytes",
@@ -55,6 +58,7 @@ BUFFER = "buffer.json"
 INDEXES = "indexes"
 MAKER = "maker"
 TEMPORARY = "temporary"
+ADOPTED = "adopted"
 #: What ``buffer.json`` holds at first: an empty object, and room to be overwritten when the disk is full.
 NO_RECORD = b"{}".ljust(4096)
 
@@ -86,6 +90,15 @@ def field_path(directory: Path, key: tuple[str, ...]) -> Path:
                 "are possible. Shorten the key, or use a storage in RAM."
             )
     return directory.joinpath(*parts)
+
+
+def folder_of(paths: Iterable[tuple[tuple[str, ...], str]]) -> Path | None:
+    """The folder in which files lie as those of these keys do; None: there is none. ``paths``: ``(key, path)``."""
+    folders = set()
+    for key, path in paths:
+        expected, found = field_path(Path(), key).parts, Path(path).parts
+        folders.add(Path(*found[: -len(expected)]) if found[-len(expected) :] == expected else None)
+    return folders.pop() if len(folders) == 1 else None
 
 
 def clash(fields: Iterable[Field]) -> str | None:

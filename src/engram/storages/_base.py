@@ -65,8 +65,12 @@ class Storage(Dumpable):
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
     ndim: int = 1
 
+    #: Whether it is in a forked child, which has not written yet, and its rows were not shared.
+    _inherited = False
+
     def __init__(self) -> None:
         self._lock = _fork.rlock()
+        _fork.mended(self)
         self.listeners: list[weakref.WeakMethod[Callable[[Write | None, Any], None]]] = []
 
     # ---- who listens -------------------------------------------------------------------------------------------------
@@ -170,6 +174,37 @@ class Storage(Dumpable):
         raise RuntimeError(
             f"share: {type(self).__name__} cannot be shared. Use LazyTensorStorage or LazyMemmapStorage."
         )
+
+    def hand_over(self) -> None:
+        """Before it is pickled: share the rows if that is for a process that is being started. A copy would be silent there.
+
+        Other copies stay copies: ``copy``, ``pickle.dumps``, queues.
+
+        Raises:
+            RuntimeError: they cannot be shared.
+        """
+        if self.shared or not _fork.is_spawning():
+            return
+        try:
+            self.share()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "a buffer that is handed to a process is shared with it, but this one cannot be: "
+                f"{str(error).removeprefix('share: ')} To give it a copy of its own, pass pickle.dumps(buffer)."
+            ) from error
+
+    def after_fork(self) -> None:
+        """In a child: what it writes to memory that is not shared the parent does not see."""
+        self._inherited = not self.shared
+
+    def check_inherited(self) -> None:
+        """Before the first write of a forked child to a copy of its own: warn, once."""
+        self._inherited = False
+        if not self.shared:
+            _words.warn(
+                "this process was forked from the one that made the buffer, which is not shared: what is written here stays here. "
+                "Use a LazyTensorStorage or LazyMemmapStorage, and rb.share() before processes are started."
+            )
 
     @property
     def placing(self) -> AbstractContextManager[Any]:

@@ -123,6 +123,8 @@ class ListStorage(Storage):
         if plan.kept is not None:
             write = self.write(Plan(rows=plan.rows), [prepared[i] for i in plan.kept.tolist()], len(plan.kept))
             return Write(plan.reported(write.rows, n), write.first)
+        if self._inherited:
+            self.check_inherited()
         with self._lock:
             if plan.rows is not None:
                 rows = plan.rows.tolist()
@@ -163,6 +165,8 @@ class ListStorage(Storage):
         return first
 
     def edit(self, where: Rows, prepared: list[Any]) -> Write:
+        if self._inherited:
+            self.check_inherited()
         with self._lock:
             return Write(where.rows, self._put(where.rows.tolist(), prepared))
 
@@ -322,7 +326,8 @@ class ListStorage(Storage):
         return values, moved
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners")}
+        self.hand_over()
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_inherited", "listeners")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from torch import Tensor
 from engram import _native
 from engram._devices import existing_device
 from engram._later import refuse
+from engram._mappings import shared_pieces
 from engram._words import count, warn
 from engram.checkpoint.components import check_blocks, check_kind, write_part
 from engram.checkpoint.plan import Target
@@ -26,7 +27,7 @@ from engram.checkpoint.reports import said_counts
 from engram.checkpoint.roles import roles_of
 from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
 from engram.checkpoint.segments import save_segments
-from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore, RowError
+from engram.errors import CorruptStore, EngramError, IncompatibleCheckpoint, IncompatibleStore, RowError
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from engram._mappings import Piece
     from engram.checkpoint.moving import Move, Planner
     from engram.checkpoint.placing import Saved
     from engram.checkpoint.torchrl import TorchRLDump
@@ -180,6 +182,19 @@ class TensorStorage(Storage):
     else:
         memory = _Unwritten()
 
+    #: Where processes that have copies of this storage share its store; None: it is private.
+    _home: Path | None = None
+    #: What the copies know the store by that one of them makes.
+    _maker = ""
+    #: The process that a temporary store is made for.
+    _host: Process | None = None
+    #: Whether a thread is just taking a store that another process has made.
+    _looking = False
+    #: Why processes cannot share rows that lie in memory which they share; empty: they can.
+    _unshared = ""
+    #: TorchRL's collectors read it: processes agree on who makes the store at the first write, so no fake row is needed.
+    shared_init = True
+
     def __init__(
         self,
         storage: Any,
@@ -215,6 +230,8 @@ class TensorStorage(Storage):
                 tensor.copy_(field.detach())
             store.core.fill()
         self._adopt(store, structure)
+        if structure.on_host:
+            self._share_in_place()
 
     # ---- set-up --------------------------------------------------------------------------------------------------------
 
@@ -240,10 +257,6 @@ class TensorStorage(Storage):
         self._capacity = max_size // lanes * lanes
         self.structure: Structure | None = None  # how rows are put together; None before the first write
 
-    def _look(self) -> Store | None:
-        """The store that another process has made meanwhile, for storages that share one."""
-        return None
-
     def _schema(self, structure: Structure, columns: tuple[int, ...]) -> Schema:
         width = math.prod(columns)
         capacity = -(-self._capacity // width) * width  # rounded up to whole slots
@@ -266,6 +279,134 @@ class TensorStorage(Storage):
     def _allocate(self, schema: Schema) -> Store:
         """A new store of that schema, where this storage has its rows."""
         raise NotImplementedError
+
+    # ---- sharing -------------------------------------------------------------------------------------------------------
+
+    @property
+    def shared(self) -> bool:
+        return self._home is not None
+
+    def _settle(self, home: Path, maker: str, *, temporary: bool) -> None:
+        """From now on the store is the one in that folder, whoever of those that have a copy of this storage makes it."""
+        self._home, self._maker = home, maker
+        if temporary:
+            self._host = Process.this()
+            weakref.finalize(self, _forget, home, maker, os.getpid())
+
+    def _look(self) -> Store | None:
+        if self._looking or self._home is None or not self._maker or maker_of(self._home) != self._maker:
+            return None
+        with self._lock:
+            made: Store | None = self.__dict__.get("memory")
+            if made is None and not self._looking:
+                self._looking = True
+                try:
+                    made = Store.open(self._home)
+                    self._adopt(made, Structure.from_schema(made.schema))
+                except FileNotFoundError:  # closed by all
+                    return None
+                finally:
+                    self._looking = False
+            return made
+
+    def share(self) -> None:
+        if self._home is not None:
+            return
+        if self._device.type != "cpu":
+            raise RuntimeError(f"share: expected a storage on the CPU, got one on {self._device}.")
+        if self._unshared:
+            raise RuntimeError(f"share: {self._unshared}")
+        if self._device_argument == "auto" and self.memory is None:
+            raise RuntimeError(
+                'share: expected a storage on the CPU, got device="auto" before the first write, which decides. Use device="cpu".'
+            )
+        sweep_shared_memory()
+        self._forget_fake_row()
+        maker = secrets.token_hex(16)
+        home = shared_memory() / f"engram-{maker}"
+        with self._lock:
+            private: Store | None = self.memory
+            self._settle(home, maker, temporary=True)
+            if private is not None:
+                try:
+                    self._adopt(private.moved(home, maker, self._host), self._written())
+                except BaseException:
+                    self._home = self._host = None
+                    raise
+        self._tell_moved()
+
+    def check_inherited(self) -> None:
+        """As for every storage. Rows that processes share, but not as a store, only the parent may write."""
+        if self._unshared and self._home is None:
+            raise RuntimeError(f"write: this process was forked from the one that made the buffer; {self._unshared}")
+        super().check_inherited()
+
+    def _share_in_place(self) -> None:
+        """Make a store that processes share of rows in memory that they share already; a note of what stands against it."""
+        tensors = self.store.tensors
+        pieces = shared_pieces(tensors)
+        shared = [tensor for tensor in tensors if tensor.is_shared()]  # type: ignore[no-untyped-call]
+        if not any(pieces) and not shared:
+            return
+        maker = secrets.token_hex(16)
+        try:
+            home, pieces = self._place_of(pieces, maker)
+            sweep_shared_memory()
+            self._settle(home, maker, temporary=not all(piece is None or piece.named for piece in pieces))
+            store = Store.create(
+                self.store.schema,
+                home,
+                maker=maker,
+                guest_of=self._host,
+                begin=lambda core: core.fill(),
+                adopted=pieces,
+            )
+        except (EngramError, OSError, RuntimeError, ValueError) as error:
+            self._home = self._host = None
+            self._unshared = f"the rows lie in memory that processes share, but cannot be a store there: {error}"
+            return
+        self._adopt(store, self._written())
+
+    def _place_of(self, pieces: Sequence[Piece | None], maker: str) -> tuple[Path, list[Piece | None]]:
+        """The folder of the store around rows that lie in files, and where they lie.
+
+        Raises:
+            RuntimeError: they cannot be its rows.
+        """
+        named = []
+        for field, tensor, piece in zip(self.store.schema.fields, self.store.tensors, pieces, strict=True):
+            nbytes = tensor.numel() * tensor.element_size()
+            if not nbytes:
+                continue
+            if piece is None:
+                raise RuntimeError(
+                    f"field {field.name}: expected memory that is shared, as of other fields, got memory of this process alone. "
+                    "Share all of the data, or none of it."
+                )
+            if piece.size < 0:
+                raise RuntimeError(f"field {field.name}: expected a file that can be written to, got {piece.path!r}.")
+            if piece.offset + nbytes != piece.size or tensor.untyped_storage().nbytes() != nbytes:
+                raise RuntimeError(
+                    f"field {field.name}: expected all of the memory that was shared, got a view of a part of it. Use the data "
+                    "that was shared itself, or a copy."
+                )
+            named.append((field.key, piece))
+        folder = layout.folder_of((key, piece.path) for key, piece in named)
+        if folder is not None and all(piece.named and piece.offset == 0 for _, piece in named):
+            if (folder / layout.FOLDER).exists():
+                raise RuntimeError(
+                    f"{str(folder)!r} holds a store already. Use ReplayBuffer.open({str(folder)!r}) to go on with it."
+                )
+            return folder, list(pieces)
+        device = os.stat(shared_memory()).st_dev
+        for key, piece in named:
+            if piece.device != device:
+                raise RuntimeError(
+                    f"field {key[0] if len(key) == 1 else key}: expected files as memmap_(folder) of a TensorDict makes them, all "
+                    f"in one folder, or memory shared by share_memory_(), got the file {piece.path!r}."
+                )
+        home = shared_memory() / f"engram-{maker}"
+        return home, [None if piece is None else piece._replace(named=False) for piece in pieces]
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
@@ -393,6 +534,8 @@ class TensorStorage(Storage):
 
     def add_row(self, lane: int, data: Any, ignored: Iterable[str]) -> tuple[int, int]:
         """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``."""
+        if self._inherited:
+            self.check_inherited()
         if self.memory is not None and self.ndim == 1:
             try:
                 return self.memory.append_row(lane, self.structure.flatten(data, None, "add", ignored))  # type: ignore[union-attr]
@@ -404,6 +547,8 @@ class TensorStorage(Storage):
         return self.memory.append_row(lane, columns)  # type: ignore[union-attr]
 
     def write(self, plan: Plan, prepared: list[Tensor], n: int) -> Write:
+        if self._inherited:
+            self.check_inherited()
         store = self.store
         if isinstance(plan.lane, int) and not 0 <= plan.lane < self._lanes:
             raise RowError(f"lane: expected a lane in [0, {self._lanes}), got {plan.lane}.")
@@ -418,6 +563,8 @@ class TensorStorage(Storage):
         return store.write(plan, prepared, n)
 
     def edit(self, where: Rows, prepared: list[Tensor]) -> Write:
+        if self._inherited:
+            self.check_inherited()
         return self.store.edit(where.rows, range(len(prepared)), prepared)
 
     def prepare_at(self, where: Rows, data: Any, call: str, *, ignored: Iterable[str] = ()) -> list[Tensor]:
@@ -446,6 +593,8 @@ class TensorStorage(Storage):
             if where.shape is not None:
                 value = structure.rows_of_field(number, value, where.shape, call)
             columns.append(structure.column(number, value, len(where.rows), single=where.single, call=call))
+        if self._inherited:
+            self.check_inherited()
         return self.store.edit(where.rows, which, columns)
 
     def empty(self, *, keep_write_count: bool) -> None:
@@ -579,6 +728,9 @@ class TensorStorage(Storage):
             return self
         flat = TensorStorage.__new__(TensorStorage)
         flat._configure(self._capacity, device=self._device, ndim=1, lanes=1)
+        flat._home, flat._maker = self._home, self._maker
+        if self._home is None:
+            flat._unshared = "expected the storage that was made of the data, got a flat one around it. Share that one."
         flat._adopt(self.store, self._written())
         return flat
 
@@ -905,7 +1057,8 @@ class TensorStorage(Storage):
     # ---- copies and text -----------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "listeners", "memory")}
+        self.hand_over()
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_inherited", "listeners", "memory")}
         if self.memory is not None:
             state["memory"] = self.memory.detached()
             if self.memory.directory is not None and self._written().is_described:
@@ -980,69 +1133,8 @@ class LazyTensorStorage(TensorStorage):
         refuse(type(self).__name__, later, _LATER)
         self._configure(max_size, device=device, ndim=ndim, lanes=lanes)
 
-    #: Where processes that have copies of this storage share its store; None: it is private.
-    _home: Path | None = None
-    #: What the copies know the store by that one of them makes.
-    _maker = ""
-    #: The process that a temporary store is made for.
-    _host: Process | None = None
-    #: Whether a thread is just taking a store that another process has made.
-    _looking = False
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
     _given = 0
-    #: TorchRL's collectors read it: processes agree on who makes the store at the first write, so no fake row is needed.
-    shared_init = True
-
-    @property
-    def shared(self) -> bool:
-        return self._home is not None
-
-    def _settle(self, home: Path, maker: str, *, temporary: bool) -> None:
-        """From now on the store is the one in that folder, whoever of those that have a copy of this storage makes it."""
-        self._home, self._maker = home, maker
-        if temporary:
-            self._host = Process.this()
-            weakref.finalize(self, _forget, home, maker, os.getpid())
-
-    def _look(self) -> Store | None:
-        if self._looking or self._home is None or not self._maker or maker_of(self._home) != self._maker:
-            return None
-        with self._lock:
-            made: Store | None = self.__dict__.get("memory")
-            if made is None and not self._looking:
-                self._looking = True
-                try:
-                    made = Store.open(self._home)
-                    self._adopt(made, Structure.from_schema(made.schema))
-                except FileNotFoundError:  # closed by all
-                    return None
-                finally:
-                    self._looking = False
-            return made
-
-    def share(self) -> None:
-        if self._home is not None:
-            return
-        if self._device.type != "cpu":
-            raise RuntimeError(f"share: expected a storage on the CPU, got one on {self._device}.")
-        if self._device_argument == "auto" and self.memory is None:
-            raise RuntimeError(
-                'share: expected a storage on the CPU, got device="auto" before the first write, which decides. Use device="cpu".'
-            )
-        sweep_shared_memory()
-        self._forget_fake_row()
-        maker = secrets.token_hex(16)
-        home = shared_memory() / f"engram-{maker}"
-        with self._lock:
-            private: Store | None = self.memory
-            self._settle(home, maker, temporary=True)
-            if private is not None:
-                try:
-                    self._adopt(private.moved(home, maker, self._host), self._written())
-                except BaseException:
-                    self._home = self._host = None
-                    raise
-        self._tell_moved()
 
     def empty(self, *, keep_write_count: bool) -> None:
         """As for every storage. After a fake row, which programs write to allocate memory, the next row may have other fields."""

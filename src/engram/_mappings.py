@@ -1,0 +1,133 @@
+"""Memory that other processes can map, too: the file that tensors lie in, with or without a name."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+__all__ = ["Piece", "map_piece", "open_files", "shared_pieces"]
+
+#: How the kernel marks a file without a name.
+_DELETED = " (deleted)"
+
+
+class Piece(NamedTuple):
+    """Where a tensor lies in a file that is mapped for all processes."""
+
+    path: str
+    """What it is called, or was."""
+    named: bool
+    device: int
+    inode: int
+    size: int
+    """Bytes of the file; -1: it cannot be opened for writing."""
+    offset: int
+    """Of the tensor's first byte."""
+
+
+class _Mapping(NamedTuple):
+    start: int
+    end: int
+    how: str
+    offset: int
+    inode: int
+    path: str
+
+
+def _mappings() -> list[_Mapping]:
+    """Those of this process, in order; none where the system does not say."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        place, how, offset, _, inode, *path = line.split(maxsplit=5)
+        start, end = (int(number, 16) for number in place.split("-"))
+        name = path[0].replace("\\012", "\n") if path else ""
+        found.append(_Mapping(start, end, how, int(offset, 16), int(inode), name))
+    return found
+
+
+def shared_pieces(tensors: Iterable[Tensor]) -> list[Piece | None]:
+    """Where each of them lies; None: in memory of this process alone, or in none."""
+    mappings = _mappings()
+    starts = [mapping.start for mapping in mappings]
+    nameless = open_files(["self"]) if any(mapping.path.endswith(_DELETED) for mapping in mappings) else {}
+    found: list[Piece | None] = []
+    for tensor in tensors:
+        at = bisect.bisect_right(starts, tensor.data_ptr()) - 1 if tensor.numel() else -1
+        mapping = mappings[at] if at >= 0 else None
+        if mapping is None or tensor.data_ptr() >= mapping.end or "s" not in mapping.how:
+            found.append(None)
+            continue
+        named = not mapping.path.endswith(_DELETED)
+        device, size = 0, -1
+        if "w" in mapping.how:
+            device, size = _open(mapping, nameless, named=named)
+        offset = mapping.offset + tensor.data_ptr() - mapping.start
+        found.append(Piece(mapping.path.removesuffix(_DELETED), named, device, mapping.inode, size, offset))
+    return found
+
+
+def _open(mapping: _Mapping, nameless: dict[tuple[int, int], str], *, named: bool) -> tuple[int, int]:
+    """Device and size of a mapping's file, -1 if it cannot be opened for writing."""
+    if named:
+        paths = [mapping.path]
+    else:
+        paths = [path for (_, inode), path in nameless.items() if inode == mapping.inode]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            writable = status.st_mode & 0o222 and os.access(path, os.R_OK | os.W_OK)
+            if status.st_ino == mapping.inode and stat.S_ISREG(status.st_mode) and writable:
+                return status.st_dev, status.st_size
+    return 0, -1
+
+
+def open_files(processes: Iterable[int | str]) -> dict[tuple[int, int], str]:
+    """Regular files that processes have open, by device and inode: the paths by which they can be opened, also without a name.
+
+    A process that has ended, or may not be looked at, has none.
+    """
+    return {(status.st_dev, status.st_ino): path for process in processes for path, status in _files_of(process)}
+
+
+def _files_of(process: int | str) -> Iterator[tuple[str, os.stat_result]]:
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(f"/proc/{process}/fd"):
+            path = f"/proc/{process}/fd/{entry}"
+            with contextlib.suppress(OSError):
+                status = os.stat(path)
+                if stat.S_ISREG(status.st_mode):
+                    yield path, status
+
+
+def map_piece(path: str, device: int, inode: int, size: int) -> Tensor:
+    """The bytes of a file, uint8 ``[size]``. As long as the tensor lives, :func:`open_files` of this process names the file.
+
+    Raises:
+        FileNotFoundError: there is another file by now. OSError: it cannot be opened or mapped.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino, status.st_size) != (device, inode, size):
+            raise FileNotFoundError(2, "another file", path)
+        memory = mmap.mmap(fd, size)  # has a descriptor of its own
+    finally:
+        os.close(fd)
+    with torch.inference_mode(mode=False):
+        return torch.frombuffer(memory, dtype=torch.uint8)
