@@ -997,7 +997,8 @@ class ReplayBuffer:
 
         A ``LazyMemmapStorage`` is shared already. The rows of a ``LazyTensorStorage`` move to a folder in the system's
         shared memory, whose RAM is taken at once; the last process that closes it removes it. No other thread may use the
-        buffer meanwhile; views handed out before show the old memory.
+        buffer meanwhile; views handed out before show the old memory. A buffer that is handed to a process which is being
+        started by ``spawn`` or ``forkserver`` is shared at that moment. Before a ``fork``, call this.
 
         Args:
             shared: False does nothing.
@@ -1006,7 +1007,8 @@ class ReplayBuffer:
             The buffer.
 
         Raises:
-            RuntimeError: a storage that cannot be shared: a list, or on an accelerator.
+            RuntimeError: a storage that cannot be shared: a list, on an accelerator, or around shared memory that cannot be a
+                store (see docs/guarantees.md).
             OSError: it does not fit into shared memory. Nothing has changed.
 
         >>> import torch

@@ -159,7 +159,8 @@ class TensorStorage(Storage):
 
     Args:
         storage: a tensor, TensorDict, tensorclass, or a nested dict or tuple of tensors or arrays, ``[C, ...]``. Its
-            memory becomes the storage's: writes to the buffer change it. Leaves that are not contiguous are copied.
+            memory becomes the storage's: writes to the buffer change it. Leaves that are not contiguous are copied. Do not let
+            torch move it afterwards, as ``share_memory_()`` and queues do: share it first.
         max_size: ``C``, or None.
         device: where the rows are to be; ``"auto"``: where the data is.
         ndim: leading dimensions that index rows; of ``[T, *columns, ...]`` each ``[t, *column]`` is a row.
@@ -168,6 +169,11 @@ class TensorStorage(Storage):
     Raises:
         ValueError: ``max_size`` is not the data's, or both are None; ``lanes`` does not divide it.
         TypeError: a leaf is no tensor or array.
+
+    Data that processes share already makes a storage that they share: around ``td.memmap_(folder)`` the folder becomes a store,
+    which :meth:`ReplayBuffer.open` goes on with; around ``td.share_memory_()`` the store is in shared memory beside it. See
+    docs/guarantees.md for data with which that cannot be: it works within one process, and ``share()`` says why. Data in private
+    memory is copied by ``share()``; the tensors given here do not show later writes.
 
     >>> import torch
     >>> from engram import ReplayBuffer, TensorStorage
