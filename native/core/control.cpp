@@ -319,6 +319,9 @@ void Control::read_lanes(LaneWords* lanes) const {
 }
 
 void Control::read_numbers(std::uint64_t clock, const LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const {
+#ifndef ENGRAM_TSAN  // whose build has no fences
+  std::atomic_thread_fence(std::memory_order_acquire);  // rows that were copied before are compared with these tickets
+#endif
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const std::uint64_t first = i * geometry_.lane_length, last = std::min(first + filled(i), rows);
     const std::uint64_t end = lanes_[i].base.load(std::memory_order_acquire) + static_cast<std::uint64_t>(lanes[i].position);
