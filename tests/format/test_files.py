@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from engram.errors import CorruptStore
-from engram.format import files
+from engram.format import disk, files
 
 ZERO = b"\0"
 
@@ -114,24 +114,24 @@ class Libc:
 
 def testfallocate_is_tried_again_when_a_signal_came(monkeypatch):
     libc = Libc(errno.EINTR, errno.EINTR)
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: libc)
+    monkeypatch.setattr(files, "_libc", libc)
     assert files.fallocate(0, 10)
     assert libc.calls == 3
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
 def testfallocate_says_where_it_is_missing(monkeypatch, code):
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc(code))
+    monkeypatch.setattr(files, "_libc", Libc(code))
     assert not files.fallocate(0, 10)
 
 
 def testfallocate_is_not_emulated(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.setattr(files, "_libc", object())
     assert not files.fallocate(0, 10)
 
 
 def testfallocate_raises_everything_else(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc(errno.EINTR, errno.ENOSPC))
+    monkeypatch.setattr(files, "_libc", Libc(errno.EINTR, errno.ENOSPC))
     with pytest.raises(OSError, match="No space left") as caught:
         files.fallocate(0, 10)
     assert caught.value.errno == errno.ENOSPC
@@ -280,3 +280,11 @@ def test_overwriting_does_not_follow_links(tmp_path):
     with pytest.raises(OSError, match="link"):
         files.overwrite(tmp_path / "link", b"x")
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_libraries_are_not_opened_again_and_again(tmp_path, monkeypatch):
+    """Each time some bytes are left behind, which a program that makes thousands of stores or dumps notices."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: pytest.fail("opened again"))
+    files.reserve(tmp_path / "a", 10)
+    disk.create(tmp_path / "b", 10).close()
+    disk.exchange(tmp_path / "a", tmp_path / "b")

@@ -55,7 +55,8 @@ __all__ = [
 
 _AT_FDCWD = -2 if sys.platform == "darwin" else -100
 _START = 2  # SYNC_FILE_RANGE_WRITE
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_libc = ctypes.CDLL(None, use_errno=True)
+_sync_file_range = getattr(_libc, "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS
@@ -349,9 +350,8 @@ def exchange(one: Path, other: Path) -> None:
     Raises:
         OSError: the file system or the platform cannot (ENOSYS, EINVAL, EOPNOTSUPP …). Both are as they were.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     name = "renameatx_np" if sys.platform == "darwin" else "renameat2"
-    function = getattr(libc, name, None)
+    function = getattr(_libc, name, None)
     code = errno.ENOSYS
     if function is not None:
         function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engram.errors import CorruptStore
 
@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _ZEROES = bytes(1 << 20)
+_libc: Any = ctypes.CDLL(None, use_errno=True)  # once: each one that is made leaves some bytes behind
 
 
 class Descriptor(int):
@@ -93,7 +94,7 @@ def reserve(path: Path, nbytes: int) -> None:
 
 def fallocate(fd: int, nbytes: int) -> bool:
     """Take the space of a file by the system call, since glibc emulates it badly where it is missing. False: it is."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    function = getattr(_libc, "fallocate", None)
     if function is None:
         return False
     function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
