@@ -34,7 +34,7 @@ from engram.format.checkpoints import Checkpoint, finish_dump, replacing
 from engram.packing import pack, unpack
 from engram.pinning import pinning_for
 from engram.prefetch import Prefetcher, Steps
-from engram.state import check_keys, checked, copied, integer, saved, tensor_in, typed
+from engram.state import check_keys, checked, copied, integer, read_from, saved, tensor_in, typed
 from engram.store import Copied, Key, ThreadKey
 from engram.transforms import Compose
 from engram.types import Draw, Plan, Sampler, Write, Writer
@@ -1253,9 +1253,9 @@ class ReplayBuffer:
         if batch_size is not None:
             _check_batch_size(batch_size)
         elif getattr(self._sampler, "drop_last", False):
-            raise ValueError(f"{name}: _batch_size: expected an int, as drop_last needs one, got None.")
+            raise IncompatibleCheckpoint(f"{name}: _batch_size: expected an int, as drop_last needs one, got None.")
         elif self.prefetch:
-            raise ValueError(
+            raise IncompatibleCheckpoint(
                 f"{name}: _batch_size: expected an int, as prefetch={self.prefetch} needs one, got None. Load it without prefetch."
             )
         lane = self._checked_lane(state, name)
@@ -1525,6 +1525,13 @@ class ReplayBuffer:
 
         Raises: as :meth:`loads`. Nothing is changed.
         """
+        where = str(checkpoint.shard_folder(rank))
+        with read_from(where):
+            return self._checked_parts(checkpoint, rank, where, default_rng, close_open, convert)
+
+    def _checked_parts(
+        self, checkpoint: Checkpoint, rank: int, where: str, default_rng: bool, close_open: bool, convert: bool
+    ) -> Callable[[], None]:
         reader = buffers.open_storage(checkpoint, rank)
         states = buffers.read_parts(checkpoint, rank, self._kinds())
         if buffers.INDEX in states["sampler"]:
@@ -1534,7 +1541,7 @@ class ReplayBuffer:
             of_storage, take_storage = self._checked_conversion(reader, states)
         else:
             take_storage = self._storage.checked_part(reader, close_open=close_open)
-        state = self._state_of_parts(states, str(checkpoint.shard_folder(rank)))
+        state = self._state_of_parts(states, where)
         return self._checked_rest(state, of_storage, take_storage, default_rng=default_rng)
 
     def planner(self, incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:
@@ -1569,10 +1576,23 @@ class ReplayBuffer:
 
         Raises: as :meth:`loads`. Nothing is changed.
         """
+        where = str(checkpoint.shard_folder(leader))
+        with read_from(where):
+            return self._checked_placed(checkpoint, of_storage, fill, where, leader, seed, default_rng)
+
+    def _checked_placed(
+        self,
+        checkpoint: Checkpoint,
+        of_storage: dict[str, Any],
+        fill: Callable[[Sequence[Tensor]], None],
+        where: str,
+        leader: int,
+        seed: int,
+        default_rng: bool,
+    ) -> Callable[[], None]:
         take_rows = self._storage.checked_without_rows(of_storage)
         generator = torch.Generator().manual_seed(seed).get_state()
         read = buffers.read_parts(checkpoint, leader, self._kinds())
-        where = str(checkpoint.shard_folder(leader))
         self._state_of_parts(read, where)  # they have what is replaced
         states = {part: buffers.begun_anew(part, state, seed, generator) for part, state in read.items()}
         if buffers.INDEX in states["sampler"]:
@@ -1589,6 +1609,11 @@ class ReplayBuffer:
         functions = typed(
             {buffers.FUNCTIONS: [], **states["transforms"]}, buffers.FUNCTIONS, list, f"{where}: transforms"
         )
+        saved_ones, ours = set(states["transforms"]) - {buffers.FUNCTIONS}, set(self._transform.state_dict())
+        if saved_ones != ours:
+            raise IncompatibleCheckpoint(
+                f"{where}: transforms: expected the states {sorted(ours)}, got {sorted(saved_ones)}."
+            )
         here = self._transform.functions
         if len(here) < len(functions):
             warn(

@@ -9,16 +9,20 @@ the state over. So several components can be checked before the first one change
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from engram.errors import CorruptCheckpoint, EngramError, PriorityError
 
-__all__ = ["check_keys", "checked", "copied", "integer", "mapped", "real", "saved", "tensor_in", "typed"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["check_keys", "checked", "copied", "integer", "mapped", "read_from", "real", "saved", "tensor_in", "typed"]
 
 
 # ---- trees of tensors and plain values ---------------------------------------------------------------------------------
@@ -98,9 +102,41 @@ def checked(component: Any, state: Any, where: str) -> Callable[[], None]:
     kept, before = copied(state, where), saved(component, where)
     try:
         component.load_state_dict(copied(kept))
+    except Exception as error:
+        _theirs.error = error
+        raise
     finally:
         component.load_state_dict(before)
     return lambda: component.load_state_dict(kept)
+
+
+class _Theirs(threading.local):
+    """The last exception of a component that is the user's own: what it means, only the user knows."""
+
+    error: BaseException | None = None
+
+
+_theirs = _Theirs()
+
+
+@contextlib.contextmanager
+def read_from(where: str) -> Iterator[None]:
+    """Around the checks of a state that was read from a file, whose sums were right.
+
+    What our own components refuse is then a state that none of them saves: ``CorruptCheckpoint``. That of another configuration is
+    ``IncompatibleCheckpoint`` all the same, and what a component of the user's own raises is raised.
+    """
+    _theirs.error = None
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        ours = isinstance(error, EngramError) and not isinstance(error, PriorityError)
+        if ours or error is _theirs.error:
+            raise
+        said = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise CorruptCheckpoint(f"{where}: {str(said).removesuffix('.')}. No engram saves such a state.") from error
+    finally:
+        _theirs.error = None
 
 
 def _nothing() -> None:
