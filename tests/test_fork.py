@@ -44,3 +44,28 @@ def test_a_child_forked_by_a_writer_goes_on_writing():
         """
     )
     assert program.wait() == 0, program.err
+
+
+def test_closed_buffers_keep_no_child_from_going_on():
+    out = fresh.run(
+        """
+        import os, torch, warnings
+        from engram import LazyTensorStorage, ListStorage, ReplayBuffer
+
+        closed = [ReplayBuffer(storage=storage(5)) for storage in (LazyTensorStorage, ListStorage)]
+        rb = ReplayBuffer(storage=LazyTensorStorage(5))
+        for one in (*closed, rb):
+            one.extend(torch.arange(3))
+        for one in closed:
+            one.close()
+        pid = os.fork()
+        if pid == 0:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                rb.extend(torch.arange(2))
+            print(len(caught), "is not shared" in str(caught[0].message), flush=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        """
+    )
+    assert out.splitlines() == ["1 True"]

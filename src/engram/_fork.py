@@ -8,7 +8,7 @@ import weakref
 from multiprocessing import context
 from typing import Any
 
-__all__ = ["is_spawning", "lock", "mended", "rlock"]
+__all__ = ["dropped", "is_spawning", "lock", "mended", "rlock"]
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _others: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -38,6 +38,12 @@ def mended(thing: Any, *, uses_others: bool = False) -> Any:
     """
     (_users if uses_others else _others).add(thing)
     return thing
+
+
+def dropped(thing: Any) -> None:
+    """Mend it no more. Repeatable."""
+    _users.discard(thing)
+    _others.discard(thing)
 
 
 def is_spawning() -> bool:

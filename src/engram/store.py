@@ -381,6 +381,8 @@ class Store:
     device = torch.device("cpu")
     #: Whether the core moves the rows, and can make tensors.
     is_native = True
+    #: Of one in a folder: whether its rows lie there, too, and not in memory that a program shared before.
+    has_files = True
 
     def __init__(
         self,
@@ -684,13 +686,17 @@ class Store:
             self.directory.rmdir()
         return True
 
-    def discard(self) -> bool:
-        """Remove a store that only this process has: False if another one has it open, too; it stays open then."""
+    def discard(self, owner: Any) -> bool:
+        """Remove the store for its only one of the :attr:`owners`, which goes on without. False: there are others, here or in another
+        process.
+        """
+        if any(other is not owner for other in self.owners):
+            return False
         if self.directory is not None and not self.closed:
             with _alone(self.directory):
                 if _others_are_there(self._participants, self.directory):
                     return False
-                self.owners.clear()  # they go on without it
+                self.owners.discard(owner)
                 self.close()
                 erase(self.directory, self.schema)
         return True

@@ -186,7 +186,7 @@ def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[Any]:
 @contextlib.contextmanager
 def _its_file(store: Store, key: tuple[str, ...], size: int) -> Iterator[int | None]:
     """The file of a field of a directory store: another file may share its space."""
-    if store.directory is None or not size:
+    if store.directory is None or not store.has_files or not size:
         yield None
         return
     with Descriptor.open(layout.field_path(store.directory, key), os.O_RDONLY | os.O_NOFOLLOW) as fd:

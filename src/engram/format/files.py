@@ -113,13 +113,10 @@ def take_space(path: Path, nbytes: int) -> None:
     Raises:
         CorruptStore: it is not a regular file of ``nbytes`` bytes. OSError: no space, no permission.
     """
-    fd = open_regular(path, os.O_RDWR)
-    try:
+    with open_regular(path, os.O_RDWR) as fd:
         check_size(path, nbytes)
         if nbytes:
             fallocate(fd, nbytes)
-    finally:
-        os.close(fd)
 
 
 def check_size(path: Path, nbytes: int) -> None:

@@ -431,6 +431,7 @@ class Storage(Dumpable):
 
     def close(self) -> None:
         """Let go of files and locks. Repeatable. Tensors handed out stay valid; every use of the storage raises ``RuntimeError``."""
+        _fork.dropped(self)
         end(
             self,
             "the storage was closed. Make another one, or ReplayBuffer.open the folder of one.",

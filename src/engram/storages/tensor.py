@@ -1160,13 +1160,21 @@ class LazyTensorStorage(TensorStorage):
             one_slot = 1 + math.prod(self.columns)  # a number for each row, and one for the emptying
             if given - self._given != one_slot or len(self) or self.write_count:
                 return False
-            if any(owner is not self for owner in store.owners) or not store.discard():
+            before = self._written()
+            self._looking = True  # it is still there
+            try:
+                del self.memory
+                self._tell_moved()  # samplers keep what their indexes know, as long as there are any
+                gone = store.discard(self)
+            finally:
+                self._looking = False
+            if not gone:
+                self._adopt(store, before)
+                self._tell_moved()
                 return False
-            del self.memory
             self._given = given
             self._capacity = self._requested // self._lanes * self._lanes
             self.structure = None
-        self._tell_moved()
         return True
 
     def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
