@@ -479,6 +479,21 @@ def test_segments_live_as_long_as_a_process_that_shares_them():
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("where", ["files", "segment"])
+def test_dumps_of_shared_memory(tmp_path, where):
+    data = shared_data("td", where, tmp_path / "rows", n=10)
+    rb = TensorDictReplayBuffer(storage=TensorStorage(data))
+    rb.extend(make_like("td", torch.arange(3)))
+    rb.dumps(tmp_path / "dump")
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+    other.loads(tmp_path / "dump")
+    assert other["a"].tolist() == [0, 1, 2] + [0] * 7
+    rb.empty()
+    rb.loads(tmp_path / "dump")
+    assert data["a"].tolist() == [0, 1, 2] + [0] * 7
+    rb.close()
+
+
 def write_late(rb, go, gone):
     gone.put(len(rb))
     assert go.wait(60)

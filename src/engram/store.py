@@ -565,6 +565,7 @@ class Store:
                 tensors = _segment_fields(folder, schema, segments, control)
             try:
                 store = cls(schema, tensors, control, tickets, directory)
+                store.has_files = segments is None
                 participants = _native.Participants(
                     control.address, control.nbytes, tickets.address, tickets.nbytes, alive.fd
                 )
