@@ -452,6 +452,9 @@ class ReplayBuffer:
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget all rows; memory stays allocated. ``empty_write_count=False`` keeps :attr:`write_count`.
 
+        A process that is killed in here leaves the rest to the others, who find it within half a second: a priority that one of
+        them gives meanwhile to a row that was written since becomes the default one, 1.
+
         Raises:
             RuntimeError: the writer is read-only.
         """
@@ -1854,6 +1857,9 @@ class ReplayBuffer:
     def stats(self) -> dict[str, float]:
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes``, when bounded ``capacity``
         and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``.
+
+        A process that dies just as it counts a void row may leave ``void_rows`` one too high, and so ``len(rb)`` one too low, until
+        the next process that opens the store alone counts them again. No row is hidden by that: draws and ``rb[:]`` see all.
         """
         size = len(self)
         stats: dict[str, float] = {

@@ -1,5 +1,7 @@
 """Damage of every file of what a buffer has saved: loads refuse it and name it, the buffer and the files stay as they were. B19–B21."""
 
+import collections
+import copy
 import os
 import shutil
 
@@ -8,6 +10,7 @@ import torch
 
 from engram import (
     CorruptCheckpoint,
+    IncompatibleCheckpoint,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -18,6 +21,7 @@ from engram import (
 )
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.format import part_reader
+from engram.format.part_writer import PartWriter
 from tests import stress
 from tests.format.checkpoint_folders import rewrite, tree
 from tests.format.test_damage import empty, flip, folder, lengthen, link, pipe, remove, shorten
@@ -278,3 +282,71 @@ def test_without_the_second_read_a_buffer_would_lose_what_it_holds(saved, ram, m
         rb.loads(path)
     assert len(rb) == 0
     rb.close()
+
+
+# ---- states whose sums are right -------------------------------------------------------------------------------------
+
+DELETE = object()
+FORGERIES = [DELETE, None, True, -1, 1 << 62, 0.5, "x", [], {"a": 1}, {"$array": 0}, {"$array": 1}]
+
+
+def places(tree, at=()):
+    yield at
+    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in entries:
+        yield from places(value, (*at, key))
+
+
+def forged(tree, place, what):
+    tree = node = copy.deepcopy(tree)
+    for key in place[:-1]:
+        node = node[key]
+    if what is DELETE:
+        del node[place[-1]]
+    else:
+        node[place[-1]] = what
+    return tree
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(stress.LIMIT_S)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["dump", "list"])
+def test_forged_states_load_or_are_refused_by_name(kind, ram, monkeypatch):
+    """Each value of every part's state becomes another, under sums that are right: a load goes through, or names what is wrong."""
+    real, seen, change = PartWriter.finish, {}, {}
+
+    def finish(self, state, **rest):
+        seen[self.folder.name] = copy.deepcopy(dict(state))
+        if self.folder.name in change:
+            state = forged(dict(state), *change[self.folder.name])
+        return real(self, state, **rest)
+
+    monkeypatch.setattr(PartWriter, "finish", finish)
+    source = make(kind, L)
+    source.dumps(ram / "whole")
+    cases = [
+        (part, place, what) for part, tree in seen.items() for place in places(tree) if place for what in FORGERIES
+    ]
+    chance = stress.chance("forged", kind)
+    outcomes = collections.Counter()
+    for part, place, what in chance.sample(cases, min(len(cases), stress.size(60, 1_000_000))):
+        change.clear()
+        change[part] = (place, what)
+        path = ram / "forged"
+        shutil.rmtree(path, ignore_errors=True)
+        try:
+            source.dumps(path)
+        except (TypeError, ValueError):  # what no writer can write
+            continue
+        rb = make(kind, 5, 100)
+        before = contents(rb)
+        try:
+            rb.loads(path)
+        except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
+            outcomes[type(error).__name__] += 1
+            assert contents(rb) == before, (part, place, what)
+        else:
+            outcomes["loaded"] += 1
+        rb.close()
+    assert outcomes["CorruptCheckpoint"] > outcomes["loaded"]
