@@ -169,14 +169,14 @@ class Store:
             self.rb = TensorDictReplayBuffer(
                 storage=LazyTensorStorage(options.capacity, lanes=options.lanes), sampler=options.sampler()
             ).share()
-            self.rb.extend(options.rows(0, 0, 1))
+            self.rb.extend(options.rows(0, 0, 1), lane=0)
             self.rb.empty()
         else:
             made = TensorDictReplayBuffer(
                 storage=LazyMemmapStorage(options.capacity, scratch_dir=self.place, lanes=options.lanes),
                 sampler=options.sampler(),
             )
-            made.extend(options.rows(0, 0, 1))
+            made.extend(options.rows(0, 0, 1), lane=0)
             made.empty()
             made.close()
         self.children = {}
