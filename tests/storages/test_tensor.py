@@ -1093,7 +1093,8 @@ def test_a_fake_row_says_nothing_of_the_rows_to_come(make, shared, call):
     """TorchRL's collectors wrote one to allocate memory, and emptied the buffer."""
     storage = make(10)
     rb = ReplayBuffer(storage=storage, sampler=PrioritizedSampler(10, 1.0, 1.0), shared=shared, batch_size=4)
-    for _ in range(1 + rb.shared):
+    named = isinstance(storage, LazyMemmapStorage) and storage.scratch_dir is not None
+    for _ in range(1 + (rb.shared and not named)):
         rb.add(FAKE) if call == "add" else rb.extend(batch_of_one(FAKE))
         _, info = rb.sample(return_info=True)
         rb.empty()
@@ -1109,6 +1110,18 @@ def test_a_fake_row_says_nothing_of_the_rows_to_come(make, shared, call):
     with pytest.raises(KeyError, match="expected the fields of the first row"):
         rb.extend(batch_of_one(FAKE))
     rb.close()
+
+
+def test_a_folder_with_a_name_stays_a_store(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "store"))
+    rb.add(FAKE)
+    rb.empty()
+    rb.close()
+    rb = ReplayBuffer.open(tmp_path / "store")
+    assert len(rb) == 0
+    assert rb.extend(REAL).tolist() == [0, 1, 2, 3]
+    rb.close()
+    assert ReplayBuffer.open(tmp_path / "store")[:]["_reset"].all()
 
 
 def test_a_fake_slot_of_columns(make):

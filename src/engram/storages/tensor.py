@@ -1141,11 +1141,13 @@ class LazyTensorStorage(TensorStorage):
 
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
     _given = 0
+    #: Whether the user named the folder. The store there stays what it is, to be opened again, until a write brings other fields.
+    _named = False
 
     def empty(self, *, keep_write_count: bool) -> None:
         """As for every storage. After a fake row, which programs write to allocate memory, the next row may have other fields."""
         super().empty(keep_write_count=keep_write_count)
-        if self.shared:  # now, as processes that come later have the store open
+        if self.shared and not self._named:  # now, as processes that come later have the store open
             self._forget_fake_row()
 
     def _forget_fake_row(self) -> bool:
