@@ -75,7 +75,6 @@ class LazyMemmapStorage(LazyTensorStorage):
             )
         self._configure(max_size, device="cpu", ndim=ndim, lanes=lanes)
         self._scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
-        self._named = scratch_dir is not None
         self._existsok = existsok
         self._auto_cleanup = auto_cleanup
         maker = secrets.token_hex(16)
@@ -102,7 +101,6 @@ class LazyMemmapStorage(LazyTensorStorage):
         storage = cls.__new__(cls)
         storage._configure(schema.capacity, device="cpu", ndim=1 + len(schema.columns), lanes=schema.lanes)
         storage._scratch_dir = store.directory
-        storage._named = True
         storage._existsok = False
         storage._auto_cleanup = None
         storage._home = store.directory

@@ -1141,14 +1141,11 @@ class LazyTensorStorage(TensorStorage):
 
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
     _given = 0
-    #: Whether the user named the folder. The store there stays what it is, to be opened again, until a write brings other fields.
-    _named = False
 
-    def empty(self, *, keep_write_count: bool) -> None:
-        """As for every storage. After a fake row, which programs write to allocate memory, the next row may have other fields."""
-        super().empty(keep_write_count=keep_write_count)
-        if self.shared and not self._named:  # now, as processes that come later have the store open
-            self._forget_fake_row()
+    def __getstate__(self) -> dict[str, Any]:
+        if self.shared:
+            self._forget_fake_row()  # other processes cannot, as long as this one has the store open
+        return super().__getstate__()
 
     def _forget_fake_row(self) -> bool:
         """Be as before the first write, if that was the only one, of one slot, and is forgotten. False: it was not, or others use
