@@ -921,8 +921,12 @@ class Store:
             else:
                 block = private_block(nbytes)
                 make(block)
-            index = self._attach_index(name, kind, block)
-            self._scan(index, kind)  # also what a copy says of some rows may be old
+            index = INDEX_KINDS[kind](block, self)
+            self.core.attach(index.core)
+            try:
+                self._scan(index, kind)  # also what a copy says of some rows may be old
+            finally:  # other threads find it when it knows all rows
+                self.indexes[name, kind] = index
             return index, copied is None
 
     def _lasting_index(

@@ -1027,3 +1027,32 @@ def test_a_sampler_that_serves_two_storages_keeps_their_priorities_apart(windows
     other.add(TensorDict({"episode": torch.tensor(0.0), "td_error": torch.tensor(0.0), "x": torch.tensor(11)}))
     assert set(other.sample()["x"].tolist()) == {7}
     assert set(one.sample()["x"].tolist()) == {5}
+
+
+def test_an_index_is_not_seen_before_it_knows_all_rows(monkeypatch):
+    """Another thread that asks while it is made waits, and a state is of all rows."""
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, 1.0, 1.0))
+    rb.extend(TensorDict({"a": torch.arange(10)}, [10]))
+    store = rb.storage.store
+    scan, begun, go_on = type(store)._scan, threading.Event(), threading.Event()
+
+    def late(self, index, kind):
+        begun.set()
+        assert go_on.wait(60)
+        scan(self, index, kind)
+
+    monkeypatch.setattr(type(store), "_scan", late)
+    other = PrioritizedSampler(10, 1.0, 1.0, index="other")
+    maker = threading.Thread(target=rb.set_sampler, args=(other,))
+    maker.start()
+    assert begun.wait(60)
+    assert ("other", "priorities") not in store.all_indexes()
+    asked = threading.Thread(target=lambda: found.append(other.priorities().leaves(10)))
+    found = []
+    asked.start()
+    asked.join(0.2)
+    assert not found
+    go_on.set()
+    maker.join()
+    asked.join()
+    assert (found[0] > 0).all()
