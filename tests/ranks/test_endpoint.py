@@ -249,6 +249,23 @@ def test_rule_19_limits(served, monkeypatch):
         b"POST /checkpoint HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"POST /checkpoint HTTP/1.1\r\nHost: \xff\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
+        b"POST /checkpoint\r\n\r\n",  # HTTP/0.9
+        b"POST /checkpoint HTTP/1.99\r\n\r\n",
+        b"POST http://localhost/checkpoint HTTP/1.1\r\n\r\n",
+        b"POST /a\x01 HTTP/1.1\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nContent-Length: 1\r\ncontent-length: 2\r\n\r\nab",
+        b"POST /checkpoint HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nab",
+        b"POST /checkpoint HTTP/1.1\r\nContent-Length: +2\r\n\r\nab",
+        b"POST /checkpoint HTTP/1.1\r\nContent-Length: 1, 1\r\n\r\na",
+        b"POST /checkpoint HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\nab",
+        b"POST /checkpoint HTTP/1.1\r\nContent-Length: 2\r\n\r\nabPOST /checkpoint HTTP/1.1\r\n\r\n",  # two at once
+        b"POST /checkpoint HTTP/1.1\r\nHost : localhost\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nX: a\rOrigin: b\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nX: a\nOrigin: b\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nX: a\r\n folded: x\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nX: a\x00\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\nX: a\x85Origin: b\r\n\r\n",
+        b"POST /checkpoint HTTP/1.1\r\n: b\r\n\r\n",
     ):
         assert send(endpoint, raw)[0] == 400, raw
     assert not ck.requests.any
@@ -268,20 +285,114 @@ def test_rule_19_connections(tmp_path, monkeypatch):
         assert call(endpoint)[0] == 202
 
 
-@pytest.mark.parametrize("first", [b"", b"P", b"POST /checkpoint HTTP/1.1\r\nHost:"])
-def test_slow_connections_do_not_hold_up_a_caller(served, first, monkeypatch):
-    """Forty that say nothing, or begin and do not end. They are given a minute each: the caller must not wait for one."""
-    monkeypatch.setattr(endpoints, "READ_S", 60.0)
+def test_rule_19_a_head_is_read_in_linear_time(served):
+    """Blanks that several parts of a pattern match made it cubic: a head of 8 KiB stopped the training process for minutes."""
+    _, endpoint = served
+    began = time.process_time()
+    assert send(endpoint, b"POST /checkpoint HTTP/1.1\r\nX:" + b" " * 3000 + b"\x01\r\n\r\n")[0] == 400
+    assert time.process_time() - began < 5  # of this process alone, however busy the machine: it was 50 s
+
+
+def test_rule_19_the_time_to_read_is_for_the_whole_request(served, monkeypatch):
+    monkeypatch.setattr(endpoints, "READ_S", 0.3)
+    _, endpoint = served
+    with connected(endpoint) as slow:
+        slow.settimeout(0.02)
+        slow.sendall(b"POST /checkpoint HTTP/1.1\r\nX: ")
+        for _ in range(1000):
+            with contextlib.suppress(TimeoutError):
+                assert slow.recv(65536).startswith(b"HTTP/1.1 408")
+                break
+            slow.sendall(b"a")
+        else:
+            pytest.fail("each byte began the time again")
+
+
+TOKEN = b"<the token>"
+SLOW = {
+    "silent": b"",
+    "half a head": b"POST /checkpoint HTTP/1.1\r\nHost:",
+    "half a body": b"POST /checkpoint HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + TOKEN + b"\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 4096\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("now_and_then", [False, True])
+@pytest.mark.parametrize("first", SLOW)
+def test_slow_connections_do_not_hold_up_a_caller(served, first, now_and_then, monkeypatch):
+    """Forty that say nothing, or begin and do not end; some say a byte now and then.
+
+    Each may take ten minutes: a caller who had to wait for one of them would be seen. The others are answered in milliseconds.
+    """
+    monkeypatch.setattr(endpoints, "READ_S", 600.0)
+    _, endpoint = served
+    first = SLOW[first].replace(TOKEN, endpoint.token_file.read_bytes().strip())
+    with contextlib.ExitStack() as stack:
+        slow, over = [], threading.Event()
+        for _ in range(40):
+            slow.append(stack.enter_context(connected(endpoint)))
+            with contextlib.suppress(OSError):  # refused already
+                slow[-1].sendall(first)
+
+        def drip():
+            while not over.wait(0.05):
+                for it in slow[:-1:2]:
+                    with contextlib.suppress(OSError):
+                        it.sendall(b" " if first else b"P")
+
+        dripping = threading.Thread(target=drip)
+        if now_and_then:
+            dripping.start()
+            stack.callback(dripping.join)
+            stack.callback(over.set)
+        for _ in range(3):
+            assert call(endpoint)[0] == 202
+            assert call(endpoint, "GET", "/checkpoints")[0] == 200
+
+
+def test_the_oldest_idle_connection_loses_its_place(served, monkeypatch):
+    """One at a time, and it hears of it; the others go on."""
+    monkeypatch.setattr(endpoints, "READ_S", 600.0)
     _, endpoint = served
     with contextlib.ExitStack() as stack:
-        for _ in range(40):
-            slow = stack.enter_context(connected(endpoint))
-            with contextlib.suppress(OSError):  # refused already
-                slow.sendall(first)
-        began = time.monotonic()
+        idle = [stack.enter_context(connected(endpoint)) for _ in range(16)]
+        for it in idle:
+            it.settimeout(30)
+            it.sendall(b"GET /checkpoints HTTP/1.1\r\n")
         assert call(endpoint)[0] == 202
-        assert call(endpoint, "GET", "/checkpoints")[0] == 200
-        assert time.monotonic() - began < 30
+        assert idle[0].recv(65536).startswith(b"HTTP/1.1 503")
+        for it in idle[1:]:
+            it.sendall(b"\r\n")
+            assert it.recv(65536).startswith(b"HTTP/1.1 403")  # for want of a host
+
+
+def test_no_thread_for_a_connection_costs_that_connection_alone(served, monkeypatch):
+    _, endpoint = served
+    real, failed = threading.Thread.start, []
+
+    def start(thread):
+        if thread.name == "engram-http" and len(failed) < 20:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(20):
+        with connected(endpoint) as connection:
+            connection.settimeout(30)
+            assert connection.recv(1) == b""
+    assert call(endpoint)[0] == 202
+    assert len(failed) == 20
+
+
+def test_a_failure_is_a_code_and_says_nothing_else(served, monkeypatch, caplog):
+    ck, endpoint = served
+    monkeypatch.setattr(ck, "list", lambda: (_ for _ in ()).throw(OSError("no space at /secret")))
+    code, raw = call(endpoint, "GET", "/checkpoints")
+    assert code == 500
+    assert b"secret" not in raw
+    assert raw.endswith(b"\r\n\r\n")
+    assert "no space at /secret" in caplog.text
 
 
 def test_a_minimum_interval(tmp_path):

@@ -841,7 +841,7 @@ class Checkpointer:
         if self._ranks.rank:
             yield None
             return
-        with Endpoint(self, address, token_file, interval) as endpoint:
+        with contextlib.closing(Endpoint(self, address, token_file, interval)) as endpoint:
             yield endpoint
 
     # ---- restoring -------------------------------------------------------------------------------------------------------

@@ -1,19 +1,20 @@
 """Asking for checkpoints over HTTP: request, status, list. Nothing is loaded, deleted or handed out.
 
-Everything that is not listed here is refused: other methods, paths, hosts, bodies; whatever comes from a web page; and whoever
-does not know the token. Answers have no paths and no texts of errors.
+What is not listed here is refused: methods, paths, hosts, bodies, requests of web pages, callers without the token. Answers hold
+no paths and no texts of errors. ``http.server`` is not used: it accepts or repairs malformed requests, and has no limits on
+connections or on the time that a request takes; with those added it is longer than this.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import http
 import json
 import logging
 import os
 import re
 import secrets
-import select
 import shutil
 import socket
 import stat
@@ -21,42 +22,23 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engram.errors import CorruptCheckpoint
 from engram.format import series
-
-if TYPE_CHECKING:
-    from engram.checkpoint.requests import Request, Requests
 
 __all__ = ["Endpoint"]
 
 _log = logging.getLogger("engram")
 
 MAX_HEADERS, MAX_BODY, MAX_CONNECTIONS = 8 << 10, 4 << 10, 16
-READ_S = 5.0
-#: Seconds that a connection more than those waits, and for the other side to take an answer.
-_BUSY_S = 0.5
+#: Seconds for a whole request to arrive, and for the other side to take the answer.
+READ_S, _SEND_S = 5.0, 0.5
 
-_TOKEN_BYTES = 32
-_HOSTS = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.ASCII)
-_STATUS = re.compile(r"/checkpoint/([0-9a-f]{16})", re.ASCII)
-_REASONS = {
-    200: "OK",
-    202: "Accepted",
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    413: "Content Too Large",
-    415: "Unsupported Media Type",
-    429: "Too Many Requests",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
+_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
+_STATUS = re.compile(r"/checkpoint/([0-9a-f]{16})")
+_FIRST = re.compile(r"([A-Z]{1,16}) (/[!-~]{0,200}) HTTP/1\.[01]")
+_HEADER = re.compile(r"([A-Za-z0-9-]+):([\t -~]*)")  # linear time: neighbouring repeats share no character
 
 
 class _Call(NamedTuple):
@@ -67,7 +49,7 @@ class _Call(NamedTuple):
 
 
 class Endpoint:
-    """Listens in threads of its own, none of which takes part in a collective. A context manager.
+    """Listens in threads of its own, none of which takes part in a collective.
 
     Args:
         checkpointer: whose checkpoints are asked for.
@@ -77,285 +59,212 @@ class Endpoint:
     def __init__(
         self, checkpointer: Any, address: str | None, token_file: str | os.PathLike[str] | None, interval: float
     ) -> None:
-        self._checkpointer, self._interval = checkpointer, interval
-        self._requests: Requests = checkpointer.requests
-        self._folder: Path | None = None
-        self._socket_file: Path | None = None
-        #: Connections, the oldest first, and whether each has asked.
-        self._served: dict[socket.socket, bool] = {}
-        self._closed = threading.Event()
-        try:
+        self._checkpointer, self._interval, self._open = checkpointer, interval, True
+        self._places = threading.Semaphore(MAX_CONNECTIONS)
+        #: Connections that wait for the other side, the oldest first; and whether all places were taken when they came.
+        self._idle: dict[socket.socket, bool] = {}
+        with contextlib.ExitStack() as stack:
+            if address is None or token_file is None:
+                folder = tempfile.mkdtemp(prefix="engram-")  # 0700
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
             #: Where the token lies.
-            self.token_file = Path(token_file) if token_file is not None else self._private() / "token"
+            self.token_file = Path(folder, "token") if token_file is None else Path(token_file)
             self._token = _token(self.token_file)
-            self._socket, self.address = self._listening(address)
-        except BaseException:
-            self._remove()
-            raise
+            self._socket, self.address = _listen(f"unix:{folder}/socket" if address is None else address, stack)
+            self._stack = stack.pop_all()
         self._thread = threading.Thread(target=self._accept, name="engram-http", daemon=True)
         self._thread.start()
         _log.info("checkpoints can be asked for at %s, with the token in %s", self.address, self.token_file)
 
-    def __enter__(self) -> Endpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Stop listening. Repeatable."""
-        if not self._closed.is_set():
-            self._closed.set()
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
-            self._thread.join(READ_S)
-            self._remove()
-
-    def _private(self) -> Path:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="engram-"))  # 0700
-        return self._folder
-
-    def _remove(self) -> None:
-        if self._socket_file is not None:
-            self._socket_file.unlink(missing_ok=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _listening(self, address: str | None) -> tuple[socket.socket, str]:
-        address = f"unix:{self._private() / 'socket'}" if address is None else address
-        if address.startswith("unix:"):
-            path = Path(address.removeprefix("unix:"))
-            listener = socket.socket(socket.AF_UNIX)
-            os.fchmod(listener.fileno(), 0o600)  # of the file, too, from its first moment on
-            listener.bind(str(path))
-            self._socket_file = path
-        else:
-            host, _, port = address.rpartition(":")
-            if host != "127.0.0.1" or not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII) or int(port) > 65535:
-                raise ValueError(
-                    f"serve: address: expected 'unix:<path>' or '127.0.0.1:<port>', got {address!r}. From other machines, come through "
-                    "ssh."
-                )
-            listener = socket.socket(socket.AF_INET)
-            listener.bind((host, int(port)))
-            address = f"{host}:{listener.getsockname()[1]}"
-        listener.listen(MAX_CONNECTIONS)
-        return listener, address
-
-    # ---- connections -----------------------------------------------------------------------------------------------------
+        self._open = False
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._thread.join(READ_S)
+        self._stack.close()
 
     def _accept(self) -> None:
-        """Serve each connection in a thread: at most ``MAX_CONNECTIONS``.
-
-        Where there are as many, a new one that says something takes the place of the oldest one that has not asked yet: whoever
-        asks at once is answered at once, however many others are slow.
-        """
-        waiting: dict[socket.socket, float] = {}  # until when
-        while not self._closed.is_set():
+        """Serve each connection in a thread. When all places are taken, a new connection gets that of the oldest idle one."""
+        while self._open:
             try:
-                ready, _, _ = select.select([self._socket, *waiting], [], [], _BUSY_S / 10)
-                new = self._socket.accept()[0] if self._socket in ready else None
-            except (OSError, ValueError):
-                self._closed.wait(0.05)  # or no descriptors are left
+                connection, _ = self._socket.accept()
+            except OSError:  # closed, or no descriptors are left
+                time.sleep(0.05)
                 continue
-            for connection in [it for it in waiting if it in ready]:
-                if self._has_room():
-                    del waiting[connection]
-                    self._serve_in_a_thread(connection)
-            if new is not None and len(self._served) < MAX_CONNECTIONS:
-                self._serve_in_a_thread(new)
-            elif new is not None:
-                waiting[new] = time.monotonic() + _BUSY_S
-            for connection in list(waiting):
-                if time.monotonic() > waiting[connection] or len(waiting) > MAX_CONNECTIONS:
-                    del waiting[connection]
-                    with connection, contextlib.suppress(OSError):
-                        connection.settimeout(0)
-                        connection.sendall(_answer(503, None))
-        for connection in waiting:
-            connection.close()
-
-    def _has_room(self) -> bool:
-        """Whether another connection can be served: if need be, the oldest one that has not asked yet hears that it ended."""
-        if len(self._served) < MAX_CONNECTIONS:
-            return True
-        silent = next((it for it, asked in list(self._served.items()) if not asked), None)
-        if silent is not None:
-            with contextlib.suppress(OSError):
-                silent.shutdown(socket.SHUT_RD)
-        return False
-
-    def _serve_in_a_thread(self, connection: socket.socket) -> None:
-        self._served[connection] = False
-        threading.Thread(target=self._serve, args=(connection,), name="engram-http", daemon=True).start()
+            full = not self._places.acquire(blocking=False)
+            for idle in list(self._idle)[: int(full)]:
+                self._idle.pop(idle, None)
+                with contextlib.suppress(OSError):
+                    idle.shutdown(socket.SHUT_RD)  # what has arrived is read all the same
+            if full and not self._places.acquire(timeout=_SEND_S):
+                with connection, contextlib.suppress(OSError):
+                    connection.send(_answer(503, None))
+                continue
+            self._idle[connection] = full
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="engram-http", daemon=True).start()
+            except RuntimeError:  # no threads are left
+                self._end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection, contextlib.suppress(OSError):
+            call = _read(connection)
+            full = self._idle.pop(connection, None)  # None: its place goes to another connection
+            if isinstance(call, int):
+                code, said = 503 if (call == 408 and full) or (call == 400 and full is None) else call, None
+            else:
                 try:
-                    call = _read(connection)
-                    self._served[connection] = True
-                    code, said = (call, None) if isinstance(call, int) else self._replied(call)
-                except Exception:  # noqa: BLE001 - told here, and not to whoever asks
+                    code, said = self._reply(call)
+                except Exception:  # noqa: BLE001 - logged here, not told to the caller
                     _log.exception("endpoint")
                     code, said = 500, None
-                _send(connection, code, said)
+            connection.settimeout(_SEND_S)
+            connection.sendall(_answer(code, said))
+            connection.shutdown(socket.SHUT_WR)
+            self._idle[connection] = True
+            until = time.monotonic() + _SEND_S  # to read the rest: closing with bytes unread would lose the answer
+            while time.monotonic() < until and connection.recv(1 << 16):
+                pass
+        except OSError:
+            pass  # the other side is gone, or too slow to take the answer
         finally:
-            del self._served[connection]
+            self._end(connection)
 
-    # ---- what is asked ---------------------------------------------------------------------------------------------------
+    def _end(self, connection: socket.socket) -> None:
+        self._idle.pop(connection, None)
+        connection.close()
+        self._places.release()
 
-    def _replied(self, call: _Call) -> tuple[int, Any]:
-        headers = call.headers
-        if not _HOSTS.fullmatch(headers.get("host", "")) or "origin" in headers:
-            return 403, None
-        if any(name.startswith("sec-fetch-") for name in headers):
+    def _reply(self, call: _Call) -> tuple[int, Any]:
+        headers, status = call.headers, _STATUS.fullmatch(call.path)
+        if not _HOST.fullmatch(headers.get("host", "")) or any(re.match("origin$|sec-fetch-", it) for it in headers):
             return 403, None
         kind, _, token = headers.get("authorization", "").partition(" ")
-        if kind != "Bearer" or not hmac.compare_digest(token.encode(), self._token):
+        if kind != "Bearer" or not hmac.compare_digest(token, self._token):
             return 401, None
-        status = _STATUS.fullmatch(call.path)
-        if not (call.path in ("/checkpoint", "/checkpoints") or status):
+        if call.path not in ("/checkpoint", "/checkpoints") and not status:
             return 404, None
         if call.method != ("POST" if call.path == "/checkpoint" else "GET"):
             return 405, None
-        if call.method == "POST":
-            if headers.get("content-type") != "application/json":
-                return 415, None
-            if call.body.strip() not in (b"", b"{}"):
-                return 400, None
-            return self._asked()
-        if call.body:
+        if call.method == "POST" and headers.get("content-type") != "application/json":
+            return 415, None
+        if call.body.strip() not in ((b"", b"{}") if call.method == "POST" else (b"",)):
             return 400, None
+        requests = self._checkpointer.requests
+        if call.method == "POST":
+            last = requests.latest()
+            ended = None if last is None or last.save is None else last.save.ended
+            if ended is not None and time.monotonic() - ended < self._interval:
+                return 429, None
+            return 202, {"id": requests.ask(join=True).id}
         if status:
-            request = self._requests.find(status[1])
-            if request is None:
-                return 404, None
-            return 200, self._state(request)
-        return 200, [
-            {"name": entry.name, "step": entry.step, "good": entry.problem is None}
-            for entry in self._checkpointer.list()
-        ]
-
-    def _asked(self) -> tuple[int, Any]:
-        last = self._requests.latest()
-        ended = None if last is None or last.save is None else last.save.ended
-        if ended is not None and time.monotonic() - ended < self._interval:
-            return 429, None
-        return 202, {"id": self._requests.ask(join=True).id}
-
-    def _state(self, request: Request) -> dict[str, Any]:
-        said: dict[str, Any] = {"id": request.id, "state": "asked", "checkpoint": None, "error": None, "ranks": []}
-        save = request.save
-        if save is None:
-            return said
-        said["state"] = "saving"
-        if save.path is not None:
-            said["checkpoint"] = save.path.name
-            with contextlib.suppress(CorruptCheckpoint, OSError):  # it may be removed by now
-                for vote in series.votes(save.path):
-                    state = "saved" if vote.shard else "failed" if vote.error else "saving"
-                    said["ranks"].append({"rank": vote.rank, "state": state})
-        if save.done:
-            try:
-                save.wait(0)
-                said["state"] = "complete"
-            except Exception as error:  # noqa: BLE001 - whatever it is, its kind is told
-                said |= {"state": "failed", "error": type(error).__name__}
-        return said
+            request = requests.find(status[1])
+            return (404, None) if request is None else (200, {"id": request.id, **_state(request.save)})
+        listed = self._checkpointer.list()
+        return 200, [{"name": it.name, "step": it.step, "good": it.problem is None} for it in listed]
 
 
-def _token(file: Path) -> bytes:
+def _state(save: Any) -> dict[str, Any]:
+    """What became of a request that this save serves; None: no save does yet."""
+    said: dict[str, Any] = {"state": "saving" if save else "asked", "checkpoint": None, "error": None, "ranks": []}
+    if save and save.path is not None:
+        said["checkpoint"] = save.path.name
+        with contextlib.suppress(CorruptCheckpoint, OSError):  # it may be removed by now
+            for vote in series.votes(save.path):
+                state = "saved" if vote.shard else "failed" if vote.error else "saving"
+                said["ranks"].append({"rank": vote.rank, "state": state})
+    if save and save.done:
+        try:
+            save.wait(0)
+            said["state"] = "complete"
+        except Exception as error:  # noqa: BLE001 - whatever it is, its kind is told
+            said |= {"state": "failed", "error": type(error).__name__}
+    return said
+
+
+def _token(file: Path) -> str:
     """The token in a file that is ours alone; made if there is none. Raises ``PermissionError``: others could have read it."""
-    try:
-        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as there:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-                raise PermissionError(
-                    f"serve: token_file: expected a file of this user with mode 600, got {file} of user {found.st_uid} with mode "
-                    f"{stat.S_IMODE(found.st_mode):o}. Remove it: a new one is made."
-                ) from None
-            token = there.read(1024).strip()
-        if not re.fullmatch(rb"[0-9a-f]{64}", token):
-            raise ValueError(
-                f"serve: token_file: expected {2 * _TOKEN_BYTES} hex digits in {file}. Remove it."
-            ) from None
-        return token
-    token = secrets.token_hex(_TOKEN_BYTES).encode()
-    with open(fd, "wb") as made:
-        made.write(token + b"\n")
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(FileExistsError):
+        made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
+        with open(made, "w") as new:
+            new.write(secrets.token_hex(32) + "\n")
+    with open(os.open(file, os.O_RDONLY | flags), encoding="latin-1") as there:
+        found = os.fstat(there.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(
+                f"serve: token_file: expected a file of this user with mode 600, got {file} of user {found.st_uid} with mode "
+                f"{stat.S_IMODE(found.st_mode):o}. Remove it: a new one is made."
+            )
+        token = there.read(1024).strip()
+    if not re.fullmatch("[0-9a-f]{64}", token):
+        raise ValueError(f"serve: token_file: expected 64 hex digits in {file}. Remove it.")
     return token
 
 
+def _listen(address: str, stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
+    """A socket that listens until the stack is closed, and its address."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:"):
+        path = Path(address.removeprefix("unix:"))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        os.fchmod(listener.fileno(), 0o600)  # of the file, too, from its first moment on
+        listener.bind(str(path))
+        stack.callback(path.unlink, missing_ok=True)
+    elif host == "127.0.0.1" and re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535:
+        listener = stack.enter_context(socket.socket(socket.AF_INET))
+        listener.bind((host, int(port)))
+        address = f"{host}:{listener.getsockname()[1]}"
+    else:
+        raise ValueError(
+            f"serve: address: expected 'unix:<path>' or '127.0.0.1:<port>', got {address!r}. From other machines, come through ssh."
+        )
+    listener.listen()  # more may wait there than are served: a full queue delays a caller by seconds
+    return listener, address
+
+
 def _read(connection: socket.socket) -> _Call | int:
-    """One call, within the limits; or the code of why it is none."""
-    until = time.monotonic() + READ_S
-    head = b""
-    while b"\r\n\r\n" not in head:
-        if len(head) > MAX_HEADERS:
-            return 431
-        piece = _more(connection, until)
+    """One request, within the limits; or the code of why there is none."""
+    data, until = b"", time.monotonic() + READ_S
+    while (call := _parsed(data)) is None:
+        if (left := until - time.monotonic()) <= 0:
+            return 408
+        connection.settimeout(left)
+        try:
+            piece = connection.recv(1 << 16)
+        except TimeoutError:
+            return 408
         if not piece:
-            return 408 if piece is None else 400
-        head += piece
-    head, _, body = head.partition(b"\r\n\r\n")
+            return 400
+        data += piece
+    return call
+
+
+def _parsed(data: bytes) -> _Call | int | None:
+    """None: more has to arrive."""
+    head, ended, body = data.partition(b"\r\n\r\n")
     if len(head) > MAX_HEADERS:
         return 431
-    headers: dict[str, str] = {}
+    if not ended:
+        return None
     first, *lines = head.decode("latin-1").split("\r\n")
-    begin = re.fullmatch(r"([A-Z]{1,16}) (/[!-~]{0,200}) HTTP/1\.[01]", first)
-    for line in lines:
-        found = re.fullmatch(r"([A-Za-z0-9-]+):[ \t]*([ -~]*?)[ \t]*", line)
-        if found is None or found[1].lower() in headers:
-            return 400
-        headers[found[1].lower()] = found[2]
-    length = headers.get("content-length", "0")
-    if begin is None or not re.fullmatch(r"[0-9]{1,9}", length) or "transfer-encoding" in headers:
-        return 400
+    begin, found = _FIRST.fullmatch(first), [match for it in lines if (match := _HEADER.fullmatch(it))]
+    headers = {it[1].lower(): it[2].strip() for it in found}
+    length = "chunked" if "transfer-encoding" in headers else headers.get("content-length", "0")
+    if begin is None or not len(headers) == len(lines) == len(found) or not re.fullmatch("[0-9]{1,9}", length):
+        return 400  # also where a line is no header, or two have one name
     if int(length) > MAX_BODY:
         return 413
-    while len(body) < int(length):
-        piece = _more(connection, until)
-        if not piece:
-            return 408 if piece is None else 400
-        body += piece
+    if len(body) < int(length):
+        return None
     return _Call(begin[1], begin[2], headers, body) if len(body) == int(length) else 400
-
-
-def _more(connection: socket.socket, until: float) -> bytes | None:
-    """What comes next; None: nothing in time."""
-    left = until - time.monotonic()
-    if left <= 0:
-        return None
-    connection.settimeout(left)
-    try:
-        return connection.recv(4096)
-    except TimeoutError:
-        return None
-
-
-def _send(connection: socket.socket, code: int, said: Any) -> None:
-    connection.settimeout(_BUSY_S)
-    connection.sendall(_answer(code, said))
-    connection.shutdown(socket.SHUT_WR)
-    until = time.monotonic() + _BUSY_S
-    while time.monotonic() < until and connection.recv(4096):  # closed before all was read, the answer would be lost
-        pass
 
 
 def _answer(code: int, said: Any) -> bytes:
     body = json.dumps(said).encode() if code < 300 else b""
-    lines = [
-        f"HTTP/1.1 {code} {_REASONS[code]}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-        "Cache-Control: no-store",
-        "X-Content-Type-Options: nosniff",
-        "Connection: close",
-    ]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+    head = (
+        f"HTTP/1.1 {code} {http.HTTPStatus(code).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
