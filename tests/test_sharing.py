@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
 import signal
@@ -205,6 +206,34 @@ def test_ram_that_is_handed_to_a_process_is_shared(method, prefetch, sampler, wr
     assert sorted(rb["a"].tolist()) == [0.0] * 10 * written + [1.0] * 11 + [2.0] * 11
     assert {len(rb.sample()) for _ in range(8)} <= {4, 2}
     rb.close()
+
+
+def write_and_count(rb, counted):
+    rb.extend(steps(0, 7))
+    counted.put(len(rb))
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_buffer_that_the_parent_drops_at_once_is_there_for_the_child(method, storage):
+    context = mp.get_context(method)
+    counted = context.SimpleQueue()
+
+    def begin():
+        rb = ReplayBuffer(storage=storage(100), batch_size=4)
+        rb.extend(steps(0, 3))
+        process = context.Process(target=write_and_count, args=(rb, counted))
+        process.start()
+        return process, Path(rb.storage.store.directory)
+
+    process, folder = begin()
+    gc.collect()
+    process.join(60)
+    assert process.exitcode == 0
+    assert counted.get() == 10
+    del process
+    gc.collect()
+    assert not folder.exists()
 
 
 def test_a_storage_that_is_handed_to_a_process_is_shared():

@@ -8,7 +8,7 @@ import weakref
 from multiprocessing import context
 from typing import Any
 
-__all__ = ["dropped", "is_spawning", "lock", "mended", "rlock"]
+__all__ = ["dropped", "is_spawning", "keep_for_child", "lock", "mended", "rlock"]
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _others: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -49,6 +49,16 @@ def dropped(thing: Any) -> None:
 def is_spawning() -> bool:
     """Whether this thread is just pickling what it hands to a process that it starts, by ``spawn`` or ``forkserver``."""
     return context.get_spawning_popen() is not None
+
+
+def keep_for_child(thing: Any) -> None:
+    """Keep a thing as long as the ``Process`` that this thread is starting, so that the child finds it even if the program drops it
+    at once.
+
+    ``Process.start`` drops the arguments when it returns, which is before the child has unpickled them.
+    """
+    starting: Any = context.get_spawning_popen()
+    starting.engram_keeps = [*getattr(starting, "engram_keeps", ()), thing]
 
 
 class _Forks(threading.local):

@@ -183,15 +183,17 @@ class Storage(Dumpable):
         Raises:
             RuntimeError: they cannot be shared.
         """
-        if self.shared or not _fork.is_spawning():
+        if not _fork.is_spawning():
             return
         try:
-            self.share()
+            if not self.shared:
+                self.share()
         except RuntimeError as error:
             raise RuntimeError(
                 "a buffer that is handed to a process is shared with it, but this one cannot be: "
                 f"{str(error).removeprefix('share: ')} To give it a copy of its own, pass pickle.dumps(buffer)."
             ) from error
+        _fork.keep_for_child(self)  # a temporary store ends with its last owner
 
     def after_fork(self) -> None:
         """In a child: what it writes to memory that is not shared the parent does not see."""
