@@ -423,7 +423,9 @@ def as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
         with torch.device("cpu"):
             return torch.from_numpy(array)
     except TypeError as error:
-        raise TypeError(f"{call}: {at(key)}: an array of {array.dtype} cannot be stored.") from error
+        raise TypeError(
+            f"{call}: {at(key)}: an array of {array.dtype} cannot be stored. Use a ListStorage for strings and other objects."
+        ) from error
 
 
 def check_tensor(value: Any, key: tuple[str, ...], call: str) -> None:
