@@ -8,6 +8,7 @@ program then sees is as good as a new interpreter, down to an ordinary exit. Its
 """
 
 import atexit
+import functools
 import gc
 import json
 import os
@@ -26,8 +27,9 @@ _LIMIT_S = 60.0
 class Program:
     """A program that was started. ``out`` and ``err`` are what it has printed so far."""
 
-    def __init__(self, pid, folder):
+    def __init__(self, helper, pid, folder):
         self.pid = pid
+        self._helper = helper
         self._folder = folder
         self._status = None
 
@@ -42,7 +44,7 @@ class Program:
     def poll(self):
         """Its exit status, minus the number of the signal that ended it, or None while it runs."""
         if self._status is None:
-            self._status = _helper().ask(poll=self.pid)["status"]
+            self._status = self._helper.ask(poll=self.pid)["status"]
         return self._status
 
     def wait(self, limit_s=_LIMIT_S):
@@ -75,22 +77,38 @@ class Program:
 
 def start(code, **values):
     """Start a program; ``values`` (anything JSON has) are its global names."""
-    return _helper().start(textwrap.dedent(code), values)
+    return _helper().start(code, values)
 
 
 def run(code, **values):
     """Run a program that must succeed: what it printed, without the last newline."""
-    program = start(code, **values)
-    status = program.wait()
+    return _output(start(code, **values), _LIMIT_S)
+
+
+def run_counted(code, **values):
+    """As :func:`run`, where all memory, Python's too, comes from libc, which keeps nothing of what is given back: what it says is in
+    use is so, to the byte.
+    """
+    helper = _helper(PYTHONMALLOC="malloc", GLIBC_TUNABLES="glibc.malloc.tcache_count=0")
+    return _output(helper.start(code, values), _LIMIT_S)
+
+
+def run_long(code, limit_s, **values):
+    """As :func:`run`, for as long as this."""
+    return _output(start(code, **values), limit_s)
+
+
+def _output(program, limit_s):
+    status = program.wait(limit_s)
     assert status == 0, f"the program ended with status {status}:\n{program.out}\n{program.err}"
     return program.out.rstrip("\n")
 
 
 class _Helper:
-    def __init__(self):
+    def __init__(self, **more):
         self._folder = tempfile.TemporaryDirectory(prefix="engram-tests-")
         self._lock = threading.Lock()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **more}
         self._process = subprocess.Popen(
             [sys.executable, __file__, self._folder.name],
             stdin=subprocess.PIPE,
@@ -106,7 +124,8 @@ class _Helper:
             return json.loads(self._process.stdout.readline())
 
     def start(self, code, values):
-        return Program(self.ask(code=code, values=values)["pid"], Path(self._folder.name))
+        pid = self.ask(code=textwrap.dedent(code), values=values)["pid"]
+        return Program(self, pid, Path(self._folder.name))
 
     def close(self):
         self._process.stdin.close()
@@ -115,15 +134,11 @@ class _Helper:
         self._folder.cleanup()
 
 
-_the_helper = None
-
-
-def _helper():
-    global _the_helper  # noqa: PLW0603 - one for the whole test session
-    if _the_helper is None:
-        _the_helper = _Helper()
-        atexit.register(_the_helper.close)
-    return _the_helper
+@functools.cache  # one for the whole test session
+def _helper(**environment):
+    helper = _Helper(**environment)
+    atexit.register(helper.close)
+    return helper
 
 
 # ---- the helper's side -----------------------------------------------------------------------------------------------

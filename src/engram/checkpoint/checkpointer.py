@@ -1309,6 +1309,7 @@ class Checkpointer:
 
     def _forget_reports(self, removed: builtins.list[str]) -> None:
         """Remove what was noted of loads of checkpoints that are gone."""
-        for name in removed:
-            for report in (self.root / "reports").glob(f"load-{name}-*.json"):
+        gone = tuple(f"load-{name}-" for name in removed)  # not patterns: pathlib and re would keep each
+        for report in (self.root / "reports").glob("load-*.json"):
+            if report.name.startswith(gone):
                 report.unlink(missing_ok=True)

@@ -57,6 +57,8 @@ MAX_RANKS = 1 << 16
 _PART_FOLDER = re.compile(r"[a-z][a-z_]{0,31}(/[0-9]{3})?")
 #: Left behind by a process that was killed while it published a file.
 LEFTOVER = re.compile(r"(.*/)?[A-Za-z0-9._-]+\.[0-9a-f]{8}\.tmp")
+#: Behind the name of a dump: folders of writers, which a killed one leaves.
+_LEFT = re.compile(r"(tmp|trash)-[0-9a-f]{16}")
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -358,9 +360,9 @@ def _sweep(path: Path) -> None:
     """Remove what killed processes left of dumps to ``path``."""
     if not path.parent.is_dir():
         return
-    left = re.compile(rf"\.{re.escape(path.name)}\.(tmp|trash)-[0-9a-f]{{16}}")
+    ours = f".{path.name}."
     for name in os.listdir(path.parent):
-        if left.fullmatch(name):
+        if name.startswith(ours) and _LEFT.fullmatch(name, len(ours)):
             with contextlib.suppress(OSError), disk.open_folder(path.parent / name) as fd:
                 if disk.lock(fd):
                     disk.remove(path.parent / name)
