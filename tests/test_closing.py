@@ -396,9 +396,10 @@ def test_classes_of_a_users_own(tmp_path):
     count = rb.count
     rb.close()
     assert isinstance(rb, Mine)
-    for use in (rb, count, lambda: rb.count, lambda: rb.seen):
+    for use in (rb, lambda: rb.count, lambda: rb._sampler):
         with pytest.raises(RuntimeError, match="the buffer was closed"):
             use()
+    assert (rb.seen, count()) == (1, 2), "what is the user's own goes on"
     other = Mine(storage=LazyTensorStorage(ROWS))
     other.extend(data())
     assert other.count() == 1, "other objects of the class stay open"
@@ -443,3 +444,26 @@ def test_in_a_forked_child(tmp_path):
         folder=str(tmp_path),
     )
     assert out.split()[-2:] == ["5", "5"]
+
+
+def test_a_user_s_own_attributes_go_on():
+    class Mine(ReplayBuffer):
+        def close(self):
+            super().close()
+            self.log.append("closed")
+
+    rb = Mine(storage=LazyTensorStorage(4))
+    rb.log = []
+    rb.extend(torch.arange(3))
+    rb.close()
+    assert rb.log == ["closed"]
+    assert not hasattr(rb, "nothing of that name")
+    with pytest.raises(RuntimeError, match="was closed"):
+        rb.sample(1)
+
+
+def test_no_checkpointer_of_a_closed_buffer(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    rb.close()
+    with pytest.raises(RuntimeError, match="Checkpointer: buffer: expected an open"):
+        Checkpointer(tmp_path, rb)

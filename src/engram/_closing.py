@@ -45,9 +45,9 @@ def end(thing: Any, why: str, **goes_on: Any) -> None:
     except Exception:  # noqa: BLE001 - it may describe what is not there any more
         text = f"closed {type(thing).__name__}"
     attributes = vars(thing)
-    before = list(attributes)
-    attributes["_ended"] = why, text, {"close": _nothing, "closed": True, **goes_on}
     cls: Any = type(thing)
+    before = set(attributes)
+    attributes["_ended"] = why, text, {"close": _nothing, "closed": True, **goes_on}, before
     thing.__class__ = _closed(cls)
     for name in before:
         del attributes[name]
@@ -67,10 +67,12 @@ def _refused(name: str) -> Any:
 def _attribute(self: Any, name: str) -> Any:
     if name.startswith("__") and name.endswith("__"):
         return object.__getattribute__(self, name)
-    why, _, goes_on = object.__getattribute__(self, "_ended")
-    if name not in goes_on:
-        raise RuntimeError(f"{name}: {why}")
-    return goes_on[name]
+    why, _, goes_on, before = object.__getattribute__(self, "_ended")
+    if name in goes_on:
+        return goes_on[name]
+    if name not in before and not hasattr(type(self), name):
+        return object.__getattribute__(self, name)  # what was set since, or an AttributeError
+    raise RuntimeError(f"{name}: {why}")
 
 
 def _text(self: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-__all__ = ["count", "warn"]
+__all__ = ["count", "said_bytes", "warn"]
 
 
 def count(number: int, noun: str) -> str:
@@ -16,6 +16,16 @@ def count(number: int, noun: str) -> str:
     ('1 episode', '2 steps')
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def said_bytes(nbytes: int) -> str:
+    """A size for people, in bytes where it would be 0.000 MB.
+
+    >>> from engram._words import said_bytes
+    >>> said_bytes(40), said_bytes(28_224_000)
+    ('40 bytes', '28.224 MB')
+    """
+    return f"{nbytes / 1e6:.3f} MB" if nbytes >= 1000 else count(nbytes, "byte")
 
 
 def warn(message: str) -> None:

@@ -389,7 +389,7 @@ class ReplayBuffer:
     def _check_lane(self, lane: Any) -> Any:
         if isinstance(lane, str) and lane == "each":
             raise RuntimeError(
-                f'lane="each": expected a batch of {self.lanes} rows for extend(), one for each lane, got one lane.'
+                f'lane="each": expected a batch of {self.lanes} rows for extend(), one for each lane, got one row or one lane.'
             )
         if isinstance(lane, list) or getattr(lane, "ndim", 0) != 0:
             return self._check_lanes(torch.as_tensor(lane, device="cpu"))
@@ -1765,10 +1765,10 @@ class ReplayBuffer:
         """Let go of files and locks; a temporary folder is removed. Repeatable; tensors handed out stay valid.
 
         From then on every use of the buffer, of its storage and of a sampler that draws from it raises ``RuntimeError``; ``repr``,
-        :attr:`closed` and ``rb.storage.cleanup()`` go on. Where several buffers of this process use one store, it is the last one that
-        closes it, and the others go on. With ``prefetch`` the batches ahead are dropped, and the threads end, which is waited for but
-        for seconds at most. A save in the background that was begun is finished. Files and locks are let go when the buffer is
-        collected or the program ends, too.
+        :attr:`closed`, public attributes of your own and ``cleanup()`` of a ``LazyMemmapStorage`` go on. Where several buffers of
+        this process use one store, it is the last one that closes it, and the others go on. With ``prefetch`` the batches ahead are
+        dropped, and the threads end, which is waited for but for seconds at most. A save in the background that was begun is
+        finished. Files and locks are let go when the buffer is collected or the program ends, too.
         """
         prefetcher, storage, sampler = self._prefetcher, self._storage, self._sampler
         if prefetcher is not None:
@@ -1780,7 +1780,11 @@ class ReplayBuffer:
             last = not storage.listeners
         if hasattr(sampler, "moved"):
             sampler.moved()  # what it kept of the storage
-        goes_on = {"storage": storage, "close": partial(_close, storage)} if last else {}
+        goes_on = {
+            name: value for name, value in vars(self).items() if not name.startswith("_")
+        }  # the user's: ours are private
+        if last:
+            goes_on |= {"storage": storage, "close": partial(_close, storage)}
         end(self, "the buffer was closed. Make another one, or ReplayBuffer.open the folder of its store.", **goes_on)
         if last:
             storage.close()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engram._words import said_bytes
+from engram.format import layout
 from engram.storages._structure import Structure
-from engram.storages.tensor import creation_lines, megabytes
+from engram.storages.tensor import creation_lines
 
 if TYPE_CHECKING:
     from engram.format.schema import Field
 
 __all__ = ["StoragePlan", "plan"]
-
-#: Ticket of a row, and the control block of a store with one lane.
-_TICKET = 8
 
 
 class StoragePlan(NamedTuple):
@@ -26,12 +25,12 @@ class StoragePlan(NamedTuple):
     nbytes: int
     """Bytes of all rows."""
     overhead: int
-    """Bytes beside the rows: the store's own words."""
+    """Bytes beside the rows: a ticket and a lap per row, and the control block of a store with one lane."""
 
     def __str__(self) -> str:
         lines = creation_lines(self.fields, self.capacity, lambda field: "/".join(field.key) + ".memmap or RAM")
-        total = f"{self.capacity} rows of {self.row_bytes} bytes: {megabytes(self.nbytes)}"
-        return "\n".join([*lines, f"{total}, and {megabytes(self.overhead)} beside them"])
+        total = f"{self.capacity} rows of {self.row_bytes} bytes: {said_bytes(self.nbytes)}"
+        return "\n".join([*lines, f"{total}, and {said_bytes(self.overhead)} beside them"])
 
 
 def plan(example: Any, capacity: int) -> StoragePlan:
@@ -48,7 +47,7 @@ def plan(example: Any, capacity: int) -> StoragePlan:
     >>> print(engram.plan({"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "reward": torch.zeros(1)}, 1_000_000))
     obs: obs.memmap or RAM, 28224.000 MB, shape [1000000, 4, 84, 84] uint8
     reward: reward.memmap or RAM, 4.000 MB, shape [1000000, 1] float32
-    1000000 rows of 28228 bytes: 28228.000 MB, and 8.045 MB beside them
+    1000000 rows of 28228 bytes: 28228.000 MB, and 12.045 MB beside them
     """
     from engram import _native
 
@@ -58,5 +57,5 @@ def plan(example: Any, capacity: int) -> StoragePlan:
         raise ValueError(f"plan: capacity: expected at least 1, got {capacity}.")
     structure = Structure.of(example, batched=False, call="plan")
     row_bytes = sum(field.row_bytes for field in structure.fields)
-    overhead = capacity * _TICKET + _native.control_bytes(1)
+    overhead = layout.tickets_bytes(capacity) + _native.control_bytes(1)
     return StoragePlan(capacity, structure.fields, row_bytes, row_bytes * capacity, overhead)

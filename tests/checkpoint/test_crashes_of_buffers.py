@@ -178,6 +178,7 @@ def test_a_failure_leaves_no_attempt_undecided(ram):
 @pytest.mark.stress
 @pytest.mark.parametrize("kind", [Dumps, Saves, Handles])
 @pytest.mark.filterwarnings("ignore:restore. ")
+@pytest.mark.filterwarnings("ignore:this process was forked")
 def test_killed_at_any_time(kind, ram):
     chance, found = stress.chance("ckt", kind.__name__), []
     work = kind(ram)

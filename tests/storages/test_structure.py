@@ -371,7 +371,11 @@ FIRST = {
     "a string alone": ("text", TypeError, "data: expected a tensor or an array, got str"),
     "nothing": ({}, TypeError, r"expected at least one tensor, got dict \{\}"),
     "an empty td": (TensorDict({}, [3]), TypeError, "expected at least one tensor, got a TensorDict"),
-    "text array": ({"a": np.array(["x", "y"])}, TypeError, "field 'a': an array of <U1 cannot be stored. Use a ListStorage"),
+    "text array": (
+        {"a": np.array(["x", "y"])},
+        TypeError,
+        "field 'a': an array of <U1 cannot be stored. Use a ListStorage",
+    ),
     "object array": ({"a": np.array([None])}, TypeError, "field 'a': an array of object cannot be stored"),
     "long double": ({"a": np.zeros(3, np.longdouble)}, TypeError, "field 'a': an array of .* cannot be stored"),
     "records": ({"a": np.zeros(3, [("x", "u1")])}, TypeError, "field 'a': an array of .* cannot be stored"),

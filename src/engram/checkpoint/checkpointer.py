@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from engram._progress import bytes_bar
-from engram._words import count, warn
+from engram._words import count, said_bytes, warn
 from engram.checkpoint import buffers
 from engram.checkpoint.agreement import disagreements
 from engram.checkpoint.attempts import Attempts
@@ -89,7 +89,7 @@ class SaveReport(NamedTuple):
         episodes = ", ".join(f"{it['episodes']} {kind}" for kind, it in self.episodes.items())
         return (
             f"{self.name}: {self.steps} rows (episodes: {episodes or 'none'}; {self.lost_rows} overwritten meanwhile), "
-            f"{self.bytes_written / 1e6:.1f} MB written and {self.bytes_linked / 1e6:.1f} MB linked in {self.seconds:.2f} s, "
+            f"{said_bytes(self.bytes_written)} written and {said_bytes(self.bytes_linked)} linked in {self.seconds:.2f} s, "
             f"writers waited {self.paused_s * 1e3:.1f} ms"
         )
 
@@ -366,6 +366,10 @@ class Checkpointer:
             if value < 1:
                 raise ValueError(f"Checkpointer: {name}: expected at least 1, got {value}.")
         check_roles(roles)
+        if buffer.closed:
+            raise RuntimeError(
+                "Checkpointer: buffer: expected an open buffer, got a closed one. ReplayBuffer.open the folder of its store."
+            )
         self.root = Path(root).absolute()
         if is_checkpoint(self.root):
             raise FileExistsError(

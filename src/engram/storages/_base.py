@@ -132,11 +132,15 @@ class Storage(Dumpable):
         """
         if self.lanes == 1:
             return 0, None
-        remedy = f" Name their lane: {call}(..., lane=…) takes an int or one per row, and rb.on_lane(k) stays."
         if not batched:
-            raise RuntimeError(f"{call}: expected the lane of a row, one of {self.lanes}, got none.{remedy}")
+            raise RuntimeError(
+                f"{call}: expected the lane of a row, one of {self.lanes}, got none. Name it: {call}(..., lane=k), or rb.on_lane(k) "
+                "for all that follow."
+            )
         return self.one_in_each_lane(
-            "one for each lane as none was named", f'{remedy} lane="each" is for one row in each.'
+            "one for each lane as none was named",
+            f" Name their lane: {call}(..., lane=…) takes an int or one per row, and rb.on_lane(k) stays. "
+            'lane="each" is for one row in each.',
         )
 
     @property

@@ -20,7 +20,7 @@ from engram import _native
 from engram._devices import existing_device
 from engram._later import refuse
 from engram._mappings import shared_pieces
-from engram._words import count, warn
+from engram._words import count, said_bytes, warn
 from engram.checkpoint.components import check_blocks, check_kind, write_part
 from engram.checkpoint.plan import Target
 from engram.checkpoint.reports import said_counts
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Field
     from engram.priorities import PriorityConfig
 
-__all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines", "megabytes"]
+__all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines"]
 
 _LATER = {
     "compilable": "tracing through torch.compile",
@@ -83,20 +83,10 @@ _LATER = {
 }
 
 
-def megabytes(nbytes: int) -> str:
-    """A size for people, in bytes where it would be 0.000 MB.
-
-    >>> from engram.storages.tensor import megabytes
-    >>> megabytes(40), megabytes(28_224_000)
-    ('40 bytes', '28.224 MB')
-    """
-    return f"{nbytes / 1e6:.3f} MB" if nbytes >= 1000 else count(nbytes, "byte")
-
-
 def creation_lines(fields: Sequence[Field], capacity: int, where: Any) -> list[str]:
     """One line per field of a store to be: key, place, size, shape. ``where(field)`` is a path or ``RAM``."""
     return [
-        f"{field.name}: {where(field)}, {megabytes(field.row_bytes * capacity)}, "
+        f"{field.name}: {where(field)}, {said_bytes(field.row_bytes * capacity)}, "
         f"shape {[capacity, *field.shape]} {field.dtype}"
         for field in fields
     ]
