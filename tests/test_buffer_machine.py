@@ -413,11 +413,12 @@ class MemmapMachine(BufferMachine):
     @rule(attached=st.booleans())
     def reopen(self, attached):
         """What a new process would find; ``attached``: while the old handle still has it."""
+        sampler = type(self.rb.sampler)
         if not attached:
             self.rb.close()
         rb = ReplayBuffer.open(self.folder / "store")
         assert type(rb) is self.buffer_class
-        assert type(rb.sampler) is type(self.rb.sampler)
+        assert type(rb.sampler) is sampler
         assert rb.lanes == self.model.lanes
         self.rb = rb
 

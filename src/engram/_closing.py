@@ -47,10 +47,11 @@ def end(thing: Any, why: str, **goes_on: Any) -> None:
     attributes = vars(thing)
     cls: Any = type(thing)
     before = set(attributes)
-    attributes["_ended"] = why, text, {"close": _nothing, "closed": True, **goes_on}, before
+    attributes["_ended"] = why, text, before
     thing.__class__ = _closed(cls)
     for name in before:
         del attributes[name]
+    attributes |= {"close": _nothing, "closed": True, **goes_on}
 
 
 def _nothing() -> None:
@@ -67,11 +68,12 @@ def _refused(name: str) -> Any:
 def _attribute(self: Any, name: str) -> Any:
     if name.startswith("__") and name.endswith("__"):
         return object.__getattribute__(self, name)
-    why, _, goes_on, before = object.__getattribute__(self, "_ended")
+    goes_on = object.__getattribute__(self, "__dict__")
     if name in goes_on:
         return goes_on[name]
+    why, _, before = goes_on["_ended"]
     if name not in before and not hasattr(type(self), name):
-        return object.__getattribute__(self, name)  # what was set since, or an AttributeError
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
     raise RuntimeError(f"{name}: {why}")
 
 
