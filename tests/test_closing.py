@@ -111,7 +111,7 @@ CALLS = {
 OTHERS = {"moved", "start", "client", "open", "open_arguments", "planner", "checked_parts", "checked_placed"}
 OTHERS |= {"dump", "save", "load"}  # other names of those above
 #: What goes on.
-GOES_ON = {"close", "closed", "storage"}
+GOES_ON = {"close", "closed", "storage", "sampler", "writer"}
 USES = {
     "len": len,
     "bool": bool,

@@ -289,6 +289,7 @@ def test_who_dies_before_the_priorities_are_there_leaves_an_empty_store(tmp_path
     rb.close()
 
 
+@pytest.mark.filterwarnings("ignore:this process was forked")
 def test_a_child_forked_while_a_thread_has_the_store_paused_can_write():
     rb = buffer("private")
     rb.extend(torch.arange(12.0))

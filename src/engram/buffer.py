@@ -1764,11 +1764,11 @@ class ReplayBuffer:
     def close(self) -> None:
         """Let go of files and locks; a temporary folder is removed. Repeatable; tensors handed out stay valid.
 
-        From then on every use of the buffer, of its storage and of a sampler that draws from it raises ``RuntimeError``; ``repr``,
-        :attr:`closed`, public attributes of your own and ``cleanup()`` of a ``LazyMemmapStorage`` go on. Where several buffers of
-        this process use one store, it is the last one that closes it, and the others go on. With ``prefetch`` the batches ahead are
-        dropped, and the threads end, which is waited for but for seconds at most. A save in the background that was begun is
-        finished. Files and locks are let go when the buffer is collected or the program ends, too.
+        From then on every use of the buffer, of its storage and of a sampler that draws from it raises ``RuntimeError``. ``repr``,
+        :attr:`closed`, the names of its components, public attributes of your own and ``cleanup()`` of a ``LazyMemmapStorage`` go on.
+        Where several buffers of this process use one store, it is the last one that closes it, and the others go on. With
+        ``prefetch`` the batches ahead are dropped, and the threads end, which is waited for but for seconds at most. A save in the
+        background that was begun is finished. Files and locks are let go when the buffer is collected or the program ends, too.
         """
         prefetcher, storage, sampler = self._prefetcher, self._storage, self._sampler
         if prefetcher is not None:
@@ -1783,6 +1783,7 @@ class ReplayBuffer:
         goes_on = {
             name: value for name, value in vars(self).items() if not name.startswith("_")
         }  # the user's: ours are private
+        goes_on |= {"sampler": sampler, "writer": self._writer}  # which refuse what needs the storage
         if last:
             goes_on |= {"storage": storage, "close": partial(_close, storage)}
         end(self, "the buffer was closed. Make another one, or ReplayBuffer.open the folder of its store.", **goes_on)

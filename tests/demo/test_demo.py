@@ -244,8 +244,8 @@ def test_priorities_and_beta_survive_the_process(tmp_path):
         first.step()
         betas.add(round(first.replay.sampler.beta, 6))
     assert len(betas) == 52, "0.4 until there is enough to learn from, then another one for each update"
-    first.save()
     before = first.replay.sampler.state_dict()
+    first.save()
     second = Training(tmp_path, seed=5, steps=1_000, sampler="prioritized")
     after = second.replay.sampler.state_dict()
     assert before["beta"] == after["beta"] == pytest.approx(0.4 + 0.6 * 600 / 1_000)
