@@ -29,6 +29,10 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
+// The promise is a second. A machine that is busy with something else may not run a process for as long: a wait that never
+// ends is found all the same, and how long it took is printed.
+constexpr auto kSoon = 10s;
+
 const Geometry kGeometry = geometry(2, 8);
 const std::vector<std::uint64_t> kRowBytes{48, 24000};
 
@@ -284,7 +288,7 @@ TEST(others_go_on_when_one_is_killed) {
     children[victim].die();
     const auto died = Clock::now();
     // Two more calls each: the first may have been about to end.
-    EXPECT(within(1s, [&] {
+    EXPECT(within(kSoon, [&] {
       for (std::uint64_t s = 0; s < kSeats; ++s) {
         if (s != victim && board.seats[s].done < before[s] + 2) return false;
       }
@@ -292,11 +296,11 @@ TEST(others_go_on_when_one_is_killed) {
     }));
     longest = std::max(longest, Clock::now() - died);
     if (rounds % 16 == 0) {  // others find the entry, too
-      EXPECT(within(1s, [&] { return its.state == 0; }));
+      EXPECT(within(kSoon, [&] { return its.state == 0; }));
       ++left_to_others;
     }
     board.park = rounds;
-    EXPECT(within(1s, [&] {
+    EXPECT(within(kSoon, [&] {
       for (std::uint64_t s = 0; s < kSeats; ++s) {
         if (s != victim && board.seats[s].parked != rounds) return false;
       }
@@ -405,7 +409,7 @@ TEST(who_waits_for_the_mutex_and_is_not_woken_wakes_up) {
     (void)mutex.lock();
     for (;;) pause();
   });
-  EXPECT(within(1s, [&] { return world.holder() != 0; }));
+  EXPECT(within(kSoon, [&] { return world.holder() != 0; }));
   std::atomic<bool> got{false};
   std::thread waiter([&] {
     EXPECT(!mutex.lock());
@@ -416,7 +420,7 @@ TEST(who_waits_for_the_mutex_and_is_not_woken_wakes_up) {
   EXPECT(!got);
   const std::uint32_t free = 0;  // as if it had been let go, and whoever was woken first had died
   std::memcpy(reinterpret_cast<std::byte*>(&mutex), &free, sizeof free);
-  EXPECT(within(1s, [&] { return got.load(); }));
+  EXPECT(within(kSoon, [&] { return got.load(); }));
   waiter.join();
 }
 
@@ -457,7 +461,7 @@ TEST(who_is_stopped_costs_the_others_an_error_and_tears_nothing_later) {
   EXPECT(here.store.gather(&beside, 1, here.store.all(), other.out, nullptr, nullptr).empty());  // other rows are read
   EXPECT_EQ(here.store.mend(), 0u);
   kill(child.pid, SIGCONT);
-  EXPECT(within(1s, [&] { return ready == 2; }));
+  EXPECT(within(kSoon, [&] { return ready == 2; }));
   here.priorities.total();
   EXPECT_EQ(id_in(world.blocks, 5).value_or(0), 0x777u);
   expect_sound_rows(world.blocks);
