@@ -66,7 +66,7 @@ namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(1);  // between two, at whether a folder is still locked
 
-/// A folder that this thread has locked; whoever asks finds it as long as the lock lives.
+/// A folder that this thread has locked. It is listed for as long as the lock lives.
 struct Locked {
   std::string path;
   std::weak_ptr<int> descriptor;

@@ -370,7 +370,7 @@ void bind_store(nb::module_& m) {
                 });
           },
           "locks"_a,
-          "A context manager: inside nobody writes, in any process, and no write is under way. Waits for those, bounded. `locks` "
+          "A context manager: inside, no process writes, and no write is under way. Waits for those, bounded. `locks` "
           "keep other threads out; the thread that has them may come in again.")
       .def("forget_holds", &Store::forget_holds, "In a forked child: what its parent has paused is not paused by it.")
       .def_prop_ro("paused", &Store::paused)

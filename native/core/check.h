@@ -32,7 +32,7 @@ inline void intact(bool ok, const char* what) {
   }
 }
 
-/// What a plain word of shared memory is now. It may change at any moment, so whoever checks it and then goes by it needs a copy,
+/// What a plain word of shared memory is now. It may change at any moment, so code that checks it and then relies on it needs a copy,
 /// which the compiler must not read again.
 template <class T>
 T copied(const T& word) {

@@ -273,7 +273,7 @@ class Control {
   Lap* laps_ = nullptr;
 };
 
-/// A claim in a participant's entry for as long as it lives. Waits for one, bounded (Stalled). Taken before ticket numbers are: so whoever reads the counter
+/// A claim in a participant's entry for as long as it lives. Waits for one, bounded (Stalled). Taken before ticket numbers are: so a reader of the counter
 /// finds every number below it noted, or about to be, or done with.
 class ClaimGuard {
  public:

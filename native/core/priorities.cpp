@@ -239,7 +239,7 @@ void Priorities::mend() const {
   const std::uint64_t missed = header_->missed.load(std::memory_order_acquire), redo = header_->redo.load(std::memory_order_relaxed);
   const std::uint64_t next = header_->raising.load(std::memory_order_relaxed);
   intact(missed <= (Lock::kRows | Lock::kEmptying) && redo <= Change::kAll && next <= rows(),
-         "priorities: expected a note of what is left to do, got one that nobody makes");
+         "priorities: expected a note of what is left to do, got an unknown one");
   if (redo == Change::kAll || (missed & Lock::kEmptying) != 0) forget_leaves();
   if (next != 0) {
     usable_now(header_->raised_power), usable_now(header_->raised_alpha);

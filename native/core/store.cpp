@@ -154,7 +154,7 @@ void Store::look_after_others(Need need) const {
 
 std::uint64_t Store::mend() const {
   if (others_ == nullptr) return 0;
-  // A pause of an entry that nobody has: its process left it behind, or something else wrote there. Nobody would end it.
+  // A pause of a free entry: its process left it behind, or a stray write set it. No process would end it.
   Word& word = control_.lock_page().pause;
   std::uint64_t pause = word.load(std::memory_order_acquire);
   const std::uint64_t entry = pause & ~kReplacing;

@@ -97,7 +97,7 @@ class Store {
   /// Empties the store, which this process has paused: its rows may be written to directly. If the process dies before
   /// resume() the store is empty.
   void begin_replacing(bool keep_write_count);
-  /// Somebody failed in the middle of it: the store is empty.
+  /// Ends a replacement that failed midway: the store is empty.
   void end_replacing() const;
 
   /// The rows are there, as Control::put_words; what indexes are to say of them may be told them before resume().

@@ -171,7 +171,7 @@ std::vector<std::uint64_t> states_of(const Write& write, std::vector<std::uint64
     if (seen.insert(hash_of(ring.blocks.all)).second) states.push_back(step);
   }
   if (child.end() == Stepped::End::done) return states;
-  std::printf("      skipped: nobody may step through a child here, or no step ends\n");
+  std::printf("      skipped: a child cannot be stepped through here, or no step ends\n");
   return {};
 }
 

@@ -283,7 +283,7 @@ def test_overwriting_does_not_follow_links(tmp_path):
 
 
 def test_libraries_are_not_opened_again_and_again(tmp_path, monkeypatch):
-    """Each time some bytes are left behind, which a program that makes thousands of stores or dumps notices."""
+    """The C library is opened once, not with every file."""
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: pytest.fail("opened again"))
     files.reserve(tmp_path / "a", 10)
     disk.create(tmp_path / "b", 10).close()

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _ZEROES = bytes(1 << 20)
-_libc: Any = ctypes.CDLL(None, use_errno=True)  # once: each one that is made leaves some bytes behind
+_libc: Any = ctypes.CDLL(None, use_errno=True)  # once, not with every file
 
 
 class Descriptor(int):

@@ -283,7 +283,7 @@ class TensorStorage(Storage):
         return self._home is not None
 
     def _settle(self, home: Path, maker: str, *, temporary: bool) -> None:
-        """From now on the store is the one in that folder, whoever of those that have a copy of this storage makes it."""
+        """From now on the store is the one in that folder, whichever process with a copy of this storage makes it."""
         self._home, self._maker = home, maker
         if temporary:
             self._host = Process.this()
