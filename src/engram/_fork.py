@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -58,7 +59,8 @@ def keep_for_child(thing: Any) -> None:
     ``Process.start`` drops the arguments when it returns, which is before the child has unpickled them.
     """
     starting: Any = context.get_spawning_popen()
-    starting.engram_keeps = [*getattr(starting, "engram_keeps", ()), thing]
+    with contextlib.suppress(AttributeError):  # another library's, which takes no attributes
+        starting.engram_keeps = [*getattr(starting, "engram_keeps", ()), thing]
 
 
 class _Forks(threading.local):
