@@ -210,11 +210,7 @@ class Trajectories final : public Index {
     std::vector<Held> claims;
   };
 
-  std::uint64_t cursor(std::uint64_t lane) const {
-    const Lane& words = control_.lane(lane);  // an empty() moves the base first
-    const std::uint64_t base = words.base.load(std::memory_order_acquire);
-    return std::max(words.cursor.load(std::memory_order_acquire), base) / width_ + steps_;
-  }
+  std::uint64_t cursor(std::uint64_t lane) const { return control_.end(lane) / width_ + steps_; }
   Live live(std::uint64_t lane) const;
   std::uint64_t place_of(std::uint64_t row, std::uint64_t end) const;
   std::uint64_t track_of(std::uint64_t row) const;
