@@ -188,7 +188,7 @@ def _main(folder):
     import types
 
     import engram.buffer
-    import engram.tensordict_buffer  # noqa: F401
+    import engram.buffer.tensordict  # noqa: F401
 
     gc.freeze()
     job = _serve(folder)

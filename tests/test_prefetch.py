@@ -353,7 +353,7 @@ def test_threads_draw_one_after_the_other(threads, monkeypatch):
             return super().draw(extent, batch_size, key)
 
     monkeypatch.setattr(
-        "engram.buffer._WITHOUT_PASSES", (Slow,)
+        "engram.buffer.replay_buffer._WITHOUT_PASSES", (Slow,)
     )  # else each draw is waited for before the next is asked for
     rb = buffer(4, Slow)
     rows_of(rb, 20)
@@ -577,7 +577,7 @@ def test_a_draw_that_is_tried_again_waits_for_the_threads(threads, monkeypatch):
             finally:
                 inside.pop()
 
-    monkeypatch.setattr("engram.buffer._WITHOUT_PASSES", (Moody,))
+    monkeypatch.setattr("engram.buffer.replay_buffer._WITHOUT_PASSES", (Moody,))
     rb = buffer(4, Moody)
     for _ in range(30):
         with contextlib.suppress(NoSampleable):  # of a batch that was asked for in its turn
@@ -1171,7 +1171,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("engram.prefetch.perf_counter", clock)
-    monkeypatch.setattr("engram.buffer.perf_counter", clock)
+    monkeypatch.setattr("engram.buffer.replay_buffer.perf_counter", clock)
     return clock
 
 

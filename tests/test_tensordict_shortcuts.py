@@ -230,11 +230,11 @@ def test_the_public_way_is_taken_where_the_insides_changed(fallback):
 
 
 def test_buffers_work_the_public_way(fallback, monkeypatch):
-    import engram.tensordict_buffer
+    import engram.buffer.tensordict
 
     monkeypatch.setattr(_structure, "wrap", _tensordict._wrap_public)
     monkeypatch.setattr(_structure, "entries_of", fallback.children)
-    monkeypatch.setattr(engram.tensordict_buffer, "put", fallback.put, raising=False)
+    monkeypatch.setattr(engram.buffer.tensordict, "put", fallback.put, raising=False)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(made(_tensordict._wrap_public))
     rb.add(made(_tensordict._wrap_public)[0])

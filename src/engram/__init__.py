@@ -12,6 +12,12 @@ from engram._version import __version__
 
 if TYPE_CHECKING:
     from engram._native import num_threads, set_num_threads
+    from engram.buffer.prioritized import (
+        PrioritizedReplayBuffer,
+        ReplayBuffer,
+        TensorDictPrioritizedReplayBuffer,
+        TensorDictReplayBuffer,
+    )
     from engram.checkpoint.checkpointer import Checkpointer, RestoreReport, SaveHandle, SaveReport
     from engram.errors import (
         CorruptCheckpoint,
@@ -30,12 +36,6 @@ if TYPE_CHECKING:
     )
     from engram.expanders import FinalObservations, FrameStack, NextFromFollowing, NStep, RewardToGo
     from engram.loader import DeviceLoader
-    from engram.prioritized_buffers import (
-        PrioritizedReplayBuffer,
-        ReplayBuffer,
-        TensorDictPrioritizedReplayBuffer,
-        TensorDictReplayBuffer,
-    )
     from engram.ranks import Ranks
     from engram.samplers import (
         PrioritizedSampler,
@@ -170,7 +170,7 @@ _HOME = {
     "engram.sizing": ("StoragePlan", "plan"),
     "engram.storages": ("LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage", "TensorStorage"),
     # All from here: ReplayBuffer.open must know every buffer class that a store may have been used with.
-    "engram.prioritized_buffers": (
+    "engram.buffer.prioritized": (
         "PrioritizedReplayBuffer",
         "ReplayBuffer",
         "TensorDictPrioritizedReplayBuffer",

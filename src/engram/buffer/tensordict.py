@@ -10,7 +10,7 @@ from torch import Tensor
 from engram import writers
 from engram._tensordict import children, put
 from engram._words import warn
-from engram.buffer import ReplayBuffer, register
+from engram.buffer.replay_buffer import ReplayBuffer, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable

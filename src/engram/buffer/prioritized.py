@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from engram import samplers, storages
-from engram.buffer import ReplayBuffer, register
-from engram.tensordict_buffer import TensorDictReplayBuffer
+from engram.buffer.replay_buffer import ReplayBuffer, register
+from engram.buffer.tensordict import TensorDictReplayBuffer
 
 __all__ = [
     "PrioritizedReplayBuffer",
