@@ -250,7 +250,7 @@ negative-controls:
 
 # Every native source on its own, with warnings as errors and without waiting for an optimizer.
 STRICT := $(patsubst native/%.cpp,build/strict/%.ok,$(CORE) $(wildcard native/bind/*.cpp) $(NATIVE_TESTS))
-build/strict/bind/%.ok: PYTHON_FLAGS = -isystem $(shell $(BIN)/python -m nanobind --include_dir) \
+build/strict/bind/%.ok: PYTHON_FLAGS = -fvisibility=hidden -isystem $(shell $(BIN)/python -m nanobind --include_dir) \
   -isystem $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 build/strict/%.ok: native/%.cpp
 	@mkdir -p $(@D)

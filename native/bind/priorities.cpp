@@ -40,9 +40,8 @@ nb::list draw(const BoundPriorities& priorities, const Store& store, const Layou
   return std::move(rooms).tensors(size);
 }
 
-}  // namespace
-
-void bind_priorities(nb::module_& m) {
+// Memory of priorities, before an object is made around it.
+void bind_memory(nb::module_& m) {
   nb::exception<BadPriority>(m, "BadPriority", PyExc_ValueError);
   m.def("priority_bytes", &Priorities::bytes, "rows"_a, "within_buffer"_a, "Bytes of the priorities of that many rows.");
   m.def(
@@ -55,29 +54,11 @@ void bind_priorities(nb::module_& m) {
       "reset_priorities_mutex",
       [](Address memory, std::uint64_t bytes) { Priorities::reset_mutex(block(memory, bytes)); }, "memory"_a, "bytes"_a,
       "Before anything else, by the only process that uses this memory now.");
-  nb::class_<BoundPriorities, Index>(m, "Priorities", nb::is_weak_referenceable(), "A priority index in memory that `keep` keeps alive.")
-      .def(
-          "__init__",
-          [](BoundPriorities* self, Address memory, std::uint64_t bytes, const Store* store, nb::handle) {
-            new (self) BoundPriorities(block(memory, bytes), store);
-          },
-          "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
-      .def_prop_rw("alpha", &BoundPriorities::alpha, &BoundPriorities::set_alpha)
-      .def_prop_rw("beta", &BoundPriorities::beta, &BoundPriorities::set_beta)
-      .def_prop_ro("eps", &BoundPriorities::eps)
-      .def_prop_ro("within_buffer", &BoundPriorities::within_buffer)
-      .def_prop_ro("rows", &BoundPriorities::rows)
-      .def_prop_ro("dropped", &BoundPriorities::dropped)
-      .def_prop_ro("total", &BoundPriorities::total)
-      .def_prop_rw("highest", &BoundPriorities::highest, &BoundPriorities::set_highest)
-      .def_prop_ro("default_priority", &BoundPriorities::default_priority)
-      .def("leaf", &BoundPriorities::leaf, "row"_a)
-      .def("drop", &BoundPriorities::drop, "n"_a, "Counts updates that the caller dropped.")
-      .def("scan", &BoundPriorities::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("after_fork", &BoundPriorities::after_fork)
-      .def("put_in_order", &BoundPriorities::put_in_order, nb::call_guard<nb::gil_scoped_release>(),
-           "Leaves of rows that hold nothing become zero, and all parents are computed anew.")
-      .def("emptied", &BoundPriorities::emptied, nb::call_guard<nb::gil_scoped_release>())
+}
+
+// Leaves, and what writes tell the index.
+void bind_values(nb::class_<BoundPriorities, Index>& type) {
+  type
       .def(
           "leaves",
           [](const BoundPriorities& self, Address out, std::uint64_t n, bool signs) {
@@ -103,7 +84,12 @@ void bind_priorities(nb::module_& m) {
             nb::gil_scoped_release release;
             self.reset(at<const std::int64_t>(rows), n);
           },
-          "rows"_a, "n"_a)
+          "rows"_a, "n"_a);
+}
+
+// Updates and draws.
+void bind_draws(nb::class_<BoundPriorities, Index>& type) {
+  type
       .def(
           "update",
           [](BoundPriorities& self, Address rows, Address priorities, bool single_precision, std::uint64_t n,
@@ -135,6 +121,38 @@ void bind_priorities(nb::module_& m) {
           "rows"_a, "n"_a, "weights"_a, "The weights that draws of these rows would have.")
       .def("sample", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "single_precision"_a,
            "Draws n rows and copies them into new tensors: one per field, rows, ticket numbers and weights.");
+}
+
+}  // namespace
+
+void bind_priorities(nb::module_& m) {
+  bind_memory(m);
+  nb::class_<BoundPriorities, Index> type(m, "Priorities", nb::is_weak_referenceable(), "A priority index in memory that `keep` keeps alive.");
+  type
+      .def(
+          "__init__",
+          [](BoundPriorities* self, Address memory, std::uint64_t bytes, const Store* store, nb::handle) {
+            new (self) BoundPriorities(block(memory, bytes), store);
+          },
+          "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
+      .def_prop_rw("alpha", &BoundPriorities::alpha, &BoundPriorities::set_alpha)
+      .def_prop_rw("beta", &BoundPriorities::beta, &BoundPriorities::set_beta)
+      .def_prop_ro("eps", &BoundPriorities::eps)
+      .def_prop_ro("within_buffer", &BoundPriorities::within_buffer)
+      .def_prop_ro("rows", &BoundPriorities::rows)
+      .def_prop_ro("dropped", &BoundPriorities::dropped)
+      .def_prop_ro("total", &BoundPriorities::total)
+      .def_prop_rw("highest", &BoundPriorities::highest, &BoundPriorities::set_highest)
+      .def_prop_ro("default_priority", &BoundPriorities::default_priority)
+      .def("leaf", &BoundPriorities::leaf, "row"_a)
+      .def("drop", &BoundPriorities::drop, "n"_a, "Counts updates that the caller dropped.")
+      .def("scan", &BoundPriorities::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("after_fork", &BoundPriorities::after_fork)
+      .def("put_in_order", &BoundPriorities::put_in_order, nb::call_guard<nb::gil_scoped_release>(),
+           "Leaves of rows that hold nothing become zero, and all parents are computed anew.")
+      .def("emptied", &BoundPriorities::emptied, nb::call_guard<nb::gil_scoped_release>());
+  bind_values(type);
+  bind_draws(type);
 }
 
 }  // namespace engram

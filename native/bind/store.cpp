@@ -1,0 +1,278 @@
+// The store, for Python: appending, scattering, reading and drawing rows.
+//
+// Memory crosses as plain addresses: the caller has checked dtype, shape and contiguity once per storage, and keeps the memory
+// alive during the call. The core always checks row numbers and counts.
+
+#include "store.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <numeric>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "../core/check.h"
+#include "../core/control.h"
+#include "../core/permutation.h"
+#include "../core/store.h"
+#include "memory.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace engram {
+namespace {
+
+// Numbers of a Python tuple; short ones stay on the stack.
+template <class T>
+class Values {
+ public:
+  explicit Values(const nb::tuple& values) : size_(values.size()) {
+    if (size_ > kInline) heap_.resize(size_);
+    data_ = size_ > kInline ? heap_.data() : stack_;
+    for (std::size_t i = 0; i < size_; ++i) {
+      const std::uint64_t value = PyLong_AsUnsignedLongLong(PyTuple_GetItem(values.ptr(), static_cast<Py_ssize_t>(i)));
+      if (value == ~std::uint64_t{0} && PyErr_Occurred()) throw nb::python_error();
+      if constexpr (std::is_pointer_v<T>) {
+        data_[i] = reinterpret_cast<T>(static_cast<Address>(value));
+      } else {
+        data_[i] = static_cast<T>(value);
+      }
+    }
+  }
+  std::span<const T> span() const { return {data_, size_}; }
+
+ private:
+  static constexpr std::size_t kInline = 16;
+  std::size_t size_;
+  T stack_[kInline];
+  std::vector<T> heap_;
+  T* data_;
+};
+
+using Inputs = Values<const std::byte*>;
+using Outputs = Values<std::byte*>;
+using Which = Values<std::uint64_t>;
+
+// Rows in.
+void bind_writes(nb::class_<Store>& type) {
+  type
+      .def(
+          "add_field",
+          [](Store& self, Address data, std::uint64_t row_bytes) { self.add_field({at<std::byte>(data), row_bytes}); },
+          "data"_a, "row_bytes"_a,
+          "One field more, which holds what the live rows have; nobody else may be using the store meanwhile.")
+      .def(
+          "append_row",
+          [](Store& self, std::uint64_t lane, const nb::tuple& columns) {
+            const Inputs inputs(columns);
+            std::int64_t row = -1;
+            std::uint64_t number = 0;
+            {
+              nb::gil_scoped_release release;
+              number = self.append(lane, 1, inputs.span(), &row);
+            }
+            return nb::make_tuple(row, number);
+          },
+          "lane"_a, "columns"_a, "Appends one row: (row, ticket number).")
+      .def(
+          "append",
+          [](Store& self, std::uint64_t lane, std::uint64_t n, const nb::tuple& columns, Address rows) {
+            const Inputs inputs(columns);
+            nb::gil_scoped_release release;
+            return self.append(lane, n, inputs.span(), at<std::int64_t>(rows));
+          },
+          "lane"_a, "n"_a, "columns"_a, "rows"_a, "Appends rows; the first ticket number.")
+      .def(
+          "append_by_lane",
+          [](Store& self, Address lane_of, std::uint64_t n, const nb::tuple& columns, Address rows) {
+            const Inputs inputs(columns);
+            nb::gil_scoped_release release;
+            return self.append_by_lane(at<std::int64_t>(lane_of), n, inputs.span(), at<std::int64_t>(rows));
+          },
+          "lane_of"_a, "n"_a, "columns"_a, "rows"_a)
+      .def(
+          "scatter",
+          [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, bool grow,
+             Address pick, std::uint64_t of) {
+            const Which fields(which);
+            const Inputs inputs(columns);
+            nb::gil_scoped_release release;
+            return self.scatter(at<std::int64_t>(rows), n, fields.span(), inputs.span(), grow, at<std::int64_t>(pick), of);
+          },
+          "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a, "pick"_a = 0, "of"_a = 0,
+          "Writes rows by number; the first ticket number. `pick`: their places among the `of` rows of the columns.")
+      .def(
+          "empty",
+          [](Store& self, bool keep_write_count) {
+            nb::gil_scoped_release release;
+            self.empty(keep_write_count);
+          },
+          "keep_write_count"_a)
+      .def(
+          "fill",
+          [](Store& self) {
+            nb::gil_scoped_release release;
+            self.control().fill();
+          },
+          "Commits every row as it stands.");
+}
+
+// Rows out, by number.
+void bind_reads(nb::class_<Store>& type) {
+  type
+      .def(
+          "gather",
+          [](const Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& batch,
+             Address expected, Address numbers) {
+            const Which fields(which);
+            const Outputs outputs(batch);
+            std::vector<std::int64_t> moved;
+            {
+              nb::gil_scoped_release release;
+              moved = self.gather(at<std::int64_t>(rows), n, fields.span(), outputs.span(), at<std::int64_t>(expected),
+                                  at<std::int64_t>(numbers));
+            }
+            return moved;
+          },
+          "rows"_a, "n"_a, "which"_a, "batch"_a, "expected"_a, "numbers"_a)
+      .def(
+          "take",
+          [](const Store& self, const Layout& layout, Address rows, std::uint64_t n, Address expected) {
+            Rooms rooms;
+            std::vector<std::int64_t> moved;
+            {
+              nb::gil_scoped_release release;
+              rooms.add(layout, static_cast<std::int64_t>(n));
+              moved = self.gather(at<std::int64_t>(rows), n, self.all(), rooms.first(self.fields()),
+                                  at<std::int64_t>(expected), nullptr);
+            }
+            return nb::make_tuple(std::move(rooms).tensors(static_cast<std::int64_t>(n)), moved);
+          },
+          "layout"_a, "rows"_a, "n"_a, "expected"_a, "As gather, of all fields into new tensors: (tensors, moved).")
+      .def(
+          "numbers_of",
+          [](const Store& self, Address rows, std::uint64_t n, Address numbers) {
+            nb::gil_scoped_release release;
+            self.numbers_of(at<std::int64_t>(rows), n, at<std::int64_t>(numbers));
+          },
+          "rows"_a, "n"_a, "numbers"_a)
+      .def(
+          "changes",
+          [](const Store& self, std::uint64_t since) {
+            std::vector<std::int64_t> rows, numbers;
+            std::uint64_t next = 0;
+            {
+              nb::gil_scoped_release release;
+              next = self.changes(since, rows, numbers);
+            }
+            return nb::make_tuple(array_of(std::move(rows)), array_of(std::move(numbers)), next);
+          },
+          "since"_a, "Rows whose number is at least `since`: (rows, numbers, what to ask for the next time).")
+      .def(
+          "holes",
+          [](const Store& self) {
+            std::vector<std::int64_t> holes;
+            {
+              nb::gil_scoped_release release;
+              holes = self.holes();
+            }
+            return array_of(std::move(holes));
+          },
+          "The rows inside the extent that are not whole, in row order: an int64 array.");
+}
+
+// Rows out, drawn.
+void bind_draws(nb::class_<Store>& type) {
+  type
+      .def(
+          "sample_uniform",
+          [](const Store& self, std::uint64_t key, std::uint64_t n, const nb::tuple& batch, Address rows, Address numbers) {
+            const Outputs outputs(batch);
+            nb::gil_scoped_release release;
+            self.sample_uniform(key, n, outputs.span(), at<std::int64_t>(rows), at<std::int64_t>(numbers));
+          },
+          "key"_a, "n"_a, "batch"_a, "rows"_a, "numbers"_a)
+      .def(
+          "draw_uniform",
+          [](const Store& self, const Layout& layout, Address key_at, std::uint64_t n, bool with_rows,
+             bool with_numbers) {
+            const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
+            check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+            const auto size = static_cast<std::int64_t>(n);
+            Rooms rooms;
+            {
+              nb::gil_scoped_release release;
+              rooms.add(layout, size);
+              const auto extra = [&](bool wanted) -> std::int64_t* {
+                if (!wanted) return nullptr;
+                rooms.add(kNumbers, size);
+                return rooms.at<std::int64_t>(rooms.size() - 1);
+              };
+              std::int64_t* rows = extra(with_rows);
+              std::int64_t* numbers = extra(with_numbers);
+              self.sample_uniform(key, n, rooms.first(self.fields()), rows, numbers);
+            }
+            return std::move(rooms).tensors(size);
+          },
+          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a,
+          "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
+          "for their ticket numbers, where wanted.")
+      .def(
+          "draw_ranked",
+          [](const Store& self, const Layout& layout, std::uint64_t key, std::uint64_t size, std::uint64_t start,
+             std::uint64_t n, bool shuffle, bool with_numbers) {
+            check(start <= size && n <= size - start, "ranks below the number of rows");
+            const auto count = static_cast<std::int64_t>(n);
+            Rooms rooms;
+            {
+              nb::gil_scoped_release release;
+              rooms.add(layout, count);
+              rooms.add(kNumbers, count);
+              auto* ranks = rooms.at<std::int64_t>(self.fields());
+              if (with_numbers) rooms.add(kNumbers, count);
+              if (shuffle && n > 0) {
+                Permutation(key, size)(start, n, ranks);
+              } else {
+                std::iota(ranks, ranks + n, static_cast<std::int64_t>(start));
+              }
+              self.read_ranked(ranks, n, rooms.first(self.fields()),
+                               with_numbers ? rooms.at<std::int64_t>(self.fields() + 1) : nullptr);
+            }
+            return std::move(rooms).tensors(count);
+          },
+          "layout"_a, "key"_a, "size"_a, "start"_a, "n"_a, "shuffle"_a, "with_numbers"_a,
+          "The live rows of ranks start ... in the order of a key, of `size` ones, in new tensors: one per field, then the "
+          "rows and, if wanted, their ticket numbers.");
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  nb::class_<Store> type(m, "Store", "Fields, tickets and lane cursors at given addresses, which must outlive it.");
+  type.def(
+          "__init__",
+          [](Store* self, Address control, std::uint64_t control_bytes, Address tickets, std::uint64_t tickets_bytes,
+             const nb::tuple& data, const nb::tuple& row_bytes, std::uint64_t participant) {
+            const Outputs addresses(data);
+            const Which sizes(row_bytes);
+            check(data.size() == row_bytes.size(), "one row size per field");
+            std::vector<Field> fields;
+            for (std::size_t i = 0; i < data.size(); ++i) fields.push_back({addresses.span()[i], sizes.span()[i]});
+            new (self) Store(Control(block(control, control_bytes), block(tickets, tickets_bytes)), std::move(fields),
+                             participant);
+          },
+          "control"_a, "control_bytes"_a, "tickets"_a, "tickets_bytes"_a, "fields"_a, "row_bytes"_a,
+          "participant"_a = 0);
+  bind_writes(type);
+  bind_reads(type);
+  bind_draws(type);
+  bind_store_control(m, type);
+}
+
+}  // namespace engram
