@@ -1,8 +1,11 @@
 """JSON that can be read one way only.
 
 Python's reader keeps the last of two equal keys, takes NaN for a number and integers of any length; msgspec writes NaN as
-``null``. Here all of that is refused, before the text becomes typed values and before these become text. An integer is an
-int64: 64-bit sums are hex strings.
+``null``. Here all of that is refused. An integer is an int64: 64-bit sums are hex strings.
+
+The common case takes one pass of C code each way: a text is taken if what was read from it is written as the same text, and a
+value is written if the same value is read back. Whatever fails that is looked at entry by entry, to say what is wrong and where,
+or to accept what is only written otherwise, as by another program or a newer engram.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from engram.errors import IncompatibleCheckpoint
 from engram.format.problems import corrupt
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
     from typing import Self
 
@@ -29,8 +33,18 @@ __all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "Summed", "decode", "encode", "
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 
+_SORTED = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+_IN_ORDER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 # A string, closed or not, or a bracket. Possessive: whatever the text, one pass over it.
-_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_STRING = rb'"(?:[^"\\]++|\\.)*+"?'
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_TOKENS = re.compile(_STRING + rb"|[\[{]|[\]}]", re.DOTALL)
+#: So many digits may be more than an int64.
+_DIGITS = re.compile(rb"[0-9]{19}")
+_AS_LISTS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
+#: What readers and writers raise of a text or a value that is not as it must be.
+_REFUSALS = (ValueError, TypeError, RecursionError)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +72,15 @@ class Summed(Document, frozen=True, kw_only=True):
     @classmethod
     def decode(cls, raw: bytes, path: Path) -> Self:
         """What the text says. Raises as :func:`decode`, and ``CorruptCheckpoint`` if it is not what was written."""
-        document = decode(raw, path, cls)
-        try:
-            bare = encode({**parse(raw), "sum": ""})  # with what a newer engram may have added
-        except ValueError as error:  # numbers may be longer as they are written here
-            raise corrupt(path, str(error)) from error
+        document = _decode_same(raw, cls)
+        if document is not None:
+            bare = _text(msgspec.structs.replace(document, sum=""))
+        else:
+            document, tree = _decode_carefully(raw, path, cls)
+            try:
+                bare = encode({**tree, "sum": ""})  # with what a newer engram may have added
+            except ValueError as error:  # numbers may be longer as they are written here
+                raise corrupt(path, str(error)) from error
         expected = xxhash.xxh3_64_hexdigest(bare)
         if document.sum != expected:
             raise corrupt(path, f"expected the checksum {expected}, got {document.sum!r:.100}")
@@ -79,6 +97,12 @@ def parse(raw: bytes, max_depth: int = MAX_DEPTH) -> Any:
         ValueError: the text is too long, not UTF-8 or not JSON; a key appears twice; a number is not finite or not an int64;
             lists and objects are nested deeper than ``max_depth``.
     """
+    try:
+        tree = msgspec.json.decode(raw)
+        if _is_tame(raw, max_depth) and _IN_ORDER.encode(tree).encode() == raw:
+            return tree
+    except _REFUSALS:
+        pass  # said below
     if len(raw) > MAX_BYTES:
         raise ValueError(f"expected at most {MAX_BYTES} bytes, got {len(raw)}")
     _check_depth(raw, max_depth)
@@ -102,6 +126,57 @@ def decode(raw: bytes, path: Path, kind: type[D]) -> D:
         CorruptCheckpoint: the text is not strict JSON, or does not say what such a document says.
         IncompatibleCheckpoint: another major version.
     """
+    document = _decode_same(raw, kind)
+    return _decode_carefully(raw, path, kind)[0] if document is None else document
+
+
+def encode(value: msgspec.Struct | Mapping[str, object]) -> bytes:
+    """The text of a value: sorted keys, no spaces. Equal values have equal bytes.
+
+    Raises:
+        TypeError: something JSON has no word for, or a key that is not a string; names where it is.
+        ValueError: a number that is not finite or not an int64, half a character, too deep, or longer than ``MAX_BYTES``.
+    """
+    try:
+        raw = _text(value)
+        kind = type(value) if isinstance(value, msgspec.Struct) else dict
+        if _is_tame(raw, MAX_DEPTH) and msgspec.json.decode(raw, type=kind) == value:
+            return raw
+    except _REFUSALS:
+        pass  # said below
+    raw = _text(_plain(value, "$", 1))
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"expected at most {MAX_BYTES} bytes of JSON, got {len(raw)}. Keep what is long in an array.")
+    return raw
+
+
+def _text(value: object) -> bytes:
+    return _SORTED.encode(msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value).encode()
+
+
+def _is_tame(raw: bytes, max_depth: int) -> bool:
+    """Whether a text is neither too long nor too deep, and all its integers are short."""
+    if len(raw) > MAX_BYTES or _DIGITS.search(raw):
+        return False
+    brackets = _STRINGS.sub(b"", raw).translate(_AS_LISTS, _NO_BRACKETS)
+    for _ in range(max_depth):  # each round takes away the innermost ones
+        brackets = brackets.replace(b"[]", b"")
+    return not brackets
+
+
+def _decode_same(raw: bytes, kind: type[D]) -> D | None:
+    """The document of this very version whose text this is; None: there is none."""
+    try:
+        document = msgspec.json.decode(raw, type=kind)
+        if document.version == kind.VERSION and _is_tame(raw, MAX_DEPTH) and _text(document) == raw:
+            return document
+    except _REFUSALS:
+        pass
+    return None
+
+
+def _decode_carefully(raw: bytes, path: Path, kind: type[D]) -> tuple[D, dict[str, object]]:
+    """A document, and all that its text says. Raises as :func:`decode`."""
     try:
         tree = parse(raw)
     except ValueError as error:
@@ -125,21 +200,7 @@ def decode(raw: bytes, path: Path, kind: type[D]) -> D:
             _refuse_unknown(tree, document, "$")
     except (msgspec.ValidationError, ValueError) as error:
         raise corrupt(path, str(error)) from error
-    return document
-
-
-def encode(value: msgspec.Struct | dict[str, Any]) -> bytes:
-    """The text of a value: sorted keys, no spaces. Equal values have equal bytes.
-
-    Raises:
-        TypeError: something JSON has no word for, or a key that is not a string; names where it is.
-        ValueError: a number that is not finite or not an int64, half a character, too deep, or longer than ``MAX_BYTES``.
-    """
-    tree = _plain(value, "$", 1)
-    raw = json.dumps(tree, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    if len(raw) > MAX_BYTES:
-        raise ValueError(f"expected at most {MAX_BYTES} bytes of JSON, got {len(raw)}. Keep what is long in an array.")
-    return raw
+    return document, tree
 
 
 @functools.cache  # msgspec evaluates all annotations to say it
