@@ -98,8 +98,8 @@ def _planning(share: float) -> Iterator[Row]:
 
 def _plan_once() -> tuple[float, float]:
     """Seconds of a plan and its digest, and MB that the resident set of this process grows, tables included."""
-    from engram.checkpoint.plan import Source, Target, make_plan
     from engram.format.tables import HAS_FIRST, HAS_LAST
+    from engram.reshard.plan import Source, Target, make_plan
 
     before = resident.now()
     dice = np.random.default_rng(0)

@@ -29,9 +29,9 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from engram.checkpoint import rows as rows_module
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.format.verify import verify
+from engram.persist import rows as rows_module
 from tests.format.checkpoint_folders import tree
 from tests.format.system_calls import counted, killed_at, settled
 from tests.test_state import STORAGES, Counting, L, buffer, items, kinds, twins

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from engram.checkpoint import moving, placing
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
+from engram.reshard import driver, scatter
 from tests.ranks.jobs import buffer, checkpointer, columns_of, done, job, layout, play, steps_of, whos
 
 
@@ -148,7 +148,7 @@ def test_restored_steps_say_the_lane_they_are_in(tmp_path):
 
 
 def test_a_mutant_that_keeps_the_env_id_is_found(tmp_path):
-    with mock.patch.object(placing, "_rewrite"), pytest.raises(AssertionError):
+    with mock.patch.object(scatter, "_rewrite"), pytest.raises(AssertionError):
         steps_say_the_lane_they_are_in(tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_restored_priorities_are_what_they_were(tmp_path):
 
 
 def test_a_mutant_that_resets_priorities_is_found(tmp_path):
-    real = moving.placed_state
+    real = driver.placed_state
 
     def reset(*args):
         state = real(*args)
@@ -190,7 +190,7 @@ def test_a_mutant_that_resets_priorities_is_found(tmp_path):
             priorities["leaves"] = torch.where(leaves != 0, torch.ones_like(leaves), leaves)
         return state
 
-    with mock.patch.object(moving, "placed_state", reset), pytest.raises(AssertionError):
+    with mock.patch.object(driver, "placed_state", reset), pytest.raises(AssertionError):
         priorities_are_what_they_were(tmp_path)
 
 
@@ -220,16 +220,16 @@ def test_dropped_episodes_and_steps_are_counted(tmp_path, caplog):
 
 
 def test_a_mutant_that_drops_without_a_count_is_found(tmp_path, caplog):
-    real = moving.make_plan
+    real = driver.make_plan
 
     def silent(*args):
         plan = real(*args)
         return plan._replace(left_out=plan.left_out * 0)
 
-    with mock.patch.object(moving, "make_plan", silent):
+    with mock.patch.object(driver, "make_plan", silent):
         with pytest.raises(RuntimeError, match="a bug of engram"):  # who saves and loads would hear of it, too
             what_is_dropped_is_counted(tmp_path / "checked", caplog)
-        with mock.patch.object(moving.Move, "check_counts"), pytest.raises(AssertionError):
+        with mock.patch.object(driver.Move, "check_counts"), pytest.raises(AssertionError):
             what_is_dropped_is_counted(tmp_path, caplog)
 
 

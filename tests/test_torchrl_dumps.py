@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, tensorclass
 
 from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyTensorStorage, TensorDictReplayBuffer
-from engram.checkpoint.torchrl import is_torchrl_dump, read
 from engram.format.schema import DTYPES, Field, Node, Schema
+from engram.migrate.torchrl.dump import is_torchrl_dump, read
 from engram.storages._structure import Structure
 from engram.store import Store
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 __all__ = ["Draw", "Extent", "Plan", "Sampler", "Write", "Writer"]
@@ -143,6 +145,15 @@ class Changes(NamedTuple):
     """int64 ``[n]`` ticket numbers of the rows, ascending."""
     next: int
     """Ask for this ticket the next time. Rows that were written beside a write still under way come again."""
+
+
+class Ranking(NamedTuple):
+    """How a writer ranks rows, of which it keeps the best."""
+
+    key: tuple[str, ...]
+    """Of the field that decides."""
+    values: Callable[[Tensor], NDArray[np.float64]]
+    """The value of each of ``n`` rows of that field, float64 ``[n]``, without NaN: larger ones are better."""
 
 
 @runtime_checkable

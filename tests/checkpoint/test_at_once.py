@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engram import LazyTensorStorage, ReplayBuffer
-from engram.checkpoint.at_once import READERS, read_at_once
+from engram.persist.parallel_read import READERS, parallel_read
 
 HERE = [torch.zeros(1)]
 
@@ -35,21 +35,21 @@ def all_ended():
 
 def test_all_is_done_each_share_in_order():
     done = []
-    read_at_once([[partial(done.append, (share, i)) for i in range(5)] for share in range(7)], HERE)
+    parallel_read([[partial(done.append, (share, i)) for i in range(5)] for share in range(7)], HERE)
     assert sorted(done) == list(itertools.product(range(7), range(5)))
     for share in range(7):
         assert [i for its, i in done if its == share] == list(range(5))
-    read_at_once([], HERE)
+    parallel_read([], HERE)
 
 
 def test_shares_are_done_at_once():
     together = threading.Barrier(READERS)
-    read_at_once([[partial(together.wait, 10)] for _ in range(READERS)], HERE)
+    parallel_read([[partial(together.wait, 10)] for _ in range(READERS)], HERE)
 
 
 def test_what_is_elsewhere_is_filled_by_this_thread():
     seen = set()
-    read_at_once([[lambda: seen.add(threading.get_ident())]] * 6, [*HERE, Elsewhere()])
+    parallel_read([[lambda: seen.add(threading.get_ident())]] * 6, [*HERE, Elsewhere()])
     assert seen == {threading.get_ident()}
 
 
@@ -70,7 +70,7 @@ def test_the_first_failure_stops_the_others(fails):
 
     shares = [failing() if share == fails else endless(share) for share in range(READERS)]
     with pytest.raises(OSError, match="the disk is gone"):
-        read_at_once([*shares, [partial(others.append, "a share behind them")]], HERE)
+        parallel_read([*shares, [partial(others.append, "a share behind them")]], HERE)
     assert others == []
     assert all_ended()
 
@@ -89,7 +89,7 @@ def test_interrupts_wait_for_what_still_writes():
         wrote.append(True)
 
     with pytest.raises(KeyboardInterrupt):
-        read_at_once([[act], [act]], HERE)
+        parallel_read([[act], [act]], HERE)
     assert wrote == [True]
     assert all_ended()
 

@@ -24,10 +24,10 @@ from engram import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from engram.checkpoint import rows, segments
-from engram.checkpoint.placing import open_saved
 from engram.format import schema as schemas
 from engram.format.parts import PartReader
+from engram.persist import rows, segments
+from engram.reshard.scatter import open_saved
 from tests.format.test_damage import flip
 from tests.twins import contents
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("engram.format.tables")
-from engram.checkpoint.plan import DROPPED, Incomplete, Source, Target, make_plan
+from engram.reshard.plan import DROPPED, Incomplete, Source, Target, make_plan
 
 FIRST, LAST, OPEN = 1, 2, 8
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("engram.format.tables")
-from engram.checkpoint.runs import KINDS, Marks, count_kinds, find_runs
+from engram.persist.trajectory_table import KINDS, Marks, count_kinds, find_runs
 
 FIRST, LAST, TRUNCATED, OPEN = 1, 2, 4, 8
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram import LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
-from engram.checkpoint.runs import KINDS, count_kinds
 from engram.cli import main
 from engram.format import series, tables
 from engram.format.describe import _trajectories
+from engram.persist.trajectory_table import KINDS, count_kinds
 from tests.format import checkpoint_folders as made
 
 

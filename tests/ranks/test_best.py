@@ -16,10 +16,10 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from engram.checkpoint.best import plan_best
-from engram.checkpoint.plan import DROPPED, Source, Target
 from engram.cli import main
 from engram.ranks import Ranks
+from engram.reshard.by_rank import plan_best
+from engram.reshard.plan import DROPPED, Source, Target
 from tests.ranks.jobs import checkpointer, columns_of, done, job
 
 

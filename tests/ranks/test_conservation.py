@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engram import IncompatibleCheckpoint
-from engram.checkpoint.plan import DROPPED
+from engram.reshard.plan import DROPPED
 from tests import stress
 from tests.ranks.jobs import buffer, checkpointer, columns_of, done, filled, job, layout, play, steps_of, whos
 
@@ -312,7 +312,7 @@ def test_lanes_of_one_row(tmp_path):
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """Rows, tickets and priorities are read in windows, one at a time in each thread."""
-    from engram.checkpoint import placing
+    from engram.reshard import scatter
 
     def act(ranks, rank):
         rb = buffer(1, 40_000)
@@ -321,18 +321,18 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
 
     done(job(2, act))
     held = []
-    real = placing._windows
+    real = scatter._windows
 
     def counted(*args):
         for piece in real(*args):
             held.append(piece[1].nbytes)
             yield piece
 
-    placing._windows = counted
+    scatter._windows = counted
     try:
         report = done(job(1, lambda ranks, _: checkpointer(tmp_path, buffer(1, 80_000), ranks).restore()))[0]
     finally:
-        placing._windows = real
+        scatter._windows = real
     assert report.dealt["kept"]["steps"] == 80_000
     assert sum(held) >= 80_000 * 400
     assert max(held) <= 2 << 20

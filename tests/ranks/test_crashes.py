@@ -6,7 +6,7 @@ import time
 import pytest
 
 from engram import Ranks
-from engram.checkpoint import crashes as watch
+from engram.checkpoint import watchdog as watch
 from engram.format import series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from engram import LazyTensorStorage, RankFailed, Ranks, SliceSampler, TensorDictReplayBuffer
-from engram.checkpoint import buffers, moving, placing, plan
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
+from engram.persist import parts
+from engram.reshard import driver, plan, scatter
 from tests.format.checkpoint_folders import tree
 from tests.format.system_calls import settled
 from tests.ranks.jobs import buffer, done, episode, job, layout, play, steps_of, whos
@@ -63,7 +64,7 @@ def trajectories_stay_apart(root, roles):
         ck.restore(incomplete={"open": "keep"})
         drawn = torch.cat([rb.sample()["who"].reshape(-1, 3) for _ in range(60)])
         path = ck.save(2).path
-        with Checkpoint(path) as checkpoint, buffers.open_storage(checkpoint, rank) as reader:
+        with Checkpoint(path) as checkpoint, parts.open_storage(checkpoint, rank) as reader:
             table = [(it.first, it.end) for it in reader.trajectories()]
         return layout(rb)[0], drawn, table
 
@@ -87,12 +88,12 @@ def test_trajectories_of_the_target_stay_apart(tmp_path, roles):
 
 
 def test_a_mutant_that_leaves_nothing_between_open_ones_is_found(tmp_path):
-    with mock.patch.object(moving, "make_plan", without_gaps), pytest.raises(AssertionError, match="of two"):
+    with mock.patch.object(driver, "make_plan", without_gaps), pytest.raises(AssertionError, match="of two"):
         trajectories_stay_apart(tmp_path, ONLY_ENDS)
 
 
 def test_a_mutant_that_keeps_the_numbers_of_trajectories_is_found(tmp_path):
-    with mock.patch.object(placing, "_rewrite"), pytest.raises(AssertionError, match="of two"):
+    with mock.patch.object(scatter, "_rewrite"), pytest.raises(AssertionError, match="of two"):
         trajectories_stay_apart(tmp_path, ONLY_NUMBERS)
 
 
@@ -160,7 +161,7 @@ def test_a_mutant_that_keeps_an_error_to_itself_is_found(tmp_path, mutant):
 def nobody_loads_by_another_plan(root):
     """Rank 1 deals out otherwise: it has another version, or sees other files."""
     done(job(3, save, root))
-    others, real = set(), moving.make_plan
+    others, real = set(), driver.make_plan
 
     def planned(*args):
         made = real(*args)
@@ -176,7 +177,7 @@ def nobody_loads_by_another_plan(root):
             checkpointer_of(root, rb, ranks).restore()
         assert steps_of(rb) == before
 
-    with mock.patch.object(moving, "make_plan", planned):
+    with mock.patch.object(driver, "make_plan", planned):
         results = job(2, act)
     assert results == [None, None]
 

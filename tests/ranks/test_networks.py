@@ -170,9 +170,9 @@ def test_a_cable_is_pulled_amid_a_save_that_nobody_needs_any_more(tmp_path, swit
 
 def watched(ranks, rank, folder, root):
     """A cable is pulled while all train; a watch is kept."""
-    from engram.checkpoint import crashes
+    from engram.checkpoint import watchdog
 
-    crashes._SILENT_S = 1.5
+    watchdog._SILENT_S = 1.5
     ck = checkpointer(root, filled(rank), ranks, timeout=2.0)
     try:
         with ck.guard(grace=10.0):

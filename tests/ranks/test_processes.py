@@ -176,9 +176,9 @@ def in_a_collective(ranks, rank, folder, how):
     """Rank 1 fails while others wait for it in an all-reduce of the default group."""
     from torch import distributed
 
-    from engram.checkpoint import crashes
+    from engram.checkpoint import watchdog
 
-    crashes._SILENT_S = 2.0
+    watchdog._SILENT_S = 2.0
     ck = checkpointer(folder / "root", filled(rank), ranks, poll_every=5)
     with ck.guard(grace=10.0):
         for step in range(1, 11):

@@ -24,28 +24,28 @@ from engram._closing import end
 from engram._later import refuse
 from engram._tensordict import children
 from engram._words import warn
-from engram.checkpoint import buffers, torchrl
-from engram.checkpoint.moving import by_trajectory, by_value
-from engram.checkpoint.placing import open_saved
-from engram.checkpoint.plan import Incomplete
 from engram.errors import CorruptStore, IncompatibleCheckpoint, NoSampleable, RowError, WriterStalled
 from engram.format import disk, files, layout, series
 from engram.format.checkpoints import Checkpoint, finish_dump, replacing
+from engram.migrate.torchrl import dump as torchrl
 from engram.packing import pack, unpack
+from engram.persist import parts as saved_parts
 from engram.pinning import pinning_for
 from engram.prefetch import Prefetcher, Steps
+from engram.reshard.driver import by_trajectory, by_value
+from engram.reshard.plan import Incomplete
+from engram.reshard.scatter import open_saved
 from engram.state import check_keys, checked, copied, integer, read_from, saved, tensor_in, typed
 from engram.store import Copied, Key, ThreadKey
 from engram.transforms import Compose
-from engram.types import Draw, Plan, Sampler, Write, Writer
+from engram.types import Draw, Plan, Ranking, Sampler, Write, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from engram.checkpoint.best import Ranking
-    from engram.checkpoint.moving import Planner
     from engram.format.parts import PartReader
     from engram.pinning import Pinning
+    from engram.reshard.driver import Planner
     from engram.storages import Count, Rows, Storage
 
 __all__ = ["ReplayBuffer"]
@@ -1413,8 +1413,8 @@ class ReplayBuffer:
             with self._storage.paused:
                 noted = cut()
                 parts = self.parts(noted=(), drop_ahead=prefetch == "drop")
-            rows = self._storage.save_whole(folder / buffers.STORAGE, noted)
-            infos = [rows.info, *buffers.write_parts(folder, parts)]
+            rows = self._storage.save_whole(folder / saved_parts.STORAGE, noted)
+            infos = [rows.info, *saved_parts.write_parts(folder, parts)]
             finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
 
     def loads(self, path: str | os.PathLike[str], *, convert: bool = False, default_rng: bool = False) -> None:
@@ -1483,7 +1483,7 @@ class ReplayBuffer:
         state["_prefetch_state"] = None
         return self._checked_rest(state, of_storage, take_storage, default_rng=False)
 
-    def parts(self, *, noted: Collection[str] | None = None, drop_ahead: bool = False) -> buffers.Parts:
+    def parts(self, *, noted: Collection[str] | None = None, drop_ahead: bool = False) -> saved_parts.Parts:
         """All of the state but the storage's, as the parts of a checkpoint.
 
         ``noted``: names of priorities that the storage's part has, default all; the sampler's says which of them it is, if that is its
@@ -1491,7 +1491,7 @@ class ReplayBuffer:
         """
         index = self._sampler_index()
         if index is not None and (noted is None or index in noted):
-            of_sampler: dict[str, Any] | None = {buffers.INDEX: index}
+            of_sampler: dict[str, Any] | None = {saved_parts.INDEX: index}
         else:
             of_sampler = None if index is None else self._storage.priorities_in_use(index)
         state = self._state_but_rows(with_sampler=of_sampler is None, drop_ahead=drop_ahead)
@@ -1501,12 +1501,12 @@ class ReplayBuffer:
         states = {
             "sampler": state["_sampler"],
             "writer": state["_writer"],
-            "transforms": state["_transforms"] | ({buffers.FUNCTIONS: functions} if functions else {}),
+            "transforms": state["_transforms"] | ({saved_parts.FUNCTIONS: functions} if functions else {}),
             "buffer": {name: state[f"_{name}"] for name in _IN_BUFFER},
             "rng": {"generator": state["_rng"], "default": state["_default_rng"]},
             "prefetch": {"batches": state["_prefetch_state"]},
         }
-        return buffers.Parts(states, self._kinds())
+        return saved_parts.Parts(states, self._kinds())
 
     def _kinds(self) -> dict[str, str]:
         components = {"sampler": self._sampler, "writer": self._writer, "transforms": self._transform, "buffer": self}
@@ -1535,10 +1535,10 @@ class ReplayBuffer:
     def _checked_parts(
         self, checkpoint: Checkpoint, rank: int, where: str, default_rng: bool, close_open: bool, convert: bool
     ) -> Callable[[], None]:
-        reader = buffers.open_storage(checkpoint, rank)
-        states = buffers.read_parts(checkpoint, rank, self._kinds())
-        if buffers.INDEX in states["sampler"]:
-            states["sampler"] = buffers.index_state(reader, states["sampler"])
+        reader = saved_parts.open_storage(checkpoint, rank)
+        states = saved_parts.read_parts(checkpoint, rank, self._kinds())
+        if saved_parts.INDEX in states["sampler"]:
+            states["sampler"] = saved_parts.index_state(reader, states["sampler"])
         of_storage: dict[str, Any] = reader.state
         if convert:
             of_storage, take_storage = self._checked_conversion(reader, states)
@@ -1595,11 +1595,11 @@ class ReplayBuffer:
     ) -> Callable[[], None]:
         take_rows = self._storage.checked_without_rows(of_storage)
         generator = torch.Generator().manual_seed(seed).get_state()
-        read = buffers.read_parts(checkpoint, leader, self._kinds())
+        read = saved_parts.read_parts(checkpoint, leader, self._kinds())
         self._state_of_parts(read, where)  # they have what is replaced
-        states = {part: buffers.begun_anew(part, state, seed, generator) for part, state in read.items()}
-        if buffers.INDEX in states["sampler"]:
-            states["sampler"] = of_storage["priorities"][states["sampler"][buffers.INDEX]]
+        states = {part: saved_parts.begun_anew(part, state, seed, generator) for part, state in read.items()}
+        if saved_parts.INDEX in states["sampler"]:
+            states["sampler"] = of_storage["priorities"][states["sampler"][saved_parts.INDEX]]
         state = self._state_of_parts(states, where)
         state["_rng"] = None if self._generator is None else [generator, "cpu"]
         state["_lane"] = self._saved_lane  # that of another rank says nothing here
@@ -1610,9 +1610,9 @@ class ReplayBuffer:
         for part, names in (("buffer", _IN_BUFFER), ("rng", ("generator", "default")), ("prefetch", ("batches",))):
             check_keys(states[part], names, f"{where}: {part}")
         functions = typed(
-            {buffers.FUNCTIONS: [], **states["transforms"]}, buffers.FUNCTIONS, list, f"{where}: transforms"
+            {saved_parts.FUNCTIONS: [], **states["transforms"]}, saved_parts.FUNCTIONS, list, f"{where}: transforms"
         )
-        saved_ones, ours = set(states["transforms"]) - {buffers.FUNCTIONS}, set(self._transform.state_dict())
+        saved_ones, ours = set(states["transforms"]) - {saved_parts.FUNCTIONS}, set(self._transform.state_dict())
         if saved_ones != ours:
             raise IncompatibleCheckpoint(
                 f"{where}: transforms: expected the states {sorted(ours)}, got {sorted(saved_ones)}."
@@ -1626,7 +1626,7 @@ class ReplayBuffer:
         return {
             "_sampler": states["sampler"],
             "_writer": states["writer"],
-            "_transforms": {name: of for name, of in states["transforms"].items() if name != buffers.FUNCTIONS},
+            "_transforms": {name: of for name, of in states["transforms"].items() if name != saved_parts.FUNCTIONS},
             **{f"_{name}": states["buffer"][name] for name in _IN_BUFFER},
             "_rng": states["rng"]["generator"],
             "_default_rng": states["rng"]["default"],
@@ -1647,7 +1647,7 @@ class ReplayBuffer:
         of_storage, take = self._storage.checked_conversion(saved_rows, plan, without=own)
         for name in own:
             states["sampler"] = of_storage["priorities"][name]
-        states["sampler"] = buffers.pass_anew(states["sampler"], 0)
+        states["sampler"] = saved_parts.pass_anew(states["sampler"], 0)
         states["prefetch"] = {"batches": None}
         if states["buffer"].get("lane") not in [[lane] for lane in range(self._storage.lanes)]:
             states["buffer"]["lane"] = 0

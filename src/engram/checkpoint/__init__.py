@@ -1,1 +1,1 @@
-"""Checkpoints: the state of a buffer's components, in and out of folders."""
+"""A series of checkpoints of one buffer, of one rank or of many."""

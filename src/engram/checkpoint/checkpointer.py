@@ -21,33 +21,33 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from engram._progress import bytes_bar
 from engram._words import count, said_bytes, warn
-from engram.checkpoint import buffers
-from engram.checkpoint.agreement import disagreements
-from engram.checkpoint.attempts import Attempts
-from engram.checkpoint.components import check_blocks
-from engram.checkpoint.crashes import Crashes
+from engram.checkpoint.commit_protocol import Attempts
 from engram.checkpoint.endpoint import Endpoint
-from engram.checkpoint.moving import checked_incomplete, open_shards, saved_fields, seed_of
-from engram.checkpoint.placing import has_ends
-from engram.checkpoint.plan import Incomplete, Target
-from engram.checkpoint.reports import Lost, move_lines, move_report, said_move
-from engram.checkpoint.requests import Requests
-from engram.checkpoint.roles import check_roles, doubts, roles_of
-from engram.checkpoint.rows import described
-from engram.checkpoint.runs import KINDS
+from engram.checkpoint.schedule import Requests
+from engram.checkpoint.watchdog import Watchdog
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.format import disk, series, strict
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.format.problems import Problem, corrupt
+from engram.persist import parts
+from engram.persist.components import check_blocks
+from engram.persist.roles import check_roles, doubts, roles_of
+from engram.persist.rows import described
+from engram.persist.trajectory_table import KINDS
 from engram.ranks import Ranks
+from engram.reshard.agreement import disagreements
+from engram.reshard.driver import checked_incomplete, open_shards, saved_fields, seed_of
+from engram.reshard.plan import Incomplete, Target
+from engram.reshard.reports import Lost, move_lines, move_report, said_move
+from engram.reshard.scatter import has_ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engram.checkpoint.moving import Move, Planner
-    from engram.checkpoint.rows import SavedRows
     from engram.format.checkpoints import Shard
     from engram.format.parts import PartField, PartReader
+    from engram.persist.rows import SavedRows
+    from engram.reshard.driver import Move, Planner
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
 
@@ -276,7 +276,7 @@ class _Moment(NamedTuple):
     in_rows: bool
     """Whether they are no steps of trajectories."""
     state: dict[str, Any]
-    parts: buffers.Parts
+    parts: parts.Parts
     lineage: Any
     paused: float
     """Seconds that writers waited."""
@@ -683,17 +683,17 @@ class Checkpointer:
             reader: PartReader | None = None
             if parent is not None:
                 checkpoint = stack.enter_context(Checkpoint(parent.path))
-                reader = stack.enter_context(checkpoint.part(self._ranks.rank, buffers.STORAGE))
+                reader = stack.enter_context(checkpoint.part(self._ranks.rank, parts.STORAGE))
             progress = stack.enter_context(bytes_bar("saving", moment.nbytes))
             rows = moment.save(
-                folder / buffers.STORAGE,
+                folder / parts.STORAGE,
                 moment.state,
                 roles=self._roles,
                 parent=reader,
                 paranoid=self._paranoid,
                 progress=progress,
             )
-            return rows, [rows.info, *buffers.write_parts(folder, moment.parts)]
+            return rows, [rows.info, *parts.write_parts(folder, moment.parts)]
 
     # ---- when to save ----------------------------------------------------------------------------------------------------
 
@@ -802,7 +802,7 @@ class Checkpointer:
         """
         self._attempts.claim(self._timeout)
         self._guards += 1
-        crashes = Crashes(
+        crashes = Watchdog(
             self._attempts, self._guards, lambda: self._heard[:2], self._write_crash, grace, self._timeout
         )
         with contextlib.ExitStack() as stack:
@@ -1057,7 +1057,7 @@ class Checkpointer:
     def _fits(self, checkpoint: Checkpoint) -> bool:
         """Whether this rank's shard is of a storage like the one here."""
         storage = self._buffer.storage
-        with buffers.open_storage(checkpoint, self._ranks.rank) as reader:
+        with parts.open_storage(checkpoint, self._ranks.rank) as reader:
             geometry = reader.geometry
         if geometry is None or geometry.columns:
             return geometry is None or storage.ndim > 1
@@ -1129,7 +1129,7 @@ class Checkpointer:
             found.append(check())
             if damaged is not None:
                 for shard in range(self._ranks.rank, damaged.manifest.world, self._ranks.world):
-                    with buffers.open_storage(damaged, shard) as reader:
+                    with parts.open_storage(damaged, shard) as reader:
                         check_blocks(reader)
             return b""
 

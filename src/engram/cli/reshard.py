@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from engram._progress import bytes_bar
-from engram.checkpoint import buffers
-from engram.checkpoint.agreement import disagreements
-from engram.checkpoint.components import check_blocks, read_state, write_part
-from engram.checkpoint.moving import by_trajectory, by_value, checked_incomplete, open_shards, seed_of
-from engram.checkpoint.plan import Target
-from engram.checkpoint.reports import move_report
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
+from engram.persist import parts
+from engram.persist.components import check_blocks, read_state, write_part
+from engram.reshard.agreement import disagreements
+from engram.reshard.driver import by_trajectory, by_value, checked_incomplete, open_shards, seed_of
+from engram.reshard.plan import Target
+from engram.reshard.reports import move_report
 from engram.storages import LazyMemmapStorage
 from engram.writers import TensorDictMaxValueWriter
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from engram.checkpoint.moving import Move, Planner
-    from engram.checkpoint.plan import Incomplete
+    from engram.reshard.driver import Move, Planner
+    from engram.reshard.plan import Incomplete
 
 __all__ = ["reshard"]
 
@@ -119,7 +119,7 @@ def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int |
     if capacity is None:
         total = 0
         for rank in range(checkpoint.manifest.world):
-            with buffers.open_storage(checkpoint, rank) as reader:
+            with parts.open_storage(checkpoint, rank) as reader:
                 total += reader.geometry.capacity if reader.geometry else 0
         capacity = -(-total // ranks)
     return max(1, -(-capacity // lanes))
@@ -186,7 +186,7 @@ def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, att
             storage.checked_without_rows(state)(fill)
             cut = storage.prepare_cut()()
             with disk.together():
-                rows = storage.save_cut(folder / buffers.STORAGE, cut, roles=roles, progress=progress)
+                rows = storage.save_cut(folder / parts.STORAGE, cut, roles=roles, progress=progress)
                 others = _others(checkpoint, move, rank)
                 infos = [rows.info, *(write_part(folder / part, part, kind, state) for part, kind, state in others)]
         finally:
@@ -205,8 +205,8 @@ def _others(checkpoint: Checkpoint, move: Move, rank: int) -> list[tuple[str, st
     seed = seed_of(checkpoint, len(move.targets), rank)
     generator = torch.Generator().manual_seed(seed).get_state()
     others = [
-        (reader.part, reader.type, buffers.begun_anew(reader.part, read_state(reader), seed, generator))
+        (reader.part, reader.type, parts.begun_anew(reader.part, read_state(reader), seed, generator))
         for reader in checkpoint.parts(move.leader)
-        if reader.part != buffers.STORAGE
+        if reader.part != parts.STORAGE
     ]
-    return [(part, kind, state) for part, kind, state in others if state != buffers.EMPTY.get(part)]
+    return [(part, kind, state) for part, kind, state in others if state != parts.EMPTY.get(part)]

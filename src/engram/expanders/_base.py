@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import torch
 
 from engram import _fork, _native, samplers
-from engram.checkpoint.components import Dumpable
 from engram.errors import NoSampleable, RowError, WriterStalled
+from engram.persist.components import Dumpable
 from engram.samplers._boundaries import (
     ID_KEYS,
     NAMED,

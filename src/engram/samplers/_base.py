@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram._words import warn
-from engram.checkpoint.components import Dumpable
 from engram.errors import NoSampleable
+from engram.persist.components import Dumpable
 from engram.state import check_keys
 
 if TYPE_CHECKING:

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from engram import _fork, _words
 from engram._closing import end
-from engram.checkpoint.components import Dumpable, check_kind, read_state, write_part
-from engram.checkpoint.rows import SavedRows, nothing_saved
 from engram.errors import IncompatibleCheckpoint, RowError
+from engram.persist.components import Dumpable, check_kind, read_state, write_part
+from engram.persist.rows import SavedRows, nothing_saved
 from engram.types import Extent, Plan, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from engram.checkpoint.moving import Planner
-    from engram.checkpoint.placing import Saved
-    from engram.checkpoint.torchrl import TorchRLDump
     from engram.format.parts import PartReader
+    from engram.migrate.torchrl.dump import TorchRLDump
     from engram.priorities import PriorityConfig, PriorityIndex
+    from engram.reshard.driver import Planner
+    from engram.reshard.scatter import Saved
 
 __all__ = ["Count", "Rows", "Storage", "check_count"]
 

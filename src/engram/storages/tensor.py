@@ -21,20 +21,20 @@ from engram._devices import existing_device
 from engram._later import refuse
 from engram._mappings import shared_pieces
 from engram._words import count, said_bytes, warn
-from engram.checkpoint.components import check_blocks, check_kind, write_part
-from engram.checkpoint.plan import Target
-from engram.checkpoint.reports import said_counts
-from engram.checkpoint.roles import roles_of
-from engram.checkpoint.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
-from engram.checkpoint.segments import save_segments
 from engram.errors import CorruptStore, EngramError, IncompatibleCheckpoint, IncompatibleStore, RowError
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.passes import KIND as PASSES
 from engram.passes import PassIndex, checked_walk
+from engram.persist.components import check_blocks, check_kind, write_part
+from engram.persist.roles import roles_of
+from engram.persist.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
+from engram.persist.segments import save_segments
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
+from engram.reshard.plan import Target
+from engram.reshard.reports import said_counts
 from engram.state import check_keys, copied, integer, tensor_in, typed
 from engram.storages._base import Count, Rows, Storage, check_count
 from engram.storages._columns import (
@@ -66,12 +66,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from engram._mappings import Piece
-    from engram.checkpoint.moving import Move, Planner
-    from engram.checkpoint.placing import Saved
-    from engram.checkpoint.torchrl import TorchRLDump
     from engram.format.parts import PartReader
     from engram.format.schema import Field
+    from engram.migrate.torchrl.dump import TorchRLDump
     from engram.priorities import PriorityConfig
+    from engram.reshard.driver import Move, Planner
+    from engram.reshard.scatter import Saved
 
 __all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram.checkpoint.components import Dumpable
+from engram.persist.components import Dumpable
 from engram.state import check_keys
 from engram.types import Extent, Plan
 

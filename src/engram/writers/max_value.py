@@ -13,10 +13,9 @@ from torch import Tensor
 from engram import _native
 from engram._later import refuse
 from engram._tensordict import children, find
-from engram.checkpoint.best import Ranking
 from engram.errors import IncompatibleCheckpoint
 from engram.state import check_keys
-from engram.types import Extent, Plan
+from engram.types import Extent, Plan, Ranking
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:

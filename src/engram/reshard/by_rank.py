@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engram.checkpoint.plan import Plan, leave_out, numbered, within
+from engram.reshard.plan import Plan, leave_out, numbered, within
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
-    from engram.checkpoint.plan import Source, Target
+    from engram.reshard.plan import Source, Target
 
-__all__ = ["Ranking", "plan_best"]
-
-
-class Ranking(NamedTuple):
-    """Which of two rows is better."""
-
-    key: tuple[str, ...]
-    """Of the field that says it."""
-    values: Callable[[Tensor], NDArray[np.float64]]
-    """The value of each of ``n`` rows of that field, float64 ``[n]``, without NaN: larger ones are better."""
+__all__ = ["plan_best"]
 
 
 def plan_best(sources: Sequence[Source], values: Sequence[NDArray[np.float64]], targets: Sequence[Target]) -> Plan:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engram._words import count
-from engram.checkpoint.plan import by_reason, counted
-from engram.checkpoint.runs import count_kinds
+from engram.persist.trajectory_table import count_kinds
+from engram.reshard.plan import by_reason, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engram.checkpoint.moving import Move
+    from engram.reshard.driver import Move
 
 __all__ = ["Lost", "move_lines", "move_report", "said_counts", "said_move"]
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from engram.checkpoint.attempts import Attempts
+    from engram.checkpoint.commit_protocol import Attempts
 
-__all__ = ["Crashes"]
+__all__ = ["Watchdog"]
 
 _log = logging.getLogger("engram")
 
@@ -36,7 +36,7 @@ _SILENT_S = 10.0
 _STUCK_S = 1.0
 
 
-class Crashes:
+class Watchdog:
     """The watch of one rank.
 
     Args:

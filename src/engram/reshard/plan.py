@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from engram.checkpoint.runs import KINDS, kinds_of
 from engram.format.tables import HAS_FIRST, HAS_LAST
+from engram.persist.trajectory_table import KINDS, kinds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

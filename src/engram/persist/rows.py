@@ -12,10 +12,6 @@ import msgspec
 import numpy as np
 import torch
 
-from engram.checkpoint.at_once import READERS, read_at_once
-from engram.checkpoint.components import described_state, read_state
-from engram.checkpoint.roles import boundary_fields
-from engram.checkpoint.runs import Marks, count_kinds, find_runs
 from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format import schema as schemas
@@ -24,6 +20,10 @@ from engram.format.files import Descriptor
 from engram.format.parts import NO_SCHEMA, Geometry, PartField, PartWriter, schema_sum, segment_layout
 from engram.format.problems import corrupt
 from engram.format.tables import OPEN
+from engram.persist.components import described_state, read_state
+from engram.persist.parallel_read import READERS, parallel_read
+from engram.persist.roles import boundary_fields
+from engram.persist.trajectory_table import Marks, count_kinds, find_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -445,7 +445,7 @@ def fill(reader: PartReader) -> Callable[[Sequence[Tensor]], None]:
                 finally:
                     free.append(mine)
 
-            read_at_once([[partial(read_piece, it)] for it in pieces], tensors)
+            parallel_read([[partial(read_piece, it)] for it in pieces], tensors)
 
     return read
 

@@ -9,9 +9,13 @@ import msgspec
 import numpy as np
 
 from engram._words import count
-from engram.checkpoint import buffers
-from engram.checkpoint.best import plan_best
-from engram.checkpoint.placing import (
+from engram.errors import IncompatibleCheckpoint
+from engram.format import schema as schemas
+from engram.persist import parts
+from engram.persist.rows import read_rows_state
+from engram.reshard.by_rank import plan_best
+from engram.reshard.plan import DROPPED, Incomplete, counted, make_plan
+from engram.reshard.scatter import (
     can_truncate,
     fields_of,
     fill_placed,
@@ -22,10 +26,6 @@ from engram.checkpoint.placing import (
     placed_state,
     read_runs,
 )
-from engram.checkpoint.plan import DROPPED, Incomplete, counted, make_plan
-from engram.checkpoint.rows import read_rows_state
-from engram.errors import IncompatibleCheckpoint
-from engram.format import schema as schemas
 
 if TYPE_CHECKING:
     import contextlib
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.checkpoint.best import Ranking
-    from engram.checkpoint.placing import Saved
-    from engram.checkpoint.plan import Plan, Target
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartField
+    from engram.reshard.plan import Plan, Target
+    from engram.reshard.scatter import Saved
+    from engram.types import Ranking
 
 __all__ = [
     "Move",
@@ -153,7 +153,7 @@ def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[Sav
         IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
     """
     return [
-        open_saved(stack.enter_context(buffers.open_storage(checkpoint, rank)))
+        open_saved(stack.enter_context(parts.open_storage(checkpoint, rank)))
         for rank in range(checkpoint.manifest.world)
     ]
 
@@ -161,7 +161,7 @@ def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[Sav
 def saved_fields(checkpoint: Checkpoint) -> tuple[PartField, ...]:
     """The fields of the first rank that was ever written; none: none was."""
     for rank in range(checkpoint.manifest.world):
-        with buffers.open_storage(checkpoint, rank) as reader:
+        with parts.open_storage(checkpoint, rank) as reader:
             if reader.schema is not None:
                 return reader.schema
     return ()

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engram.checkpoint.buffers import STORAGE, begun_anew
-from engram.checkpoint.components import read_state
 from engram.errors import IncompatibleCheckpoint
+from engram.persist.components import read_state
+from engram.persist.parts import STORAGE, begun_anew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from engram.checkpoint.moving import Move
     from engram.format.checkpoints import Checkpoint
+    from engram.reshard.driver import Move
 
 __all__ = ["disagreements"]
 

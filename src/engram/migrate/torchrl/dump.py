@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from engram._words import warn
-from engram.checkpoint._folder import Folder, convert
-from engram.checkpoint._torchrl_storage import MAX_ROWS, Count, Leaf, Shape, Storage
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.schema import DTYPES, Field, Node, Schema
+from engram.migrate.torchrl.folder import Folder, convert
+from engram.migrate.torchrl.storage import MAX_ROWS, Count, Leaf, Shape, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 
-from engram.checkpoint._folder import convert
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS, MAX_FIELDS, Field, Node, validate_key
+from engram.migrate.torchrl.folder import convert
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from engram.checkpoint._folder import Folder
+    from engram.migrate.torchrl.folder import Folder
 
 __all__ = ["MAX_ROWS", "Count", "Leaf", "Shape", "Storage"]
 

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from engram import _native
-from engram.checkpoint.at_once import read_at_once
-from engram.checkpoint.plan import Source, within
-from engram.checkpoint.roles import ENDS, boundary_fields
-from engram.checkpoint.rows import Stretch, checked_numbers, dtype_of, read_rows_state, stretches
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.problems import corrupt
 from engram.format.sums import BLOCK
 from engram.format.tables import HAS_FIRST, HAS_LAST
+from engram.persist.parallel_read import parallel_read
+from engram.persist.roles import ENDS, boundary_fields
+from engram.persist.rows import Stretch, checked_numbers, dtype_of, read_rows_state, stretches
+from engram.reshard.plan import Source, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.checkpoint.plan import Plan
     from engram.format.parts import PartField, PartReader
     from engram.format.schema import Schema
+    from engram.reshard.plan import Plan
 
 __all__ = [
     "Saved",
@@ -431,7 +431,7 @@ def fill_placed(
                 yield partial(_put, raw.reshape(-1, field.row_bytes), low, extents, tensor)
 
     def fill(tensors: Sequence[Tensor]) -> None:
-        read_at_once([placed(which, tensors) for which, one in enumerate(saved) if len(one.source.runs)], tensors)
+        parallel_read([placed(which, tensors) for which, one in enumerate(saved) if len(one.source.runs)], tensors)
         _rewrite(tensors, fields, plan, mine, saved, length, env_offset)
 
     return fill

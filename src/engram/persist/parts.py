@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engram.checkpoint.components import check_kind, read_state, write_part
 from engram.errors import IncompatibleCheckpoint
 from engram.format.problems import corrupt
+from engram.persist.components import check_kind, read_state, write_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

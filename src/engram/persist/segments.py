@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import xxhash
 
-from engram.checkpoint.components import described_state
-from engram.checkpoint.rows import TABLES, Boundaries, SavedRows, described, ticket_words, write_tables
 from engram.format.checkpoints import Cut
 from engram.format.parts import PartField, PartWriter, SegmentRows, schema_sum, segment_layout
+from engram.persist.components import described_state
+from engram.persist.rows import TABLES, Boundaries, SavedRows, described, ticket_words, write_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["READERS", "read_at_once"]
+__all__ = ["READERS", "parallel_read"]
 
 #: Threads, the caller's included. Disks give more to two than to one; beyond that it is the processors that training needs.
 READERS = 2
@@ -19,7 +19,7 @@ READERS = 2
 _LOOK_S = 0.1
 
 
-def read_at_once(shares: Sequence[Iterable[Callable[[], object]]], into: Sequence[Tensor]) -> None:
+def parallel_read(shares: Sequence[Iterable[Callable[[], object]]], into: Sequence[Tensor]) -> None:
     """Call all that the shares consist of: each share one after another, several shares at once.
 
     Shares must not touch the same reader or the same rows at once. Tensors on a device are filled by this thread alone, as what is

@@ -1,0 +1,1 @@
+"""Folders that TorchRL's ``ReplayBuffer.dumps`` wrote."""

@@ -1,0 +1,1 @@
+"""State and rows of components as files, and back."""

@@ -1,0 +1,1 @@
+"""A checkpoint of some ranks and sizes loaded by others."""
