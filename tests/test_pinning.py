@@ -145,9 +145,13 @@ def test_columns(memory):
 
 
 def test_rows_that_were_moved_while_they_were_read(memory, monkeypatch):
-    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), pin_memory=True)
+    class ByRow(SamplerWithoutReplacement):
+        """Draws, and leaves reading to the buffer."""
+
+        traits = SamplerWithoutReplacement.traits._replace(reads_natively=False)
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ByRow(), pin_memory=True)
     rb.extend(TensorDict({"a": torch.arange(10)}, [10]))
-    monkeypatch.setattr(rb, "_sample_natively", None)
     read, first = rb.storage.read, [True]
 
     def moving(rows, expected=None):

@@ -37,6 +37,7 @@ from engram import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
+    Traits,
     pinning,
     prefetch,
 )
@@ -339,11 +340,13 @@ def test_a_batch_is_ready_while_the_current_one_trains(threads):
         rb.sample()
 
 
-def test_threads_draw_one_after_the_other(threads, monkeypatch):
+def test_threads_draw_one_after_the_other(threads):
     """Samplers are not asked to draw twice at a time, nor out of order, by threads that sleep meanwhile."""
     keys, inside = [], []
 
     class Slow(Newest):
+        traits = Traits(has_epochs=False)  # else each draw is waited for before the next is asked for
+
         def draw(self, extent, batch_size, key):
             inside.append(key)
             assert len(inside) == 1
@@ -352,9 +355,6 @@ def test_threads_draw_one_after_the_other(threads, monkeypatch):
             inside.pop()
             return super().draw(extent, batch_size, key)
 
-    monkeypatch.setattr(
-        "engram.buffer.replay_buffer._WITHOUT_PASSES", (Slow,)
-    )  # else each draw is waited for before the next is asked for
     rb = buffer(4, Slow)
     rows_of(rb, 20)
     rb.close()
@@ -562,10 +562,12 @@ def test_an_empty_buffer_and_then_a_full_one(sampler, who):
     assert rows_of(rb, 12) == rows_of(plain, 12)
 
 
-def test_a_draw_that_is_tried_again_waits_for_the_threads(threads, monkeypatch):
+def test_a_draw_that_is_tried_again_waits_for_the_threads(threads):
     inside = []
 
     class Moody(Newest):
+        traits = Traits(has_epochs=False)
+
         def draw(self, extent, batch_size, key):
             inside.append(key)
             try:
@@ -577,7 +579,6 @@ def test_a_draw_that_is_tried_again_waits_for_the_threads(threads, monkeypatch):
             finally:
                 inside.pop()
 
-    monkeypatch.setattr("engram.buffer.replay_buffer._WITHOUT_PASSES", (Moody,))
     rb = buffer(4, Moody)
     for _ in range(30):
         with contextlib.suppress(NoSampleable):  # of a batch that was asked for in its turn

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         SelectTransform,
         VecNorm,
     )
-    from engram.types import Changes, Draw, Extent, Plan, Sampler, Write, Writer
+    from engram.types import Changes, Draw, Extent, Plan, Sampler, Traits, Write, WritePlan, Writer
     from engram.writers import (
         ImmutableDatasetWriter,
         RoundRobinWriter,
@@ -126,9 +126,11 @@ __all__ = [  # noqa: RUF022 - as sorted() has it, which a test compares with
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "Traits",
     "UncleanStore",
     "VecNorm",
     "Write",
+    "WritePlan",
     "Writer",
     "WriterStalled",
     "__version__",
@@ -189,7 +191,7 @@ _HOME = {
         "SelectTransform",
         "VecNorm",
     ),
-    "engram.types": ("Changes", "Draw", "Extent", "Plan", "Sampler", "Write", "Writer"),
+    "engram.types": ("Changes", "Draw", "Extent", "Plan", "Sampler", "Traits", "Write", "WritePlan", "Writer"),
     "engram.writers": (
         "ImmutableDatasetWriter",
         "RoundRobinWriter",

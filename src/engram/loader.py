@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engram._devices import existing_device
 from engram.pinning import HostMemory, Pinning
+from engram.samplers import declared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,12 +142,11 @@ class DeviceLoader:
         if not self.return_info:
             yield from self.rb
             return
-        sampler = self.rb.sampler
-        if hasattr(sampler, "ran_out"):
-            sampler.ran_out = False
+        sampler = declared(self.rb.sampler)
+        sampler.ran_out = False
         while True:
             yield self.rb.sample(return_info=True)
-            if getattr(sampler, "ran_out", False):
+            if sampler.ran_out:
                 return
 
     def _passed_through(self) -> Iterator[Any]:

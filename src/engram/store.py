@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from engram._mappings import Piece
     from engram.format.schema import Field, Schema
-    from engram.types import Plan
+    from engram.types import WritePlan
 
 __all__ = [
     "DeviceStore",
@@ -1135,7 +1135,7 @@ class Store:
         placed: tuple[int, int] = self.core.append_row(lane, tuple([column.data_ptr() for column in columns]))
         return placed
 
-    def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
+    def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
         """Write what the plan keeps of ``n`` rows where it says. Columns: contiguous CPU tensors ``[n, *row shape]``, one per
         field.
 
@@ -1147,20 +1147,20 @@ class Store:
         """
         return self._write(plan, n, self._which, tuple([column.data_ptr() for column in columns]))
 
-    def _write(self, plan: Plan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
+    def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
         if plan.rows is not None:
             return self._write_by_number(plan, plan.rows, n, which, addresses)
         rows = _native.empty_rows(n)
         if isinstance(plan.lane, int):
             first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
         else:
-            assert plan.lane is not None  # a Plan has rows or a lane
+            assert plan.lane is not None  # a WritePlan has rows or a lane
             lane = _as_rows(plan.lane, "extend")
             first = self.core.append_by_lane(lane.data_ptr(), n, addresses, rows.data_ptr())
         return Write(rows, first)
 
     def _write_by_number(
-        self, plan: Plan, planned: Tensor, n: int, which: tuple[int, ...], addresses: tuple[int, ...]
+        self, plan: WritePlan, planned: Tensor, n: int, which: tuple[int, ...], addresses: tuple[int, ...]
     ) -> Write:
         if plan.kept is None:
             rows, pick = _native.empty_rows(n).copy_(planned), 0  # the plan's own tensor is not handed out
@@ -1405,7 +1405,7 @@ class DeviceStore(Store):
                 tensor[row] = column.detach()
         return row, number
 
-    def write(self, plan: Plan, columns: Sequence[Tensor], n: int) -> Write:
+    def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
         fields = self.schema.fields
         columns = [
             column.reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)

@@ -9,13 +9,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["Draw", "Extent", "Plan", "Sampler", "Write", "Writer"]
+    from engram.store import Key
+
+__all__ = [
+    "Declared",
+    "DeclaredSampler",
+    "DeclaredWriter",
+    "Draw",
+    "Extent",
+    "Listener",
+    "Plan",
+    "Sampler",
+    "Traits",
+    "Write",
+    "WritePlan",
+    "Writer",
+]
 
 
 class Extent(NamedTuple):
@@ -75,7 +90,7 @@ class Extent(NamedTuple):
         return ranks - starts[lane] + lane * length
 
 
-class Plan(NamedTuple):
+class WritePlan(NamedTuple):
     """Where a writer wants rows to go. Making one has no side effect."""
 
     lane: int | Tensor | None = None
@@ -95,6 +110,10 @@ class Plan(NamedTuple):
         rows = torch.full((n,), -1, device="cpu")
         rows[self.kept] = written
         return rows
+
+
+Plan = WritePlan
+"""Another name of :class:`WritePlan`."""
 
 
 class Write(NamedTuple):
@@ -134,6 +153,91 @@ class Draw(NamedTuple):
     """int64 ``[B]`` numbers the rows must still have when they are read, or None: any whole row will do."""
     info: Mapping[str, Any] = {}
     """Named arrays with one entry per drawn row, handed to the user beside the batch."""
+
+
+class Traits(NamedTuple):
+    """What a component can do. It says so once, and the buffer reads it when it takes the component.
+
+    The defaults are those of a component that says nothing, such as a sampler with the five methods of the protocol.
+    """
+
+    # ---- samplers
+    draws_uniformly: bool = False
+    """Draws are uniform, independent, and without state: the store may make them in place of :meth:`Sampler.draw`."""
+    reads_natively: bool = False
+    """``sample_natively`` draws and reads in one native call, in place of :meth:`Sampler.draw`."""
+    draws_windows: bool = False
+    """Batches are windows of consecutive steps: ``info["index"]`` is a tuple."""
+    has_epochs: bool = True
+    """Draws come to an end, which ``ran_out`` says."""
+    can_rewind: bool = False
+    """A saved state takes the sampler back to an earlier place in its epoch."""
+    listens: bool = True
+    """:meth:`Sampler.observe` does something with writes."""
+    prioritized: bool = False
+    """Draws are by priority, and rows may bring their first one along."""
+    takes_priorities: bool = True
+    """:meth:`Sampler.update_priority` has an effect."""
+    # ---- writers
+    appends: bool = False
+    """Every row goes behind the last one of its lane: :meth:`Writer.place` need not be asked."""
+    read_only: bool = False
+    """Every write and ``empty`` are refused."""
+    rejects: bool = False
+    """Rows may be rejected: they are reported as -1, and so is a row that a later one of the same batch replaced."""
+    adds_index: bool = False
+    """Rows read back by number carry ``"index"``."""
+    tracks_tickets: bool = False
+    """Samples carry ``"index_generation"``."""
+    # ---- storages
+    has_fields: bool = False
+    """Rows are tensors in named fields of a store; else they are items of a list."""
+
+    def without(self, overridden: Collection[str]) -> Traits:
+        """The traits of a subclass that overrides these methods."""
+        traits = self
+        if "draw" in overridden:
+            traits = traits._replace(draws_uniformly=False, reads_natively=False, has_epochs=True)
+        if "observe" in overridden:
+            traits = traits._replace(draws_uniformly=False, listens=True)
+        if "update_priority" in overridden:
+            traits = traits._replace(draws_uniformly=False, takes_priorities=True)
+        if "place" in overridden:
+            traits = traits._replace(appends=False)
+        return traits
+
+
+class Declared:
+    """Base of the components that declare their traits.
+
+    A subclass has the traits of its parent, unless it overrides a method that one of them speaks for, or declares its own.
+    """
+
+    traits: Traits = Traits()
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "traits" in vars(cls):
+            return
+        parent = next(base for base in cls.__mro__[1:] if issubclass(base, Declared) and "traits" in vars(base))
+        if isinstance(parent.traits, Traits):  # else they follow from something else
+            methods = ("draw", "observe", "update_priority", "place")
+            overridden = [name for name in methods if getattr(cls, name, None) is not getattr(parent, name, None)]
+            cls.traits = parent.traits.without(overridden)
+
+
+class Listener(Protocol):
+    """What a storage tells of writes: a buffer."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether :meth:`observe` does something with writes."""
+
+    def observe(self, write: Write | None, data: Any) -> None:
+        """Rows were written or edited; ``write=None``: all were forgotten."""
+
+    def moved(self) -> None:
+        """The rows lie in another store now, or in none until the next write."""
 
 
 class Changes(NamedTuple):
@@ -180,5 +284,63 @@ class Sampler(Protocol):
 class Writer(Protocol):
     """What a custom writer implements: a policy of places. The cursors belong to the store."""
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> Plan:
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
         """Choose where the ``n`` rows of ``data`` go. Must not have side effects; raises to refuse the write."""
+
+
+class DeclaredSampler(Sampler, Protocol):
+    """What a buffer asks of a sampler. Of one that follows :class:`Sampler` only, ``samplers.declared`` makes one."""
+
+    @property
+    def traits(self) -> Traits:
+        """What it can do."""
+
+    ran_out: bool
+    """Whether the last batch ended an epoch. The buffer sets it."""
+    drop_last: bool
+    """Whether rows that do not fill a batch are skipped at the end of an epoch."""
+
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Names and kinds of the store's indexes whose content the state has."""
+
+    def bind(self, storage: Any) -> None:
+        """Meet the storage whose rows are drawn; raises to refuse it."""
+
+    def moved(self) -> None:
+        """The storage's rows lie elsewhere now, with their indexes; or a buffer that draws from it is closed."""
+
+    def can_sample(self, storage: Any, batch_size: int) -> bool:
+        """Whether a draw of that size would succeed now."""
+
+    def sample_natively(
+        self, storage: Any, key: Key, n: int, *, numbered: bool = False
+    ) -> tuple[list[Tensor], Tensor, dict[Any, Any]]:
+        """Draw and read, if the traits say so: ``(columns, rows, info)``."""
+
+    def check_priority(self, priority: Any, n: int) -> None:
+        """Raise as :meth:`update_priority` would for priorities of ``n`` rows."""
+
+    def mark_update(self, index: Any) -> None:
+        """Rows were rewritten: they get the default priority again."""
+
+    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+        """Check a state; what takes it over. ``capacity``: rows that the storage will have then; None: as now."""
+
+
+class DeclaredWriter(Writer, Protocol):
+    """What a buffer asks of a writer. Of one that follows :class:`Writer` only, ``writers.declared`` makes one."""
+
+    @property
+    def traits(self) -> Traits:
+        """What it can do."""
+
+    def register_storage(self, storage: Any) -> None:
+        """Meet the storage that is written to; raises to refuse it."""
+
+    @property
+    def ranking(self) -> Ranking | None:
+        """Which rows are kept of saved ones, if there is no room for all; None: whole trajectories."""
+
+    def written(self, plan: WritePlan, write: Write) -> None:
+        """Hear that a plan was written, before anyone else can place rows."""

@@ -24,6 +24,7 @@ from engram import (
     Write,
     _native,
 )
+from tests.components import Listener
 
 STORAGES = [LazyTensorStorage, ListStorage]
 INF = float("inf")
@@ -618,21 +619,16 @@ def test_rows_read_back_say_where_they_are():
 
 
 def test_priorities_and_observers_hear_of_rejected_rows():
-    class Listener:
-        listens = True
-
-        def __init__(self):
-            self.heard = []
-
+    class Noting(Listener):
         def observe(self, write, data):
             self.heard.append((write.rows.tolist(), write.tickets.tolist(), len(data)))
 
     rb = best(2, ranks=[1, 2])
-    rb._sampler, rb._hears = Listener(), True
+    rb.set_sampler(Noting())
     first = int(rb.storage.memory.core.next_ticket)
     rb.extend(rows([0, 5, 1, 6]))
     rb.extend(rows([0, 1]))
-    assert rb._sampler.heard == [([-1, 0, -1, 1], [-1, first, -1, first + 1], 4), ([-1, -1], [-1, -1], 2)]
+    assert rb.sampler.heard == [([-1, 0, -1, 1], [-1, first, -1, first + 1], 4), ([-1, -1], [-1, -1], 2)]
     assert rb.storage.numbers_of(torch.tensor([0, 1])).tolist() == [first, first + 1]
 
 

@@ -38,7 +38,7 @@ from engram.reshard.scatter import open_saved
 from engram.state import check_keys, checked, copied, integer, read_from, saved, tensor_in, typed
 from engram.store import Copied, Key, ThreadKey
 from engram.transforms import Compose
-from engram.types import Draw, Plan, Ranking, Sampler, Write, Writer
+from engram.types import DeclaredSampler, DeclaredWriter, Draw, Sampler, Traits, Write, WritePlan, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -80,15 +80,6 @@ _STATE = (
     "_default_rng",
     "_prefetch_state",
 )
-
-#: Samplers whose draws have no end, and those whose place in a pass can be taken back.
-_WITHOUT_PASSES = (
-    samplers.RandomSampler,
-    samplers.PrioritizedSampler,
-    samplers.SliceSampler,
-    samplers.PrioritizedSliceSampler,
-)
-_WALKERS = (samplers.SamplerWithoutReplacement, samplers.SliceSamplerWithoutReplacement)
 
 #: Reads of one row that keeps moving: tries in a row, before there are pauses.
 _TRIES = 8
@@ -173,7 +164,7 @@ class ReplayBuffer:
         made = _instance(storage, storages.Storage, "storage", lambda: storages.ListStorage(size or 1000))
         if isinstance(made, storages.ListStorage) and size is not None:
             made.bound(size)
-        requested = getattr(made, "requested_size", made.max_size)
+        requested = made.requested_size
         if size is not None and size not in (made.max_size, requested):
             raise ValueError(
                 f"{type(self).__name__}: size: expected the storage's max_size {made.max_size}, got {size}. Give one of them."
@@ -196,6 +187,11 @@ class ReplayBuffer:
         self._sampler: Any = None
         self.set_rng(generator)
         self._writer: Any = None
+        self._source: DeclaredSampler
+        """The sampler, with all that is asked of one."""
+        self._placer: DeclaredWriter
+        """The writer, with all that is asked of one."""
+        self._of_sampler = self._of_writer = Traits()
         self._take_sampler(_instance(sampler, Sampler, "sampler", samplers.RandomSampler))
         self._take_writer(_instance(writer, Writer, "writer", self._default_writer))
         made.attach(self)
@@ -250,7 +246,7 @@ class ReplayBuffer:
         if self._storage.ndim > 1:
             return self._user_index(write.rows)
         row = int(write.rows[0])
-        return None if self._rejects and row < 0 else row
+        return None if self._of_writer.rejects and row < 0 else row
 
     def _add_transformed(self, data: Any, lane: int | None, accept: Callable[[int | None], None] | None) -> Any:
         """Write transforms see a row as a batch of one: a dimension more behind the batch dimensions it has."""
@@ -312,12 +308,12 @@ class ReplayBuffer:
 
     def _extended(self, write: Write) -> Tensor:
         """What ``extend`` returns."""
-        return self._user_index(write.survivors if self._rejects else write.rows)
+        return self._user_index(write.survivors if self._of_writer.rejects else write.rows)
 
     def _write(self, data: Any, lane: Any, call: str, *, batched: bool) -> Write:
         storage = self._storage
-        if self._read_only:
-            self._writer.place(storage.extent(), 0, 0, data)
+        if self._of_writer.read_only:
+            self._placer.place(storage.extent(), 0, 0, data)
         lane = self._lane if lane is None else lane
         unnamed = lane is None
         lane, count = self._lanes_of(lane, call, batched=batched)
@@ -325,7 +321,7 @@ class ReplayBuffer:
             prepared, n = storage.prepare(data, call, batched=batched, ignored=self._ignored, count=count)
             if not self._recorded:  # before a row is there: this may raise
                 self._record()
-            write: Write = storage.write(Plan(lane=lane), prepared, n)
+            write: Write = storage.write(WritePlan(lane=lane), prepared, n)
         else:
             write = self._place_and_write(data, lane, call, count, batched=batched, unnamed=unnamed)
         if unnamed and self._appends and not self._told_lanes:
@@ -344,13 +340,13 @@ class ReplayBuffer:
     ) -> Write:
         storage = self._storage
 
-        def place(n: int) -> Plan:
-            made: Plan = self._writer.place(storage.extent(), n, lane, data)
+        def place(n: int) -> WritePlan:
+            made = self._placer.place(storage.extent(), n, lane, data)
             if unnamed and made.lane is lane:
                 storages.check_count(call, storage.unnamed_lanes(call, batched=batched)[1], n)
             return made
 
-        plan: Plan | None = None
+        plan: WritePlan | None = None
         if not storage.initialized:  # a writer that refuses leaves no memory behind
             rows = _rows_of(data, storage.ndim) if batched else 1
             plan = None if rows is None else place(rows)
@@ -361,16 +357,18 @@ class ReplayBuffer:
             if plan is None or len(storage):  # another process may have written first
                 plan = place(n)
             write: Write = storage.write(plan, prepared, n)
-            if self._tells:
-                self._writer.written(plan, write)
+            self._placer.written(plan, write)
         return write
 
     def _listening(self) -> bool:
         """Whether the sampler of any buffer on this storage wants to hear of writes."""
-        listeners = self._storage.listeners
-        if len(listeners) < 2:
-            return self._hears
-        return any(getattr(getattr(listener(), "__self__", None), "_hears", False) for listener in listeners)
+        storage = self._storage
+        return bool(storage.is_heard) if len(storage.listeners) > 1 else self._of_sampler.listens
+
+    @property
+    def listens(self) -> bool:
+        """Whether the sampler wants to hear of writes."""
+        return self._of_sampler.listens
 
     def _lanes_of(self, lane: Any, call: str, *, batched: bool) -> tuple[int | Tensor, Count | None]:
         """The lane of rows, or one per row, and how many there must be then."""
@@ -446,8 +444,8 @@ class ReplayBuffer:
             if not self._is_recorded():
                 with contextlib.suppress(OSError):  # the rows are there; the next write through this buffer notes it
                     self._record()
-        if self._hears or (write is None and hasattr(self._sampler, "observe")):
-            self._sampler.observe(write, data)
+        if write is None or self._of_sampler.listens:
+            self._source.observe(write, data)
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget all rows; memory stays allocated. ``empty_write_count=False`` keeps :attr:`write_count`.
@@ -458,7 +456,7 @@ class ReplayBuffer:
         Raises:
             RuntimeError: the writer is read-only.
         """
-        if self._read_only:
+        if self._of_writer.read_only:
             raise RuntimeError(f"empty: the buffer is read-only ({type(self._writer).__name__}).")
         self._drop_ahead("empty")
         self._storage.empty(keep_write_count=not empty_write_count)
@@ -501,7 +499,7 @@ class ReplayBuffer:
 
     def _pinned_sample(self, pinning: Pinning, key: Key, batch_size: int, return_info: bool) -> Any:
         """A batch in pinned memory: gathered there, where nothing stands between gathering and the user."""
-        if self._transform.reads or not self._bare:
+        if self._transform.reads or self._collates:
             return self._sampled(key, batch_size, return_info)
         with pinning.gathering():
             return self._sampled(key, batch_size, return_info)
@@ -511,8 +509,8 @@ class ReplayBuffer:
         storage: Any = self._storage
         if self._draws_natively and storage.memory is not None:
             with_rows = return_info or self._shows_rows
-            columns = storage.memory.sample_uniform(key, batch_size, with_rows, self._tracks)
-            info = {"index_generation": columns.pop()} if self._tracks else {}
+            columns = storage.memory.sample_uniform(key, batch_size, with_rows, self._of_writer.tracks_tickets)
+            info = {"index_generation": columns.pop()} if self._of_writer.tracks_tickets else {}
             return self._finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
         columns, rows, info = self._read_batch(key, batch_size)
         return self._finish(columns, rows.numel(), rows, info, return_info)
@@ -521,19 +519,19 @@ class ReplayBuffer:
         """Draw with a key, and copy the rows: ``(columns, rows, info)``."""
         storage: Any = self._storage
         if self._draws_natively and storage.memory is not None:
-            columns = storage.memory.sample_uniform(key, n, True, self._tracks)
-            info = {"index_generation": columns.pop()} if self._tracks else {}
+            columns = storage.memory.sample_uniform(key, n, True, self._of_writer.tracks_tickets)
+            info = {"index_generation": columns.pop()} if self._of_writer.tracks_tickets else {}
             return columns, columns.pop(), info
-        natively, memory = self._sample_natively, getattr(storage, "memory", None)
-        if natively is not None and memory is not None and (memory.is_native or self._draws_windows):
-            columns, rows, info = natively(storage, key, n, numbered=self._tracks)
+        natively, memory = self._sample_natively, storage.memory
+        if natively is not None and memory is not None and (memory.is_native or self._of_sampler.draws_windows):
+            columns, rows, info = natively(storage, key, n, numbered=self._of_writer.tracks_tickets)
             return columns, rows, info
         return self._draw(n, key.value)
 
     def _finish(self, columns: Any, n: int, rows: Tensor | None, info: dict[str, Any], return_info: bool) -> Any:
         """From ``n`` rows that were read to what the user gets; ``rows`` may be None where nobody asked for them."""
         data = self._storage.batch(columns, n)
-        if not self._bare:
+        if self._collates:
             data = self._collate(data)
         device = None
         if self._transform.reads:
@@ -576,8 +574,8 @@ class ReplayBuffer:
 
     def _read_ahead(self, key: Key) -> tuple[Any, Any]:
         assert self._batch_size is not None
-        before = self._sampler.state_dict() if self._walks and not self.shared else None
-        if self._pinning is None or self._transform.reads or not self._bare:
+        before = self._source.state_dict() if self._of_sampler.can_rewind and not self.shared else None
+        if self._pinning is None or self._transform.reads or self._collates:
             return self._read_batch(key, self._batch_size), before
         with self._pinning.gathering():
             return self._read_batch(key, self._batch_size), before
@@ -592,13 +590,13 @@ class ReplayBuffer:
 
     def _pass_ended(self) -> bool:
         """Whether the batch read last ended a pass. The sampler says so when that batch is handed out."""
-        ended = self._passes and bool(getattr(self._sampler, "ran_out", False))
+        ended = self._of_sampler.has_epochs and self._source.ran_out
         if ended:
-            self._sampler.ran_out = False
+            self._source.ran_out = False
         return ended
 
     def _pass_over(self) -> None:
-        self._sampler.ran_out = True
+        self._source.ran_out = True
 
     _steps = Steps(ask=_ask_ahead, read=_read_ahead, finish=_finish_ahead, ended=_pass_ended, over=_pass_over)
 
@@ -613,9 +611,9 @@ class ReplayBuffer:
             return
         before = self._prefetcher.drop(call, keys=keys)
         if before is not None and not self.shared:
-            ran_out = self._sampler.ran_out
-            self._sampler.load_state_dict(before)
-            self._sampler.ran_out = ran_out
+            ran_out = self._source.ran_out
+            self._source.load_state_dict(before)
+            self._source.ran_out = ran_out
 
     def _attached(self, data: Any, n: int, rows: Any, info: dict[str, Any]) -> Any:  # noqa: ARG002 - TensorDict buffers do
         """The batch with the entries that say which rows it holds."""
@@ -625,7 +623,7 @@ class ReplayBuffer:
         index: Any = self._user_index(rows)
         if self._storage.ndim > 1:
             index = tuple(index.unbind(-1))
-        elif self._draws_windows:
+        elif self._of_sampler.draws_windows:
             index = (index,)
         return {"index": index, **info}
 
@@ -647,17 +645,17 @@ class ReplayBuffer:
         extent = self._storage.extent()
         if extent.size == 0:
             samplers.check_drawable(extent.size)
-        if self._draws_windows:  # perhaps it has drawn for another buffer since
-            self._sampler.bind(self._storage)
-        draw = self._sampler.draw(extent, batch_size, key)
+        if self._of_sampler.draws_windows:  # perhaps it has drawn for another buffer since
+            self._source.bind(self._storage)
+        draw = self._source.draw(extent, batch_size, key)
         chosen = draw.tickets is not None
-        if self._tracks and not chosen:  # so that the generation is that of what was read
+        if self._of_writer.tracks_tickets and not chosen:  # so that the generation is that of what was read
             draw = draw._replace(tickets=self._storage.numbers_of(draw.rows))
         columns, moved = self._storage.read(draw.rows, draw.tickets)
         if moved:
             draw = self._read_again(draw, columns, moved, "sample", key=key, chosen=chosen)
         info = dict(draw.info)
-        if self._tracks:
+        if self._of_writer.tracks_tickets:
             info["index_generation"] = draw.tickets
         return columns, draw.rows, info
 
@@ -702,7 +700,7 @@ class ReplayBuffer:
                 rows[gone] = samplers.RandomSampler().draw(extent, len(gone), _mix(key, attempt)).rows
             if chosen:
                 assert key is not None
-                other = self._sampler.draw(extent, len(moved), _mix(key, attempt))
+                other = self._source.draw(extent, len(moved), _mix(key, attempt))
                 rows[places], expected = other.rows, other.tickets
                 info = {name: _replaced(value, places, other.info.get(name)) for name, value in info.items()}
             if tickets is not None:
@@ -743,9 +741,7 @@ class ReplayBuffer:
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether :meth:`sample` would find data now. Raises ``RuntimeError`` if no batch size is known."""
         n = self._resolve_batch_size(batch_size, drawing=False)
-        if hasattr(self._sampler, "can_sample"):
-            return bool(self._sampler.can_sample(self._storage, n))
-        return len(self) > 0
+        return self._source.can_sample(self._storage, n)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches, until the sampler ran out; for ever with replacement. Needs the constructor's ``batch_size``."""
@@ -755,9 +751,9 @@ class ReplayBuffer:
 
     def _batches(self, *, begun: bool = False) -> Iterator[Any]:
         """``begun``: go on behind a batch that was handed out, perhaps the last of its pass."""
-        if not begun and hasattr(self._sampler, "ran_out"):
-            self._sampler.ran_out = False
-        while not begun or self._prefetcher or not getattr(self._sampler, "ran_out", False):
+        if not begun:
+            self._source.ran_out = False
+        while not begun or self._prefetcher or not self._source.ran_out:
             begun = True
             yield self.sample()
 
@@ -801,7 +797,7 @@ class ReplayBuffer:
             data = self._storage.view(where, self._row_entries(where))
         else:
             data = self._read(where)
-        stacked = not (self._bare or where.single or isinstance(index, int))
+        stacked = not (not self._collates or where.single or isinstance(index, int))
         if stacked:
             data = self._collate(data)
         if self._transform.reads:
@@ -824,9 +820,9 @@ class ReplayBuffer:
 
     def _row_entries(self, where: Rows) -> dict[str, Tensor] | None:
         """Entries that TensorDicts read by number get beside their fields: with ``ndim > 1`` the slot, not the row."""
-        if not self._adds_index:
+        if not self._of_writer.adds_index:
             return None
-        width = math.prod(getattr(self._storage, "columns", ()))
+        width = math.prod(self._storage.columns)
         return {"index": self._to_device(where.rows if width == 1 else where.rows // width)}
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -908,7 +904,7 @@ class ReplayBuffer:
         return self._storage
 
     def _check_editable(self, call: str) -> None:
-        if self._read_only:
+        if self._of_writer.read_only:
             raise RuntimeError(f"{call}: the buffer is read-only ({type(self._writer).__name__}).")
         self._settle()
 
@@ -993,7 +989,7 @@ class ReplayBuffer:
     @property
     def shared(self) -> bool:
         """Whether several processes may use the buffer."""
-        return bool(getattr(self._storage, "shared", False))
+        return bool(self._storage.shared)
 
     def share(self, shared: bool = True) -> Self:
         """Let processes that receive the buffer from now on see the same rows: all of them may write, sample and update.
@@ -1027,8 +1023,7 @@ class ReplayBuffer:
 
     def moved(self) -> None:
         """Called by the storage when its rows lie in another store, or in none until the next write."""
-        if hasattr(self._sampler, "moved"):
-            self._sampler.moved()
+        self._source.moved()
         self._choose_paths()
         self._recorded = False
         with contextlib.suppress(OSError):  # the next write notes it
@@ -1038,8 +1033,7 @@ class ReplayBuffer:
         """Swap the storage (and the collate function, if one is given); the previous storage is returned."""
         previous: Storage = self._storage
         made = _instance(storage, storages.Storage, "storage", None)
-        if hasattr(self._writer, "register_storage"):
-            self._writer.register_storage(made)  # first: it may refuse
+        self._placer.register_storage(made)  # first: it may refuse
         self._drop_ahead("set_storage")
         self._lane = _lane_in(made, self._named_lane)
         self._storage = made
@@ -1080,43 +1074,31 @@ class ReplayBuffer:
         self._generator = generator
 
     def _take_sampler(self, sampler: Any) -> None:
-        if getattr(sampler, "drop_last", False) and self._batch_size is None:
+        source = samplers.declared(sampler)
+        if source.drop_last and self._batch_size is None:
             raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
-        if hasattr(sampler, "bind"):
-            sampler.bind(self._storage)  # first: it may refuse
-        self._sampler = sampler
-        self._hears = bool(getattr(sampler, "listens", True))
-        self._draws_windows = bool(getattr(sampler, "draws_windows", False))
+        source.bind(self._storage)  # first: it may refuse
+        self._sampler, self._source, self._of_sampler = sampler, source, source.traits
         self._recorded = False
         self._choose_paths()
 
     def _take_writer(self, writer: Any) -> None:
-        if hasattr(writer, "register_storage"):
-            writer.register_storage(self._storage)  # first: it may refuse
-        self._writer = writer
-        self._read_only = bool(getattr(writer, "read_only", False))
-        self._tracks = bool(getattr(writer, "tracks_generations", False))
-        self._adds_index = bool(getattr(writer, "adds_index", False))
-        self._rejects = bool(getattr(writer, "rejects", False))
-        self._tells = hasattr(writer, "written")
+        placer = writers.declared(writer)
+        placer.register_storage(self._storage)  # first: it may refuse
+        self._writer, self._placer, self._of_writer = writer, placer, placer.traits
         self._recorded = False
         self._choose_paths()
 
     def _choose_paths(self) -> None:
         """Uniform draws and plain appends need nothing between them and the store: one native call each."""
-        tensors = isinstance(self._storage, storages.TensorStorage)
-        self._draws_natively = tensors and type(self._sampler) is samplers.RandomSampler
-        self._sample_natively = getattr(self._sampler, "sample_natively", None) if tensors else None
-        self._appends = tensors and getattr(type(self._writer), "place", None) is writers.RoundRobinWriter.place
-        self._bare = tensors and self._collate_fn is None
-        self._passes = type(self._sampler) not in _WITHOUT_PASSES
-        inner = self._sampler
-        while isinstance(inner, expanders.Expander):
-            inner = inner.sampler
-        self._walks = isinstance(inner, _WALKERS)
+        fields, of_sampler = self._storage.traits.has_fields, self._of_sampler
+        self._draws_natively = fields and of_sampler.draws_uniformly
+        self._sample_natively = self._source.sample_natively if fields and of_sampler.reads_natively else None
+        self._appends = fields and self._of_writer.appends
+        self._collates = not fields or self._collate_fn is not None
         if self._prefetcher is not None:
             plainly = self._draws_natively and self._pinning is None and not self._transform.reads
-            self._prefetcher.draws(plainly=plainly, passes=self._passes, kept=not self.shared)
+            self._prefetcher.draws(plainly=plainly, passes=of_sampler.has_epochs, kept=not self.shared)
 
     def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
         """New priorities of rows; a sampler without priorities warns and does nothing.
@@ -1134,15 +1116,13 @@ class ReplayBuffer:
 
     def mark_update(self, index: Any) -> None:
         """Rows were rewritten: give them the default priority again. No effect on samplers without priorities."""
-        if hasattr(self._sampler, "mark_update"):
-            self._bound_sampler().mark_update(self._rows_named(index))
+        self._bound_sampler().mark_update(self._rows_named(index))
 
-    def _bound_sampler(self) -> Any:
+    def _bound_sampler(self) -> DeclaredSampler:
         """The sampler, which may have served another storage meanwhile."""
         self._settle()
-        if hasattr(self._sampler, "bind"):
-            self._sampler.bind(self._storage)
-        return self._sampler
+        self._source.bind(self._storage)
+        return self._source
 
     def _rows_named(self, index: Any) -> Any:
         """Rows of an index in the users' form; with ``ndim > 1`` coordinates ``[B, ndim]`` or an ``ndim``-tuple of ``[B]``."""
@@ -1214,7 +1194,7 @@ class ReplayBuffer:
 
     def _sampler_indexes(self) -> tuple[tuple[str, str], ...]:
         """Names and kinds of the storage's indexes that the sampler's state has."""
-        return getattr(self._bound_sampler(), "own_indexes", ())
+        return self._bound_sampler().own_indexes
 
     def load_state_dict(self, state_dict: dict[str, Any], *, default_rng: bool = False) -> None:
         """Take over a saved state: every later operation gives what it would have given then.
@@ -1255,7 +1235,7 @@ class ReplayBuffer:
         batch_size = typed(state, "_batch_size", (int, type(None)), name)
         if batch_size is not None:
             _check_batch_size(batch_size)
-        elif getattr(self._sampler, "drop_last", False):
+        elif self._source.drop_last:
             raise IncompatibleCheckpoint(f"{name}: _batch_size: expected an int, as drop_last needs one, got None.")
         elif self.prefetch:
             raise IncompatibleCheckpoint(
@@ -1271,10 +1251,7 @@ class ReplayBuffer:
         sampler = self._bound_sampler()
         take_writer = checked(self._writer, state["_writer"], f"{name}: _writer")
         take_transforms = checked(self._transform, state["_transforms"], f"{name}: _transforms")
-        if hasattr(sampler, "own_indexes"):
-            take_sampler = sampler.checked_state(state["_sampler"], self._storage.capacity_after(of_storage))
-        else:
-            take_sampler = checked(sampler, state["_sampler"], f"{name}: _sampler")
+        take_sampler = sampler.checked_state(state["_sampler"], self._storage.capacity_after(of_storage))
 
         def take() -> None:
             self._drop_ahead("load", keys=False)
@@ -1552,7 +1529,7 @@ class ReplayBuffer:
 
         ``incomplete``, ``overflow``: of trajectories, as for ``Checkpointer.restore``.
         """
-        ranking: Ranking | None = getattr(self._writer, "ranking", None)
+        ranking = self._placer.ranking
         return by_trajectory(incomplete, overflow) if ranking is None else by_value(ranking)
 
     def checked_placed(
@@ -1659,7 +1636,7 @@ class ReplayBuffer:
         """Note in the directory which components the buffer has, for :meth:`open`."""
         if not self._storage.initialized:
             return
-        store = getattr(self._storage, "memory", None)
+        store = self._storage.memory
         if store is None or store.directory is None or store.closed:
             self._recorded = True
             return
@@ -1677,7 +1654,7 @@ class ReplayBuffer:
 
     def _is_recorded(self) -> bool:
         """Whether the directory names some components already."""
-        store = getattr(self._storage, "memory", None)
+        store = self._storage.memory
         if store is None or store.directory is None or store.closed:
             return True
         return bool(_read_record(store.directory))
@@ -1770,7 +1747,7 @@ class ReplayBuffer:
         ``prefetch`` the batches ahead are dropped, and the threads end, which is waited for but for seconds at most. A save in the
         background that was begun is finished. Files and locks are let go when the buffer is collected or the program ends, too.
         """
-        prefetcher, storage, sampler = self._prefetcher, self._storage, self._sampler
+        prefetcher, storage = self._prefetcher, self._storage
         if prefetcher is not None:
             prefetcher.close()
         if storage.closed:
@@ -1778,12 +1755,11 @@ class ReplayBuffer:
         else:
             storage.detach(self)
             last = not storage.listeners
-        if hasattr(sampler, "moved"):
-            sampler.moved()  # what it kept of the storage
+        self._source.moved()  # what it kept of the storage
         goes_on = {
             name: value for name, value in vars(self).items() if not name.startswith("_")
         }  # the user's: ours are private
-        goes_on |= {"sampler": sampler, "writer": self._writer}  # which refuse what needs the storage
+        goes_on |= {"sampler": self._sampler, "writer": self._writer}  # which refuse what needs the storage
         if last:
             goes_on |= {"storage": storage, "close": partial(_close, storage)}
         end(self, "the buffer was closed. Make another one, or ReplayBuffer.open the folder of its store.", **goes_on)
@@ -1829,7 +1805,8 @@ class ReplayBuffer:
             self._storage.hand_over()
         prefetcher = self._prefetcher
         ahead = None if prefetcher is None or self.shared else prefetcher.saved(self)  # first: it reads
-        left = ("_key", "_iterator", "_generator", "_sample_natively", "_prefetcher")
+        chosen = ("_source", "_placer", "_of_sampler", "_of_writer", "_sample_natively")
+        left = ("_key", "_iterator", "_generator", "_prefetcher", *chosen)
         state = {k: v for k, v in self.__dict__.items() if k not in left}
         state["_prefetch"] = self.prefetch, None if ahead is None else _by_value(ahead)
         # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
@@ -1848,6 +1825,8 @@ class ReplayBuffer:
             self._generator = torch.Generator()
             self._generator.set_state(torch.from_numpy(generator_state))
         self._storage.attach(self)
+        self._placer = writers.declared(self._writer)
+        self._of_writer = self._placer.traits
         self._take_sampler(self._sampler)
         if self._prefetcher is not None and ahead is not None:
             self._prefetcher.restore(_from_value(ahead))
@@ -1857,7 +1836,7 @@ class ReplayBuffer:
     @property
     def write_count(self) -> int:
         """Rows (``ndim > 1``: slots) written since the last :meth:`empty`; 0 for a writer that cannot write."""
-        return 0 if self._read_only else self._storage.write_count
+        return 0 if self._of_writer.read_only else self._storage.write_count
 
     def stats(self) -> dict[str, float]:
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes``, when bounded ``capacity``
@@ -1901,7 +1880,7 @@ class ReplayBuffer:
         else:
             rows = f"{size:_}".replace("_", " ")
         facts = [("size", rows)]
-        store = getattr(storage, "memory", None)
+        store = storage.memory
         if store is not None:
             place = (
                 str(store.directory)
@@ -1916,7 +1895,7 @@ class ReplayBuffer:
             facts.append(("storage", type(storage).__name__))
         if storage.lanes > 1:
             facts.append(("lanes", str(storage.lanes)))
-        requested = getattr(storage, "requested_size", capacity)
+        requested = storage.requested_size
         if requested != capacity:
             facts.append(("asked for", str(requested)))
         return facts
@@ -1989,7 +1968,7 @@ def register(cls: type[ReplayBuffer]) -> type[ReplayBuffer]:
 
 def _recorded(component: Any, known: dict[str, Any]) -> dict[str, Any]:
     name = type(component).__name__
-    if known.get(name) is type(component) and getattr(component, "recordable", True):
+    if known.get(name) is type(component) and component.recordable:
         return {"type": name, "config": component.config()}
     return {"type": name, "custom": True}
 
@@ -2032,7 +2011,7 @@ def _made_again(record: Any, known: dict[str, Any], kind: str) -> Any:
         raise TypeError(f"open: the store was used with the custom {kind} {name!r}: pass {kind}=….")
     try:
         config = record.get("config", {})
-        return known[name].from_config(config) if hasattr(known[name], "from_config") else known[name](**config)
+        return known[name].from_config(config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         why = str(error).removesuffix(".")
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {why}.") from error

@@ -101,14 +101,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _priority_in(self, data: Any) -> Any:
         """The priorities that come along with rows; None if there are none, or nobody who takes them."""
-        return data.get(self._priority_key, None) if getattr(self._sampler, "prioritized", False) else None
+        return data.get(self._priority_key, None) if self._of_sampler.prioritized else None
 
     def _check_of(self, priority: Any) -> Callable[[int | None], None]:
         """Refuses priorities that the sampler would, before their rows are written."""
 
         def check(n: int | None) -> None:
-            # Else the storage refuses the data, or the sampler is a custom one.
-            if n and hasattr(self._sampler, "check_priority"):
+            if n:  # else the storage refuses the data
                 self._bound_sampler().check_priority(priority, n)
 
         return check
@@ -125,7 +124,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _attached(self, data: Any, n: int, rows: Any, info: dict[str, Any]) -> Any:
         index = self._user_index(rows)
-        if self._draws_windows and self._storage.ndim == 1:
+        if self._of_sampler.draws_windows and self._storage.ndim == 1:
             index = index.unsqueeze(-1)
         entries = {**info, "index": index}
         if type(data) is TensorDict and data.batch_size == (n,) and not data.is_locked:
@@ -166,7 +165,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         Raises:
             KeyError: no ``priority_key``, with a sampler that has priorities.
         """
-        if not getattr(self._sampler, "prioritized", True):
+        if not self._of_sampler.takes_priorities:
             return
         priority = data.get(self._priority_key, None)
         if priority is None:

@@ -22,10 +22,10 @@ from engram.samplers._boundaries import (
     step_type_of,
 )
 from engram.store import check_index_name, dlpack_specs
-from engram.types import Draw, Sampler
+from engram.types import Declared, Draw, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engram.samplers._boundaries import Key
     from engram.store import Key as DrawKey
     from engram.store import Store
-    from engram.types import Extent, Write
+    from engram.types import Extent, Traits, Write
 
 __all__ = [
     "END_KEYS",
@@ -141,7 +141,7 @@ class _Bound(NamedTuple):
     """Then there are three more tensors: steps up to the observed row, up to the next one, and whether the former is the last."""
 
 
-class Expander(Dumpable):
+class Expander(Declared, Dumpable):
     """A sampler around a sampler. The inner one draws the rows; then every batch gets what the steps around them say.
 
     Rows, ``"index"``, ``"index_generation"`` and ``"priority_weight"`` are the inner sampler's, so priorities are updated as
@@ -187,6 +187,7 @@ class Expander(Dumpable):
         return ()
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if cls.__module__.startswith("engram."):  # those of users are not there in every program that opens the store
             cls.known[cls.__name__] = cls
 
@@ -222,6 +223,7 @@ class Expander(Dumpable):
             if rules == (None, None, None):
                 rules = (inner.traj_key, inner.end_keys or (inner.end_key and (inner.end_key,)), inner.index)
         self._rules = rules
+        self._source = samplers.declared(inner)
         self.sampler: Any = inner
         self._unbind()
 
@@ -272,11 +274,54 @@ class Expander(Dumpable):
         """Passed on."""
         self.sampler.load_state_dict(state_dict)
 
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Those of :attr:`sampler`, but rows are read with what is around them."""
+        return self._source.traits._replace(draws_uniformly=False, reads_natively=True)
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last batch ended an epoch of :attr:`sampler`."""
+        return self._source.ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._source.ran_out = value
+
+    @property
+    def drop_last(self) -> bool:
+        """That of :attr:`sampler`."""
+        return self._source.drop_last
+
+    @drop_last.setter
+    def drop_last(self, value: bool) -> None:
+        self.sampler.drop_last = value
+
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Those of :attr:`sampler`."""
+        return self._source.own_indexes
+
+    def can_sample(self, storage: Any, batch_size: int) -> bool:
+        """Asked of :attr:`sampler`."""
+        return self._source.can_sample(storage, batch_size)
+
+    def check_priority(self, priority: Any, n: int) -> None:
+        """Passed on."""
+        self._source.check_priority(priority, n)
+
+    def mark_update(self, index: Any) -> None:
+        """Passed on."""
+        self._source.mark_update(index)
+
+    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+        """Passed on."""
+        return self._source.checked_state(state_dict, capacity)
+
     def moved(self) -> None:
         """The storage's rows lie elsewhere now, with their indexes."""
         self._bound = None
-        if hasattr(self.sampler, "moved"):
-            self.sampler.moved()
+        self._source.moved()
 
     def bind(self, storage: Any) -> None:
         """Meet the storage whose rows are drawn.
@@ -286,11 +331,10 @@ class Expander(Dumpable):
             TypeError: frames of a field are stacked, but its next observation is that of one row.
         """
         self._check_next_frames()
-        if not hasattr(storage, "structure") or (storage.device is not None and storage.device.type != "cpu"):
+        if not storage.traits.has_fields or (storage.device is not None and storage.device.type != "cpu"):
             where = f"a {type(storage).__name__}" + (f" on {storage.device}" if storage.device is not None else "")
             raise RuntimeError(self._elsewhere(where))
-        if hasattr(self.sampler, "bind"):
-            self.sampler.bind(storage)
+        self._source.bind(storage)
 
     def _check_next_frames(self) -> None:
         chain, _ = self._chain()
@@ -321,7 +365,7 @@ class Expander(Dumpable):
         chain: list[Expander] = [self]
         while isinstance(chain[-1].sampler, Expander):
             chain.append(chain[-1].sampler)
-        return chain[::-1], chain[-1].sampler
+        return chain[::-1], samplers.declared(chain[-1].sampler)
 
     def _bound_to(self, memory: Store) -> _Bound:
         bound = self._bound
@@ -433,13 +477,12 @@ class Expander(Dumpable):
             KeyError, TypeError, RuntimeError: the rows have not the fields that are needed.
         """
         source = self._chain()[1]
-        if getattr(source, "draws_windows", False):
+        if source.traits.draws_windows:
             return self._sample_windows(storage, source, key, n, numbered=numbered)
         bound = self._bound_to(storage.memory)
         extent = storage.extent()
         samplers.check_drawable(extent.size)
-        if hasattr(source, "bind"):
-            source.bind(storage)
+        source.bind(storage)
         draw = source.draw(extent, n, key.value)
         tensors, moved, waiting = _read(bound, draw)
         info = dict(draw.info)
@@ -543,7 +586,7 @@ class Expander(Dumpable):
         """Whether :meth:`config` says all: a sampler of the user's own is not noted in a store."""
         inner = self.sampler
         known = self.known.get(type(inner).__name__) is type(inner)
-        return known and bool(getattr(inner, "recordable", True))
+        return known and bool(inner.recordable)
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments, as plain values: what a store notes to make the expander again."""
@@ -560,8 +603,7 @@ class Expander(Dumpable):
     def from_config(cls, config: dict[str, Any]) -> Self:
         """The expander that a store noted, with the sampler inside."""
         inner, arguments = cls.known[config["sampler"]["type"]], config["sampler"]["config"]
-        made = inner.from_config(arguments) if hasattr(inner, "from_config") else inner(**arguments)
-        return cls(made, **{name: value for name, value in config.items() if name != "sampler"})
+        return cls(inner.from_config(arguments), **{name: value for name, value in config.items() if name != "sampler"})
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_bound")}

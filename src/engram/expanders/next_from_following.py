@@ -13,8 +13,9 @@ from engram.expanders._base import END_KEYS, Expander, Following, public
 from engram.samplers import SamplerWithoutReplacement
 from engram.samplers._boundaries import as_keys
 from engram.state import check_keys
+from engram.storages import TensorStorage
 from engram.store import Key as DrawKey
-from engram.types import Plan
+from engram.types import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +66,12 @@ class FinalObservations:
         given = as_keys(keys, "FinalObservations: keys")
         if given is None:
             raise TypeError("FinalObservations: keys: expected a list of keys, got None.")
-        if not hasattr(storage, "structure") or storage.ndim != 1 or storage.lanes != 1 or storage.device.type != "cpu":
+        if (
+            not isinstance(storage, TensorStorage)
+            or storage.ndim != 1
+            or storage.lanes != 1
+            or storage.device != torch.device("cpu")
+        ):
             raise TypeError(
                 f"FinalObservations: storage: expected a LazyTensorStorage or LazyMemmapStorage on the CPU with one lane, got {storage!r}."
             )
@@ -109,7 +115,7 @@ class FinalObservations:
         """Write final observations: int64 ``[n, 2]``, their rows and tags."""
         tags = torch.frombuffer(bytearray(os.urandom(8 * n)), dtype=torch.int64) & ((1 << 63) - 1)
         prepared, _ = self.storage.prepare({**last, "tag": tags}, "FinalObservations", batched=True)
-        return torch.stack([self.storage.write(Plan(lane=0), prepared, n).rows, tags], 1)
+        return torch.stack([self.storage.write(WritePlan(lane=0), prepared, n).rows, tags], 1)
 
     def read(self, mark: Tensor) -> tuple[list[Tensor], Tensor]:
         """The observations that marks name, one tensor ``[n, *shape]`` per key, and whether they are there: bool ``[n]``."""
@@ -197,7 +203,7 @@ class NextFromFollowing(Expander):
                 "NextFromFollowing: sampler: expected one with replacement: in place of a row whose next one is not written yet "
                 "another is drawn. Use RandomSampler or PrioritizedSampler."
             )
-        if getattr(source, "draws_windows", False):
+        if source.traits.draws_windows:
             raise TypeError(
                 f"NextFromFollowing: sampler: expected one that draws rows, got a {type(source).__name__}: a window that holds a row whose "
                 "next one is not written yet has no other in its place. Store next observations, or use RandomSampler."
@@ -227,7 +233,7 @@ class NextFromFollowing(Expander):
 
     def can_sample(self, storage: Any, batch_size: int) -> bool:
         """Whether a row that has a next observation can be drawn. Draws one to see; no generator is asked."""
-        if not len(storage) or not getattr(self.sampler, "can_sample", lambda *_: True)(storage, batch_size):
+        if not len(storage) or not super().can_sample(storage, batch_size):
             return False
         try:
             self.sample_natively(storage, DrawKey.of(0), 1)

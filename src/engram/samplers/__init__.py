@@ -1,6 +1,6 @@
 """Samplers say which rows to read."""
 
-from engram.samplers._base import check_drawable
+from engram.samplers._base import check_drawable, declared
 from engram.samplers.epoch import SamplerWithoutReplacement
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prioritized_slices import PrioritizedSliceSampler
@@ -15,4 +15,5 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "check_drawable",
+    "declared",
 ]

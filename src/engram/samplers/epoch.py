@@ -51,6 +51,8 @@ class SamplerWithoutReplacement(NativeSampler):
     [4, 4, 1]
     """
 
+    traits = NativeSampler.traits._replace(reads_natively=True, has_epochs=True, can_rewind=True)
+
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False, index: str = "main"
     ) -> None:

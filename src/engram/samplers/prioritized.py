@@ -66,7 +66,7 @@ class PrioritizedSampler(NativeSampler):
     [30]
     """
 
-    prioritized = True
+    traits = NativeSampler.traits._replace(reads_natively=True, prioritized=True, takes_priorities=True)
 
     def __init__(
         self,

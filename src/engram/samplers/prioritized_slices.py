@@ -56,7 +56,7 @@ class PrioritizedSliceSampler(SliceSampler):
     [2, 3, 4]
     """
 
-    prioritized = True
+    traits = SliceSampler.traits._replace(prioritized=True, takes_priorities=True)
 
     def __new__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:  # noqa: ARG004 - for __init__
         if not replacement:

@@ -78,8 +78,8 @@ _SETTINGS = frozenset(
 class _SliceSampler(NativeSampler):
     """What slice samplers share: arguments, the table, and the marks of a window's ends."""
 
-    #: Batches are windows: ``info["index"]`` is a tuple.
-    draws_windows = True
+    traits = NativeSampler.traits._replace(reads_natively=True, draws_windows=True)
+
     #: Whether short windows are filled up.
     pad_output = False
 
@@ -616,6 +616,8 @@ class SliceSamplerWithoutReplacement(_SliceSampler):
         ValueError: ``drop_last`` and fewer trajectories than slices.
         NoSampleable: a batch would be empty, as the trajectories it is made of are too short.
     """
+
+    traits = _SliceSampler.traits._replace(has_epochs=True, can_rewind=True)
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ class RandomSampler(NativeSampler):
     tensor([0, 1, 2, 3])
     """
 
+    traits = NativeSampler.traits._replace(draws_uniformly=True)
+
     def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
         if replacement:
             if kwargs:

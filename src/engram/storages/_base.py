@@ -17,7 +17,7 @@ from engram._closing import end
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.persist.components import Dumpable, check_kind, read_state, write_part
 from engram.persist.rows import SavedRows, nothing_saved
-from engram.types import Extent, Plan, Write
+from engram.types import Declared, Extent, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from engram.priorities import PriorityConfig, PriorityIndex
     from engram.reshard.driver import Planner
     from engram.reshard.scatter import Saved
+    from engram.store import Store
+    from engram.types import Listener
 
 __all__ = ["Count", "Rows", "Storage", "check_count"]
 
@@ -55,13 +57,16 @@ class Count(NamedTuple):
     remedy: str = ""
 
 
-class Storage(Dumpable):
+class Storage(Declared, Dumpable):
     """Holds what is written. Base class of all storages, for type checks; custom storages are not supported yet.
 
     A storage may serve several buffers: what is written through one is seen by the samplers of all.
     """
 
     part = "storage"
+    traits = Traits()
+    #: The store that its rows lie in; None: there is none, or nothing was ever written.
+    memory: Store | None = None
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
     ndim: int = 1
 
@@ -71,32 +76,39 @@ class Storage(Dumpable):
     def __init__(self) -> None:
         self._lock = _fork.rlock()
         _fork.mended(self)
-        self.listeners: list[weakref.WeakMethod[Callable[[Write | None, Any], None]]] = []
+        self.listeners: list[weakref.ref[Listener]] = []
 
     # ---- who listens -------------------------------------------------------------------------------------------------
 
-    def attach(self, buffer: Any) -> None:
-        """Let a buffer hear of writes: its ``observe(write, data)`` is called after each. Holds no reference to it."""
-        if all(listener() != buffer.observe for listener in self.listeners):
-            self.listeners.append(weakref.WeakMethod(buffer.observe))
+    def attach(self, listener: Listener) -> None:
+        """Tell a listener of writes, after each. Holds no reference to it."""
+        if all(known() is not listener for known in self.listeners):
+            self.listeners.append(weakref.ref(listener))
 
-    def detach(self, buffer: Any) -> None:
-        """Stop telling a buffer."""
-        self.listeners = [listener for listener in self.listeners if listener() not in (None, buffer.observe)]
+    def detach(self, listener: Listener) -> None:
+        """Stop telling a listener."""
+        others = [(known, known()) for known in self.listeners]
+        self.listeners = [known for known, other in others if other is not None and other is not listener]
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a listener does something with writes."""
+        listeners = [known() for known in self.listeners]
+        return any(listener is not None and listener.listens for listener in listeners)
 
     def _tell_moved(self) -> None:
-        """Tell every attached buffer that the rows lie in another store now, or in none."""
-        for listener in self.listeners:
-            buffer = getattr(listener(), "__self__", None)
-            if buffer is not None:
-                buffer.moved()
+        """Tell every listener that the rows lie in another store now, or in none."""
+        for known in self.listeners:
+            listener = known()
+            if listener is not None:
+                listener.moved()
 
     def notify(self, write: Write | None, data: Any) -> None:
-        """Tell every attached buffer of a write, or of ``empty`` (None)."""
-        for listener in self.listeners:
-            observe = listener()
-            if observe is not None:
-                observe(write, data)
+        """Tell every listener of a write, or of ``empty`` (None)."""
+        for known in self.listeners:
+            listener = known()
+            if listener is not None:
+                listener.observe(write, data)
 
     # ---- what a storage does -----------------------------------------------------------------------------------------
 
@@ -104,6 +116,16 @@ class Storage(Dumpable):
     def max_size(self) -> int:
         """Rows that fit, at most."""
         raise NotImplementedError
+
+    @property
+    def requested_size(self) -> int:
+        """Rows that were asked for: fewer than fit, where lanes or columns made it more."""
+        return self.max_size
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Sizes of the dimensions after the first, with ``ndim > 1``, once they are known."""
+        return ()
 
     @property
     def initialized(self) -> bool:
@@ -164,7 +186,7 @@ class Storage(Dumpable):
         """
         raise NotImplementedError
 
-    def write(self, plan: Plan, prepared: Any, n: int) -> Write:
+    def write(self, plan: WritePlan, prepared: Any, n: int) -> Write:
         """Write prepared rows where a plan says."""
         raise NotImplementedError
 
@@ -467,7 +489,7 @@ class Storage(Dumpable):
         if len(outside) and (self.initialized or self.ndim == 1):  # slots may still be rounded up
             raise RowError(f"set: row {int(outside[0])} is outside [0, {self.max_size}).")
         prepared, n = self.prepare(data, "set", batched=not single, count=Count(len(rows)))
-        self.write(Plan(rows=rows), prepared, n)
+        self.write(WritePlan(rows=rows), prepared, n)
 
     def get(self, index: Any) -> tuple[Any, list[int]]:
         """Rows, and the positions in ``index`` whose row changed during the copy (their data is unspecified)."""

@@ -20,7 +20,7 @@ from engram.storages._base import Count, Rows, Storage, check_count, one_or_many
 from engram.storages._indexes import checked_priorities, saved_priorities
 from engram.storages._structure import describe
 from engram.store import check_index_name
-from engram.types import Extent, Plan, Write
+from engram.types import Extent, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -119,9 +119,9 @@ class ListStorage(Storage):
             return item if self._device is None else item.to(self._device)
         return item
 
-    def write(self, plan: Plan, prepared: list[Any], n: int) -> Write:
+    def write(self, plan: WritePlan, prepared: list[Any], n: int) -> Write:
         if plan.kept is not None:
-            write = self.write(Plan(rows=plan.rows), [prepared[i] for i in plan.kept.tolist()], len(plan.kept))
+            write = self.write(WritePlan(rows=plan.rows), [prepared[i] for i in plan.kept.tolist()], len(plan.kept))
             return Write(plan.reported(write.rows, n), write.first)
         if self._inherited:
             self.check_inherited()
@@ -296,11 +296,6 @@ class ListStorage(Storage):
     def counters(self) -> dict[str, int]:
         dropped = sum(int(index.core.dropped) for index in self._priorities.values())
         return {**super().counters(), "priority_updates_dropped": dropped}
-
-    @property
-    def memory(self) -> None:
-        """None: a list has no native store."""
-        return None
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         with self._lock:

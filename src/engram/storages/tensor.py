@@ -59,7 +59,7 @@ from engram.store import (
     sweep_shared_memory,
     torch_dtype,
 )
-from engram.types import Extent, Plan, Write
+from engram.types import Extent, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -171,6 +171,8 @@ class TensorStorage(Storage):
     >>> len(rb), rb[3]["a"]
     (4, tensor(3))
     """
+
+    traits = Traits(has_fields=True)
 
     if TYPE_CHECKING:
         memory: Store | None
@@ -542,7 +544,7 @@ class TensorStorage(Storage):
             raise RuntimeError("add: a slot of several columns is not one row.")
         return self.memory.append_row(lane, columns)  # type: ignore[union-attr]
 
-    def write(self, plan: Plan, prepared: list[Tensor], n: int) -> Write:
+    def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
         if self._inherited:
             self.check_inherited()
         store = self.store

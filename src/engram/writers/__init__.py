@@ -1,7 +1,14 @@
 """Writers say where rows go. The cursors belong to the store."""
 
+from engram.writers._base import declared
 from engram.writers.immutable import ImmutableDatasetWriter
 from engram.writers.max_value import TensorDictMaxValueWriter
 from engram.writers.round_robin import RoundRobinWriter, TensorDictRoundRobinWriter
 
-__all__ = ["ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter"]
+__all__ = [
+    "ImmutableDatasetWriter",
+    "RoundRobinWriter",
+    "TensorDictMaxValueWriter",
+    "TensorDictRoundRobinWriter",
+    "declared",
+]

@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from engram.persist.components import Dumpable
 from engram.state import check_keys
-from engram.types import Extent, Plan
+from engram.types import Declared, Extent, Traits, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.types import Write
+    from engram.types import DeclaredWriter, Ranking, Write, Writer
 
-__all__ = ["NativeWriter"]
+__all__ = ["NativeWriter", "declared"]
 
 
-class NativeWriter(Dumpable):
+class NativeWriter(Declared, Dumpable):
     """Base of engram's writers."""
 
     part = "writer"
-
-    #: Whether every write and ``empty`` are refused.
-    read_only = False
-    #: Whether rows read back carry ``"index"``.
-    adds_index = False
-    #: Whether rows may be rejected: reported as -1, and so is a row that a later one of the same batch replaced.
-    rejects = False
-    #: Whether samples carry ``"index_generation"``.
-    tracks_generations = False
+    traits = Traits()
 
     def __init__(self) -> None:
         self._storage: Any = None
+
+    @property
+    def tracks_generations(self) -> bool:
+        """Whether samples carry ``"index_generation"``."""
+        return self.traits.tracks_tickets
 
     def register_storage(self, storage: Any) -> None:
         """The storage that :meth:`add`, :meth:`extend` and :meth:`write_at` write to."""
         self._storage = storage
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> Plan:
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
         raise NotImplementedError
 
-    def written(self, plan: Plan, write: Write) -> None:
-        """Hear that a plan was written, before anybody else can place rows. A custom writer need not have this."""
+    def written(self, plan: WritePlan, write: Write) -> None:
+        """Hear that a plan was written, before anyone else can place rows."""
+
+    @property
+    def ranking(self) -> Ranking | None:
+        """Which rows are kept of saved ones, if there is no room for all; None: whole trajectories."""
+        return None
 
     def _registered(self) -> Any:
         if self._storage is None:
@@ -53,7 +55,7 @@ class NativeWriter(Dumpable):
             )
         return self._storage
 
-    def _write(self, call: str, data: Any, plan: Plan | None, *, batched: bool) -> Write:
+    def _write(self, call: str, data: Any, plan: WritePlan | None, *, batched: bool) -> Write:
         storage = self._registered()
         lane, count = (0, None) if plan is not None else storage.unnamed_lanes(call, batched=batched)
         prepared, n = storage.prepare(data, call, batched=batched, count=count)
@@ -70,12 +72,12 @@ class NativeWriter(Dumpable):
         Raises ``RuntimeError`` also for a storage with several lanes: the buffer's ``add`` names one.
         """
         row = int(self._write("add", data, None, batched=False).rows[0])
-        return None if self.rejects and row < 0 else row
+        return None if self.traits.rejects and row < 0 else row
 
     def extend(self, data: Any) -> Tensor:
         """Write a batch of rows to the registered storage, without transforms; int64 ``[n]``. Of several lanes each gets one."""
         write = self._write("extend", data, None, batched=True)
-        return write.survivors if self.rejects else write.rows
+        return write.survivors if self.traits.rejects else write.rows
 
     @property
     def write_count(self) -> int:
@@ -94,7 +96,7 @@ class NativeWriter(Dumpable):
         index = torch.as_tensor(index, device="cpu").to(torch.int64)
         if ndim > 1:
             index = self._storage.rows_at(index)
-        if not self.tracks_generations or self._storage is None:
+        if not self.traits.tracks_tickets or self._storage is None:
             return torch.full_like(index, -1)
         numbers: Tensor = self._storage.numbers_of(index.reshape(-1))
         return numbers.reshape(index.shape)
@@ -112,6 +114,16 @@ class NativeWriter(Dumpable):
         """Take over a saved state. Raises ``KeyError`` for one that is not empty."""
         self.checked_state(state_dict)()
 
+    @property
+    def recordable(self) -> bool:
+        """Whether :meth:`config` says all."""
+        return True
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """What a store noted, made again."""
+        return cls(**config)
+
     def config(self) -> dict[str, Any]:
         """The constructor's arguments, as plain values: what a store notes to make the writer again."""
         return {}
@@ -119,3 +131,50 @@ class NativeWriter(Dumpable):
     def __repr__(self) -> str:
         arguments = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
         return f"{type(self).__name__}({arguments})"
+
+
+class _Adapted(NativeWriter):
+    """A writer that follows the protocol only, with the rest of what a buffer asks of one.
+
+    The optional attributes of such a writer are looked up here and nowhere else.
+    """
+
+    def __init__(self, inner: Writer) -> None:
+        super().__init__()
+        self._inner: Any = inner
+        own = getattr(inner, "traits", None)
+        if not isinstance(own, Traits):
+            own = Traits(
+                read_only=bool(getattr(inner, "read_only", False)),
+                rejects=bool(getattr(inner, "rejects", False)),
+                adds_index=bool(getattr(inner, "adds_index", False)),
+                tracks_tickets=bool(getattr(inner, "tracks_generations", False)),
+            )
+        #: What counts is its ``place``.
+        self.traits = own._replace(appends=False)
+
+    def register_storage(self, storage: Any) -> None:
+        if hasattr(self._inner, "register_storage"):
+            self._inner.register_storage(storage)
+
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
+        plan: WritePlan = self._inner.place(extent, n, lane, data)
+        return plan
+
+    def written(self, plan: WritePlan, write: Write) -> None:
+        if hasattr(self._inner, "written"):
+            self._inner.written(plan, write)
+
+    @property
+    def ranking(self) -> Ranking | None:
+        made: Ranking | None = getattr(self._inner, "ranking", None)
+        return made
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+
+def declared(writer: Writer) -> DeclaredWriter:
+    """The writer, or of one that follows the protocol only, one around it that answers all that buffers ask."""
+    made: Any = writer if isinstance(writer, Declared) else _Adapted(writer)
+    return made  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from engram.types import Traits
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class ImmutableDatasetWriter(NativeWriter):
     RuntimeError: write: the buffer is read-only (ImmutableDatasetWriter). Use set_writer(RoundRobinWriter()) to write.
     """
 
-    read_only = True
+    traits = Traits(read_only=True)
 
     @property
     def write_count(self) -> int:

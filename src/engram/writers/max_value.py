@@ -15,7 +15,7 @@ from engram._later import refuse
 from engram._tensordict import children, find
 from engram.errors import IncompatibleCheckpoint
 from engram.state import check_keys
-from engram.types import Extent, Plan, Ranking
+from engram.types import Extent, Ranking, Traits, WritePlan
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ class TensorDictMaxValueWriter(NativeWriter):
     tensor([3., 5.])
     """
 
-    adds_index = True
-    rejects = True
+    traits = Traits(adds_index=True, rejects=True)
 
     def __init__(self, rank_key: str | tuple[str, ...] | None = None, reduction: str = "sum", **later: Any) -> None:
         refuse(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
@@ -137,11 +136,11 @@ class TensorDictMaxValueWriter(NativeWriter):
         """Which rows are kept of saved ones, if there is no room for all."""
         return Ranking(self._rank_key, lambda values: _or_least(self._reduced(values, len(values))))
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> Plan:
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
         ranks = self._ranks_of(data, n)
         free = _free_rows(extent, n)
         if len(free) == n:
-            return Plan(rows=torch.from_numpy(free))
+            return WritePlan(rows=torch.from_numpy(free))
         storage = self._registered()
         with storage.placing:
             memory = getattr(storage, "memory", storage)
@@ -150,7 +149,7 @@ class TensorDictMaxValueWriter(NativeWriter):
             self._stored.catch_up()
             return self._stored.place(ranks, free)
 
-    def written(self, plan: Plan, write: Write) -> None:
+    def written(self, plan: WritePlan, write: Write) -> None:
         if self._stored is not None:
             self._stored.written(plan, write)
 
@@ -163,7 +162,7 @@ class TensorDictMaxValueWriter(NativeWriter):
         assert plan.rows is not None  # as place makes them
         return int(plan.rows[0]) if len(plan.rows) else None
 
-    def _write(self, call: str, data: Any, plan: Plan | None, *, batched: bool) -> Write:
+    def _write(self, call: str, data: Any, plan: WritePlan | None, *, batched: bool) -> Write:
         if not self._registered().initialized:  # data that is refused leaves no memory behind
             self._ranks_of(data, (data.batch_size or (0,))[0] if batched and is_tensor_collection(data) else 1)
         return super()._write(call, data, plan, batched=batched)
@@ -256,16 +255,16 @@ class _Stored:
         #: Ticket numbers of the rows that it ranks.
         self._numbers = np.full(capacity, -1)
         self._settled: int | None = None
-        self._planned: Plan | None = None
+        self._planned: WritePlan | None = None
 
-    def place(self, ranks: NDArray[np.float64], free: NDArray[np.int64]) -> Plan:
+    def place(self, ranks: NDArray[np.float64], free: NDArray[np.int64]) -> WritePlan:
         """Rows of data in order: the first ones to the free rows, then each one to the worst row if it is better."""
         rows, kept = self._ranking.place(ranks, free)
-        plan = Plan(rows=torch.from_numpy(rows), kept=None if len(kept) == len(ranks) else torch.from_numpy(kept))
+        plan = WritePlan(rows=torch.from_numpy(rows), kept=None if len(kept) == len(ranks) else torch.from_numpy(kept))
         self._planned = plan
         return plan
 
-    def written(self, plan: Plan, write: Write) -> None:
+    def written(self, plan: WritePlan, write: Write) -> None:
         """Bring up to date what a plan changed, if it is the last one and nobody wrote since it was made."""
         if self._planned is not plan or write.first != self._settled:
             return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram._later import refuse
-from engram.types import Extent, Plan
+from engram.types import Extent, Traits, WritePlan
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
@@ -34,13 +34,16 @@ class RoundRobinWriter(NativeWriter):
     tensor([True])
     """
 
+    traits = Traits(appends=True)
+
     def __init__(self, *, track_generations: bool = False, **later: Any) -> None:
         refuse(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
         super().__init__()
-        self.tracks_generations = track_generations
+        if track_generations:
+            self.traits = self.traits._replace(tracks_tickets=True)
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> Plan:
-        return Plan(lane=lane)
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
+        return WritePlan(lane=lane)
 
     def write_at(self, index: Any, data: Any) -> Tensor:
         """Write given rows; the cursor stays, tickets and count advance.
@@ -55,13 +58,13 @@ class RoundRobinWriter(NativeWriter):
             IndexError: a row outside ``[0, capacity)``. Nothing is written.
         """
         rows = torch.as_tensor(index, device="cpu").to(torch.int64).reshape(-1)
-        return self._write("write_at", data, Plan(rows=rows), batched=True).rows
+        return self._write("write_at", data, WritePlan(rows=rows), batched=True).rows
 
     def config(self) -> dict[str, Any]:
-        return {"track_generations": self.tracks_generations}
+        return {"track_generations": self.traits.tracks_tickets}
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
     """As :class:`RoundRobinWriter`; rows read back by number carry ``"index"``, their row. It is not stored."""
 
-    adds_index = True
+    traits = Traits(appends=True, adds_index=True)
