@@ -22,6 +22,7 @@ from engram import (
     loader,
 )
 from engram.loader import Streams
+from engram.nested import tensors
 from engram.pinning import HostMemory
 
 
@@ -311,8 +312,8 @@ def test_forms(streams, form):
     rb = filled(4, cls=ReplayBuffer, transform=form)
     (batch,) = DeviceLoader(rb, "cuda")
     assert type(batch) is type(form(rb.storage[:]))
-    assert all(streams.holds(leaf) for leaf in loader._tensors(batch))
-    assert loader._tensors(batch)[0].tolist() == [0, 1, 2, 3]
+    assert all(streams.holds(leaf) for leaf in tensors(batch))
+    assert tensors(batch)[0].tolist() == [0, 1, 2, 3]
 
 
 def test_samplers_and_storages(streams):
@@ -324,7 +325,7 @@ def test_samplers_and_storages(streams):
     )
     rb.extend(TensorDict({"t": torch.arange(40) // 10}, [40]))
     batch, info = next(iter(DeviceLoader(rb, "cuda", return_info=True)))
-    assert all(streams.holds(leaf) for leaf in loader._tensors((batch, info)))
+    assert all(streams.holds(leaf) for leaf in tensors((batch, info)))
 
 
 # ---- priorities --------------------------------------------------------------------------------------------------------------

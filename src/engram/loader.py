@@ -9,10 +9,10 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram._devices import existing_device
+from engram.nested import map_tensors, tensors
 from engram.pinning import HostMemory, Pinning
 from engram.samplers import declared
 
@@ -151,10 +151,10 @@ class DeviceLoader:
 
     def _passed_through(self) -> Iterator[Any]:
         for batch in self._drawn():
-            if all(leaf.device == self.device for leaf in _tensors(batch)):
+            if all(leaf.device == self.device for leaf in tensors(batch)):
                 yield batch
             else:
-                yield _mapped(batch, lambda leaf: leaf.to(self.device), self.device)
+                yield map_tensors(batch, lambda leaf: leaf.to(self.device), device=self.device)
 
     def _handed_out(self, run: _Run) -> Iterator[Any]:
         streams = self._streams
@@ -168,7 +168,7 @@ class DeviceLoader:
                 consumer = streams.current()
                 for event in ready.events:
                     streams.wait(consumer, event)
-                for leaf in _tensors(ready.batch):
+                for leaf in tensors(ready.batch):
                     if streams.holds(leaf):
                         streams.keep(leaf, consumer)
                 yield ready.batch
@@ -192,17 +192,17 @@ class DeviceLoader:
         """
         streams = self._streams
         values = (index, priority, generation)
-        found = [] if streams is None else [leaf for leaf in _tensors(values) if streams.holds(leaf)]
+        found = [] if streams is None else [leaf for leaf in tensors(values) if streams.holds(leaf)]
         if streams is None or not found:
             event = None
             if self._updates:
-                values = _mapped(values, torch.clone, None)
+                values = map_tensors(values, torch.clone, device=None)
         else:
             behind = streams.mark(streams.current())
             streams.wait(streams.down, behind)
             with streams.on(streams.down):
-                values = _mapped(
-                    values, lambda leaf: streams.receive(leaf) if streams.holds(leaf) else leaf.clone(), None
+                values = map_tensors(
+                    values, lambda leaf: streams.receive(leaf) if streams.holds(leaf) else leaf.clone(), device=None
                 )
             for leaf in found:
                 streams.keep(leaf, streams.down)
@@ -311,11 +311,13 @@ class _Work:
     def _sent(self, batch: Any) -> _Ready:
         streams = self.streams
         # What is on the device already was made on this thread's stream, which the stream of the copies does not wait for.
-        there = any(streams.holds(leaf) for leaf in _tensors(batch))
+        there = any(streams.holds(leaf) for leaf in tensors(batch))
         events = [streams.mark(streams.current())] if there else []
         pinned = self.pinning(batch)
         with streams.on(streams.up):
-            moved = _mapped(pinned, lambda leaf: leaf if streams.holds(leaf) else streams.send(leaf), streams.device)
+            moved = map_tensors(
+                pinned, lambda leaf: leaf if streams.holds(leaf) else streams.send(leaf), device=streams.device
+            )
         return _Ready(moved, (*events, streams.mark(streams.up)))
 
 
@@ -324,39 +326,3 @@ def _end(work: _Work, thread: threading.Thread) -> None:
     work.slots.release()
     if thread is not threading.current_thread():
         thread.join()
-
-
-# ---- data of any form ----------------------------------------------------------------------------------------------------
-
-
-def _mapped(data: Any, change: Callable[[Tensor], Tensor], device: torch.device | None) -> Any:
-    """Data with every tensor changed; TensorDicts say that they are on ``device``."""
-    if is_tensor_collection(data):
-        return data.apply(
-            lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, filter_empty=False, device=device
-        )
-    if isinstance(data, Tensor):
-        return change(data)
-    if isinstance(data, dict):
-        return {key: _mapped(value, change, device) for key, value in data.items()}
-    if isinstance(data, tuple | list):
-        values = [_mapped(value, change, device) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    return data
-
-
-def _tensors(data: Any) -> list[Tensor]:
-    """Every tensor in data."""
-    found: list[Tensor] = []
-    _gather(data, found)
-    return found
-
-
-def _gather(data: Any, found: list[Tensor]) -> None:
-    if is_tensor_collection(data):
-        data.apply(lambda leaf: _gather(leaf, found), filter_empty=True)
-    elif isinstance(data, Tensor):
-        found.append(data)
-    elif isinstance(data, dict | tuple | list):
-        for value in data.values() if isinstance(data, dict) else data:
-            _gather(value, found)

@@ -7,7 +7,6 @@ that lets batches go pays for pinning once per size.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from engram import _native
 from engram._tensordict import children
 from engram._words import warn
+from engram.nested import map_with_paths, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,23 +100,12 @@ class _Walk:
         self.done: dict[int, tuple[Any, Any]] = {}  # with the tensor itself, which keeps its id
 
     def walk(self, data: Any, path: tuple[str, ...]) -> Any:
-        if is_tensor_collection(data):
-            return self._collection(data, path)
-        if isinstance(data, Tensor):
-            return self._leaf(data, path)
-        if isinstance(data, dict):
-            entries = {key: self.walk(value, (*path, str(key))) for key, value in data.items()}
-            if all(entries[key] is value for key, value in data.items()):
-                return data
-            made = copy.copy(data)  # of the same class, with whatever else it holds
-            made.update(entries)
-            return made
-        if isinstance(data, tuple | list):
-            values = [self.walk(value, (*path, str(i))) for i, value in enumerate(data)]
-            if all(new is old for new, old in zip(values, data, strict=True)):
-                return data
-            return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-        return data
+        return map_with_paths(data, self._pinned, path, keep=True)
+
+    def _pinned(self, leaf: Any, path: tuple[str, ...]) -> Any:
+        if is_tensor_collection(leaf):
+            return self._collection(leaf, path)
+        return self._leaf(leaf, path) if isinstance(leaf, Tensor) else leaf
 
     def _leaf(self, tensor: Tensor, path: tuple[str, ...]) -> Tensor:
         memory = self.memory
@@ -168,10 +157,7 @@ class _Walk:
 
 
 def _all_on(td: Any, device: torch.device) -> bool:
-    found: set[torch.device] = set()
-    # Not td.values(): stacks of ragged entries have none.
-    td.apply(lambda leaf: found.add(leaf.device) if isinstance(leaf, Tensor) else None, filter_empty=True)
-    return found == {device}
+    return {leaf.device for leaf in tensors(td)} == {device}
 
 
 def _described(tensor: Tensor) -> str:

@@ -12,11 +12,11 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
 from torch import Tensor
 
 from engram import _fork, _native, collate, expanders, priorities, samplers, storages, writers
@@ -28,6 +28,7 @@ from engram.errors import CorruptStore, IncompatibleCheckpoint, NoSampleable, Ro
 from engram.format import disk, files, layout, series
 from engram.format.checkpoints import Checkpoint, finish_dump, replacing
 from engram.migrate.torchrl import dump as torchrl
+from engram.nested import first_leaf, flatten, has_dimensions, has_entries, map_leaves
 from engram.packing import pack, unpack
 from engram.persist import parts as saved_parts
 from engram.pinning import pinning_for
@@ -881,7 +882,7 @@ class ReplayBuffer:
         Raises: as :meth:`set_at_`. Keys and shapes are checked first; then nothing or everything is written.
         """
         self._check_editable("update_")
-        entries = dict(_flat_items(input))
+        entries = dict(flatten(input))
         if keys_to_update is not None:
             wanted = [(key,) if isinstance(key, str) else tuple(key) for key in keys_to_update]
             for w in wanted:
@@ -2088,7 +2089,7 @@ def _is_key(index: Any) -> bool:
 
 def _entry(data: Any, key: Any) -> Any:
     for part in (key,) if isinstance(key, str) else key:
-        known = list(data.keys()) if isinstance(data, dict) or is_tensor_collection(data) else []
+        known = list(data.keys()) if has_entries(data) else []
         if part not in known:
             raise KeyError(f"rb[key]: expected one of {known}, got {part!r} in {key!r}.")
         data = data[part] if isinstance(data, dict) else data.get(part)
@@ -2096,60 +2097,47 @@ def _entry(data: Any, key: Any) -> Any:
 
 
 def _map_tensors(data: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply ``change`` to every tensor, array or TensorDict of a pytree."""
-    return change(data) if _has_dims(data) else _map_nested(data, lambda value: _map_tensors(value, change))
+    """Apply ``change`` to every tensor, array or TensorDict of nested data."""
+    return map_leaves(data, lambda leaf: change(leaf) if has_dimensions(leaf) else leaf)
 
 
-class _ByValue(NamedTuple):
+class _ByValue:
     """A TensorDict on its way through a copy."""
 
-    entries: dict[str, Any]
-    batch_size: torch.Size
-    device: torch.device | None
-    names: list[str | None] | None
+    def __init__(self, td: TensorDict) -> None:
+        self.entries = _by_value(dict(children(td)))
+        self.batch_size, self.device = td.batch_size, td.device
+        self.names = td.names if any(td.names) else None
+
+    def restored(self) -> TensorDict:
+        return TensorDict(_from_value(self.entries), batch_size=self.batch_size, device=self.device, names=self.names)
 
 
 def _by_value(data: Any) -> Any:
     """Batches for a copy: copies of their tensors, which go by value (see ``Copied``); other objects as they are."""
-    if type(data) is TensorDict:
-        names = data.names if any(data.names) else None
-        return _ByValue(_by_value(children(data)), data.batch_size, data.device, names)
-    if isinstance(data, Tensor):
-        return Copied(data.detach().clone())
-    return _map_nested(data, _by_value)
+
+    def copied(leaf: Any) -> Any:
+        if type(leaf) is TensorDict:
+            return _ByValue(leaf)
+        return Copied(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(data, copied)
 
 
 def _from_value(data: Any) -> Any:
     """Batches again."""
-    if isinstance(data, _ByValue):
-        entries, batch_size, device, names = data
-        return TensorDict(_from_value(entries), batch_size=batch_size, device=device, names=names)
-    return data.tensor if isinstance(data, Copied) else _map_nested(data, _from_value)
 
+    def restored(leaf: Any) -> Any:
+        if isinstance(leaf, _ByValue):
+            return leaf.restored()
+        return leaf.tensor if isinstance(leaf, Copied) else leaf
 
-def _map_nested(data: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(data, dict):
-        return {key: change(value) for key, value in data.items()}
-    if isinstance(data, tuple | list):
-        values = [change(value) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    return data
+    return map_leaves(data, restored)
 
 
 def _containers_anew(data: Any) -> Any:
     """The same tensors in containers that a transform may change: the caller's stay as they are."""
     return _map_tensors(data, lambda x: x.copy() if is_tensor_collection(x) else x)
-
-
-def _has_dims(data: Any) -> bool:
-    return isinstance(data, Tensor | np.ndarray | np.generic) or is_tensor_collection(data)
-
-
-def _first_leaf(data: Any) -> Any:
-    """Some leaf of a pytree; None if it has none."""
-    while isinstance(data, dict | tuple) and not is_tensor_collection(data):
-        data = next(iter(data.values() if isinstance(data, dict) else data), None)
-    return data
 
 
 def _rows_of(data: Any, dims: int = 1) -> int | None:
@@ -2158,8 +2146,8 @@ def _rows_of(data: Any, dims: int = 1) -> int | None:
         return 0
     if isinstance(data, list):
         return len(data)
-    leaf = _first_leaf(data)
-    if not _has_dims(leaf):
+    leaf = first_leaf(data)
+    if not has_dimensions(leaf):
         return len(data) if isinstance(data, tuple) else None
     shape = leaf.batch_size if is_tensor_collection(leaf) else leaf.shape
     return math.prod(shape[:dims]) if len(shape) >= dims else None
@@ -2167,7 +2155,7 @@ def _rows_of(data: Any, dims: int = 1) -> int | None:
 
 def _renumber(made: Any, by: int) -> None:
     """The tickets that a batch or its info says, if it says them."""
-    if not (isinstance(made, dict) or is_tensor_collection(made)):
+    if not has_entries(made):
         return
     numbers = made.get("index_generation", None)
     if isinstance(numbers, Tensor) and numbers.dtype is torch.int64:
@@ -2183,8 +2171,8 @@ def _with_dim(x: Any, at: int) -> Any:
 
 def _size_of_dim(batch: Any, at: int) -> int:
     """Rows in what a transform made of a batch of one."""
-    leaf = _first_leaf(batch)
-    if not _has_dims(leaf):
+    leaf = first_leaf(batch)
+    if not has_dimensions(leaf):
         return 1
     if is_tensor_collection(leaf):
         return int(leaf.batch_size[-1]) if leaf.batch_size else 1
@@ -2212,14 +2200,6 @@ def _replaced(values: Any, places: Tensor, others: Any) -> Any:
     values = values.clone()
     values[places.to(values.device)] = others
     return values
-
-
-def _flat_items(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for key, value in data.items():
-        if isinstance(value, dict) or (is_tensor_collection(value) and not is_non_tensor(value)):
-            yield from _flat_items(value, (*path, key))
-        else:
-            yield (*path, key), value
 
 
 def _mix(key: int, attempt: int) -> int:

@@ -10,6 +10,7 @@ from tensordict import TensorDict, is_tensor_collection
 
 from engram.errors import NoSampleable
 from engram.expanders._base import END_KEYS, Expander, Following, public
+from engram.nested import find
 from engram.samplers import SamplerWithoutReplacement
 from engram.samplers._boundaries import as_keys
 from engram.state import check_keys
@@ -87,7 +88,7 @@ class FinalObservations:
             raise RuntimeError(
                 f"FinalObservations: expected one batch dimension, got {list(data.batch_size)}: columns are not supported."
             )
-        flags = [flag for flag in (_entry(data, key) for key in self.end_keys) if flag is not None]
+        flags = [flag for flag in (find(data, key) for key in self.end_keys) if flag is not None]
         if not flags:
             raise KeyError(
                 f"FinalObservations: expected one of the end flags {[public(key) for key in self.end_keys]}."
@@ -95,7 +96,7 @@ class FinalObservations:
         ended = torch.stack([(flag != 0).flatten(1).any(1) for flag in map(_column, flags)]).any(0)
         last = {}
         for key in self.keys:
-            here, there = _entry(data, key), _entry(data, ("next", *key))
+            here, there = find(data, key), find(data, ("next", *key))
             for name, value in ((key, here), (("next", *key), there)):
                 if value is None:
                     raise KeyError(f"FinalObservations: expected an entry {public(name)!r} in what is written.")
@@ -248,14 +249,6 @@ class NextFromFollowing(Expander):
 
     def __repr__(self) -> str:
         return f"NextFromFollowing({self.sampler!r}, {self.finals!r})"
-
-
-def _entry(data: Any, key: Key) -> Any:
-    for part in key:
-        if not (isinstance(data, dict) or is_tensor_collection(data)) or part not in list(data.keys()):
-            return None
-        data = data[part] if isinstance(data, dict) else data.get(part)
-    return data
 
 
 def _column(flag: Any) -> Tensor:

@@ -12,12 +12,13 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
+from engram.nested import map_with_paths
 from engram.storages._structure import as_tensor, at, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["first_leaf", "rows_of_batch", "rows_of_selection", "rows_of_slot", "rows_of_stored", "selected_rows"]
+__all__ = ["rows_of_batch", "rows_of_selection", "rows_of_slot", "rows_of_stored", "selected_rows"]
 
 
 def rows_of_batch(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
@@ -73,13 +74,6 @@ def selected_rows(index: Any, slots: int, columns: tuple[int, ...]) -> Tensor:
     return rows
 
 
-def first_leaf(data: Any) -> Any:
-    """Some tensor or TensorDict of a pytree."""
-    while isinstance(data, dict | tuple) and not is_tensor_collection(data):
-        data = next(iter(data.values())) if isinstance(data, dict) else data[0]
-    return data
-
-
 def _shape(x: Any) -> tuple[int, ...]:
     return tuple(x.batch_size if is_tensor_collection(x) else x.shape)
 
@@ -91,11 +85,6 @@ def _rearrange(
     seen: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
     def rearrange(x: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(x, dict):
-            return {key: rearrange(value, (*path, str(key))) for key, value in x.items()}
-        if isinstance(x, tuple | list):
-            values = [rearrange(value, (*path, str(i))) for i, value in enumerate(x)]
-            return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
         if not (is_tensor_collection(x) or isinstance(x, Tensor)):
             x = as_tensor(x, path, call)
         shape = _shape(x)
@@ -111,7 +100,7 @@ def _rearrange(
             )
         return change(x)
 
-    rows = rearrange(data, ())
+    rows = map_with_paths(data, rearrange)
     if not seen:
         raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
     return rows, seen[0][1]

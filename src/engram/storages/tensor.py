@@ -25,6 +25,7 @@ from engram.errors import CorruptStore, EngramError, IncompatibleCheckpoint, Inc
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
+from engram.nested import first_leaf
 from engram.passes import KIND as PASSES
 from engram.passes import PassIndex, checked_walk
 from engram.persist.components import check_blocks, check_kind, write_part
@@ -38,7 +39,6 @@ from engram.reshard.reports import said_counts
 from engram.state import check_keys, copied, integer, tensor_in, typed
 from engram.storages._base import Count, Rows, Storage, check_count
 from engram.storages._columns import (
-    first_leaf,
     rows_of_batch,
     rows_of_selection,
     rows_of_slot,

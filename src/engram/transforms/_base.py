@@ -9,6 +9,8 @@ import torch
 from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 
+from engram import nested
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -108,17 +110,9 @@ def is_tensor(data: Any) -> bool:
     return isinstance(data, Tensor | np.ndarray | np.generic) and not is_tensor_collection(data)
 
 
-def is_container(data: Any) -> bool:
-    return isinstance(data, dict) or is_tensor_collection(data)
-
-
 def find(data: Any, key: Key) -> Any:
     """The entry of a nested dict or TensorDict under a key, or None."""
-    for part in path_of(key):
-        if not is_container(data):
-            return None
-        data = data.get(part, None)
-    return data
+    return nested.find(data, path_of(key))
 
 
 def entry(data: Any, key: Key, call: str) -> Any:
@@ -154,7 +148,7 @@ def shallow(data: Any, call: str) -> Any:
     if is_tensor_collection(data):
         return data.copy()
     if isinstance(data, dict):
-        return {key: shallow(value, call) if is_container(value) else value for key, value in data.items()}
+        return {key: shallow(value, call) if nested.has_entries(value) else value for key, value in data.items()}
     raise TypeError(f"{call}: expected a TensorDict, a tensorclass or a nested dict, got {type(data).__name__}.")
 
 
@@ -163,7 +157,7 @@ def put(data: Any, key: Key, value: Any) -> None:
     *way, last = path_of(key)
     for part in way:
         inner = data.get(part, None)
-        if not is_container(inner):
+        if not nested.has_entries(inner):
             inner = {} if isinstance(data, dict) else TensorDict({}, batch_size=data.batch_size, device=data.device)
             _set(data, part, inner)
             inner = data.get(part)
@@ -179,15 +173,8 @@ def _set(data: Any, name: str, value: Any) -> None:
 
 
 def map_tensors(data: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Every tensor of nested data changed, containers anew; other objects stay."""
-    if is_tensor_collection(data):
-        return data.apply(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, filter_empty=False)
-    if isinstance(data, dict):
-        return {key: map_tensors(value, change) for key, value in data.items()}
-    if isinstance(data, tuple | list):
-        values = [map_tensors(value, change) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    return change(torch.as_tensor(data)) if is_tensor(data) else data
+    """Every tensor and array of nested data changed, containers anew; other objects stay."""
+    return nested.map_tensors(nested.map_leaves(data, lambda x: torch.as_tensor(x) if is_tensor(x) else x), change)
 
 
 def arguments(transform: Any, names: Iterable[str]) -> str:

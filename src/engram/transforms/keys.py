@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import is_tensor_collection
 
+from engram.nested import has_entries
 from engram.transforms._base import (
     Transform,
     arguments,
@@ -13,7 +14,6 @@ from engram.transforms._base import (
     check_pairs,
     described,
     find,
-    is_container,
     path_of,
     put,
     shallow,
@@ -113,7 +113,7 @@ class SelectTransform(Transform):
         for key in self._kept:
             value = find(data, key)
             if value is not None:
-                put(made, key, shallow(value, "SelectTransform") if is_container(value) else value)
+                put(made, key, shallow(value, "SelectTransform") if has_entries(value) else value)
         return made
 
     def __repr__(self) -> str:

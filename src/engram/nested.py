@@ -1,0 +1,120 @@
+"""Data of any form, walked in one place: nestings of dicts, tuples, named tuples, lists, TensorDicts and tensorclasses."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tensordict import is_non_tensor, is_tensor_collection
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+__all__ = [
+    "find",
+    "first_leaf",
+    "flatten",
+    "has_dimensions",
+    "has_entries",
+    "map_leaves",
+    "map_tensors",
+    "map_with_paths",
+    "tensors",
+]
+
+Path = tuple[str, ...]
+
+
+def has_dimensions(data: object) -> bool:
+    """Whether data is one tensor, array, TensorDict or tensorclass."""
+    return isinstance(data, Tensor | np.ndarray | np.generic) or is_tensor_collection(data)
+
+
+def has_entries(data: object) -> bool:
+    """Whether data has entries by name: a dict, TensorDict or tensorclass."""
+    return isinstance(data, dict) or is_tensor_collection(data)
+
+
+def map_with_paths(data: Any, change: Callable[[Any, Path], Any], path: Path = (), *, keep: bool = False) -> Any:
+    """The same dicts, tuples and lists around ``change(leaf, path)`` of all that they hold.
+
+    A TensorDict is a leaf, as is everything else. Containers are new; with ``keep`` one in which nothing changed is returned
+    itself, and of another dict a copy with all that its class holds besides.
+    """
+    if isinstance(data, dict):
+        entries = {key: map_with_paths(value, change, (*path, str(key)), keep=keep) for key, value in data.items()}
+        if not keep:
+            return entries
+        if all(entries[key] is value for key, value in data.items()):
+            return data
+        made = copy.copy(data)
+        made.update(entries)
+        return made
+    if isinstance(data, tuple | list):
+        values = [map_with_paths(value, change, (*path, str(i)), keep=keep) for i, value in enumerate(data)]
+        if keep and all(new is old for new, old in zip(values, data, strict=True)):
+            return data
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+    return change(data, path)
+
+
+def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
+    """The same dicts, tuples and lists, new, around ``change(leaf)`` of all that they hold; a TensorDict is a leaf."""
+    return map_with_paths(data, lambda leaf, _: change(leaf))
+
+
+def map_tensors(data: Any, change: Callable[[Tensor], Any], **device: torch.device | None) -> Any:
+    """New containers, TensorDicts among them, around ``change(tensor)`` of every tensor. Other objects stay.
+
+    ``device=…`` is what TensorDicts say that they are on.
+    """
+
+    def within(leaf: Any) -> Any:
+        if is_tensor_collection(leaf):
+            return leaf.apply(lambda x: change(x) if isinstance(x, Tensor) else x, filter_empty=False, **device)
+        return change(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(data, within)
+
+
+def tensors(data: Any) -> list[Tensor]:
+    """Every tensor in data."""
+    found: list[Tensor] = []
+
+    def note(leaf: Any) -> None:
+        if is_tensor_collection(leaf):
+            leaf.apply(note, filter_empty=True)
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+
+    map_leaves(data, note)
+    return found
+
+
+def first_leaf(data: Any) -> Any:
+    """The first leaf of dicts and tuples; None if they hold none. A list is a leaf: of rows."""
+    while isinstance(data, dict | tuple) and not is_tensor_collection(data):
+        data = next(iter(data.values() if isinstance(data, dict) else data), None)
+    return data
+
+
+def find(data: Any, path: Path) -> Any:
+    """The entry of nested dicts and TensorDicts under a path of names; None if there is none."""
+    for name in path:
+        if not has_entries(data) or name not in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
+            return None
+        data = data[name] if isinstance(data, dict) else data.get(name)
+    return data
+
+
+def flatten(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The entries of nested dicts and TensorDicts, with their paths."""
+    for name, value in data.items():
+        if has_entries(value) and not is_non_tensor(value):
+            yield from flatten(value, (*path, name))
+        else:
+            yield (*path, name), value
