@@ -50,7 +50,7 @@ def test_the_demo_says_which_package_it_lacks(missing, monkeypatch, tmp_path):
         ["--steps", "0"],
         ["--seed", "-1"],
         ["--steps", "many"],
-        ["--actors", "-1"],
+        ["--actors", "0"],
         ["--actors", "65"],
         ["--sampler", "best"],
     ],

@@ -44,18 +44,18 @@ def main() -> None:
 @click.option("--sampler", type=click.Choice(SAMPLERS), default=SAMPLERS[0], show_default=True, help="Of the replay.")
 @click.option(
     "--actors",
-    type=click.IntRange(0, MOST_ACTORS),
-    default=0,
+    type=click.IntRange(1, MOST_ACTORS),
+    default=2,
     show_default=True,
-    help="Processes that play while this one learns. 0: one process plays and learns.",
+    help="Processes that play, while another one learns.",
 )
 def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: int) -> None:
-    """Train DQN on CartPole-v1 from a replay buffer on disk, and replace a process half-way.
+    """Train DQN on CartPole-v1 from a replay buffer on disk, and kill processes on the way.
 
-    That is the training process, which ends in order; with --actors it is one of them, which is killed with SIGKILL while the
-    others go on.
+    Half-way a checkpoint is saved. Then one actor is killed with SIGKILL, and after it the learner. A new learner opens the
+    store and goes on with all rows.
 
-    Ends when the mean return of the last 20 episodes passes 195. Ctrl-C leaves a store that reopens.
+    Ends when the mean return of the last 20 episodes passes 195. Ctrl-C leaves a store that can be opened again.
     """
     from engram.demo import run
 

@@ -1,217 +1,149 @@
-"""Actor processes: each plays, and writes what it sees into a lane of a buffer that all share.
+"""Actor processes: each plays CartPole and writes its steps into its own lane of the shared buffer.
 
-A pipe joins each of them to the learner. Down come the steps that it may make, up goes word of every row once it is
-acknowledged. There is no lock between them: a process that is killed holds nothing that another one waits for. Whoever finds
-the other end of the pipe closed knows that the other one is gone.
+A pipe connects each actor to the learner. The learner sends how many steps the actor may take; the actor reports each row
+after ``add`` has returned. There is no lock between processes, so an actor can be killed at any moment. When one end of the
+pipe is closed, the process at the other end stops.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
+import logging
 import time
-import traceback
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import gymnasium
 import torch
+from tensordict import TensorDict
 from torch import multiprocessing
 
 from engram.demo.agent import Agent
-from engram.demo.play import Player, truncate
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from multiprocessing.connection import Connection
+
+    from tensordict import TensorDictBase
 
     from engram import ReplayBuffer
 
-__all__ = ["GOODBYE_S", "Acknowledged", "Actor", "ActorFailed", "act", "checksums"]
+__all__ = ["Acknowledged", "Actor", "act", "checksums", "play"]
 
-GOODBYE_S = 10.0
-"""For an actor to end after it was told to; then it is killed."""
+EXPLORE = (1.0, 0.05, 4_000)
+"""Probability of a random action at the first step and at the last, and the number of steps between them."""
 
-FIELDS = (
-    "observation",
-    "action",
-    ("next", "observation"),
-    ("next", "reward"),
-    ("next", "terminated"),
-    ("next", "truncated"),
-    ("next", "done"),
-    "actor",
-    "number",
-)
-
-
-#: A clean process from which actors are forked: it has imported everything once, so the next one is there at once.
+#: Actors are forked from a process that has imported this module once, so a new one starts in a fraction of a second.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])
 
 
-class ActorFailed(RuntimeError):
-    """An actor ended by itself."""
-
-
 class Acknowledged(NamedTuple):
-    """A row that is in the store."""
+    """A row for which ``add`` has returned."""
 
     row: int
     checksum: int
     seconds: float
-    """That writing it took."""
-    finished: float | None
-    """Return of the episode, if it ended here."""
+    """Duration of ``add``."""
+    episode_return: float | None
+    """Return of the episode, if this row ends one."""
 
 
-def checksums(rows: Any) -> list[int]:
-    """CRC-32 of each row of a batch."""
-    fields = [rows[key].reshape(len(rows), -1).contiguous().view(torch.uint8) for key in FIELDS]
+def checksums(rows: TensorDictBase) -> list[int]:
+    """CRC-32 of each row of a batch, over all of its fields. Ignores ``"index"``, which the buffer adds."""
+    keys = sorted(rows.exclude("index").keys(include_nested=True, leaves_only=True), key=str)
+    fields = [rows[key].reshape(len(rows), -1).contiguous().view(torch.uint8) for key in keys]
     return [zlib.crc32(row) for row in torch.cat(fields, 1).numpy()]
 
 
-def act(channel: Connection, lane: int, number: int, seed: int) -> None:
-    """The actor's process: play until told to stop, or until the learner is gone.
-
-    Args:
-        channel: to the learner, which first sends the replay and the buffer whose only row is the newest policy.
-        lane: of the replay.
-        number: of the actor, which none before had; its rows carry it.
-        seed: of everything.
-    """
-    torch.set_num_threads(1)
-    try:
-        replay, policies = channel.recv()
-        with contextlib.closing(policies), contextlib.closing(replay):
-            _play(channel, replay, policies, lane, number, seed)
-    except (EOFError, ConnectionError):
-        pass  # the learner is gone
-    except Exception:  # noqa: BLE001 - the learner raises it
-        with contextlib.suppress(ConnectionError):
-            channel.send(traceback.format_exc())
-
-
-def _play(channel: Connection, replay: Any, policies: ReplayBuffer, lane: int, number: int, seed: int) -> None:
+def play(replay: ReplayBuffer, agent: Agent, seed: int) -> Iterator[tuple[TensorDict, float | None]]:
+    """Steps of CartPole, without end: each row, and the return of the episode if the row ends it."""
     generator = torch.Generator().manual_seed(seed)
-    agent = Agent()
-    player = Player(agent, generator)
-    version, made, newest = -1, 0, -1
-    while (steps := channel.recv()) is not None:
-        for _ in range(steps):
-            if policies.write_count != version:
-                version = policies.write_count
-                agent.take_policy(policies[0])
-            row, finished = player.step(replay.write_count, seed + made)
-            row["actor"], row["number"] = torch.tensor(number), torch.tensor(made)
-            began = time.perf_counter()
-            newest = replay.add(row, lane=lane)
-            seconds = time.perf_counter() - began
-            made += 1
-            (checksum,) = checksums(row.unsqueeze(0))
-            channel.send(Acknowledged(newest, checksum, seconds, finished))
-    if player.inside:
-        truncate(replay, newest)
+    environment = gymnasium.make("CartPole-v1")
+    observation, total = environment.reset(seed=seed)[0], 0.0
+    first, last, until = EXPLORE
+    while True:
+        now = torch.from_numpy(observation)
+        explore = max(last, first + (last - first) * replay.write_count / until)
+        if float(torch.rand((), generator=generator)) < explore:
+            action = int(torch.randint(2, (), generator=generator))
+        else:
+            action = agent.act(now)
+        observation, reward, terminated, truncated, _ = environment.step(action)
+        after = {
+            "observation": torch.from_numpy(observation),
+            "reward": torch.tensor([float(reward)]),
+            "terminated": torch.tensor([terminated]),
+            "truncated": torch.tensor([truncated]),
+            "done": torch.tensor([terminated or truncated]),
+        }
+        total += float(reward)
+        done = terminated or truncated
+        yield TensorDict({"observation": now, "action": torch.tensor(action), "next": after}), total if done else None
+        if done:
+            observation, total = environment.reset()[0], 0.0
+
+
+def act(channel: Connection, replay: ReplayBuffer, policies: ReplayBuffer, lane: int, seed: int) -> None:
+    """Run an actor until the learner closes the pipe or dies. The only row of ``policies`` is the newest policy."""
+    torch.set_num_threads(1)
+    logging.getLogger("engram").setLevel(logging.WARNING)
+    agent, version = Agent(), -1
+    steps = play(replay, agent, seed)
+    with contextlib.closing(policies), contextlib.closing(replay), contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            for _ in range(channel.recv()):
+                if policies.write_count != version:
+                    version = policies.write_count
+                    agent.load_policy(policies[0])
+                row, episode_return = next(steps)
+                (checksum,) = checksums(row.unsqueeze(0))
+                began = time.perf_counter()
+                at = replay.add(row, lane=lane)
+                channel.send(Acknowledged(at, checksum, time.perf_counter() - began, episode_return))
 
 
 class Actor:
-    """An actor, as the learner sees it. Starts the process.
+    """An actor as the learner sees it. The constructor starts the process.
 
     Args:
-        replay: to write to. policies: its only row is what to play by.
-        lane, number, seed: as for :func:`act`.
+        replay: the buffer to write to.
+        policies: the shared buffer whose only row is the newest policy.
+        lane: of ``replay``.
+        seed: of the environment and of exploration.
     """
 
-    def __init__(self, replay: Any, policies: ReplayBuffer, *, lane: int, number: int, seed: int) -> None:
+    def __init__(self, replay: ReplayBuffer, policies: ReplayBuffer, lane: int, seed: int) -> None:
         self.lane = lane
-        self.number = number
         self.acknowledged: list[Acknowledged] = []
-        self.granted = 0
-        """Steps that it was allowed to make."""
-        self.granted_at = 0.0
-        self.first_at = self.last_at = 0.0
-        self._failure = ""
-        self._stopped = False
+        self.owed = 0
+        """Steps that were granted and are not acknowledged yet."""
         self.channel, theirs = multiprocessing.Pipe()
-        self.process = _context.Process(
-            target=act, args=(theirs, lane, number, seed), name=f"actor-{number}", daemon=True
-        )
-        # A terminal's Ctrl-C reaches all processes, and the learner alone decides what follows.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            self.process.start()
-        finally:
-            signal.signal(signal.SIGINT, handler)
-            theirs.close()
-        with contextlib.suppress(OSError):  # it is gone already: heard() will say so
-            self.channel.send((replay, policies))
-
-    @property
-    def pid(self) -> int:
-        pid = self.process.pid
-        assert pid is not None  # it was started
-        return pid
-
-    @property
-    def owed(self) -> int:
-        """Steps that it may make and has not."""
-        return self.granted - len(self.acknowledged)
-
-    @property
-    def rows_per_s(self) -> float:
-        """From its first row to its last."""
-        return (len(self.acknowledged) - 1) / (self.last_at - self.first_at) if self.last_at > self.first_at else 0.0
+        self.process = _context.Process(target=act, args=(theirs, replay, policies, lane, seed), daemon=True)
+        self.process.start()
+        theirs.close()
 
     def grant(self, steps: int) -> None:
-        """Let it make more steps."""
-        self.granted += steps
-        self.granted_at = time.monotonic()
-        with contextlib.suppress(OSError):  # it was killed just now: heard() will say so
+        """Let the actor take more steps."""
+        self.owed += steps
+        with contextlib.suppress(OSError):  # the actor was just killed: receive() will return None
             self.channel.send(steps)
 
-    def heard(self) -> list[Acknowledged] | None:
-        """What came since the last call; None: it is gone, and nothing more will come.
-
-        Raises:
-            ActorFailed: it ended by itself. Its traceback is in the message.
-        """
-        came: list[Acknowledged] = []
+    def receive(self) -> list[Acknowledged] | None:
+        """Rows acknowledged since the last call; None if the process is dead and all of its rows were returned before."""
+        rows: list[Acknowledged] = []
         try:
             while self.channel.poll():
-                self._take(self.channel.recv(), came)
+                rows.append(self.channel.recv())
         except (EOFError, OSError):
-            if not came:
-                self._check_end()
+            if not rows:
                 return None
-        if came:
-            self.last_at = time.monotonic()
-            self.first_at = self.first_at or self.last_at
-            self.acknowledged += came
-        return came
-
-    def _take(self, message: Acknowledged | str, came: list[Acknowledged]) -> None:
-        if isinstance(message, str):
-            self._failure = message
-        else:
-            came.append(message)
-
-    def _check_end(self) -> None:
-        self.process.join(GOODBYE_S)
-        code = self.process.exitcode
-        if self._failure or not (code == -signal.SIGKILL or (self._stopped and code == 0)):
-            raise ActorFailed(
-                f"The actor of lane {self.lane} (process {self.pid}) ended with code {code}; expected it to play until "
-                f"it is told to stop. {self._failure or 'What it said is above.'}"
-            )
-
-    def stop(self) -> None:
-        """Tell it to end when it has made the steps that it was granted."""
-        self._stopped = True
-        with contextlib.suppress(OSError):
-            self.channel.send(None)
+        self.owed -= len(rows)
+        self.acknowledged += rows
+        return rows
 
     def close(self) -> None:
-        """Wait until it has ended, after ten seconds no longer: then it is killed."""
+        """Close the pipe, so that the actor ends, and wait for it. Repeatable."""
         self.channel.close()
-        self.process.join(GOODBYE_S)
-        if self.process.exitcode is None:
-            self.process.kill()
-            self.process.join()
+        self.process.join(10)
+        self.process.kill()

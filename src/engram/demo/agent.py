@@ -21,22 +21,17 @@ LEARNING_RATE = 2.5e-4
 HIDDEN = 256
 SYNC = 200
 """Updates between two copies of the online network to the target network."""
-#: Of the observations of CartPole: position, velocity, angle, angular velocity.
 SCALE = (0.4, 0.5, 5.0, 0.5)
+"""Of CartPole's observations: position, velocity, angle, angular velocity."""
 
 
 class Agent:
-    """Chooses actions, learns from batches.
+    """Chooses actions and learns from batches of CartPole steps."""
 
-    Args:
-        observations: numbers in an observation.
-        actions: number of actions.
-    """
-
-    def __init__(self, observations: int = 4, actions: int = 2) -> None:
-        self._scale = torch.tensor(SCALE[:observations])
+    def __init__(self) -> None:
+        self._scale = torch.tensor(SCALE)
         self._online = nn.Sequential(
-            nn.Linear(observations, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, actions)
+            nn.Linear(4, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 2)
         )
         self._target = copy.deepcopy(self._online)
         self._optimizer = torch.optim.Adam(self._online.parameters(), lr=LEARNING_RATE, fused=True)
@@ -44,14 +39,14 @@ class Agent:
 
     @torch.no_grad()
     def act(self, observation: Tensor) -> int:
-        """The action with the highest value. ``observation``: float32 ``[observations]``."""
+        """The action with the highest value. ``observation``: float32 ``[4]``."""
         return int(self._online(observation * self._scale).argmax())
 
     def learn(self, batch: TensorDictBase) -> float:
-        """One update from a batch ``[B]``; the loss. Bootstraps on what did not terminate; truncated steps do.
+        """Update once from a batch ``[B]`` and return the loss.
 
-        The mean of the steps' losses, each times its ``"priority_weight"`` if the batch has weights. Adds ``"td_error"``,
-        float32 ``[B]``, absolute, to the batch.
+        Bootstraps from steps that did not terminate; truncated steps bootstrap. The loss is the mean over the batch,
+        weighted by ``"priority_weight"`` if the batch has it. Adds ``"td_error"``, float32 ``[B]``, absolute, to the batch.
         """
         value = self._online(batch["observation"] * self._scale).gather(1, batch["action"].unsqueeze(1))
         following = batch["next", "observation"] * self._scale
@@ -72,35 +67,10 @@ class Agent:
         return float(loss.detach())
 
     def policy(self) -> Tensor:
-        """What :meth:`act` needs, as one float32 tensor. A copy."""
+        """The parameters of the network as one float32 tensor. A copy."""
         return nn.utils.parameters_to_vector(self._online.parameters()).detach()
 
-    def take_policy(self, policy: Tensor) -> None:
-        """Act from now on as the agent that gave :meth:`policy` did then."""
+    def load_policy(self, policy: Tensor) -> None:
+        """Act, and learn on, with the parameters that :meth:`policy` returned."""
         nn.utils.vector_to_parameters(policy, self._online.parameters())
-
-    def arrays(self) -> dict[str, Tensor]:
-        """Everything that learning changed, as plain tensors by name. Copies."""
-        tensors = {f"online.{name}": value for name, value in self._online.state_dict().items()}
-        tensors |= {f"target.{name}": value for name, value in self._target.state_dict().items()}
-        for number, state in self._optimizer.state_dict()["state"].items():
-            tensors |= {f"adam.{number}.{name}": value for name, value in state.items()}
-        tensors["updates"] = torch.tensor(self._updates)
-        return {name: value.detach().clone() for name, value in tensors.items()}
-
-    def restore(self, arrays: dict[str, Tensor]) -> None:
-        """Take over what :meth:`arrays` gave."""
-        groups: dict[str, dict[str, Tensor]] = {"online": {}, "target": {}}
-        adam: dict[int, dict[str, Tensor]] = {}
-        for name, value in arrays.items():
-            group, _, rest = name.partition(".")
-            if name == "updates":
-                self._updates = int(value)
-            elif group == "adam":
-                number, _, entry = rest.partition(".")
-                adam.setdefault(int(number), {})[entry] = value
-            else:
-                groups[group][rest] = value
-        self._online.load_state_dict(groups["online"])
-        self._target.load_state_dict(groups["target"])
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": adam})
+        self._target.load_state_dict(self._online.state_dict())
