@@ -35,7 +35,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 .PHONY: help demo test golden test-native test-tensordict check format bench bench-gpu clean distclean FORCE native-binaries negative-controls stress
 
 help:
-	@echo "make demo             train a small agent and show what engram does    STEPS=2000 ARGS='...'"
+	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
 	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
 	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers"
 	@echo "make negative-controls  that they fail where a mechanism that they test is left out"
