@@ -56,17 +56,17 @@ __all__ = [
 ]
 
 BadPriority = _core.BadPriority
-Expansion = _core.Expansion
-Layout = _core.Layout
-Marks = _core.Marks
+Expansion = _extension.Expansion
+Layout = _extension.Layout
+Marks = _extension.Marks
 Participants = _core.Participants
 NothingLive = _core.NothingLive
 Pass = _core.Pass
 Priorities = _core.Priorities
-Ranking = _core.Ranking
-Shape = _core.Shape
+Ranking = _extension.Ranking
+Shape = _extension.Shape
 Store = _core.Store
-Trajectories = _core.Trajectories
+Trajectories = _extension.Trajectories
 control_bytes = _core.control_bytes
 empty_rows = _core.empty_rows
 folder_lock = _core.folder_lock

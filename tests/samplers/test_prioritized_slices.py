@@ -14,9 +14,11 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     NoSampleable,
+    PrioritizedSampler,
     PrioritizedSliceSampler,
     PriorityError,
     ReplayBuffer,
+    SliceSampler,
     TensorDictReplayBuffer,
 )
 from tests.samplers.machine import SETTINGS, TrajectoryMachine
@@ -178,6 +180,31 @@ def test_settings_are_the_anchors():
     other = copy.deepcopy(rb)
     assert torch.equal(other.sampler.state_dict()["leaves"], rb.sampler.state_dict()["leaves"])
     windows(other.sample())
+
+
+def test_a_slice_sampler_with_anchors_draws_the_same(tmp_path):
+    def draws(sampler, folder):
+        torch.manual_seed(0)
+        path = tmp_path / folder
+        rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(40, scratch_dir=path), sampler=sampler, batch_size=9)
+        rb.extend(steps([9, 7, 12]))
+        rb.update_priority(torch.arange(28), torch.arange(28.0) + 1)
+        rb.mark_update([3])
+        batches = [rb.sample(), copy.deepcopy(rb).sample()]
+        rb.close()
+        again = ReplayBuffer.open(path)
+        assert type(again.sampler) is type(sampler)
+        assert again.sampler.anchors.alpha == 0.5
+        return [*batches, again.sample()]
+
+    anchors = PrioritizedSampler(40, 0.5, 0.25, dtype=torch.float64)
+    ours = draws(SliceSampler(slice_len=3, anchors=anchors), "ours")
+    theirs = draws(PrioritizedSliceSampler(40, 0.5, 0.25, dtype=torch.float64, slice_len=3), "theirs")
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["priority_weight"].dtype is torch.float64
+        assert (one == other).all()
+    with pytest.raises(TypeError, match="anchors: expected a PrioritizedSampler"):
+        SliceSampler(slice_len=3, anchors=PrioritizedSampler)
 
 
 def test_nothing_to_draw():

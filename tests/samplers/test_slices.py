@@ -31,7 +31,7 @@ from engram import (
     TensorStorage,
     _progress,
 )
-from engram.samplers import slices
+from engram.samplers.trajectory_tables import StaticTable
 from engram.store import Store
 from tests.samplers.machine import SETTINGS, Rings, TrajectoryMachine
 from tests.statistics_of import assert_uniform
@@ -627,7 +627,7 @@ def test_too_short_ones_shorten_their_batch():
     rb = buffer(SliceSamplerWithoutReplacement(slice_len=3, shuffle=False), steps([3, 1, 2, 4, 2, 2]))
     assert numbers(rb, 6, 3) == [0]
     assert numbers(rb, 6, 3) == [3]
-    with pytest.raises(NoSampleable, match="in every batch of a pass"):
+    with pytest.raises(NoSampleable, match="in every batch of an epoch"):
         rb.sample(6)
 
 
@@ -928,14 +928,14 @@ def test_another_thread_may_draw_from_another_buffer_meanwhile(cls):
 
 def test_threads_that_draw_first_place_static_boundaries_once(monkeypatch):
     """Else one draws from the other's table, which knows no boundaries yet."""
-    made, make = [], slices.static_table
+    made, make = [], StaticTable
 
     def slowly(*arguments, **more):
         made.append(make(*arguments, **more))
         time.sleep(0.05)
         return made[-1]
 
-    monkeypatch.setattr(slices, "static_table", slowly)
+    monkeypatch.setattr("engram.samplers.windows.StaticTable", slowly)
     rb = buffer(SliceSampler(slice_len=4, ends=torch.arange(200) % 5 == 4, cache_values=True), steps([5] * 40))
     batches = []
     threads = [threading.Thread(target=lambda: batches.append(rb.sample(40))) for _ in range(3)]

@@ -10,16 +10,16 @@ import torch
 
 from engram import _fork, _native, samplers
 from engram.errors import NoSampleable, RowError, WriterStalled
+from engram.field_paths import FieldPath, as_path, as_paths, plain, public
 from engram.persist.components import Dumpable
-from engram.samplers._boundaries import (
+from engram.samplers.trajectory_tables import (
+    END_KEYS,
     ID_KEYS,
     NAMED,
     Boundaries,
-    as_key,
-    as_keys,
+    find_boundaries,
     shared_table,
     step_type_bytes,
-    step_type_of,
 )
 from engram.store import check_index_name, dlpack_specs
 from engram.types import Declared, Draw, Sampler
@@ -30,25 +30,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Field
-    from engram.samplers._boundaries import Key
     from engram.store import Key as DrawKey
     from engram.store import Store
     from engram.types import Extent, Traits, Write
 
 __all__ = [
-    "END_KEYS",
     "Column",
     "Expander",
     "Following",
     "Reading",
     "check_count",
     "check_discount",
-    "plain",
-    "public",
 ]
-
-#: Flags that end a trajectory, where no keys are given.
-END_KEYS: tuple[Key, ...] = (("next", "done"), ("next", "terminated"), ("next", "truncated"))
 
 #: Reads of rows that keep moving: tries in a row, then with pauses.
 _TRIES = 8
@@ -79,7 +72,7 @@ class Following(NamedTuple):
 
     mark: int
     """The field in which a row names its final observation."""
-    fields: dict[Key, int]
+    fields: dict[FieldPath, int]
     """The observations, by key."""
     read: Any
     """Final observations of marks: ``read(mark) -> (columns, found)``."""
@@ -92,14 +85,14 @@ class Reading:
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self.fields = tuple(fields)
-        self.numbers: dict[Key, int] = {field.key: number for number, field in enumerate(fields)}
+        self.numbers: dict[FieldPath, int] = {field.key: number for number, field in enumerate(fields)}
         self.columns = [Column("row", number) for number in range(len(fields))]
         """Of every stored field, in order."""
-        self.entries: dict[Key, Column] = {}
+        self.entries: dict[FieldPath, Column] = {}
         """What is not stored."""
         self.following: Following | None = None
 
-    def number(self, key: Key, who: str) -> int:
+    def number(self, key: FieldPath, who: str) -> int:
         """The field under a key. Raises ``KeyError``: it is not stored."""
         if key not in self.numbers:
             raise KeyError(
@@ -107,7 +100,7 @@ class Reading:
             )
         return self.numbers[key]
 
-    def number_of_reward(self, key: Key, who: str) -> int:
+    def number_of_reward(self, key: FieldPath, who: str) -> int:
         """The field of a reward. Raises ``TypeError``: it is neither float32 nor float64."""
         number = self.number(key, who)
         field = self.fields[number]
@@ -117,7 +110,7 @@ class Reading:
             )
         return number
 
-    def add(self, key: Key, column: Column, who: str) -> None:
+    def add(self, key: FieldPath, column: Column, who: str) -> None:
         """A new entry. Raises ``ValueError``: there is one of that name."""
         if key in self.entries or key in self.numbers:
             raise ValueError(
@@ -173,16 +166,16 @@ class Expander(Declared, Dumpable):
         )
     }
 
-    _rules: tuple[Key | None, tuple[Key, ...] | None, str | None]
+    _rules: tuple[FieldPath | None, tuple[FieldPath, ...] | None, str | None]
     _bound: _Bound | None
 
     @property
-    def stacked(self) -> tuple[Key, ...]:
+    def stacked(self) -> tuple[FieldPath, ...]:
         """Fields of which a batch holds several steps in one."""
         return ()
 
     @property
-    def followed(self) -> tuple[Key, ...]:
+    def followed(self) -> tuple[FieldPath, ...]:
         """Fields whose next observation is one following row."""
         return ()
 
@@ -205,7 +198,11 @@ class Expander(Declared, Dumpable):
             raise TypeError(f"{name}: sampler: expected a sampler, got {type(sampler).__name__}.")
         if index is not None:
             check_index_name(index, f"{name}: index")
-        rules: tuple[Any, ...] = (as_key(traj_key, f"{name}: traj_key"), as_keys(end_keys, f"{name}: end_keys"), index)
+        rules: tuple[Any, ...] = (
+            as_path(traj_key, f"{name}: traj_key"),
+            as_paths(end_keys, f"{name}: end_keys"),
+            index,
+        )
         if isinstance(inner, Expander):
             theirs = inner.rules
             if any(mine not in (None, other) for mine, other in zip(rules, theirs, strict=True)):
@@ -228,7 +225,7 @@ class Expander(Declared, Dumpable):
         self._unbind()
 
     @property
-    def rules(self) -> tuple[Key | None, tuple[Key, ...] | None, str | None]:
+    def rules(self) -> tuple[FieldPath | None, tuple[FieldPath, ...] | None, str | None]:
         """``traj_key``, ``end_keys`` and ``index``: those of the innermost expander."""
         return self._rules
 
@@ -441,19 +438,15 @@ class Expander(Declared, Dumpable):
         """What the table of trajectories goes by, and the flags that end one besides."""
         traj_key, end_keys, _ = self._rules
         numbers = reading.numbers
-        ends = [numbers[key] for key in (end_keys or END_KEYS) if key in numbers]
-        ids = [numbers[key] for key in (ID_KEYS if traj_key is None else (traj_key,)) if key in numbers][:1]
-        if ids and (traj_key is not None or end_keys is None):
-            return Boundaries(True, tuple(ids)), ends
-        if end_keys is None and END_KEYS[0] in numbers:  # as slice samplers have it, so that they share a table
-            return Boundaries(False, (numbers[END_KEYS[0]],)), ends
-        if ends:
-            return Boundaries(False, tuple(ends)), ends
-        if ids:
-            return Boundaries(True, tuple(ids)), []
-        step_type = step_type_of(reading.fields)
-        if step_type is not None:
-            return Boundaries(False, (step_type,)), [step_type]
+        flags = end_keys or END_KEYS
+        ends = [numbers[key] for key in flags if key in numbers]
+        if end_keys is None and END_KEYS[0] in numbers:  # so that slice samplers use the same table
+            flags = END_KEYS[:1]
+        ids = ID_KEYS if traj_key is None else (traj_key,)
+        ends_first = traj_key is None and end_keys is not None
+        boundaries = find_boundaries(reading.fields, numbers, ids, flags, ends_first=ends_first)
+        if boundaries is not None:
+            return boundaries, ends or ([] if boundaries.by_id else list(boundaries.which))
         raise RuntimeError(
             f"sample: {type(self).__name__}: expected rows with one of the trajectory ids {[public(key) for key in ID_KEYS]}, "
             f"of the end flags {[public(key) for key in end_keys or END_KEYS]} or with a 'step_type' of integers, got "
@@ -718,13 +711,3 @@ def check_discount(what: str, value: Any) -> float:
     if not 0 <= number <= 1:
         raise ValueError(f"{what}: expected a number in [0, 1], got {value}.")
     return number
-
-
-def public(key: Sequence[str]) -> str | Key:
-    """A key as users write it."""
-    return key[0] if len(key) == 1 else tuple(key)
-
-
-def plain(key: Key | None) -> str | list[str] | None:
-    """A key as JSON has it."""
-    return None if key is None else key[0] if len(key) == 1 else list(key)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from engram.expanders._base import Expander, check_count, plain, public
-from engram.samplers._boundaries import as_keys
+from engram.expanders._base import Expander, check_count
+from engram.field_paths import as_paths, plain, public
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engram.expanders._base import Reading
-    from engram.samplers._boundaries import Key
+    from engram.field_paths import FieldPath
 
 __all__ = ["FrameStack"]
 
@@ -81,7 +81,7 @@ class FrameStack(Expander):
             )
         if padding not in ("same", "constant"):
             raise ValueError(f"FrameStack: padding: expected 'same' or 'constant', got {padding!r}.")
-        keys = as_keys(in_keys, "FrameStack: in_keys")
+        keys = as_paths(in_keys, "FrameStack: in_keys")
         if keys is None:
             raise TypeError("FrameStack: in_keys: expected a list of keys, got None.")
         self.dim = dim
@@ -93,7 +93,7 @@ class FrameStack(Expander):
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
 
     @property
-    def stacked(self) -> tuple[Key, ...]:
+    def stacked(self) -> tuple[FieldPath, ...]:
         return self.in_keys
 
     def change(self, reading: Reading) -> None:

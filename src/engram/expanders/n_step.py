@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engram.expanders._base import Column, Expander, check_count, check_discount, plain
-from engram.samplers._boundaries import as_key, as_keys
+from engram.expanders._base import Column, Expander, check_count, check_discount
+from engram.field_paths import as_path, as_paths, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,8 +93,8 @@ class NStep(Expander):
     ) -> None:
         self.n = check_count("NStep: n", n)
         self.gamma = check_discount("NStep: gamma", gamma)
-        self.reward_key = as_key(reward_key, "NStep: reward_key") or ("next", "reward")
-        self.next_keys = as_keys(next_keys, "NStep: next_keys") or ()
+        self.reward_key = as_path(reward_key, "NStep: reward_key") or ("next", "reward")
+        self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
         if any(isinstance(inner, NStep) for inner in self._chain()[0][:-1]):
             raise TypeError("NStep: sampler: expected one without returns of several steps, got an NStep inside.")

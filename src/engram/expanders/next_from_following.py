@@ -9,10 +9,11 @@ import torch
 from tensordict import TensorDict, is_tensor_collection
 
 from engram.errors import NoSampleable
-from engram.expanders._base import END_KEYS, Expander, Following, public
+from engram.expanders._base import Expander, Following
+from engram.field_paths import as_paths, public
 from engram.nested import find
 from engram.samplers import SamplerWithoutReplacement
-from engram.samplers._boundaries import as_keys
+from engram.samplers.trajectory_tables import END_KEYS
 from engram.state import check_keys
 from engram.storages import TensorStorage
 from engram.store import Key as DrawKey
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.expanders._base import Reading
-    from engram.samplers._boundaries import Key
+    from engram.field_paths import FieldPath
 
 __all__ = ["FinalObservations", "NextFromFollowing"]
 
 #: Where a row says which final observation is its own.
-_MARK: Key = ("next", "final")
+_MARK: FieldPath = ("next", "final")
 
 
 class FinalObservations:
@@ -64,7 +65,7 @@ class FinalObservations:
     """
 
     def __init__(self, keys: Sequence[Any], storage: Any, *, end_keys: Sequence[Any] | None = None) -> None:
-        given = as_keys(keys, "FinalObservations: keys")
+        given = as_paths(keys, "FinalObservations: keys")
         if given is None:
             raise TypeError("FinalObservations: keys: expected a list of keys, got None.")
         if (
@@ -78,7 +79,7 @@ class FinalObservations:
             )
         self.keys = given
         self.storage = storage
-        self.end_keys = as_keys(end_keys, "FinalObservations: end_keys") or END_KEYS
+        self.end_keys = as_paths(end_keys, "FinalObservations: end_keys") or END_KEYS
 
     def inv(self, data: Any) -> Any:
         """Rows as they are stored. The caller's data is not changed."""
@@ -215,7 +216,7 @@ class NextFromFollowing(Expander):
             )
 
     @property
-    def followed(self) -> tuple[Key, ...]:
+    def followed(self) -> tuple[FieldPath, ...]:
         return self.finals.keys
 
     def change(self, reading: Reading) -> None:
@@ -256,13 +257,13 @@ def _column(flag: Any) -> Tensor:
     return column.unsqueeze(-1) if column.ndim == 1 else column
 
 
-def _replaced(data: Any, gone: list[Key], mark: Tensor) -> Any:
+def _replaced(data: Any, gone: list[FieldPath], mark: Tensor) -> Any:
     if not isinstance(data, dict):
         data = data.exclude(*gone)
         data.set(_MARK, mark.to(data.device) if data.device is not None else mark)
         return data
 
-    def without(node: dict[str, Any], path: Key) -> dict[str, Any]:
+    def without(node: dict[str, Any], path: FieldPath) -> dict[str, Any]:
         kept = {key: value for key, value in node.items() if (*path, key) not in gone}
         return {key: without(value, (*path, key)) if isinstance(value, dict) else value for key, value in kept.items()}
 

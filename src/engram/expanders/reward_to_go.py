@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engram.expanders._base import Column, Expander, check_discount, plain
-from engram.samplers._boundaries import as_key
+from engram.expanders._base import Column, Expander, check_discount
+from engram.field_paths import as_path, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,8 +68,8 @@ class RewardToGo(Expander):
         index: str | None = None,
     ) -> None:
         self.gamma = check_discount("RewardToGo: gamma", gamma)
-        self.reward_key = as_key(reward_key, "RewardToGo: reward_key") or ("next", "reward")
-        self.out_key = as_key(out_key, "RewardToGo: out_key") or ("reward_to_go",)
+        self.reward_key = as_path(reward_key, "RewardToGo: reward_key") or ("next", "reward")
+        self.out_key = as_path(out_key, "RewardToGo: out_key") or ("reward_to_go",)
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
 
     def change(self, reading: Reading) -> None:

@@ -4,7 +4,8 @@ from engram.samplers._base import check_drawable, declared
 from engram.samplers.epoch import SamplerWithoutReplacement
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prioritized_slices import PrioritizedSliceSampler
-from engram.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
+from engram.samplers.slices import SliceSampler
+from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.uniform import RandomSampler
 
 __all__ = [

@@ -1,0 +1,44 @@
+"""Paths of fields: how users name an entry of a nested row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["FieldPath", "as_path", "as_paths", "checked_path", "plain", "public"]
+
+FieldPath: TypeAlias = tuple[str, ...]
+
+
+def checked_path(key: object, what: str) -> FieldPath:
+    """A user's key as a path. Raises ``TypeError`` unless it is a string, or a tuple or list of strings."""
+    parts = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, tuple | list) else ()
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise TypeError(f"{what}: expected a key, a string or a tuple of strings, got {key!r}.")
+    return parts
+
+
+def as_path(key: object, what: str) -> FieldPath | None:
+    """As :func:`checked_path`; None stays None."""
+    return None if key is None else checked_path(key, what)
+
+
+def as_paths(keys: object, what: str) -> tuple[FieldPath, ...] | None:
+    """A list of keys as paths; None stays None. Raises ``TypeError`` unless it is a list of keys."""
+    if keys is None:
+        return None
+    if not isinstance(keys, tuple | list) or not keys:
+        raise TypeError(f"{what}: expected a list of keys, got {keys!r}.")
+    return tuple(checked_path(key, what) for key in keys)
+
+
+def public(path: Sequence[str]) -> str | FieldPath:
+    """A path as users write it: a string if it has one part."""
+    return path[0] if len(path) == 1 else tuple(path)
+
+
+def plain(path: FieldPath | None) -> str | list[str] | None:
+    """A path as JSON values."""
+    return None if path is None else path[0] if len(path) == 1 else list(path)

@@ -1,0 +1,140 @@
+"""Marks of a batch of windows: the last step of each window, first steps of trajectories, and padding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from engram import _native
+from engram.field_paths import public
+from engram.samplers.trajectory_tables import numbers_by_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from engram.field_paths import FieldPath
+    from engram.store import Store
+
+    Entry: TypeAlias = str | FieldPath
+    Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+__all__ = ["EndMarks"]
+
+_MASK = ("collector", "mask")
+#: What the native core is told of a mark that is not wanted, or that is not merged with a stored flag.
+_UNWANTED, _ALONE = -2, -1
+
+
+class EndMarks(NamedTuple):
+    """Which marks a batch of windows carries, and where its tensors hold them.
+
+    The tensors of a batch are its columns, its rows, then one tensor per mark, priority weights and tickets if it has them.
+    """
+
+    wanted: _native.Marks
+    """What the native core is asked for."""
+    places: dict[Entry, int]
+    """Entries of ``info`` that are among the tensors: the place of each."""
+    merged: list[tuple[Entry, Merge, int, int]]
+    """Entries made of a stored flag and a mark: the entry, the function that merges them, and the places of both."""
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        truncated_key: FieldPath | None,
+        init_key: FieldPath | None,
+        *,
+        padded: bool,
+        weighted: bool,
+        apart: bool,
+    ) -> EndMarks:
+        """The marks for the flags that a store holds.
+
+        Under ``truncated_key`` and its siblings ``done`` and ``terminated`` they are bool ``[B, 1]``. Under ``init_key``, if it is
+        stored, the mark has its shape and dtype. With padding ``("collector", "mask")`` is bool ``[B]``.
+
+        Args:
+            store: holds the rows.
+            truncated_key, init_key: as for the slice samplers.
+            padded: short windows are filled up.
+            weighted: the batch has ``"priority_weight"``.
+            apart: the native core does not read the stored flags, so it cannot merge its marks with them.
+        """
+        fields = numbers_by_path(store)
+        places: dict[Entry, int] = {}
+        merged: list[tuple[Entry, Merge, int, int]] = []
+        ends, never, done, begun, begun_is_column = False, False, _UNWANTED, _UNWANTED, False
+        at = len(store.tensors) + 1
+        if truncated_key is not None:
+            *above, _ = truncated_key
+            ends, done = True, _ALONE
+            places[public(truncated_key)] = at
+            number, entry = fields.get((*above, "done")), public((*above, "done"))
+            if number is None or (not apart and _is_flag(store, number, (), (1,))):
+                done, places[entry] = _ALONE if number is None else number, at + 1
+            else:
+                merged.append((entry, _with_ends, number, at + 1))
+            at += 2
+            number, entry = fields.get((*above, "terminated")), public((*above, "terminated"))
+            if number is None:
+                never, places[entry], at = True, at, at + 1
+            elif _is_flag(store, number, (1,)):
+                places[entry] = number
+            else:
+                merged.append((entry, lambda stored, _: _as_flag(stored), number, number))
+        if init_key is not None and init_key in fields:
+            number, entry = fields[init_key], public(init_key)
+            if not apart and _is_flag(store, number, (), (1,)):
+                begun, begun_is_column = number, store.schema.fields[number].shape != ()
+                places[entry] = at
+            else:
+                begun = _ALONE
+                merged.append((entry, _with_starts, number, at))
+            at += 1
+        if padded:
+            places[_MASK], at = at, at + 1
+        if weighted:
+            places["priority_weight"] = at
+        return cls(_native.Marks(ends, never, done, begun, begun_is_column, padded), places, merged)
+
+    def info(self, tensors: Sequence[Tensor], *, numbered: bool) -> dict[Entry, Tensor]:
+        """The ``info`` of a batch, without its index. ``numbered``: the last tensor holds tickets."""
+        info = {entry: tensors[place] for entry, place in self.places.items()}
+        for entry, merge, field, mark in self.merged:
+            info[entry] = merge(tensors[field], tensors[mark])
+        if numbered:
+            info["index_generation"] = tensors[-1]
+        return info
+
+
+def _is_flag(store: Store, number: int, *shapes: tuple[int, ...]) -> bool:
+    field = store.schema.fields[number]
+    return field.dtype == "bool" and tuple(field.shape) in shapes
+
+
+# ---- flags that are stored as something else than bool [B] or [B, 1] -----------------------------------------------------
+
+
+def _as_flag(stored: Tensor) -> Tensor:
+    """A stored flag as bools ``[B, 1]`` (rows with batch dimensions: as stored)."""
+    flag = stored if stored.dtype is torch.bool else stored != 0
+    return flag.unsqueeze(-1) if flag.ndim == 1 else flag
+
+
+def _with_ends(stored: Tensor, ends: Tensor) -> Tensor:
+    flag = _as_flag(stored)
+    return flag | _like(ends, flag)
+
+
+def _with_starts(stored: Tensor, first: Tensor) -> Tensor:
+    first = _like(first, stored)
+    return stored | first if stored.dtype is torch.bool else stored.where(~first, 1)
+
+
+def _like(mark: Tensor, stored: Tensor) -> Tensor:
+    """Marks ``[B]`` or ``[B, 1]`` in the dimensions of a stored field."""
+    return mark if mark.ndim == stored.ndim else mark.reshape(-1, *(1,) * (stored.ndim - 1))

@@ -1,0 +1,149 @@
+"""Windows of consecutive steps, of which every trajectory gives one per epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from engram.errors import NoSampleable
+from engram.samplers.window_spec import WindowArguments, WindowSpec
+from engram.samplers.windows import WindowSampler
+from engram.state import check_keys, integer, typed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Unpack
+
+    from torch import Tensor
+
+    from engram import _native
+    from engram.samplers.windows import Arguments
+    from engram.store import Store
+    from engram.types import Write
+
+__all__ = ["SliceSamplerWithoutReplacement"]
+
+#: Before the first draw: key of the order, ticket number of the next write, visited trajectories, and all of them.
+_NO_EPOCH = (0, 0, 0, 0)
+
+
+class SliceSamplerWithoutReplacement(WindowSampler):
+    """Every trajectory at most once per epoch, one random window of it.
+
+    A batch takes the next ``num_slices`` trajectories of the epoch. The last batch of an epoch sets ``ran_out``, and may be short
+    unless ``drop_last`` is set. The next draw starts a new epoch. So does any draw after a write, because writes change
+    trajectories. Trajectories that are too short are skipped, which shortens their batch.
+
+    Args:
+        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length, index:
+            as for :class:`SliceSampler`; ``ends`` and ``trajectories`` need nothing else.
+        drop_last: skip the trajectories of an epoch that do not fill a batch.
+        shuffle: random order; else lane by lane, oldest first.
+        compile, use_gpu: change nothing.
+
+    Raises: as :class:`SliceSampler`, and when drawing
+        ValueError: ``drop_last`` and fewer trajectories than slices.
+        NoSampleable: a batch would be empty, as the trajectories it is made of are too short.
+    """
+
+    traits = WindowSampler.traits._replace(has_epochs=True, can_rewind=True)
+
+    def __init__(
+        self,
+        *,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        replacement: bool = False,
+        **windows: Unpack[WindowArguments],
+    ) -> None:
+        if replacement:
+            raise TypeError("SliceSamplerWithoutReplacement: expected replacement=False. Use SliceSampler().")
+        super().__init__(WindowSpec.of(type(self).__name__, windows))
+        self.drop_last = bool(drop_last)
+        self.shuffle = bool(shuffle)
+        self.ran_out = False
+        self._epoch = _NO_EPOCH
+
+    def observe(self, write: Write | None, data: Any) -> None:
+        """Ends the epoch when the buffer was emptied."""
+        if write is None:
+            with self._lock:
+                self._epoch = _NO_EPOCH
+
+    def _choose(self, table: _native.Trajectories, arguments: Arguments) -> list[Tensor]:
+        with self._lock:
+            state, drawn = table.sample_pass(*arguments, self._epoch, self.shuffle, self.drop_last)
+            _, _, visited, found = state
+            count = arguments[3]
+            if self.drop_last and 0 < found < count:
+                raise ValueError(
+                    f"sample: drop_last: expected at least {count} trajectories, got {found}. Add data first, or use "
+                    "drop_last=False."
+                )
+            if found > 0:
+                self._epoch = state
+                self.ran_out = visited == found
+        return drawn
+
+    def _raise_without_windows(self, table: _native.Trajectories, length: int) -> NoReturn:
+        trajectories, longest = table.census()
+        if longest < length:
+            super()._raise_without_windows(table, length)
+        raise NoSampleable(
+            f"sample: slice_len={length}: expected a trajectory of at least {length} steps in every batch of an epoch, got a "
+            f"batch of shorter ones ({trajectories} trajectories, of at most {longest} steps). Take more slices per batch, "
+            "lower slice_len, or pass strict_length=False."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """``key, version, visited, count`` of the current epoch, ``clock`` of the store, and ``ran_out``: plain values."""
+        key, version, visited, count = self._epoch
+        clock, base = self._clock()
+        return {
+            "key": key,
+            "version": max(0, version - base),
+            "visited": visited,
+            "count": count,
+            "clock": clock - base,
+            "ran_out": self.ran_out,
+        }
+
+    def _clock(self) -> tuple[int, int]:
+        """Ticket number of the store's next write, as any write ends an epoch, and the number that states count from."""
+        memory: Store | None = None if self._storage is None else self._storage.memory
+        return (0, 0) if memory is None else (int(memory.core.next_ticket), memory.base)
+
+    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+        where = type(self).__name__
+        check_keys(state_dict, ("key", "version", "visited", "count", "clock", "ran_out"), where)
+        key = integer(state_dict, "key", 0, 1 << 64, where)
+        clock = integer(state_dict, "clock", 0, 1 << 62, where)
+        version = integer(state_dict, "version", 0, clock + 1, where)
+        count = integer(state_dict, "count", 0, 1 << 62, where)
+        visited = integer(state_dict, "visited", 0, count + 1, where)
+        ran_out = typed(state_dict, "ran_out", bool, where)
+
+        def take() -> None:
+            with self._lock:
+                now, base = self._clock()
+                same = now - base == clock == version
+                self._epoch = (key, now, visited, count) if same else _NO_EPOCH
+                self.ran_out = ran_out
+
+        return take
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the epoch of a saved state, if nothing was written since; else the next draw starts a new one.
+
+        Raises:
+            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: a number out of range. Nothing is
+                changed.
+        """
+        self.checked_state(state_dict)()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_pass" in state:  # pickled by an earlier version
+            state["_epoch"] = state.pop("_pass")
+        super().__setstate__(state)
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "drop_last": self.drop_last, "shuffle": self.shuffle}

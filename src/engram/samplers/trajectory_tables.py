@@ -1,0 +1,208 @@
+"""Tables of a store's trajectories: which fields end one, and the native table that knows where each begins and ends.
+
+A table belongs to the store, under a name. All samplers of the same name and boundaries draw from the same table, and every
+write updates it, also those of other processes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from engram import _fork, _native, _progress
+from engram.format.schema import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.field_paths import FieldPath
+    from engram.format.schema import Field
+    from engram.store import Store
+    from engram.types import Extent
+
+__all__ = [
+    "END_KEYS",
+    "ID_KEYS",
+    "NAMED",
+    "Boundaries",
+    "StaticTable",
+    "find_boundaries",
+    "numbers_by_path",
+    "shared_table",
+    "step_type_bytes",
+]
+
+#: The name of step types.
+STEP_TYPE = "step_type"
+#: Kinds of rows whose entries have names.
+NAMED = ("tensordict", "tensorclass", "dict", "namedtuple")
+
+#: Trajectory ids that are looked for in this order if no key is given.
+ID_KEYS: tuple[FieldPath, ...] = (("collector", "traj_ids"), ("episode",))
+#: Flags that end a trajectory if no keys are given.
+END_KEYS: tuple[FieldPath, ...] = (("next", "done"), ("next", "terminated"), ("next", "truncated"))
+
+
+class Boundaries(NamedTuple):
+    """What ends a trajectory."""
+
+    by_id: bool
+    """Another content of a field in the next step; else a byte other than zero in one of the fields, or a step type."""
+    which: tuple[int, ...]
+    """Numbers of the fields in the store; one if ``by_id``."""
+
+
+def numbers_by_path(memory: Store) -> dict[FieldPath, int]:
+    """The fields of rows that are TensorDicts or tensorclasses, by path; of others none."""
+    if memory.schema.structure.kind not in ("tensordict", "tensorclass"):
+        return {}
+    return {field.key: number for number, field in enumerate(memory.schema.fields)}
+
+
+def step_type_bytes(field: Field) -> int:
+    """Of a field that holds step types, the bytes of one; of others 0.
+
+    Step types are integers called ``step_type``, at any depth: 0 is the first step of a trajectory, 2 the last one, as in dm_env. A
+    first step begins a trajectory also if the last step of the one before it was lost.
+    """
+    integers = "int" in field.dtype
+    return DTYPES[field.dtype] if field.key[-1] == STEP_TYPE and integers else 0
+
+
+def _step_type_of(fields: Sequence[Field]) -> int | None:
+    """The field that holds the step types of the rows: the one that is nested least, and not the next step's. None: no field."""
+    found = [
+        (len(field.key), number)
+        for number, field in enumerate(fields)
+        if step_type_bytes(field) and "next" not in field.key[:-1]
+    ]
+    return min(found, default=(0, None))[1]
+
+
+def find_boundaries(
+    fields: Sequence[Field],
+    numbers: dict[FieldPath, int],
+    ids: Sequence[FieldPath],
+    ends: Sequence[FieldPath],
+    *,
+    ends_first: bool,
+) -> Boundaries | None:
+    """The boundaries that some keys mean in a store; None if it holds none of the fields, and no step types.
+
+    Args:
+        fields: of the store.
+        numbers: those of them that have a path, by path.
+        ids: trajectory ids; the first one that is stored counts.
+        ends: end flags; all that are stored count.
+        ends_first: end flags come before ids.
+    """
+    by_id = [Boundaries(True, (numbers[key],)) for key in ids if key in numbers][:1]
+    stored = tuple(numbers[key] for key in ends if key in numbers)
+    by_end = [Boundaries(False, stored)] if stored else []
+    for found in by_end + by_id if ends_first else by_id + by_end:
+        return found
+    step_type = _step_type_of(fields)
+    return None if step_type is None else Boundaries(False, (step_type,))
+
+
+def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) -> _native.Trajectories:
+    """The store's table of that name. Where there is none, one is made by a scan of the rows.
+
+    Raises:
+        IncompatibleStore: the name stands for other boundaries.
+    """
+
+    def make() -> _native.Trajectories:
+        which, fields = memory.on_host(boundaries.which)
+        counted = memory.windows.setdefault(name, window)
+        types = [
+            0 if boundaries.by_id else step_type_bytes(memory.schema.fields[number]) for number in boundaries.which
+        ]
+        table = _new_table(memory, boundaries.by_id, which, fields, counted, types)
+        memory.core.attach(table)
+        _scan(table, memory)
+        return table
+
+    table: _native.Trajectories = memory.index(name, "trajectories", boundaries, make)
+    return table
+
+
+def _new_table(
+    memory: Store,
+    by_id: bool,
+    which: Sequence[int],
+    fields: Sequence[Tensor],
+    window: int,
+    step_types: Sequence[int] = (),
+) -> _native.Trajectories:
+    """A table over ``fields``, ``[C, ...]`` each and on the CPU, that knows no rows yet.
+
+    ``which``: their numbers in the core; empty for fields that no write changes. ``step_types``: :func:`step_type_bytes` of each;
+    empty if all of them are flags or an id.
+    """
+    control, tickets = memory.words
+    width = math.prod(memory.schema.columns)
+    nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
+    block = memory.room(nbytes)
+    table: _native.Trajectories = _fork.mended(
+        _native.Trajectories(
+            control.data_ptr(),
+            control.numel(),
+            tickets.data_ptr(),
+            tickets.numel(),
+            by_id,
+            list(which),
+            list(step_types),
+            [field.data_ptr() for field in fields],
+            [field[:1].numel() * field.element_size() for field in fields],
+            width,
+            window,
+            block.data_ptr(),
+            nbytes,
+            (control, tickets, block, *fields),
+        )
+    )
+    return table
+
+
+def _scan(table: _native.Trajectories, memory: Store) -> None:
+    """Let a table look at all rows."""
+    steps = max(1, _progress.CHUNK // memory.lanes)
+    _progress.watch(iter(lambda: table.catch_up(steps), 0), "looking for trajectories")
+
+
+class StaticTable:
+    """A private table over boundaries that the user gave and no row holds: those of all live rows, in row order."""
+
+    def __init__(self, memory: Store, name: str, values: Tensor, *, by_id: bool, window: int) -> None:
+        self._memory = memory
+        self._name = name
+        self._values = values
+        self._field = torch.zeros((memory.capacity, *values.shape[1:]), dtype=values.dtype, device="cpu")
+        #: Ticket number of the next write when the values were placed.
+        self._placed = -1
+        self.table = _new_table(memory, by_id, (), [self._field], window)
+
+    def place(self, extent: Extent) -> None:
+        """Give the live rows their values. The caller holds a lock until its draw is over.
+
+        Raises ``ValueError``: there are more or fewer live rows than values, because of a write.
+        """
+        if len(self._values) != extent.size:
+            raise ValueError(
+                f"sample: {self._name}: expected one value per live row, {extent.size}, got {len(self._values)}. Give a sampler "
+                "with those of the rows that are there now."
+            )
+        version = int(self._memory.core.next_ticket)
+        if version == self._placed:
+            return
+        self._placed = -1  # in case of an interrupt
+        self._field.zero_()
+        self._field[extent.rows(torch.arange(extent.size, device="cpu"))] = self._values
+        self.table.forget()
+        _scan(self.table, self._memory)
+        self._placed = version

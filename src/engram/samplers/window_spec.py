@@ -1,0 +1,180 @@
+"""Which windows a slice sampler draws: its arguments, checked, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Self, TypedDict, TypeVar, overload
+
+import torch
+
+from engram import _native
+from engram._later import refuse
+from engram.field_paths import FieldPath, as_path, as_paths, plain
+from engram.store import check_index_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.samplers.windows import WindowSampler
+
+__all__ = ["Setting", "WindowArguments", "WindowSpec"]
+
+_UNSUPPORTED = {
+    "fragmented": "slices of interleaved trajectories",
+    "step_key": "slices of interleaved trajectories",
+}
+
+_T = TypeVar("_T")
+
+
+class WindowArguments(TypedDict, total=False):
+    """The keywords that all slice samplers take, as TorchRL names them."""
+
+    num_slices: int | None
+    slice_len: int | None
+    end_key: object
+    end_keys: Sequence[object] | None
+    traj_key: object
+    ends: object
+    trajectories: object
+    truncated_key: object
+    init_key: object
+    strict_length: bool
+    index: str
+    compile: object
+    use_gpu: object
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """Which windows a batch holds, which trajectories they are windows of, and how their ends are marked."""
+
+    num_slices: int | None
+    slice_len: int | None
+    end_key: FieldPath | None
+    end_keys: tuple[FieldPath, ...] | None
+    traj_key: FieldPath | None
+    ends: Tensor | None
+    trajectories: Tensor | None
+    truncated_key: FieldPath | None
+    init_key: FieldPath | None
+    strict_length: bool
+    index: str
+    pad_output: bool = False
+    span: tuple[bool | int, bool | int] = (False, False)
+    uniform_over: str = "trajectories"
+
+    @classmethod
+    def of(cls, who: str, arguments: WindowArguments) -> WindowSpec:
+        """Check the arguments of a sampler. Raises as :class:`SliceSampler`; messages begin with ``who``."""
+        refuse(
+            who, {name: v for name, v in arguments.items() if name not in WindowArguments.__annotations__}, _UNSUPPORTED
+        )
+        num_slices, slice_len = arguments.get("num_slices"), arguments.get("slice_len")
+        if (num_slices is None) == (slice_len is None):
+            raise TypeError(
+                f"{who}: expected one of num_slices and slice_len, got num_slices={num_slices}, slice_len={slice_len}."
+            )
+        for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
+            if value is not None:
+                _check_count(f"{who}: {name}", value)
+        signals = ("ends", "trajectories", "end_key", "end_keys", "traj_key")
+        given = {name for name, value in arguments.items() if name in signals and value is not None}
+        if {"end_key", "end_keys"} <= given:
+            raise RuntimeError(f"{who}: expected one of end_key and end_keys, got both. Put all into end_keys.")
+        if given & {"ends", "trajectories"} and len(given) > 1:
+            raise RuntimeError(f"{who}: expected one kind of boundaries, got {sorted(given)}. Give one of them.")
+        index = arguments.get("index", "main")
+        check_index_name(index, f"{who}: index")
+        return cls(
+            num_slices,
+            slice_len,
+            as_path(arguments.get("end_key"), f"{who}: end_key"),
+            as_paths(arguments.get("end_keys"), f"{who}: end_keys"),
+            as_path(arguments.get("traj_key"), f"{who}: traj_key"),
+            _as_static(arguments.get("ends"), f"{who}: ends"),
+            _as_static(arguments.get("trajectories"), f"{who}: trajectories"),
+            as_path(arguments.get("truncated_key", ("next", "truncated")), f"{who}: truncated_key"),
+            as_path(arguments.get("init_key", "is_init"), f"{who}: init_key"),
+            bool(arguments.get("strict_length", True)),
+            index,
+        )
+
+    @property
+    def static(self) -> tuple[str, Tensor] | None:
+        """Name and values of boundaries that are no field of the rows; None: the rows hold them."""
+        found = {"ends": self.ends, "trajectories": self.trajectories}
+        return next(((name, values) for name, values in found.items() if values is not None), None)
+
+    def split(self, batch_size: int) -> tuple[int, int]:
+        """Windows of a batch, and steps of each. Raises ``RuntimeError``: the batch size is not divisible."""
+        if self.num_slices is not None:
+            count, rest = self.num_slices, batch_size % self.num_slices
+        else:
+            assert self.slice_len is not None  # one of the two was given
+            count, rest = batch_size // self.slice_len, batch_size % self.slice_len
+        if rest or not count:
+            which = f"num_slices={self.num_slices}" if self.num_slices is not None else f"slice_len={self.slice_len}"
+            raise RuntimeError(f"sample: batch_size: expected a multiple of {which}, got {batch_size}.")
+        return count, batch_size // count
+
+    def shape(self, length: int) -> _native.Shape:
+        """Which windows of that length may be drawn. Raises ``ValueError``: they may overhang by a whole window."""
+        left, right = (length - 1 if end is True else int(end) for end in self.span)
+        if max(left, right) >= length:
+            raise ValueError(f"SliceSampler: span: expected less than the {length} steps of a window, got {self.span}.")
+        return _native.Shape(length, self.strict_length, self.uniform_over == "anchors", left, right)
+
+    def config(self) -> dict[str, object]:
+        """The arguments that all slice samplers take, as JSON values."""
+        return {
+            "num_slices": self.num_slices,
+            "slice_len": self.slice_len,
+            "end_key": plain(self.end_key),
+            "end_keys": None if self.end_keys is None else [plain(key) for key in self.end_keys],
+            "traj_key": plain(self.traj_key),
+            "truncated_key": plain(self.truncated_key),
+            "init_key": plain(self.init_key),
+            "strict_length": self.strict_length,
+            "index": self.index,
+        }
+
+
+class Setting(Generic[_T]):
+    """An attribute of a slice sampler: an entry of its :class:`WindowSpec`. It can be set at any time."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, sampler: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, sampler: WindowSampler, owner: type) -> _T: ...
+    def __get__(self, sampler: WindowSampler | None, owner: type) -> Self | _T:
+        if sampler is None:
+            return self
+        value: _T = getattr(sampler.spec, self._name)
+        return value
+
+    def __set__(self, sampler: WindowSampler, value: _T) -> None:
+        sampler.change(**{self._name: value})
+
+
+def _check_count(what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{what}: expected an int, got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{what}: expected at least 1, got {value}.")
+
+
+def _as_static(values: object, what: str) -> Tensor | None:
+    """Boundaries of all live rows, flat and contiguous, in memory of their own."""
+    if values is None:
+        return None
+    values = torch.as_tensor(values, device="cpu")
+    if values.ndim < 1:
+        raise TypeError(f"{what}: expected one value per row, got a scalar.")
+    flat: Tensor = values.reshape(-1).clone()
+    return flat
