@@ -199,7 +199,8 @@ def test_a_step_that_moves_is_read_again_and_at_last_drawn_again(monkeypatch):
     monkeypatch.setattr("engram._native.wait_limit", lambda: 0.05)
     rb = buffer(NStep(SliceSampler(slice_len=2), 3, 1.0), steps([9]))
     rb.sample(4)
-    genuine = rb.sampler._find(rb.storage.memory)
+    expansion = rb.sampler._expansion
+    genuine = expansion.native
     calls = []
 
     class Moving:
@@ -209,7 +210,7 @@ def test_a_step_that_moves_is_read_again_and_at_last_drawn_again(monkeypatch):
             self.left = times
 
         def read(self, core, table, rows, n, expected):
-            tensors, moved = genuine.read.read(core, table, rows, n, expected)
+            tensors, moved = genuine.read(core, table, rows, n, expected)
             calls.append(n)
             if self.left > 0:
                 self.left -= 1
@@ -220,11 +221,11 @@ def test_a_step_that_moves_is_read_again_and_at_last_drawn_again(monkeypatch):
 
     for times, sizes in ((2, [8, 1, 1]), (12, [8] + [1] * 8 + [8, 1, 1, 1])):
         calls.clear()
-        rb.sampler._bound = genuine._replace(read=Moving(times))
+        expansion.native = Moving(times)
         batch = rb.sample(8)
         assert calls == sizes
         assert (batch["next", "observation"][:, 1] == batch["step"] + batch["steps_to_next_obs"].flatten()).all()
-    rb.sampler._bound = genuine._replace(read=Moving(10**9))
+    expansion.native = Moving(10**9)
     with pytest.raises(WriterStalled, match="of a window, moved at every try"):
         rb.sample(8)
 

@@ -11,7 +11,7 @@ from engram.field_paths import as_paths, plain, public
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engram.expanders._base import Reading
+    from engram.expanders.reading import Reading
     from engram.field_paths import FieldPath
 
 __all__ = ["FrameStack"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engram.expanders._base import Column, Expander, check_count, check_discount
+from engram.expanders._base import Expander, check_count, check_discount
+from engram.expanders.reading import Column
 from engram.field_paths import as_path, as_paths, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engram.expanders._base import Reading
+    from engram.expanders.reading import Reading
 
 __all__ = ["NStep"]
 
@@ -96,7 +97,7 @@ class NStep(Expander):
         self.reward_key = as_path(reward_key, "NStep: reward_key") or ("next", "reward")
         self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
-        if any(isinstance(inner, NStep) for inner in self._chain()[0][:-1]):
+        if any(isinstance(inner, NStep) for inner in self.inside):
             raise TypeError("NStep: sampler: expected one without returns of several steps, got an NStep inside.")
 
     def change(self, reading: Reading) -> None:

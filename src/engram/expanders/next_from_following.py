@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict, is_tensor_collection
 
 from engram.errors import NoSampleable
-from engram.expanders._base import Expander, Following
+from engram.expanders._base import Expander
+from engram.expanders.following import Following
 from engram.field_paths import as_paths, public
 from engram.nested import find
 from engram.samplers import SamplerWithoutReplacement
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.expanders._base import Reading
+    from engram.expanders.reading import Reading
     from engram.field_paths import FieldPath
 
 __all__ = ["FinalObservations", "NextFromFollowing"]
@@ -199,7 +200,7 @@ class NextFromFollowing(Expander):
             raise TypeError(f"NextFromFollowing: finals: expected FinalObservations, got {type(finals).__name__}.")
         self.finals = finals
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
-        chain, source = self._chain()
+        source = self.innermost
         if isinstance(source, SamplerWithoutReplacement):
             raise TypeError(
                 "NextFromFollowing: sampler: expected one with replacement: in place of a row whose next one is not written yet "
@@ -210,7 +211,7 @@ class NextFromFollowing(Expander):
                 f"NextFromFollowing: sampler: expected one that draws rows, got a {type(source).__name__}: a window that holds a row whose "
                 "next one is not written yet has no other in its place. Store next observations, or use RandomSampler."
             )
-        if any(isinstance(inner, NextFromFollowing) for inner in chain[:-1]):
+        if any(isinstance(inner, NextFromFollowing) for inner in self.inside):
             raise TypeError(
                 "NextFromFollowing: sampler: expected one without next observations, got a NextFromFollowing inside."
             )
@@ -231,7 +232,7 @@ class NextFromFollowing(Expander):
                 raise ValueError(
                     f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
                 )
-        reading.following = Following(reading.numbers[_MARK], fields, self.finals.read, self.finals.storage)
+        reading.following = Following(reading.numbers[_MARK], fields, self.finals)
 
     def can_sample(self, storage: Any, batch_size: int) -> bool:
         """Whether a row that has a next observation can be drawn. Draws one to see; no generator is asked."""

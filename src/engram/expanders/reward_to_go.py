@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engram.expanders._base import Column, Expander, check_discount
+from engram.expanders._base import Expander, check_discount
+from engram.expanders.reading import Column
 from engram.field_paths import as_path, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engram.expanders._base import Reading
+    from engram.expanders.reading import Reading
 
 __all__ = ["RewardToGo"]
 

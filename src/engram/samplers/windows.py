@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from engram import _fork, _native
-from engram.errors import NoSampleable, WriterStalled
+from engram.errors import NoSampleable
 from engram.field_paths import FieldPath
+from engram.retries import Retries
 from engram.samplers._base import NativeSampler
 from engram.samplers.end_marks import EndMarks
 from engram.samplers.trajectory_tables import (
@@ -43,8 +43,6 @@ __all__ = ["WindowSampler"]
 
 #: A draw that reads no field.
 _NO_FIELDS = _native.Layout([])
-#: Draws of windows that keep moving: tries in a row, then with pauses.
-_TRIES = 8
 
 
 class _Bound(NamedTuple):
@@ -266,21 +264,15 @@ class WindowSampler(NativeSampler):
             WriterStalled: there were some at every try for 5 s.
         """
         store: Store = storage.memory
-        deadline, attempt, bits = time.monotonic() + _native.wait_limit(), 0, key
+        retries, bits = Retries(), key
         while True:
             marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, apart=True)
             rows, *marked = drawn
             columns, moved = read(Draw(rows, drawn[-1]))
             if not moved:
                 break
-            attempt += 1
-            if attempt > _TRIES:
-                if time.monotonic() > deadline:
-                    raise WriterStalled(
-                        f"sample: row {int(rows[moved[0]])}, of a window, moved at every try for {_native.wait_limit():g} s."
-                    )
-                time.sleep(0.001)
-            bits = DrawKey.of((key.value + attempt * 0x9E3779B97F4A7C15) % (1 << 63))
+            retries.again(rows, moved, ", of a window,")
+            bits = DrawKey.of(retries.key_of(key.value))
         there = [tensor.to(store.device) for tensor in marked]
         numbered = numbered or self.anchors is not None
         tensors = [*columns[: len(store.tensors)], rows, *there]

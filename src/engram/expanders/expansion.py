@@ -1,0 +1,169 @@
+"""Reads rows of one store together with the steps around them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engram import _native
+from engram.errors import NoSampleable, RowError
+from engram.field_paths import public
+from engram.retries import IN_A_ROW, Retries
+from engram.samplers import RandomSampler
+from engram.samplers.trajectory_tables import NAMED, shared_table, step_type_bytes
+from engram.store import dlpack_specs
+from engram.types import Draw
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from torch import Tensor
+
+    from engram.expanders.reading import Reading, TrajectoryKeys
+    from engram.samplers.end_marks import Entry
+    from engram.store import Store
+    from engram.types import DeclaredSampler
+
+__all__ = ["Expansion"]
+
+#: Draws in place of rows whose next observation is not there yet.
+_MOST_REDRAWS = 200
+
+
+class Expansion:
+    """The native read of a batch: stored fields, and what expanders make of the steps around each row."""
+
+    def __init__(self, memory: Store, reading: Reading, keys: TrajectoryKeys, who: str) -> None:
+        """Raises ``RuntimeError``: nothing in the rows says where trajectories end. Messages begin with ``who``."""
+        boundaries, ends = keys.boundaries(reading, who)
+        specs = dlpack_specs(reading.fields)
+        columns = [*reading.columns, *reading.entries.values()]
+        names = [*reading.entries]
+        if reading.following is not None:
+            reading.following.check(memory)
+            columns += reading.following.columns(columns)
+            names += reading.following.names
+        #: The native read. It returns one tensor per column, then tickets.
+        self.native = _native.Expansion(ends, [step_type_bytes(reading.fields[number]) for number in ends])
+        for column in columns:
+            column.add_to(self.native, specs[column.field], reading.fields[column.field])
+        self.memory = memory
+        self._table = shared_table(memory, keys.table or "main", boundaries, 1)
+        self._stacked = [(at, column.dim) for at, column in enumerate(columns) if column.kind == "frames"]
+        self._names: list[Entry] = [public(name) for name in names]
+        self._following = reading.following
+
+    @staticmethod
+    def check_rows(memory: Store, who: str) -> None:
+        """Raise ``RuntimeError`` unless each row is one step whose fields have keys."""
+        kind, batch = memory.schema.structure.kind, memory.schema.structure.batch
+        if kind not in NAMED:
+            raise RuntimeError(f"sample: {who}: expected rows whose fields have keys, got a {kind}.")
+        if batch:
+            raise RuntimeError(
+                f"sample: {who}: expected rows that are one step each, got TensorDicts of batch size {list(batch)}: "
+                "their steps may belong to different trajectories. Use a storage with ndim > 1, or lanes."
+            )
+
+    def read(self, draw: Draw) -> tuple[list[Tensor], list[int], bool]:
+        """Columns and tickets of some rows, the places to draw again, and whether all of those wait for a next step."""
+        rows, tickets = _as_rows(draw.rows), None if draw.tickets is None else _as_rows(draw.tickets)
+        expected = 0 if tickets is None else tickets.data_ptr()
+        try:
+            tensors, moved = self.native.read(self.memory.core, self._table, rows.data_ptr(), rows.numel(), expected)
+        except IndexError as error:
+            raise RowError(f"sample: {error}.") from error
+        if self._following is None:
+            return tensors, moved, False
+        again, waiting = self._following.complete(self.memory, rows, tensors, moved)
+        return tensors, again, waiting
+
+    def read_windows(self, draw: Draw) -> tuple[list[Tensor], list[int]]:
+        """Columns of windows, and the places of rows that have changed since. A row with a neighbour that moves is read again."""
+        tensors, moved, _ = self.read(draw)
+        tickets = draw.tickets
+        assert tickets is not None  # windows have them
+        for _ in range(IN_A_ROW):
+            if not moved:
+                break
+            places = torch.tensor(moved, device="cpu")
+            fresh, still, _ = self.read(Draw(draw.rows[places], tickets[places]))
+            moved = _patch(tensors, places, fresh, moved, still)
+        self.stack(tensors)
+        return tensors[:-1], moved
+
+    def read_again(
+        self,
+        storage: Any,
+        source: DeclaredSampler,
+        key: int,
+        draw: Draw,
+        tensors: list[Tensor],
+        moved: list[int],
+        waiting: bool,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Replace what :meth:`read` returned at places where something moved; the rows and their info in the end.
+
+        Other rows are drawn if draws are independent of each other, or if the sampler named the tickets that it means. Rows of
+        other samplers are read once more, with what they hold now. If one of those holds nothing, another live row is drawn.
+
+        Raises:
+            NoSampleable: the buffer was emptied, or no row has a next observation yet.
+            WriterStalled: something moved at every try.
+        """
+        others = draw.tickets is not None or self._following is not None or source.traits.draws_uniformly
+        rows, info = draw.rows.clone(), {name: _copied(value) for name, value in draw.info.items()}
+        retries = Retries()
+        while moved:
+            extent = storage.extent()
+            if extent.size == 0:
+                raise NoSampleable("sample: the buffer was emptied meanwhile. Add data first.")
+            if waiting and retries.count >= _MOST_REDRAWS:
+                raise NoSampleable("sample: no row that is drawn has a next observation yet. Add data first.")
+            retries.again(rows, moved, ", or a step around it,")
+            places = torch.tensor(moved, device="cpu")
+            if others:
+                fresh = source.draw(extent, len(moved), retries.key_of(key))
+                rows[places] = fresh.rows
+                for name, value in fresh.info.items():
+                    if isinstance(value, torch.Tensor):
+                        info[name][places.to(value.device)] = value
+            else:
+                gone = places[storage.hold_nothing(rows[places])]
+                if len(gone):  # their writer died meanwhile
+                    rows[gone] = RandomSampler().draw(extent, len(gone), retries.key_of(key)).rows
+                fresh = Draw(rows[places])
+            read, still, waiting = self.read(fresh)
+            moved = _patch(tensors, places, read, moved, still)
+        return rows, info
+
+    def stack(self, tensors: list[Tensor]) -> None:
+        """Concatenate frames, ``[n, frames, *shape]``, along their dimension of the shape; no copy if that is the first."""
+        for at, dim in self._stacked:
+            frames = tensors[at]
+            place = frames.ndim - 1 + dim
+            tensors[at] = frames.movedim(1, place).flatten(place, place + 1)
+
+    def fields(self, tensors: list[Tensor], info: dict[Any, Any]) -> list[Tensor]:
+        """The stored fields of a batch; the entries that are not stored go to ``info``."""
+        count = len(self.memory.schema.fields)
+        info.update(zip(self._names, tensors[count:], strict=True))
+        return tensors[:count]
+
+
+def _patch(tensors: list[Tensor], places: Tensor, fresh: list[Tensor], moved: list[int], still: list[int]) -> list[int]:
+    """Put what was read once more at its places; which of ``moved`` have to be read yet again."""
+    for tensor, values in zip(tensors, fresh, strict=True):
+        tensor[places] = values
+    return [moved[i] for i in still]
+
+
+def _as_rows(rows: Tensor) -> Tensor:
+    if rows.dtype is torch.int64 and rows.is_cpu and rows.is_contiguous():
+        return rows
+    return rows.to("cpu", torch.int64).contiguous()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

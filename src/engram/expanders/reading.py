@@ -1,0 +1,143 @@
+"""What a batch holds besides the stored rows, as expanders describe it before anything is read."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from engram.field_paths import as_path, as_paths, public
+from engram.samplers.trajectory_tables import END_KEYS, ID_KEYS, find_boundaries
+from engram.store import check_index_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Self
+
+    from engram import _native
+    from engram.expanders.following import Following
+    from engram.field_paths import FieldPath
+    from engram.format.schema import Field
+    from engram.samplers.trajectory_tables import Boundaries
+
+__all__ = ["Column", "Reading", "TrajectoryKeys"]
+
+
+class Column(NamedTuple):
+    """One tensor of a batch. Step 0 is the drawn row; ``ahead`` names a later step, or the trajectory's last one before that."""
+
+    kind: str
+    """``row``, ``frames``, ``sum``, ``steps``, ``discount`` or ``over``: methods of the native ``Expansion``."""
+    field: int = 0
+    """Number of the field in the store."""
+    ahead: int = 0
+    gamma: float = 1.0
+    frames: int = 1
+    dim: int = -1
+    """The dimension along which frames are concatenated."""
+    first: int = -1
+    """The field that holds the frame before the trajectory's first step; -1: there is none."""
+    padding: float | None = None
+    """The value before the first frame; None: that frame itself."""
+
+    def add_to(self, read: _native.Expansion, spec: tuple[int, int, tuple[int, ...]], field: Field) -> None:
+        """Let the native read return this column. ``spec``, ``field``: of :attr:`field`."""
+        match self.kind:
+            case "row":
+                read.row(self.field, spec, self.ahead)
+            case "frames":
+                read.frames(self.field, spec, self.ahead, self.frames, self.first, self._filling(field))
+            case "sum":
+                read.sum(self.field, spec, self.ahead, self.gamma)
+            case "steps":
+                read.steps(self.ahead)
+            case "discount":
+                read.discount(self.ahead, self.gamma)
+            case _:
+                read.over(self.ahead)
+
+    def _filling(self, field: Field) -> bytes:
+        """A frame of padding, as it would lie in the store."""
+        if self.padding is None:
+            return b""
+        frame = torch.full((math.prod(field.shape),), self.padding, dtype=getattr(torch, field.dtype), device="cpu")
+        return frame.view(torch.uint8).numpy().tobytes()
+
+
+class Reading:
+    """What a batch will hold. Expanders change it, from the innermost outwards, before anything is read."""
+
+    def __init__(self, fields: Sequence[Field]) -> None:
+        self.fields = tuple(fields)
+        self.numbers: dict[FieldPath, int] = {field.key: number for number, field in enumerate(fields)}
+        self.columns = [Column("row", number) for number in range(len(fields))]
+        """Of every stored field, in order."""
+        self.entries: dict[FieldPath, Column] = {}
+        """Of what is not stored."""
+        self.following: Following | None = None
+
+    def number(self, key: FieldPath, who: str) -> int:
+        """The field under a key. Raises ``KeyError``: it is not stored."""
+        if key not in self.numbers:
+            raise KeyError(
+                f"sample: {who}: expected a stored field, one of {[f.name for f in self.fields]}, got {public(key)!r}."
+            )
+        return self.numbers[key]
+
+    def number_of_reward(self, key: FieldPath, who: str) -> int:
+        """The field of a reward. Raises ``TypeError``: it is neither float32 nor float64."""
+        number = self.number(key, who)
+        field = self.fields[number]
+        if field.dtype not in ("float32", "float64"):
+            raise TypeError(
+                f"sample: {who}: field {field.name}: expected float32 or float64, got {field.dtype}. Store rewards as float32."
+            )
+        return number
+
+    def add(self, key: FieldPath, column: Column, who: str) -> None:
+        """Add an entry. Raises ``ValueError``: the batch has one of that name."""
+        if key in self.entries or key in self.numbers:
+            raise ValueError(
+                f"sample: {who}: expected a name of its own for {public(key)!r}, but the rows have such a field."
+            )
+        self.entries[key] = column
+
+
+class TrajectoryKeys(NamedTuple):
+    """Which trajectories an expander reads along: its arguments, of which all may be None."""
+
+    traj_key: FieldPath | None
+    end_keys: tuple[FieldPath, ...] | None
+    table: str | None
+    """Name of the store's table of trajectories: the argument ``index``."""
+
+    @classmethod
+    def of(cls, who: str, traj_key: object, end_keys: object, index: str | None) -> Self:
+        """Check the arguments. Raises ``TypeError``, ``ValueError``; messages begin with ``who``."""
+        if index is not None:
+            check_index_name(index, f"{who}: index")
+        return cls(as_path(traj_key, f"{who}: traj_key"), as_paths(end_keys, f"{who}: end_keys"), index)
+
+    def boundaries(self, reading: Reading, who: str) -> tuple[Boundaries, list[int]]:
+        """What the table of trajectories goes by, and the flags that end one besides.
+
+        Raises ``RuntimeError``: the rows have none of the fields.
+        """
+        flags = self.end_keys or END_KEYS
+        ends = [reading.numbers[key] for key in flags if key in reading.numbers]
+        shared = END_KEYS[:1] if self.end_keys is None and END_KEYS[0] in reading.numbers else flags
+        found = find_boundaries(
+            reading.fields,
+            reading.numbers,
+            ID_KEYS if self.traj_key is None else (self.traj_key,),
+            shared,  # slice samplers go by the same flag, so they use the same table
+            ends_first=self.traj_key is None and self.end_keys is not None,
+        )
+        if found is None:
+            raise RuntimeError(
+                f"sample: {who}: expected rows with one of the trajectory ids {[public(key) for key in ID_KEYS]}, "
+                f"of the end flags {[public(key) for key in flags]} or with a 'step_type' of integers, got "
+                f"{[f.name for f in reading.fields]}. Name a stored field with traj_key or end_keys."
+            )
+        return found, ends or ([] if found.by_id else list(found.which))
