@@ -60,14 +60,14 @@ def assert_whole(batch):
 
 
 def together(*jobs, seconds=0.6):
-    """Run jobs in threads until time is up: each is called again and again with its count."""
+    """Run jobs in threads until time is up and each was called six times: each is called again and again with its count."""
     end = time.monotonic() + seconds
     errors = []
     counts = [0] * len(jobs)
 
     def work(i, job):
         try:
-            while time.monotonic() < end and not errors:
+            while not errors and (time.monotonic() < end or min(counts) < 6):
                 job(counts[i])
                 counts[i] += 1
         except BaseException as error:  # noqa: BLE001 - reported by the test
@@ -107,7 +107,6 @@ def test_writers_and_readers(storage, sampler, tracks):
         assert_whole(rb[i % 256])
 
     counts = together(add, extend, sample, read)
-    assert min(counts) > 5
     assert len(rb) == 256
     assert rb.write_count == 256 + counts[0] + 37 * counts[1]
     for row in range(256):
@@ -127,8 +126,7 @@ def test_editors_and_readers():
     def sample(_):
         assert_whole(rb.sample(32))
 
-    counts = together(edit, edit_many, sample, sample)
-    assert min(counts) > 5
+    together(edit, edit_many, sample, sample)
     assert rb.write_count == 64
 
 
@@ -147,8 +145,7 @@ def test_editing_rows_that_are_just_being_rewritten():
     def read(i):
         assert len(rb[i % 3].unique()) == 1
 
-    counts = together(write, edit, read)
-    assert min(counts) > 5
+    together(write, edit, read)
 
 
 def test_a_lane_per_thread_keeps_its_order():
@@ -211,8 +208,7 @@ def test_emptying_while_others_work(storage):
         rb.empty()
         time.sleep(0.005)
 
-    counts = together(write, sample, empty)
-    assert min(counts) > 3
+    together(write, sample, empty)
     rb.empty()
     rb.extend(as_rows(torch.arange(5)))
     assert rb["id"].tolist() == [0, 1, 2, 3, 4]
