@@ -89,7 +89,7 @@ class Shim:
 def settled(folder):
     """What is in a folder, sorted, when everything is over that nobody waits for."""
     for thread in threading.enumerate():
-        if thread.name == disk.MEANWHILE:
+        if thread.name == disk.BACKGROUND:
             thread.join(30)
     return sorted(os.listdir(folder))
 

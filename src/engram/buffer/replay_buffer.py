@@ -1386,7 +1386,7 @@ class ReplayBuffer:
         if prefetch not in ("save", "drop"):
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
         self._finish_ahead_of_pause()
-        with replacing(Path(path)) as folder, disk.together():
+        with replacing(Path(path)) as folder, disk.batched_fsync():
             cut = self._storage.prepare_cut(without=self._sampler_indexes(), whole=True)
             with self._storage.paused:
                 noted = cut()

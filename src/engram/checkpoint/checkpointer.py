@@ -585,7 +585,7 @@ class Checkpointer:
         except (OSError, RuntimeError) as error:  # RankFailed is one
             _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)
         else:
-            disk.meanwhile(partial(_sweep, self.root))
+            disk.run_in_background(partial(_sweep, self.root))
 
     def _vote(
         self, attempt: Path, asked: _Asked | Exception, moment: _Moment | BaseException, parent: _Parent | None
@@ -679,7 +679,7 @@ class Checkpointer:
         return parent
 
     def _write_parts(self, folder: Path, moment: _Moment, parent: _Parent | None) -> tuple[Any, list[Any]]:
-        with contextlib.ExitStack() as stack, disk.together():
+        with contextlib.ExitStack() as stack, disk.batched_fsync():
             reader: PartReader | None = None
             if parent is not None:
                 checkpoint = stack.enter_context(Checkpoint(parent.path))

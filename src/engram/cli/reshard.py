@@ -185,7 +185,7 @@ def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, att
         try:
             storage.checked_without_rows(state)(fill)
             cut = storage.prepare_cut()()
-            with disk.together():
+            with disk.batched_fsync():
                 rows = storage.save_cut(folder / parts.STORAGE, cut, roles=roles, progress=progress)
                 others = _others(checkpoint, move, rank)
                 infos = [rows.info, *(write_part(folder / part, part, kind, state) for part, kind, state in others)]

@@ -274,7 +274,7 @@ def replacing(path: Path) -> Iterator[Path]:
         _throw_away(temporary, path, lambda remove: remove())
         raise
     else:
-        _throw_away(temporary, path, disk.meanwhile)
+        _throw_away(temporary, path, disk.run_in_background)
     finally:
         held.close()
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import xxhash
 
 from engram.format import layout, strict, tables
-from engram.format.schema import DTYPES, MAX_DIMS, Field, validate_fields, validate_geometry
+from engram.format.schema import DTYPES, MAX_DIMS, validate_fields, validate_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,6 +22,7 @@ __all__ = [
     "NO_SCHEMA",
     "PART",
     "SUMS",
+    "TABLES",
     "ArrayInfo",
     "FileEntry",
     "Geometry",
@@ -57,6 +58,8 @@ _LIMIT = 1 << 62
 
 Role = Literal["data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position"]
 TableName = Literal["lanes", "tickets", "trajectories", "segments"]
+#: In the order of their sums.
+TABLES: tuple[TableName, ...] = ("lanes", "tickets", "trajectories", "segments")
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
@@ -138,9 +141,18 @@ class Part(strict.Summed, frozen=True, kw_only=True):
     format: Literal["engram.part"] = "engram.part"
 
 
+class _Fields(msgspec.Struct):
+    schema: tuple[PartField, ...]
+
+
 def schema_sum(fields: Sequence[PartField]) -> str:
     """xxh3-64 of the fields, as 16 hex digits."""
-    return str(xxhash.xxh3_64_hexdigest(strict.encode({"schema": list(fields)})))
+    return _sum_of(tuple(fields))
+
+
+@functools.lru_cache(64)  # asked for several times in a save
+def _sum_of(fields: tuple[PartField, ...]) -> str:
+    return str(xxhash.xxh3_64_hexdigest(strict.encode(_Fields(fields))))
 
 
 #: Of a storage without fields: a list, or one that was never written.
@@ -175,7 +187,7 @@ def segment_name(lane: int, k: int) -> str:
 
 
 def field_name(field: PartField) -> str:
-    return layout.field_path(Path(), field.key).as_posix()
+    return layout.field_name(field.key)
 
 
 def meta_name(level: tuple[str, ...]) -> str:
@@ -201,12 +213,12 @@ def check(part: Part) -> None:
         raise ValueError(f"{len(part.arrays)} arrays, at most {MAX_ARRAYS} are possible")
     for i, array in enumerate(part.arrays):
         _check_array(i, array)
-    _check_state(part.state, len(part.arrays), "state")
+    _check_state(part.state, len(part.arrays))
     if part.sums.bytes % 8 or not 0 <= part.sums.bytes <= MAX_SUMS_BYTES:
         raise ValueError(f"{part.sums.bytes} bytes of sums, expected a multiple of 8 and at most {MAX_SUMS_BYTES}")
     extras = (part.geometry, part.byteorder, part.schema, part.schema_sum, part.segment, part.storage, part.tables)
     if part.part != "storage":
-        if any(extra is not msgspec.UNSET for extra in extras):
+        if extras.count(msgspec.UNSET) < len(extras):
             raise ValueError(f"a {part.part} with entries that only a storage has")
         return
     if part.tables is msgspec.UNSET:
@@ -219,35 +231,40 @@ def check(part: Part) -> None:
     _check_tables(part.tables, part.geometry)
     if part.schema is not msgspec.UNSET:
         _check_rows(part, part.schema)
-    elif any(extra is not msgspec.UNSET for extra in extras[1:-1]):
+    elif extras[1:-1].count(msgspec.UNSET) < len(extras) - 2:
         raise ValueError("a storage without a schema that has files of rows")
 
 
 def _check_array(number: int, array: ArrayInfo) -> None:
     if array.dtype not in DTYPES:
         raise ValueError(f"array {number}: unknown dtype {array.dtype!r:.100}")
-    if len(array.shape) > MAX_DIMS or any(not 0 <= d < _LIMIT for d in array.shape):
+    if len(array.shape) > MAX_DIMS or min(array.shape, default=0) < 0 or max(array.shape, default=0) >= _LIMIT:
         raise ValueError(f"array {number}: impossible shape {list(array.shape)!r:.200}")
-    if math.prod(max(d, 1) for d in array.shape) >= _LIMIT:  # zeros count as ones: torch multiplies the other sizes too
+    if math.prod(filter(None, array.shape)) >= _LIMIT:  # zeros count as ones: torch multiplies the other sizes too
         raise ValueError(f"array {number}: the shape {list(array.shape)!r:.200} is too large")
     if array.bytes != math.prod(array.shape) * DTYPES[array.dtype]:
         raise ValueError(f"array {number}: {array.bytes} bytes are not {list(array.shape)!r:.200} of {array.dtype}")
 
 
-def _check_state(value: Any, arrays: int, where: str) -> None:
-    if isinstance(value, dict):
-        if any(isinstance(key, str) and key.startswith("$") for key in value):
-            number = value.get("$array")
-            if len(value) != 1 or type(number) is not int or not 0 <= number < arrays:
-                raise ValueError(
-                    f"{where}: expected {{'$array': number of one of {arrays} arrays}} where keys begin with '$', got {value!r:.100}"
-                )
-            return
-        for key, part in value.items():
-            _check_state(part, arrays, f"{where}.{key!s:.100}")
-    elif isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            _check_state(part, arrays, f"{where}[{i}]")
+def _check_state(state: object, arrays: int) -> None:
+    left = [("state", state)]
+    for where, value in left:  # grows while it is read
+        if isinstance(value, dict):
+            for key, part in value.items():
+                if str(key).startswith("$"):
+                    _check_array_of_state(value, arrays, where)
+                if isinstance(part, dict | list | tuple):
+                    left.append((f"{where}.{key!s:.100}", part))
+        elif isinstance(value, list | tuple):
+            left += [(f"{where}[{i}]", part) for i, part in enumerate(value) if isinstance(part, dict | list | tuple)]
+
+
+def _check_array_of_state(value: dict[str, object], arrays: int, where: str) -> None:
+    number = value.get("$array")
+    if len(value) != 1 or type(number) is not int or not 0 <= number < arrays:
+        raise ValueError(
+            f"{where}: expected {{'$array': number of one of {arrays} arrays}} where keys begin with '$', got {value!r:.100}"
+        )
 
 
 def _check_tables(entries: dict[TableName, TableEntry], geometry: Geometry | msgspec.UnsetType) -> None:
@@ -270,9 +287,8 @@ def _check_rows(part: Part, schema: tuple[PartField, ...]) -> None:
         raise ValueError("a storage with a schema and without geometry or byteorder")
     if [field.id for field in schema] != list(range(len(schema))):
         raise ValueError(f"fields numbered {[field.id for field in schema][:20]}, expected 0, 1, …")
-    fields = [Field(field.key, field.dtype, field.shape) for field in schema]
-    validate_fields(fields, part.geometry.capacity)
-    clash = layout.clash(fields)
+    validate_fields(schema, part.geometry.capacity)
+    clash = layout.clash(schema)
     if clash is not None:
         raise ValueError(f"the fields need {clash!r:.200} as a file and as a folder")
     if part.schema_sum != schema_sum(schema):

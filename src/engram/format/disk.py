@@ -7,6 +7,7 @@ name is when ``sync_folder`` returns.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import errno
@@ -17,17 +18,20 @@ import stat
 import sys
 import threading
 import weakref
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engram.format import files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from typing_extensions import Buffer
 
+    StrPath = str | os.PathLike[str]
+
 __all__ = [
+    "batched_fsync",
     "copy",
     "create",
     "entries",
@@ -36,7 +40,6 @@ __all__ = [
     "link",
     "lock",
     "make_folder",
-    "meanwhile",
     "open_below",
     "open_file",
     "open_folder",
@@ -46,10 +49,10 @@ __all__ = [
     "remove",
     "rename",
     "replace",
+    "run_in_background",
     "sizes",
     "start",
     "sync_folder",
-    "together",
     "write",
 ]
 
@@ -68,12 +71,12 @@ _NO_LINK = frozenset({errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOENT, errn
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: StrPath) -> None:
     """Make a folder for this user alone, whatever the umask. Raises ``FileExistsError``."""
     os.mkdir(path, 0o700)
 
 
-def create(path: Path, nbytes: int, *, sparse: bool = False) -> files.Descriptor:
+def create(path: StrPath, nbytes: int, *, sparse: bool = False) -> files.Descriptor:
     """A descriptor of a new file of ``nbytes`` zeros, open for reading and writing.
 
     Args:
@@ -142,7 +145,7 @@ def start(fd: int, offset: int, nbytes: int) -> None:
 
 
 class _Batch(list[files.Descriptor]):
-    """Of what was written :func:`together` and not waited for."""
+    """Files and folders whose ``fsync`` comes at the end of a :func:`batched_fsync`."""
 
 
 def _no_batch() -> None:
@@ -158,19 +161,20 @@ class _Waiting(threading.local):
 
 _waiting = _Waiting()
 
-#: Threads that wait for the disk at the same time: it writes what they wait for in one go. Few, as each takes its time to start.
+#: Threads that wait for the disk at the same time, this one included: it writes what they wait for in one go. Few, as each takes
+#: its time to start.
 THREADS = 4
-#: The name of a thread that does something :func:`meanwhile`.
-MEANWHILE = "engram-meanwhile"
+#: The name of a thread of :func:`run_in_background`.
+BACKGROUND = "engram-background"
 #: Descriptors that wait, at most.
 _MOST_WAITING = 128
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def batched_fsync() -> Iterator[None]:
     """Inside, :func:`finish` and :func:`sync_folder` do not wait; leaving waits for all of it at once, not for one after the other.
 
-    For what nobody can see yet, and of its own thread only. What is to appear in one step does so afterwards.
+    For files that no other process looks for yet, written by the calling thread. Publish them afterwards.
 
     Raises (when leaving):
         OSError: something may not be on disk.
@@ -190,40 +194,45 @@ def together() -> Iterator[None]:
 
 
 def _wait(fds: _Batch) -> None:
-    if len(fds) < 2 or THREADS < 2:
+    if len(fds) > 1 and THREADS > 1:
+        _sync_all(fds)
+    else:
         for fd in fds:
             _sync(fd)
-    else:
-        _sync_all(fds)
     while fds:
         fds.pop().close()
 
 
 def _sync_all(fds: Sequence[int]) -> None:
-    # Plain threads: those of an executor are refused while the interpreter ends, and a save may end after the program.
-    todo, errors = iter(fds), list[BaseException]()
-    turn = threading.Lock()
+    todo, errors, started = iter(fds), list[BaseException](), list[_thread.LockType]()
+    turn = _thread.allocate_lock()
 
-    def work() -> None:
+    def work(ended: _thread.LockType | None = None) -> None:
         while True:
             with turn:
                 fd = next(todo, None)
             if fd is None:
-                return
+                break
             try:
                 _sync(fd)
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)
+        if ended is not None:
+            ended.release()
 
-    threads: list[threading.Thread] = []
     try:
-        for _ in range(min(THREADS, len(fds))):
-            threads.append(threading.Thread(target=work, name="engram-sync"))
-            threads[-1].start()
+        for _ in range(min(THREADS, len(fds)) - 1):
+            # Bare threads cost few calls. Those of an executor are refused while the interpreter ends, and a save may end after
+            # the program.
+            ended = _thread.allocate_lock()
+            ended.acquire()
+            with contextlib.suppress(RuntimeError):  # there can be no more threads
+                _thread.start_new_thread(work, (ended,))
+                started.append(ended)
+        work()
     finally:
-        for thread in threads:
-            with contextlib.suppress(RuntimeError):  # one was not started, after an error
-                thread.join()
+        for ended in started:
+            ended.acquire()
     if errors:
         raise errors[0]
 
@@ -233,64 +242,62 @@ def _sync(fd: int) -> None:
     (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
 
 
-def _later(fd: int) -> bool:
-    """Whether somebody waits for this file or folder later."""
-    batch = _waiting.batch()
+def _wait_for(fd: files.Descriptor, *, now: bool = False) -> None:
+    """Wait until this file or folder is on disk, and close it; inside of a :func:`batched_fsync`, at its end."""
+    batch = None if now else _waiting.batch()
     if batch is None:
-        return False
-    batch.append(files.Descriptor.copy_of(fd))
-    if len(batch) >= _MOST_WAITING:
-        _wait(batch)
-    return True
+        _sync(fd)
+        fd.close()
+    else:
+        batch.append(fd)
+        if len(batch) >= _MOST_WAITING:
+            _wait(batch)
 
 
-def finish(fd: int) -> None:
-    """Make a file read-only and wait until its bytes are on disk. The caller closes it.
+def finish(fd: files.Descriptor, *, now: bool = False) -> None:
+    """Make a file read-only, wait until its bytes are on disk, and close it.
+
+    Args:
+        fd: from here on, this function's; but the caller closes it after an error.
+        now: do not leave the wait to a :func:`batched_fsync`.
 
     Raises:
         OSError: they may not be. Final: give up the file, a second call proves nothing.
     """
     os.fchmod(fd, 0o400)
-    if not _later(fd):
-        _sync(fd)
+    _wait_for(fd, now=now)
 
 
-def _finish_now(fd: int) -> None:
-    os.fchmod(fd, 0o400)
-    _sync(fd)
-
-
-def sync_folder(path: Path) -> None:
+def sync_folder(path: StrPath) -> None:
     """Wait until the names in a folder are on disk."""
     fd = open_folder(path)
     try:
-        if not _later(fd):
-            os.fsync(fd)
-    finally:
+        _wait_for(fd)
+    except BaseException:
         fd.close()
+        raise
 
 
-def put(path: Path, raw: bytes) -> None:
-    """Make a small file that is complete when this returns. Its name is not on disk yet. Raises ``FileExistsError``."""
-    _put(path, raw, finish)
+def put(path: StrPath, raw: bytes, *, now: bool = False) -> None:
+    """Make a small file that is complete when this returns. Its name is not on disk yet.
 
+    Args:
+        path: where; nothing may be there.
+        raw: what it holds.
+        now: do not leave the wait to a :func:`batched_fsync`.
 
-def _put_now(path: Path, raw: bytes) -> None:
-    """The same, but that it is on disk."""
-    _put(path, raw, _finish_now)
-
-
-def _put(path: Path, raw: bytes, finish: Callable[[int], Any]) -> None:
+    Raises:
+        FileExistsError: something is there. OSError: no space, or an I/O error. Nothing is left behind.
+    """
     fd = create(path, 0)
     try:
         write(fd, raw, 0)
-        finish(fd)
+        finish(fd, now=now)
     except BaseException:
+        fd.close()
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
-    finally:
-        fd.close()
 
 
 def publish(path: Path, raw: bytes) -> bool:
@@ -299,8 +306,8 @@ def publish(path: Path, raw: bytes) -> bool:
     Returns:
         False: the name was taken. Read what the other one wrote.
     """
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    _put_now(temporary, raw)
+    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    put(temporary, raw, now=True)
     try:
         os.link(temporary, path, follow_symlinks=False)
         return True
@@ -313,8 +320,8 @@ def publish(path: Path, raw: bytes) -> bool:
 
 def replace(path: Path, raw: bytes) -> None:
     """Replace a small file: readers see the old bytes or the new ones."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    _put_now(temporary, raw)
+    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    put(temporary, raw, now=True)
     try:
         os.replace(temporary, path)
     except BaseException:
@@ -324,7 +331,7 @@ def replace(path: Path, raw: bytes) -> None:
     sync_folder(path.parent)
 
 
-def link(name: str, folder: int, target: Path) -> bool:
+def link(name: str, folder: int, target: StrPath) -> bool:
     """Give a file of an open folder a second name. False: it cannot have one there, or is gone. Copy it.
 
     Raises:
@@ -361,7 +368,7 @@ def exchange(one: Path, other: Path) -> None:
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
-def remove(path: Path) -> None:
+def remove(path: StrPath) -> None:
     """Remove a folder and all below it, or a file. Follows no link. What is gone already is no error."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
@@ -379,11 +386,11 @@ def _remove_folder(path: str) -> None:
     os.rmdir(path)
 
 
-def meanwhile(work: Callable[[], None]) -> None:
-    """Do what nobody waits for, as removing files takes its time: in a thread, whose end the end of the program waits for."""
+def run_in_background(work: Callable[[], object]) -> None:
+    """Run slow work such as removing files in a thread. The interpreter ends after it."""
     if THREADS > 1:
         with contextlib.suppress(RuntimeError):  # there can be no more threads
-            threading.Thread(target=work, name=MEANWHILE).start()
+            threading.Thread(target=work, name=BACKGROUND).start()
             return
     work()
 
@@ -404,7 +411,7 @@ def lock(folder: int, *, wait: bool = False) -> bool:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_folder(path: Path) -> files.Descriptor:
+def open_folder(path: StrPath) -> files.Descriptor:
     """A descriptor of a folder, which may be reached through links."""
     return files.Descriptor.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
@@ -412,12 +419,12 @@ def open_folder(path: Path) -> files.Descriptor:
 def open_below(folder: int, relative: str) -> files.Descriptor:
     """A descriptor of a folder below an open one. Raises ``OSError`` where there is none, or a link is on the way."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    here = files.Descriptor.copy_of(folder)
-    for name in relative.split("/"):
-        with here:
-            deeper = files.Descriptor.open(name, flags, dir_fd=here)
-        here = deeper
-    return here
+    first, _, rest = relative.partition("/")
+    here = files.Descriptor.open(first, flags, dir_fd=folder)
+    if not rest:
+        return here
+    with here:
+        return open_below(here, rest)
 
 
 def open_file(folder: int, relative: str) -> files.Descriptor:
@@ -445,22 +452,18 @@ def sizes(folder: int, names: Iterable[str]) -> list[int | OSError]:
     Cost: one system call for each, where those of one folder follow each other.
     """
     found: list[int | OSError] = []
-    here, opened = "", files.Descriptor.copy_of(folder)
-    try:
-        for relative in names:
-            parents, _, name = relative.rpartition("/")
-            try:
-                if parents != here:
-                    deeper = open_below(folder, parents) if parents else files.Descriptor.copy_of(folder)
-                    opened.close()
-                    here, opened = parents, deeper
-                status = os.stat(name, dir_fd=opened, follow_symlinks=False)
-            except OSError as error:
-                found.append(error)
-            else:
-                found.append(status.st_size if stat.S_ISREG(status.st_mode) else _irregular(relative))
-    finally:
-        opened.close()
+    here = ""
+    opened = folder
+    for relative in names:
+        parents, _, name = relative.rpartition("/")
+        try:
+            if parents != here:  # the one before closes when it is dropped
+                here, opened = parents, open_below(folder, parents) if parents else folder
+            status = os.stat(name, dir_fd=opened, follow_symlinks=False)
+        except OSError as error:
+            found.append(error)
+        else:
+            found.append(status.st_size if stat.S_ISREG(status.st_mode) else _irregular(relative))
     return found
 
 

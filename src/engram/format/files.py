@@ -43,7 +43,7 @@ class Descriptor(int):
     """
 
     @classmethod
-    def open(cls, path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> Self:
+    def open(cls, path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> Self:
         """As ``os.open``, never inherited by another program."""
         return next(map(cls, map(functools.partial(os.open, dir_fd=dir_fd), (path,), (flags | os.O_CLOEXEC,), (mode,))))
 
@@ -52,18 +52,14 @@ class Descriptor(int):
         """As ``os.dup``."""
         return next(map(cls, map(os.dup, (fd,))))
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """Repeatable."""
         next(vars(self).setdefault("_closing", map(os.close, (int(self),))), None)
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = __exit__ = close
 
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def reserve(path: Path, nbytes: int) -> None:

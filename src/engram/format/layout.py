@@ -17,6 +17,7 @@ engram; ours lies beside it in ``.engram/``::
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engram.format.schema import Field, Schema
+    from engram.format.schema import Column, Schema
 
 __all__ = [
     "ADOPTED",
@@ -40,6 +41,7 @@ __all__ = [
     "TICKETS",
     "clash",
     "encode_key",
+    "field_name",
     "field_path",
     "folder_of",
     "is_store",
@@ -62,7 +64,7 @@ ADOPTED = "adopted"
 #: What ``buffer.json`` holds at first: an empty object, and room to be overwritten when the disk is full.
 NO_RECORD = b"{}".ljust(4096)
 
-_UNSAFE = frozenset('/<>:"|?*\\ %') | {chr(i) for i in range(32)} | {chr(127)}
+_ENCODED = {code: f"%{code:02X}" for code in (*map(ord, '/<>:"|?*\\ %'), *range(32), 127)}
 _NAME_MAX = 255
 
 
@@ -72,42 +74,48 @@ def encode_key(key: str) -> str:
         return "%"
     if key in (".", ".."):
         return "%2E" * len(key)
-    return "".join(f"%{ord(c):02X}" if c in _UNSAFE else c for c in key)
+    return key.translate(_ENCODED)
 
 
 def field_path(directory: Path, key: tuple[str, ...]) -> Path:
-    """The file of a field.
+    """The file of a field. Raises as :func:`field_name`."""
+    return directory / field_name(key)
+
+
+@functools.lru_cache(4096)
+def field_name(key: tuple[str, ...]) -> str:
+    """The path of a field's file in its folder.
 
     Raises:
         ValueError: a part of the key is too long for a file name.
     """
-    parts = [encode_key(part) for part in key]
+    parts = [*map(encode_key, key)]
     parts[-1] += ".memmap"
     for part, name in zip(key, parts, strict=True):
-        if len(name.encode("utf-8", "surrogatepass")) > _NAME_MAX:
+        nbytes = len(name.encode("utf-8", "surrogatepass"))
+        if nbytes > _NAME_MAX:
             raise ValueError(
-                f"field {key}: the key {part[:40]!r}… needs a file name of {len(name.encode())} bytes, at most {_NAME_MAX} "
+                f"field {key}: the key {part[:40]!r}… needs a file name of {nbytes} bytes, at most {_NAME_MAX} "
                 "are possible. Shorten the key, or use a storage in RAM."
             )
-    return directory.joinpath(*parts)
+    return "/".join(parts)
 
 
 def folder_of(paths: Iterable[tuple[tuple[str, ...], str]]) -> Path | None:
     """The folder in which files lie as those of these keys do; None: there is none. ``paths``: ``(key, path)``."""
     folders = set()
     for key, path in paths:
-        expected, found = field_path(Path(), key).parts, Path(path).parts
+        expected, found = Path(field_name(key)).parts, Path(path).parts
         folders.add(Path(*found[: -len(expected)]) if found[-len(expected) :] == expected else None)
     return folders.pop() if len(folders) == 1 else None
 
 
-def clash(fields: Iterable[Field]) -> str | None:
+def clash(fields: Iterable[Column]) -> str | None:
     """A name that would be a file and a folder at once, as of the keys ``a`` and ``("a.memmap", "b")``; None if all fit."""
-    paths = {field_path(Path(), field.key) for field in fields}
-    folders = {folder for path in paths for folder in path.parents}
-    return next(
-        (str(path) for path in (*paths, *(folder / "meta.json" for folder in folders)) if path in folders), None
-    )
+    paths = {field_name(field.key) for field in fields}
+    folders = {path[:at] for path in paths for at, char in enumerate(path) if char == "/"}
+    metas = {"meta.json", *(f"{folder}/meta.json" for folder in folders)}
+    return min((paths | metas) & folders, default=None)
 
 
 def tickets_bytes(capacity: int) -> int:

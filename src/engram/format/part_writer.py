@@ -133,8 +133,7 @@ class FileWriter:
         except BaseException:
             self._abandon()
             raise
-        fd, self._fd = self._fd, None
-        fd.close()
+        self._fd = None
         self._done(_Written(self._nbytes, self._summing.done(), False))
 
     @contextlib.contextmanager

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engram.errors import CorruptCheckpoint
 from engram.format import disk
+from engram.format.sums import BLOCK
 
-__all__ = ["Problem", "corrupt", "no_file", "problem_of", "read_small"]
+if TYPE_CHECKING:
+    from engram.format.sums import Sums
+
+__all__ = ["Problem", "corrupt", "no_file", "problem_of", "read_small", "wrong_block"]
 
 
 class Problem(NamedTuple):
@@ -48,24 +52,26 @@ def no_file(error: OSError, nbytes: int | None = None) -> str:
     raise error
 
 
+def wrong_block(path: Path, sums: Sums, block: int) -> Problem:
+    """What to say of a block that has another sum than that of its number in ``sums``."""
+    return Problem(path, f"expected the checksum {sums[block]:016x} of a block, got another", block * BLOCK)
+
+
 def read_small(folder: Path, folder_fd: int, name: str, limit: int, *, exactly: bool = False) -> bytes:
     """The bytes of a file of an open folder: at most ``limit``, or exactly that many.
 
     Raises:
         CorruptCheckpoint: it is missing, not a regular file, or of another size.
     """
-    path = folder / name
     try:
         fd = disk.open_file(folder_fd, name)
     except OSError as error:
-        raise corrupt(path, no_file(error, limit if exactly else None)) from error
-    try:
+        raise corrupt(folder / name, no_file(error, limit if exactly else None)) from error
+    with fd:
         size = os.fstat(fd).st_size
         if size > limit or (exactly and size != limit):
-            raise corrupt(path, f"expected {'' if exactly else 'at most '}{limit} bytes, got {size}")
+            raise corrupt(folder / name, f"expected {'' if exactly else 'at most '}{limit} bytes, got {size}")
         raw = bytearray(size)
         if disk.read(fd, memoryview(raw), 0) != size:
-            raise corrupt(path, f"expected {size} bytes, the file has become shorter")
+            raise corrupt(folder / name, f"expected {size} bytes, the file has become shorter")
         return bytes(raw)
-    finally:
-        fd.close()

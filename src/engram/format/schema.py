@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 import xxhash
@@ -24,6 +24,7 @@ __all__ = [
     "DTYPES",
     "MAX_DIMS",
     "MAX_FIELDS",
+    "Column",
     "Field",
     "Node",
     "Schema",
@@ -85,7 +86,25 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """The key as users write it: ``a`` or ``('next', 'reward')``."""
-        return self.key[0] if len(self.key) == 1 else str(self.key)
+        return name_of(self.key)
+
+
+def name_of(key: tuple[str, ...]) -> str:
+    """A key as users write it: ``a`` or ``('next', 'reward')``."""
+    return key[0] if len(key) == 1 else str(key)
+
+
+class Column(Protocol):
+    """What a :class:`Field` and a field of a part have in common."""
+
+    @property
+    def key(self) -> tuple[str, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def row_bytes(self) -> int: ...
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -167,7 +186,7 @@ def validate_geometry(capacity: int, lanes: int, columns: tuple[int, ...]) -> No
     """Raise ``ValueError`` for sizes that do not add up."""
     if capacity < 1 or lanes < 1 or capacity % lanes:
         raise ValueError(f"capacity {capacity} is not a positive multiple of {lanes} lanes")
-    if any(c < 1 for c in columns) or capacity % math.prod(columns):
+    if min(columns, default=1) < 1 or capacity % math.prod(columns):
         raise ValueError(f"capacity {capacity} is not a multiple of the columns {columns}")
     if lanes > (1 if columns else MAX_LANES):
         raise ValueError(f"{lanes} lanes, at most {MAX_LANES} are possible, and 1 with columns")
@@ -175,7 +194,7 @@ def validate_geometry(capacity: int, lanes: int, columns: tuple[int, ...]) -> No
         raise ValueError(f"{capacity} rows are too many")
 
 
-def validate_fields(fields: Sequence[Field], rows: int) -> None:
+def validate_fields(fields: Sequence[Column], rows: int) -> None:
     """Raise ``ValueError`` for fields that no store of that many rows can have."""
     if not 1 <= len(fields) <= MAX_FIELDS:
         raise ValueError(f"{len(fields)} fields, at least 1 and at most {MAX_FIELDS} are possible")
@@ -183,15 +202,15 @@ def validate_fields(fields: Sequence[Field], rows: int) -> None:
     for field in fields:
         validate_key(field.key)
         if field.key in seen:
-            raise ValueError(f"field {field.name} appears twice")
+            raise ValueError(f"field {name_of(field.key)} appears twice")
         seen.add(field.key)
         if field.dtype not in DTYPES:
-            raise ValueError(f"field {field.name}: unknown dtype {field.dtype}")
-        if len(field.shape) > MAX_DIMS or any(d < 0 for d in field.shape):
-            raise ValueError(f"field {field.name}: impossible shape {list(field.shape)}")
+            raise ValueError(f"field {name_of(field.key)}: unknown dtype {field.dtype}")
+        if len(field.shape) > MAX_DIMS or min(field.shape, default=0) < 0:
+            raise ValueError(f"field {name_of(field.key)}: impossible shape {list(field.shape)}")
         # Zeros count as ones: torch multiplies the other sizes too.
-        if math.prod(max(d, 1) for d in field.shape) * DTYPES[field.dtype] * rows >= 1 << 62:
-            raise ValueError(f"field {field.name}: {rows} rows of {field.row_bytes} bytes are too many")
+        if math.prod(filter(None, field.shape)) * DTYPES[field.dtype] * rows >= 1 << 62:
+            raise ValueError(f"field {name_of(field.key)}: {rows} rows of {field.row_bytes} bytes are too many")
 
 
 def validate_key(key: tuple[str, ...]) -> None:

@@ -236,7 +236,7 @@ def begin(
     folder = root / name
     disk.make_folder(folder)
     try:
-        with disk.together():
+        with disk.batched_fsync():
             disk.put(folder / ATTEMPT, raw)
             disk.sync_folder(folder)
             disk.sync_folder(root)
@@ -308,7 +308,7 @@ def accept(
         totals=totals,
     )
     raw = strict.encode(shard)
-    with disk.together():
+    with disk.batched_fsync():
         sync_parts(own, shard)
         disk.sync_folder(own)
         disk.sync_folder(folder)

@@ -86,7 +86,7 @@ class Dumpable:
             TypeError: something that is neither a tensor nor a plain value; names the way to it.
             OSError: no space, or an I/O error. What lay there before still does.
         """
-        with replacing(Path(path)) as folder, disk.together():
+        with replacing(Path(path)) as folder, disk.batched_fsync():
             note = self.prepare_save()
             with self.paused:
                 write = note()
