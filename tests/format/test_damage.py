@@ -301,8 +301,8 @@ def test_without_the_digest_a_description_of_another_dump_is_taken(dump, tmp_pat
     shutil.rmtree(path / "storage")
     shutil.copytree(other / "storage", path / "storage")
     assert not silent(path)
-    opened = PartReader.open
-    monkeypatch.setattr(PartReader, "open", lambda folder, sha, fd: opened(folder, None, fd))
+    read = part_reader.read_listing
+    monkeypatch.setattr(part_reader, "read_listing", lambda folder, fd, sha: read(folder, fd))
     assert silent(path)
 
 

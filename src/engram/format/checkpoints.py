@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import re
@@ -21,18 +22,20 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import disk, files, strict
 from engram.format.description import NO_SCHEMA
 from engram.format.part_reader import Level, PartReader, is_part
-from engram.format.problems import Problem, corrupt, no_file, problem_of, read_small
+from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Self
 
+    from engram.format.listing import Listing
     from engram.format.part_writer import PartInfo
 
 __all__ = [
     "MANIFEST",
     "SHARD",
     "Checkpoint",
+    "Contents",
     "Count",
     "Cut",
     "Manifest",
@@ -178,8 +181,8 @@ def describe_shard(folder: Path, parts: Sequence[PartInfo], **entries: Any) -> S
 
 def sync_parts(folder: Path, shard: Shard) -> None:
     """Wait until the names of a shard's parts are on disk."""
-    for parent in sorted({Path(part.folder).parent for part in shard.parts}, reverse=True):
-        disk.sync_folder(folder / parent)
+    for parent in sorted({part.folder.rpartition("/")[0] for part in shard.parts}, reverse=True):
+        disk.sync_folder(f"{folder}/{parent}" if parent else folder)
 
 
 def finish_dump(
@@ -376,36 +379,75 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
+class Contents:
+    """What the documents of one checkpoint say: each is read once, or not at all by the process that wrote it.
+
+    What is here of a file holds as long as the digest that names the file is the same.
+    """
+
+    def __init__(self) -> None:
+        self.manifest: Manifest | None = None
+        self.sha256 = ""
+        """Of the manifest."""
+        self.shards: dict[str, tuple[Shard, ShardEntry]] = {}
+        """By the path of the file."""
+        self.listings: dict[str, Listing] = {}
+        """By the folder of the part."""
+
+    def wrote(self, folder: str, shard: Shard, raw: bytes, parts: Sequence[PartInfo]) -> None:
+        """This process has written that shard: ``raw`` is its text, ``folder`` that of its rank."""
+        self.shards[f"{folder}/{SHARD}"] = shard, ShardEntry(shard.rank, len(raw), hashlib.sha256(raw).hexdigest())
+        listings = {part.sha256: part.listing for part in parts}
+        for entry in shard.parts:
+            self.listings[f"{folder}/{entry.folder}"] = listings[entry.sha256]
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file of a checkpoint in a series, by its path in the folder. Raises ``KeyError``: not all is known."""
+        sizes = {}
+        assert self.manifest is not None
+        for shard in self.manifest.shards:
+            own = rank_folder(shard.rank, self.manifest.world)
+            sizes[f"{own}/{SHARD}"] = shard.bytes
+            for entry in self.shards[f"{own}/{SHARD}"][0].parts:
+                listing = self.listings[f"{own}/{entry.folder}"]
+                sizes.update({f"{own}/{entry.folder}/{name}": nbytes for name, nbytes in listing.sizes.items()})
+        return sizes
+
+
 class Checkpoint:
     """A checkpoint, open for reading: its manifest, and from there everything by digest. Also a context manager.
 
     Args:
         folder: where it lies; may be reached through links, nothing in it may be one.
         manifest: of an attempt that is about to be decided; None: the one that lies there.
+        contents: what is known of it already; is told what is read.
 
     Raises:
         CorruptCheckpoint: there is no manifest, it is damaged, or the attempt was aborted.
         IncompatibleCheckpoint: written by a newer engram.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None = None, contents: Contents | None = None) -> None:
         self.folder = folder
         self._opened: list[PartReader] = []
         try:
             self._fd = disk.open_folder(folder)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise corrupt(folder, "expected the folder of a checkpoint, found none") from error
+        self.contents = Contents() if contents is None else contents
         try:
-            raw = manifest.encode() if manifest else read_small(folder, self._fd, MANIFEST, strict.MAX_BYTES)
-            #: Names the whole checkpoint.
-            self.sha256 = hashlib.sha256(raw).hexdigest()
-            self.manifest = self._decode(raw)
-            self._places = [(rank, self.manifest.world) for rank in range(self.manifest.world)]
-            #: Ranks that wrote no shard, where that is allowed: others then count from 0 without them.
-            self.missing: tuple[int, ...] = ()
+            self.manifest = self._described(manifest)
         except BaseException:
             self.close()
             raise
+        #: Names the whole checkpoint.
+        self.sha256 = self.contents.sha256
+        #: Whether it is a folder of its own, not one of a series.
+        self.is_dump = self.manifest.name == ""
+        self._places = [(rank, self.manifest.world) for rank in range(self.manifest.world)]
+        #: Ranks that wrote no shard, where that is allowed: others then count from 0 without them.
+        self.missing: tuple[int, ...] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -434,17 +476,12 @@ class Checkpoint:
         return checkpoint
 
     @property
-    def is_dump(self) -> bool:
-        """Whether it is a folder of its own, not one of a series."""
-        return self.manifest.name == ""
-
-    @property
     def ranks(self) -> list[int]:
         """What each shard's rank was called when it was saved: others than their numbers here, where some are missing."""
         return [rank for rank, _ in self._places]
 
     def shard_folder(self, rank: int) -> Path:
-        return self.folder / self._shard_name(rank)
+        return self.folder / self._in_shard(rank, ".")
 
     def shard(self, rank: int) -> Shard:
         """The shard of a rank.
@@ -452,16 +489,15 @@ class Checkpoint:
         Raises:
             CorruptCheckpoint: it is missing or damaged, or of another attempt.
         """
-        entry = self.manifest.shards[rank]
-        name = f"{self._shard_name(rank)}/{SHARD}" if not self.is_dump else SHARD
-        shard = read_shard(self.folder, self._fd, name, entry)[0]
-        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum not in (
-            self.manifest.schema_sum,
-            NO_SCHEMA,
-        ):
+        name, entry = self._in_shard(rank, SHARD), self.manifest.shards[rank]
+        shard, known = self.contents.shards.get(name, (None, None))
+        if shard is None or known != entry:
+            shard = read_shard(self.folder, self._fd, name, self.contents, entry)[0]
+        expected = self.manifest.schema_sum
+        if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum not in (expected, NO_SCHEMA):
             raise corrupt(
                 self.folder / name,
-                f"expected rank {self._places[rank][0]} of {self._places[rank][1]} with the schema {self.manifest.schema_sum}, "
+                f"expected rank {self._places[rank][0]} of {self._places[rank][1]} with the schema {expected}, "
                 f"got rank {shard.rank} of {shard.world} with {shard.schema_sum}",
             )
         return shard
@@ -475,14 +511,14 @@ class Checkpoint:
         """
         for entry in self.shard(rank).parts:
             if entry.folder == folder:
-                self._opened.append(self._open_part(rank, entry, PartReader.open))
+                self._opened.append(self._open_part(rank, entry).complete())
                 return self._opened[-1]
         raise KeyError(folder)
 
     def parts(self, rank: int) -> Iterator[PartReader]:
         """All parts of a rank's shard, one after another; each is closed when the next is asked for. Raises as ``part``."""
         for entry in self.shard(rank).parts:
-            with self._open_part(rank, entry, PartReader.open) as part:
+            with self._open_part(rank, entry).complete() as part:
                 yield part
 
     def problems(self, level: Level) -> Iterator[Problem]:
@@ -495,21 +531,28 @@ class Checkpoint:
             except CorruptCheckpoint as error:
                 yield problem_of(error)
                 continue
+            yield from misfits(self.folder, self._fd, {self._in_shard(rank, SHARD): self.manifest.shards[rank].bytes})
             for entry in shard.parts:
                 try:
-                    with self._open_part(rank, entry, PartReader) as part:
+                    with self._open_part(rank, entry) as part:
                         yield from part.problems(level)
                 except CorruptCheckpoint as error:
                     yield problem_of(error)
 
     # -- inside --
 
-    def _shard_name(self, rank: int) -> str:
-        return "." if self.is_dump else rank_folder(*self._places[rank])
+    def _in_shard(self, rank: int, relative: str) -> str:
+        """A path below a rank's shard, from the folder of the checkpoint."""
+        return relative if self.is_dump else f"{rank_folder(*self._places[rank])}/{relative}"
 
-    def _decode(self, raw: bytes) -> Manifest:
-        path = self.folder / MANIFEST
-        manifest = Manifest.decode(raw, path)
+    def _described(self, manifest: Manifest | None) -> Manifest:
+        path = f"{self.folder}/{MANIFEST}"
+        raw = read_small(self.folder, self._fd, MANIFEST, strict.MAX_BYTES) if manifest is None else manifest.encode()
+        sha256 = hashlib.sha256(raw).hexdigest()
+        if self.contents.manifest is not None and self.contents.sha256 == sha256:
+            return self.contents.manifest
+        if manifest is None:
+            manifest = Manifest.decode(raw, path)
         if manifest.status != "complete":
             raise corrupt(
                 path, f"expected a complete checkpoint, this attempt was aborted: {', '.join(manifest.reasons)}"
@@ -521,33 +564,37 @@ class Checkpoint:
             raise corrupt(
                 path, f"expected one shard and one step of each of {manifest.world} ranks, got those of {ranks[:20]}"
             )
+        self.contents.manifest, self.contents.sha256 = manifest, sha256
         return manifest
 
-    def _open_part(self, rank: int, entry: PartEntry, how: Any) -> PartReader:
-        relative = f"{self._shard_name(rank)}/{entry.folder}"
-        path = self.shard_folder(rank) / entry.folder
+    def _open_part(self, rank: int, entry: PartEntry) -> PartReader:
+        relative = self._in_shard(rank, entry.folder)
         try:
             fd = disk.open_below(self._fd, relative)
         except OSError as error:
-            raise corrupt(path, no_file(error).replace("regular file", "folder").replace("file", "folder")) from error
-        reader: PartReader = how(path, entry.sha256, fd)
-        return reader
+            what = no_file(error).replace("regular file", "folder").replace("file", "folder")
+            raise corrupt(self.folder / relative, what) from error
+        known = self.contents.listings.get(relative)
+        if known is not None and known.sha256 != entry.sha256:
+            known = None
+        part = PartReader(self.folder / relative, entry.sha256, fd, known)
+        self.contents.listings[relative] = part.listing
+        return part
 
     def _strangers(self) -> Iterator[Problem]:
         """What lies beside the shards and their parts, and is none of ours."""
         known = {MANIFEST, SHARD} if self.is_dump else {MANIFEST, ATTEMPT}
-        folders = (
-            set() if self.is_dump else {rank_folder(rank, self.manifest.world) for rank in range(self.manifest.world)}
-        )
-        inside: list[str] = []
+        folders: set[str] = set()
+        parts: tuple[str, ...] = ()
         for rank in range(self.manifest.world):
-            prefix = "" if self.is_dump else f"{rank_folder(rank, self.manifest.world)}/"
-            known.add(f"{prefix}{SHARD}")
+            known.add(self._in_shard(rank, SHARD))
+            if not self.is_dump:
+                folders.add(rank_folder(*self._places[rank]))
             with contextlib.suppress(CorruptCheckpoint):  # reported by whoever reads it
                 for entry in self.shard(rank).parts:
-                    inside.append(f"{prefix}{entry.folder}/")
-                    folders |= {f"{prefix}{entry.folder}", f"{prefix}{entry.folder}".rpartition("/")[0]}
-        parts = tuple(inside)
+                    part = self._in_shard(rank, entry.folder)
+                    parts += (f"{part}/",)
+                    folders |= {part, part.rpartition("/")[0]}
         for name, is_folder in disk.entries(self._fd):
             if name.startswith(parts) or (LEFTOVER.fullmatch(name) and not is_folder):
                 continue
@@ -555,22 +602,37 @@ class Checkpoint:
                 yield Problem(self.folder / name, "expected nothing here: the checkpoint does not list it")
 
 
-def read_shard(folder: Path, folder_fd: int, name: str, entry: ShardEntry | None = None) -> tuple[Shard, ShardEntry]:
-    """A ``shard.json`` below an open folder, and how a manifest names it; ``entry``: how it does.
+def read_shard(
+    folder: Path, folder_fd: int, name: str, contents: Contents, entry: ShardEntry | None = None
+) -> tuple[Shard, ShardEntry]:
+    """A ``shard.json`` below an open folder, and how a manifest names it.
+
+    Args:
+        folder: of the checkpoint, for messages.
+        folder_fd: the same, open.
+        name: of the file.
+        contents: what is known of the checkpoint; is told of this shard.
+        entry: how the manifest names it; None: there is none yet.
 
     Raises:
         CorruptCheckpoint: it is missing or damaged.
     """
-    path = folder / name
     limit = strict.MAX_BYTES if entry is None else entry.bytes
     if not 0 <= limit <= strict.MAX_BYTES:
         raise corrupt(folder / MANIFEST, f"expected shards of at most {strict.MAX_BYTES} bytes, got {limit}")
     raw = read_small(folder, folder_fd, name, limit, exactly=entry is not None)
     digest = hashlib.sha256(raw).hexdigest()
     if entry is not None and digest != entry.sha256:
-        raise corrupt(path, f"expected the sha256 {entry.sha256} that {MANIFEST} names, got {digest}")
-    shard = strict.decode(raw, path, Shard)
+        raise corrupt(folder / name, f"expected the sha256 {entry.sha256} that {MANIFEST} names, got {digest}")
+    shard, known = contents.shards.get(name, (None, None))
+    if shard is not None and known is not None and known.sha256 == digest:
+        return shard, known
+    shard = strict.decode(raw, f"{folder}/{name}", Shard)
     names = [part.folder for part in shard.parts]
     if names != sorted(set(names)) or not all(map(_PART_FOLDER.fullmatch, names)):
-        raise corrupt(path, f"expected parts called like 'sampler' or 'indexes/000', in order, got {names!r:.200}")
-    return shard, ShardEntry(shard.rank, len(raw), digest)
+        raise corrupt(
+            folder / name, f"expected parts called like 'sampler' or 'indexes/000', in order, got {names!r:.200}"
+        )
+    found = shard, ShardEntry(shard.rank, len(raw), digest)
+    contents.shards[name] = found
+    return found

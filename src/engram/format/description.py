@@ -42,6 +42,7 @@ __all__ = [
     "schema_sum",
     "segment_layout",
     "segment_name",
+    "table_entries",
     "table_name",
 ]
 
@@ -203,6 +204,15 @@ def file_entries(schema: Sequence[PartField], placed: Mapping[str, tuple[int, in
     fields = [FileEntry(*file, field=field.id) for field in schema if (file := placed.get(field_name(field)))]
     metas = [FileEntry(*file, meta=level) for level in levels(schema) if (file := placed.get(meta_name(level)))]
     return (*fields, *metas)
+
+
+def table_entries(placed: Mapping[str, tuple[int, int]]) -> dict[TableName, TableEntry]:
+    """Of the tables that are there."""
+    entries = {}
+    for table in TABLES:
+        if file := placed.get(table_name(table)):
+            entries[table] = TableEntry(file[0] // tables.RECORD_BYTES[table], *file)
+    return entries
 
 
 def check(part: Part) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from engram.format import files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from typing_extensions import Buffer
@@ -37,9 +37,11 @@ __all__ = [
     "entries",
     "exchange",
     "finish",
+    "have_sizes",
     "link",
     "lock",
     "make_folder",
+    "make_folders",
     "open_below",
     "open_file",
     "open_folder",
@@ -74,6 +76,20 @@ _NO_LINK = frozenset({errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOENT, errn
 def make_folder(path: StrPath) -> None:
     """Make a folder for this user alone, whatever the umask. Raises ``FileExistsError``."""
     os.mkdir(path, 0o700)
+
+
+def make_folders(path: str) -> None:
+    """Make a folder and those above it that are missing, as :func:`make_folder` does. One that is there stays as it is."""
+    try:
+        make_folder(path)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        above = os.path.dirname(path)
+        if above in ("", path):
+            raise
+        make_folders(above)
+        make_folders(path)
 
 
 def create(path: StrPath, nbytes: int, *, sparse: bool = False) -> files.Descriptor:
@@ -421,10 +437,7 @@ def open_below(folder: int, relative: str) -> files.Descriptor:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     first, _, rest = relative.partition("/")
     here = files.Descriptor.open(first, flags, dir_fd=folder)
-    if not rest:
-        return here
-    with here:
-        return open_below(here, rest)
+    return open_below(here, rest) if rest else here
 
 
 def open_file(folder: int, relative: str) -> files.Descriptor:
@@ -435,11 +448,7 @@ def open_file(folder: int, relative: str) -> files.Descriptor:
     """
     parents, _, name = relative.rpartition("/")
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    if parents:
-        with open_below(folder, parents) as here:
-            fd = files.Descriptor.open(name, flags, dir_fd=here)
-    else:
-        fd = files.Descriptor.open(name, flags, dir_fd=folder)
+    fd = files.Descriptor.open(name, flags, dir_fd=open_below(folder, parents) if parents else folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         fd.close()
         raise _irregular(relative)
@@ -465,6 +474,18 @@ def sizes(folder: int, names: Iterable[str]) -> list[int | OSError]:
         else:
             found.append(status.st_size if stat.S_ISREG(status.st_mode) else _irregular(relative))
     return found
+
+
+def have_sizes(folder: int, expected: Mapping[str, int]) -> bool:
+    """Whether below an open folder all these are regular files of that many bytes. Raises ``OSError``: one is not there.
+
+    Cost: one system call for each. Links on the way are followed: a reader refuses them.
+    """
+    for relative, nbytes in expected.items():
+        status = os.stat(relative, dir_fd=folder, follow_symlinks=False)
+        if status.st_size != nbytes or not stat.S_ISREG(status.st_mode):
+            return False
+    return True
 
 
 def _irregular(relative: str) -> OSError:

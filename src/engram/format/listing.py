@@ -35,10 +35,10 @@ class Listing(NamedTuple):
     document: Part
     sha256: str
     """Of ``part.json``."""
-    own: dict[str, int]
-    """Bytes of ``part.json`` and ``sums.bin``, by their paths in the folder."""
+    sizes: dict[str, int]
+    """Bytes of every file, by its path in the folder."""
     files: dict[str, SummedFile]
-    """All others, by their paths in the folder, in the order of their sums."""
+    """All but ``part.json`` and ``sums.bin``, in the order of their sums."""
     sums: Sums
     segments: list[tables.Segment]
 
@@ -66,7 +66,7 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     digest = hashlib.sha256(raw).hexdigest()
     if expected_sha256 is not None and digest != expected_sha256:
         raise corrupt(folder / name, f"expected the sha256 {expected_sha256} that shard.json names, got {digest}")
-    part = Part.decode(raw, folder / name)
+    part = Part.decode(raw, f"{folder}/{name}")
     try:
         description.check(part)
         if prefix != description.prefix(part.part):
@@ -77,17 +77,18 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     found = hashlib.sha256(raw_sums).hexdigest()
     if found != part.sums.sha256:
         raise corrupt(folder / name_of_sums, f"expected the sha256 {part.sums.sha256} that {PART} names, got {found}")
-    own = {name: len(raw), name_of_sums: len(raw_sums)}
-    listing = Listing(part, digest, own, dict(_described(part)), sums.unpack(raw_sums), [])
+    listing = Listing(part, digest, {}, dict(_described(part)), sums.unpack(raw_sums), [])
     if part.segment is not UNSET:
         listing.segments.extend(_segments(folder, folder_fd, listing))
-        names = (description.segment_name(it.lane, it.k) for it in listing.segments)
-        listing.files.update(zip(names, (SummedFile(it.nbytes, it.sums_at) for it in listing.segments), strict=True))
+        for it in listing.segments:
+            listing.files[description.segment_name(it.lane, it.k)] = SummedFile(it.nbytes, it.sums_at)
     at = 0
     for file, (nbytes, sums_at) in listing.files.items():
         if sums_at != at:
             raise corrupt(folder / name, f"expected the sums of {file} at {at}, got {sums_at}")
         at += sums.blocks_of(nbytes)
+        listing.sizes[file] = nbytes
+    listing.sizes.update({name: len(raw), name_of_sums: len(raw_sums)})
     if at != len(listing.sums):
         raise corrupt(folder / name, f"expected {at} sums, got {len(listing.sums)}")
     return listing

@@ -11,7 +11,7 @@ from engram.errors import CorruptCheckpoint
 from engram.format import description, disk, files, layout, sums, tables
 from engram.format.description import PART, ArrayInfo, Geometry, PartField
 from engram.format.listing import Listing, read_listing
-from engram.format.problems import Problem, corrupt, no_file, problem_of, wrong_block
+from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, wrong_block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,8 +82,6 @@ class PartReader:
         self.schema_sum: str | None = part.schema_sum or None
         #: Rows of a whole segment; None: the rows lie flat, in a file per field.
         self.segment_rows: int | None = part.segment.rows if part.segment else None
-        #: Records of each table of a storage.
-        self.records: dict[str, int] = {name: table.records for name, table in (part.tables or {}).items()}
 
     @classmethod
     def open(cls, folder: Path, expected_sha256: str | None = None, folder_fd: files.Descriptor | None = None) -> Self:
@@ -131,6 +129,11 @@ class PartReader:
     def files(self) -> dict[str, int]:
         """Bytes of every file that has sums, by its path in the folder."""
         return {name: file.bytes for name, file in self.listing.files.items()}
+
+    @property
+    def records(self) -> dict[str, int]:
+        """Records of each table of a storage."""
+        return {name: table.records for name, table in (self.listing.document.tables or {}).items()}
 
     def array(self, number: int) -> ArrayInfo:
         """Dtype, shape and size of an array of the state."""
@@ -236,12 +239,7 @@ class PartReader:
 
     def misfits(self) -> Iterator[Problem]:
         """Files that are missing, not regular or of another size."""
-        expected = self.files | self.listing.own
-        for (name, nbytes), size in zip(expected.items(), disk.sizes(self.folder_fd, expected), strict=True):
-            if isinstance(size, OSError):
-                yield Problem(self.folder / name, no_file(size, nbytes))
-            elif size != nbytes:
-                yield Problem(self.folder / name, f"expected {nbytes} bytes, got {size}")
+        return misfits(self.folder, self.folder_fd, self.listing.sizes)
 
     def damage(self) -> Iterator[Problem]:
         """Files with a block that has another sum: the first such block of each. Reads everything."""
@@ -267,7 +265,7 @@ class PartReader:
 
     def strangers(self) -> Iterator[Problem]:
         """What lies in the folder and is no file of the part."""
-        known = {*self.listing.files, *self.listing.own}
+        known = self.listing.sizes
         folders = {parent.as_posix() for name in known for parent in Path(name).parents}
         for name, is_folder in disk.entries(self.folder_fd):
             if name not in (folders if is_folder else known):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from msgspec import UNSET
 
 from engram.format import description, disk, files, layout, sums, tables
-from engram.format.description import ArrayInfo, Geometry, Part, PartField, SegmentSize, SumsEntry, TableEntry
+from engram.format.description import ArrayInfo, Geometry, Part, PartField, SegmentSize, SumsEntry
+from engram.format.listing import Listing, SummedFile
 from engram.format.schema import DTYPES, MAX_DIMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -30,17 +34,19 @@ _START = 16 << 20
 
 
 class PartInfo(NamedTuple):
-    """A part that was written, or is expected."""
+    """A part that was written."""
 
     folder: Path
     bytes: int
     """Of its ``part.json``."""
     sha256: str
     """Of its ``part.json``, which names every sum."""
-    written: int = 0
+    written: int
     """Bytes of its files that were written."""
-    linked: int = 0
+    linked: int
     """Bytes of its files that are also an older checkpoint's."""
+    listing: Listing
+    """As a reader finds it."""
 
 
 class SegmentRows(NamedTuple):
@@ -65,7 +71,7 @@ class FileWriter:
     After an error the file is given up: its part cannot be finished.
     """
 
-    def __init__(self, path: Path, nbytes: int, sparse: bool, done: Callable[[_Written], None]) -> None:
+    def __init__(self, path: str, nbytes: int, sparse: bool, done: Callable[[_Written], None]) -> None:
         self._path, self._nbytes, self._done = path, nbytes, done
         self._summing = sums.Summing()
         self._position = self._started = 0
@@ -86,16 +92,11 @@ class FileWriter:
         if not view.nbytes:
             return
         view = view.cast("B")
-        with self._appending(len(view)) as fd:
-            for at in range(0, len(view), _CHUNK):  # a chunk is summed while it is in the cache
-                chunk = view[at : at + _CHUNK]
-                self._summing.update(chunk)
-                disk.write(fd, chunk, self._position + at)
+        self._append(len(view), partial(self._write, view))
 
     def skip(self, nbytes: int) -> None:
         """Append zeros without writing them: a hole in a sparse file."""
-        with self._appending(nbytes):
-            self._summing.zeros(nbytes)
+        self._append(nbytes, lambda _: self._summing.zeros(nbytes))
 
     def copy_from(self, fd: int, offset: int, nbytes: int) -> None:
         """Append bytes of another file, which must not change meanwhile. Space is shared where the file system can.
@@ -103,18 +104,7 @@ class FileWriter:
         Raises:
             EOFError: the other file is shorter.
         """
-        with self._appending(nbytes) as own:
-            copied = disk.copy(fd, offset, own, self._position, nbytes)
-            chunk = memoryview(bytearray(min(_CHUNK, nbytes)))
-            for at in range(0, nbytes, _CHUNK):
-                piece = chunk[: min(_CHUNK, nbytes - at)]
-                # What was copied is read back: the sums are those of this file, whatever happens to the other one.
-                read = disk.read(own, piece, self._position + at) if copied else disk.read(fd, piece, offset + at)
-                if read != len(piece):
-                    raise EOFError(f"expected {nbytes} bytes at byte {offset}, the file ends after {at + read}")
-                self._summing.update(piece)
-                if not copied:
-                    disk.write(own, piece, self._position + at)
+        self._append(nbytes, partial(self._copy, fd, offset, nbytes))
 
     def close(self) -> None:
         """Wait until the bytes are on disk. A second call does nothing.
@@ -136,8 +126,27 @@ class FileWriter:
         self._fd = None
         self._done(_Written(self._nbytes, self._summing.done(), False))
 
-    @contextlib.contextmanager
-    def _appending(self, nbytes: int) -> Iterator[int]:
+    def _write(self, view: memoryview, own: int) -> None:
+        for at in range(0, len(view), _CHUNK):  # a chunk is summed while it is in the cache
+            chunk = view[at : at + _CHUNK]
+            self._summing.update(chunk)
+            disk.write(own, chunk, self._position + at)
+
+    def _copy(self, fd: int, offset: int, nbytes: int, own: int) -> None:
+        copied = disk.copy(fd, offset, own, self._position, nbytes)
+        chunk = memoryview(bytearray(min(_CHUNK, nbytes)))
+        for at in range(0, nbytes, _CHUNK):
+            piece = chunk[: min(_CHUNK, nbytes - at)]
+            # What was copied is read back: the sums are those of this file, whatever happens to the other one.
+            read = disk.read(own, piece, self._position + at) if copied else disk.read(fd, piece, offset + at)
+            if read != len(piece):
+                raise EOFError(f"expected {nbytes} bytes at byte {offset}, the file ends after {at + read}")
+            self._summing.update(piece)
+            if not copied:
+                disk.write(own, piece, self._position + at)
+
+    def _append(self, nbytes: int, fill: Callable[[int], None]) -> None:
+        """Let ``fill`` write that many bytes to the descriptor that it is given."""
         if self._fd is None:
             raise ValueError(f"{self._path}: the file is closed, or an earlier write to it failed.")
         if nbytes < 0 or self._position + nbytes > self._nbytes:
@@ -145,7 +154,7 @@ class FileWriter:
                 f"{self._path}: expected at most {self._nbytes - self._position} more bytes, got {nbytes}. Nothing was written."
             )
         try:
-            yield self._fd
+            fill(self._fd)
         except BaseException:
             self._abandon()
             raise
@@ -184,11 +193,12 @@ class PartWriter:
         if not description.NAME.fullmatch(part):
             raise ValueError(f"part: expected 1 to 128 letters, digits, '.', '_' or '-', got {part!r:.200}.")
         self.folder = folder
+        self._root = os.fspath(folder)
         self._names = (part, type, name)
         self._prefix = description.prefix(part)
         self._arrays: list[tuple[str, tuple[int, ...]]] = []
         self._files: dict[str, _Written | None] = {}
-        self._folders: dict[str, Path] = {}
+        self._folders: dict[str, None] = {}
         self._make("")
         if self._prefix:
             self._make(layout.FOLDER)
@@ -233,9 +243,7 @@ class PartWriter:
             OSError: no space, or an I/O error.
         """
         self._begin(relative)
-        return FileWriter(
-            self.folder / relative, nbytes, sparse, lambda written: self._files.__setitem__(relative, written)
-        )
+        return FileWriter(self._path(relative), nbytes, sparse, partial(self._files.__setitem__, relative))
 
     def link(self, relative: str, reader: PartReader, its_relative: str) -> bool:
         """Take over a file of an older checkpoint, with its sums, without reading it.
@@ -249,7 +257,7 @@ class PartWriter:
         """
         nbytes, its_sums = reader.sums_of(its_relative)
         self._begin(relative)
-        target = self.folder / relative
+        target = self._path(relative)
         made = disk.link(its_relative, reader.folder_fd, target)
         if made and os.lstat(target).st_size != nbytes:
             disk.remove(target)
@@ -262,7 +270,7 @@ class PartWriter:
 
     def finish(
         self,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         *,
         geometry: Geometry | None = None,
         schema: Sequence[PartField] | None = None,
@@ -285,71 +293,76 @@ class PartWriter:
             OSError: no space, or an I/O error.
         """
         segments = sorted(segments)
-        if segment_rows is not None:
-            self._write_segments(schema or (), segments)
-        placed = self._placed(schema or (), segments)
-        described: dict[str, Any] = {}
-        if geometry is not None:
-            described["geometry"] = geometry
-        if schema is not None:
-            described |= {"schema": tuple(schema), "schema_sum": description.schema_sum(schema), "byteorder": "little"}
-        if segment_rows is not None:
-            described["segment"] = SegmentSize(segment_rows)
-        elif schema is not None:
-            described["storage"] = description.file_entries(schema, placed)
-        if self._prefix:
-            described["tables"] = {
-                name: TableEntry(file[0] // size, *file)
-                for name, size in tables.RECORD_BYTES.items()
-                if (file := placed.get(description.table_name(name)))
-            }
-        raw_sums = b"".join(sums.pack(self._complete(name).sums) for name in placed)
+        segments_bytes = None if segment_rows is None else len(segments) * tables.RECORD_BYTES["segments"]
+        placed = self._placed(schema or (), segments, segments_bytes)
+        records = [] if segments_bytes is None else self._write_segments(segments, placed)
+        written = [self._complete(name) for name in placed]
+        raw_sums = b"".join([sums.pack(file.sums) for file in written])
         part, type_, name = self._names
-        arrays = tuple(
-            ArrayInfo(dtype, shape, *placed[description.array_name(self._prefix, i)])
-            for i, (dtype, shape) in enumerate(self._arrays)
+        document = Part(
+            part=part,
+            type=type_,
+            name=name,
+            state=dict(state),
+            arrays=tuple(
+                ArrayInfo(dtype, shape, *placed[description.array_name(self._prefix, i)])
+                for i, (dtype, shape) in enumerate(self._arrays)
+            ),
+            sums=SumsEntry(len(raw_sums), hashlib.sha256(raw_sums).hexdigest()),
+            geometry=UNSET if geometry is None else geometry,
+            byteorder=UNSET if schema is None else "little",
+            schema=UNSET if schema is None else tuple(schema),
+            schema_sum=UNSET if schema is None else description.schema_sum(schema),
+            segment=UNSET if segment_rows is None else SegmentSize(segment_rows),
+            storage=UNSET if schema is None or segment_rows is not None else description.file_entries(schema, placed),
+            tables=description.table_entries(placed) if self._prefix else UNSET,
         )
-        entry = SumsEntry(len(raw_sums), hashlib.sha256(raw_sums).hexdigest())
-        described = {"state": dict(state), "arrays": arrays, "sums": entry, **described}
-        document = Part(part=part, type=type_, name=name, **described)
         description.check(document)
-        raw = document.encode()
-        disk.put(self.folder / f"{self._prefix}{description.SUMS}", raw_sums)
-        disk.put(self.folder / f"{self._prefix}{description.PART}", raw)
-        for folder in reversed(self._folders.values()):
-            disk.sync_folder(folder)
-        files = [self._complete(name) for name in placed]
-        return PartInfo(
-            self.folder,
-            len(raw),
-            hashlib.sha256(raw).hexdigest(),
-            sum(file.bytes for file in files if not file.linked) + len(raw) + len(raw_sums),
-            sum(file.bytes for file in files if file.linked),
-        )
+        raw, sha256 = self._put(document, raw_sums)
+        linked = sum([file.bytes for file in written if file.linked])
+        new = sum([file.bytes for file in written]) - linked + len(raw) + len(raw_sums)
+        sizes = {name: file.bytes for name, file in placed.items()}
+        sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
+        listing = Listing(msgspec.json.decode(raw, type=Part), sha256, sizes, placed, sums.unpack(raw_sums), records)
+        return PartInfo(self.folder, len(raw), sha256, new, linked, listing)
 
-    def _write_segments(self, schema: Sequence[PartField], segments: Sequence[SegmentRows]) -> None:
+    def _put(self, document: Part, raw_sums: bytes) -> tuple[bytes, str]:
+        """Write the description, and wait for all names. Its text and sha256."""
+        raw = document.encode()
+        disk.put(self._path(f"{self._prefix}{description.SUMS}"), raw_sums)
+        disk.put(self._path(f"{self._prefix}{description.PART}"), raw)
+        for relative in reversed(self._folders):
+            disk.sync_folder(self._path(relative))
+        return raw, hashlib.sha256(raw).hexdigest()
+
+    def _write_segments(
+        self, segments: Sequence[SegmentRows], placed: Mapping[str, SummedFile]
+    ) -> list[tables.Segment]:
         """The table of segments. Their sums come after its own, whose number its size says."""
-        table = description.table_name("segments")
-        nbytes = len(segments) * tables.RECORD_BYTES["segments"]
-        placed = self._placed(schema, segments, {table: nbytes})
         records = []
         for it in segments:
             name = description.segment_name(it.lane, it.k)
             size, sums_at = placed[name]
             flags = tables.LINKED if self._complete(name).linked else 0
             records.append(tables.Segment(it.lane, it.k, it.first_row, it.rows, size, it.tickets_sum, sums_at, flags))
-        with self.file(table, nbytes) as file:
-            file.write(tables.pack_segments(records))
+        raw = tables.pack_segments(records)
+        with self.file(description.table_name("segments"), len(raw)) as file:
+            file.write(raw)
+        return records
 
     def _placed(
-        self, schema: Sequence[PartField], segments: Sequence[SegmentRows], to_come: Mapping[str, int] | None = None
-    ) -> dict[str, tuple[int, int]]:
-        """Size and number of the first sum of every file, in the order of their sums."""
-        sizes = {name: self._complete(name).bytes for name in self._files} | dict(to_come or {})
+        self, schema: Sequence[PartField], segments: Sequence[SegmentRows], segments_bytes: int | None
+    ) -> dict[str, SummedFile]:
+        """Size and number of the first sum of every file, in the order of their sums.
+
+        ``segments_bytes``: of the table of segments, which is written later; None: there is none.
+        """
+        sizes = {name: self._complete(name).bytes for name in self._files}
+        if segments_bytes is not None:
+            sizes[description.table_name("segments")] = segments_bytes
         names = [description.array_name(self._prefix, i) for i in range(len(self._arrays))]
-        names += [description.field_name(field) for field in schema if description.field_name(field) in sizes]
-        names += [name for level in description.levels(schema) if (name := description.meta_name(level)) in sizes]
-        names += [name for table in tables.RECORD_BYTES if (name := description.table_name(table)) in sizes]
+        of_rows = [*map(description.field_name, schema), *map(description.meta_name, description.levels(schema))]
+        names += [name for name in (*of_rows, *map(description.table_name, description.TABLES)) if name in sizes]
         names += [description.segment_name(it.lane, it.k) for it in segments]
         strangers = sorted(set(sizes).symmetric_difference(names))
         if strangers:
@@ -358,7 +371,7 @@ class PartWriter:
             )
         placed, at = {}, 0
         for name in names:
-            placed[name] = (sizes[name], at)
+            placed[name] = SummedFile(sizes[name], at)
             at += sums.blocks_of(sizes[name])
         return placed
 
@@ -376,18 +389,13 @@ class PartWriter:
         self._make(relative.rpartition("/")[0])
         self._files[relative] = None
 
+    def _path(self, relative: str) -> str:
+        return f"{self._root}/{relative}" if relative else self._root
+
     def _make(self, relative: str) -> None:
         """A folder of the part, and those it lies in."""
-        if relative in self._folders:
-            return
-        folder = self.folder / relative
-        if relative:
-            self._make(relative.rpartition("/")[0])
-        else:
-            for parent in reversed(folder.parents):
-                with contextlib.suppress(FileExistsError):
-                    if not parent.exists():
-                        disk.make_folder(parent)
-        with contextlib.suppress(FileExistsError):
-            disk.make_folder(folder)
-        self._folders[relative] = folder
+        if relative not in self._folders:
+            if relative:
+                self._make(relative.rpartition("/")[0])
+            disk.make_folders(self._path(relative))
+            self._folders[relative] = None

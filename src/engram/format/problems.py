@@ -12,9 +12,12 @@ from engram.format import disk
 from engram.format.sums import BLOCK
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from engram.format.disk import StrPath
     from engram.format.sums import Sums
 
-__all__ = ["Problem", "corrupt", "no_file", "problem_of", "read_small", "wrong_block"]
+__all__ = ["Problem", "corrupt", "misfits", "no_file", "problem_of", "read_small", "wrong_block"]
 
 
 class Problem(NamedTuple):
@@ -31,9 +34,9 @@ class Problem(NamedTuple):
         return f"{self.path}{where}: {self.what.removesuffix('.')}."
 
 
-def corrupt(path: Path, what: str, offset: int | None = None) -> CorruptCheckpoint:
+def corrupt(path: StrPath, what: str, offset: int | None = None) -> CorruptCheckpoint:
     """The exception that says so."""
-    return CorruptCheckpoint(Problem(path, what, offset))
+    return CorruptCheckpoint(Problem(Path(path), what, offset))
 
 
 def problem_of(error: CorruptCheckpoint) -> Problem:
@@ -55,6 +58,15 @@ def no_file(error: OSError, nbytes: int | None = None) -> str:
 def wrong_block(path: Path, sums: Sums, block: int) -> Problem:
     """What to say of a block that has another sum than that of its number in ``sums``."""
     return Problem(path, f"expected the checksum {sums[block]:016x} of a block, got another", block * BLOCK)
+
+
+def misfits(folder: Path, folder_fd: int, expected: Mapping[str, int]) -> Iterator[Problem]:
+    """Files of an open folder that are missing, not regular, or not as many bytes long as expected."""
+    for (name, nbytes), size in zip(expected.items(), disk.sizes(folder_fd, expected), strict=True):
+        if isinstance(size, OSError):
+            yield Problem(folder / name, no_file(size, nbytes))
+        elif size != nbytes:
+            yield Problem(folder / name, f"expected {nbytes} bytes, got {size}")
 
 
 def read_small(folder: Path, folder_fd: int, name: str, limit: int, *, exactly: bool = False) -> bytes:

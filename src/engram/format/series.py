@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import os
 import re
@@ -38,6 +39,7 @@ from engram.format.checkpoints import (
     REFUSAL,
     SHARD,
     Checkpoint,
+    Contents,
     Cut,
     Manifest,
     Shard,
@@ -62,6 +64,7 @@ __all__ = [
     "ATTEMPT",
     "LATEST",
     "Attempt",
+    "Known",
     "Name",
     "Refusal",
     "Vote",
@@ -144,6 +147,40 @@ class Vote(NamedTuple):
     entry: ShardEntry | None
     error: str | None
     """It voted no, or its vote cannot be read. Neither: it has not voted."""
+
+
+class Known:
+    """What a process knows of the checkpoints of a series: it reads their documents once, those that it wrote never.
+
+    What it compares each time are the manifest and the size of every file. For what a job does itself; verification reads all.
+    """
+
+    def __init__(self) -> None:
+        self._contents: dict[str, Contents] = {}
+
+    def contents(self, folder: Path) -> Contents:
+        """Of an attempt or a checkpoint of the series."""
+        return self._contents.setdefault(folder.name, Contents())
+
+    def open(self, folder: Path, manifest: Manifest | None = None) -> Checkpoint:
+        """A checkpoint of the series. Raises as :class:`Checkpoint`."""
+        return Checkpoint(folder, manifest, self.contents(folder))
+
+    def confirms(self, folder: Path) -> bool:
+        """Whether a known checkpoint is as it was, with the exact size of every file. What is wrong, another look says."""
+        contents = self._contents.get(folder.name)
+        if contents is None or contents.manifest is None:
+            return False
+        with contextlib.suppress(CorruptCheckpoint, OSError, KeyError), _open(folder) as fd:
+            raw = read_small(folder, fd, MANIFEST, strict.MAX_BYTES)
+            if hashlib.sha256(raw).hexdigest() == contents.sha256 and disk.have_sizes(fd, contents.sizes):
+                return True
+        self.forget(folder.name)
+        return False
+
+    def forget(self, name: str) -> None:
+        """That checkpoint is gone."""
+        self._contents.pop(name, None)
 
 
 # ---- epochs ----------------------------------------------------------------------------------------------------------
@@ -263,12 +300,9 @@ def read_attempt(folder: Path) -> Attempt:
     Raises:
         CorruptCheckpoint: it is missing or damaged, or of another folder.
     """
-    fd = _open(folder)
-    try:
+    with _open(folder) as fd:
         raw = read_small(folder, fd, ATTEMPT, strict.MAX_BYTES)
-    finally:
-        fd.close()
-    attempt = strict.decode(raw, folder / ATTEMPT, Attempt)
+    attempt = strict.decode(raw, f"{folder}/{ATTEMPT}", Attempt)
     if attempt.name != folder.name or not 1 <= attempt.world <= MAX_RANKS:
         raise corrupt(folder / ATTEMPT, f"expected the attempt {folder.name}, got {attempt.name!r:.100}")
     return attempt
@@ -284,8 +318,20 @@ def accept(
     totals: Totals,
     schema_sum: str,
     step: int | None = None,
+    known: Known | None = None,
 ) -> Shard:
     """A rank's vote for an attempt: its parts are finished, in ``folder / rank_folder(rank, world)``.
+
+    Args:
+        folder: of the attempt.
+        rank: which votes.
+        parts: as ``PartWriter.finish`` returned them.
+        layout: of its rows.
+        cut: the moment they are of.
+        totals: what they are; bytes are filled in.
+        schema_sum: of the rows.
+        step: of this rank. Default: that of the attempt.
+        known: what this process knows of the series; is told of this shard.
 
     Raises:
         FileExistsError: this rank has voted yes already.
@@ -308,6 +354,8 @@ def accept(
         totals=totals,
     )
     raw = strict.encode(shard)
+    if known is not None:
+        known.contents(folder).wrote(rank_folder(rank, attempt.world), shard, raw, parts)
     with disk.batched_fsync():
         sync_parts(own, shard)
         disk.sync_folder(own)
@@ -344,30 +392,33 @@ def withdraw(folder: Path, rank: int) -> None:
         disk.remove(own / name)
 
 
-def votes(folder: Path) -> list[Vote]:
+def votes(folder: Path, attempt: Attempt | None = None, known: Known | None = None) -> list[Vote]:
     """What every rank said so far.
+
+    Args:
+        folder: of the attempt.
+        attempt: what :func:`read_attempt` says of it; None: it is read.
+        known: what this process knows of the series.
 
     Raises:
         CorruptCheckpoint: the attempt cannot be read. A vote that cannot be read is one against.
     """
-    attempt = read_attempt(folder)
-    fd = _open(folder)
-    try:
-        return [_vote(folder, fd, attempt, rank) for rank in range(attempt.world)]
-    finally:
-        fd.close()
+    attempt = read_attempt(folder) if attempt is None else attempt
+    contents = Contents() if known is None else known.contents(folder)
+    with _open(folder) as fd:
+        return [_vote(folder, fd, attempt, rank, contents) for rank in range(attempt.world)]
 
 
-def _vote(folder: Path, fd: int, attempt: Attempt, rank: int) -> Vote:
+def _vote(folder: Path, fd: int, attempt: Attempt, rank: int, contents: Contents) -> Vote:
     own = rank_folder(rank, attempt.world)
     try:
-        if os.path.lexists(folder / own / REFUSAL):
+        if os.path.lexists(f"{folder}/{own}/{REFUSAL}"):
             path = folder / own / REFUSAL
             refusal = strict.decode(read_small(folder, fd, f"{own}/{REFUSAL}", strict.MAX_BYTES), path, Refusal)
             return Vote(rank, None, None, refusal.error)
-        if not os.path.lexists(folder / own / SHARD):
+        if not os.path.lexists(f"{folder}/{own}/{SHARD}"):
             return Vote(rank, None, None, None)
-        shard, entry = read_shard(folder, fd, f"{own}/{SHARD}")
+        shard, entry = read_shard(folder, fd, f"{own}/{SHARD}", contents)
         said = (shard.attempt, shard.epoch, shard.rank, shard.world)
         if said != (attempt.attempt, attempt.epoch, rank, attempt.world):
             raise corrupt(folder / own / SHARD, f"expected the vote of rank {rank} on {attempt.name}, got {said}")
@@ -382,16 +433,13 @@ def decision(folder: Path) -> Manifest | None:
     Raises:
         CorruptCheckpoint: the manifest is damaged.
     """
-    if not os.path.lexists(folder / MANIFEST):
+    if not os.path.lexists(f"{folder}/{MANIFEST}"):
         return None
-    fd = _open(folder)
-    try:
-        return Manifest.decode(read_small(folder, fd, MANIFEST, strict.MAX_BYTES), folder / MANIFEST)
-    finally:
-        fd.close()
+    with _open(folder) as fd:
+        return Manifest.decode(read_small(folder, fd, MANIFEST, strict.MAX_BYTES), f"{folder}/{MANIFEST}")
 
 
-def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest | None:
+def decide(folder: Path, epoch: int, *, give_up: str | None = None, known: Known | None = None) -> Manifest | None:
     """Commit an attempt if all ranks voted for it and every file has its size; abort it if one is against.
 
     Any process may call this, any number of times: there is one decision, and everybody gets it.
@@ -400,6 +448,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
         folder: of the attempt.
         epoch: of the incarnation that calls.
         give_up: why not to wait for votes that are missing, at the deadline: aborts.
+        known: what this process knows of the series; is told of this checkpoint.
 
     Returns:
         The decision. None: votes are missing.
@@ -413,7 +462,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
         return made
     _check_epoch(folder.parent, epoch)
     attempt = read_attempt(folder)
-    given = votes(folder)
+    given = votes(folder, attempt, known)
     reasons = [f"rank {vote.rank}: {vote.error.removesuffix('.')}" for vote in given if vote.error is not None]
     missing = [vote.rank for vote in given if vote.shard is None and vote.error is None]
     if missing and not reasons:
@@ -421,13 +470,14 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None) -> Manifest 
             return None
         reasons = [f"{give_up}: no vote of ranks {missing}"[:10_000]]
     if not reasons:
-        reasons = _unfit(folder, attempt, given)
-    disk.publish(folder / MANIFEST, _manifest(attempt, given, reasons).encode())
+        reasons = _unfit(folder, attempt, given, Known() if known is None else known)
+    manifest = _manifest(attempt, given, reasons).sealed()
+    first = disk.publish(folder / MANIFEST, manifest.encode())
     disk.sync_folder(folder.parent)
-    return decision(folder)
+    return manifest if first else decision(folder)
 
 
-def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote]) -> list[str]:
+def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], known: Known) -> list[str]:
     """Why shards that were all voted for make no checkpoint."""
     by_schema: dict[str, list[int]] = {}
     for vote in given:
@@ -435,7 +485,7 @@ def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote]) -> list[str]:
             by_schema.setdefault(vote.shard.schema_sum, []).append(vote.rank)
     if len(by_schema) > 1:
         return [_unlike(folder, attempt.world, by_schema)[:10_000]]
-    with Checkpoint(folder, _manifest(attempt, given, [])) as checkpoint:
+    with known.open(folder, _manifest(attempt, given, [])) as checkpoint:
         return [str(problem).removesuffix(".") for problem in checkpoint.problems("meta")][:100]
 
 
@@ -524,7 +574,7 @@ def recover(root: Path, epoch: int) -> list[str]:
 
 
 def latest(
-    root: Path, *, at_most: int | None = None, without: Collection[str] = ()
+    root: Path, *, at_most: int | None = None, without: Collection[str] = (), known: Known | None = None
 ) -> tuple[Path | None, list[Problem]]:
     """The newest checkpoint that is complete, with the exact size of every file, and what was passed over on the way to it.
 
@@ -532,6 +582,7 @@ def latest(
         root: of the series.
         at_most: the largest step that is wanted.
         without: names that are passed over.
+        known: what this process knows of the series.
 
     Returns:
         ``(folder, problems)``; None: there is none.
@@ -541,7 +592,7 @@ def latest(
     for name in names(root):
         if (at_most is not None and name.step > at_most) or str(name) in without:
             continue
-        wrong = look(root / str(name))
+        wrong = look(root / str(name), known)
         if wrong is None:
             found = root / str(name)
             break
@@ -569,8 +620,15 @@ def _lags(root: Path, hint: str | None, found: Path | None) -> bool:
     )
 
 
-def look(folder: Path) -> Problem | None:
-    """Why a folder of a series is no checkpoint; None: it is one, with the exact size of every file."""
+def look(folder: Path, known: Known | None = None) -> Problem | None:
+    """Why a folder of a series is no checkpoint; None: it is one, with the exact size of every file.
+
+    Args:
+        folder: of the checkpoint.
+        known: what this process knows of the series.
+    """
+    if known is not None and known.confirms(folder):
+        return None
     try:
         made = decision(folder)
         if made is None:
@@ -581,7 +639,7 @@ def look(folder: Path) -> Problem | None:
             return Problem(folder, f"aborted: {', '.join(made.reasons)[:1000]}")
         if made.name != folder.name:
             return Problem(folder / MANIFEST, f"expected the checkpoint {folder.name}, got {made.name!r:.100}")
-        with Checkpoint(folder) as checkpoint:
+        with (Known() if known is None else known).open(folder) as checkpoint:
             return next(checkpoint.problems("meta"), None)
     except CorruptCheckpoint as error:
         return problem_of(error)
@@ -622,24 +680,21 @@ def set_latest(root: Path, name: str, epoch: int) -> None:
 
 def _hint(root: Path) -> str | None:
     try:
-        fd = disk.open_folder(root)
-        try:
+        with disk.open_folder(root) as fd:
             return read_small(root, fd, LATEST, 256).decode("utf-8", "replace").strip()
-        finally:
-            fd.close()
     except CorruptCheckpoint:
         return None
 
 
-def prune(root: Path, keep: int, epoch: int) -> list[str]:
+def prune(root: Path, keep: int, epoch: int, known: Known | None = None) -> list[str]:
     """Remove old checkpoints and failed attempts: :func:`retire`, then :func:`sweep`. Names of what was removed."""
-    removed = retire(root, keep, epoch)
+    removed = retire(root, keep, epoch, known)
     sweep(root)
     return removed
 
 
-def retire(root: Path, keep: int, epoch: int) -> list[str]:
-    """Rename old checkpoints and failed attempts, so that nobody finds half a one: :func:`sweep` removes them.
+def retire(root: Path, keep: int, epoch: int, known: Known | None = None) -> list[str]:
+    """Rename old checkpoints and failed attempts, so that no process finds half a one: :func:`sweep` removes them.
 
     Kept are: the ``keep`` newest good checkpoints, by step and by epoch; whatever is of a later epoch, or of a later step than
     the newest good one; the newest crash attempt; and undecided attempts of this epoch, which may be under way.
@@ -648,6 +703,7 @@ def retire(root: Path, keep: int, epoch: int) -> list[str]:
         root: of the series.
         keep: at least 1.
         epoch: of this incarnation.
+        known: what this process knows of the series.
 
     Returns:
         Their names.
@@ -660,10 +716,12 @@ def retire(root: Path, keep: int, epoch: int) -> list[str]:
     if keep < 1:
         raise ValueError(f"prune: keep: expected at least 1, got {keep}.")
     _check_epoch(root, epoch)
+    known = Known() if known is None else known
     retired = []
-    for name in _superfluous(root, keep, epoch):
+    for name in _superfluous(root, keep, epoch, known):
         disk.rename(root / str(name), root / f"trash-{name}")
         retired.append(str(name))
+        known.forget(str(name))
     if retired:
         disk.sync_folder(root)
     return retired
@@ -676,10 +734,10 @@ def sweep(root: Path) -> None:
             disk.remove(root / left)
 
 
-def _superfluous(root: Path, keep: int, epoch: int) -> list[Name]:
+def _superfluous(root: Path, keep: int, epoch: int, known: Known) -> list[Name]:
     every = names(root)
     # Looked at, all files of each, only as far as it is asked for.
-    good = functools.cache(lambda name: look(root / str(name)) is None)
+    good = functools.cache(lambda name: look(root / str(name), known) is None)
     newest = [*itertools.islice(filter(good, every), keep)]
     if not newest:
         return []
@@ -687,5 +745,5 @@ def _superfluous(root: Path, keep: int, epoch: int) -> list[Name]:
     kept = {*newest, *itertools.islice(filter(good, by_epoch), keep)}
     kept |= set([name for name in every if name.attempt.startswith("crash")][:1])
     kept |= {name for name in every if name.epoch > epoch or name.step > newest[0].step}
-    kept |= {name for name in every if name.epoch == epoch and not os.path.lexists(root / str(name) / MANIFEST)}
+    kept |= {name for name in every if name.epoch == epoch and not os.path.lexists(f"{root}/{name}/{MANIFEST}")}
     return [name for name in every if name not in kept]

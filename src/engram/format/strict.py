@@ -25,8 +25,9 @@ from engram.format.problems import corrupt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
     from typing import Self
+
+    from engram.format.disk import StrPath
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "Summed", "decode", "encode", "parse"]
 
@@ -64,13 +65,17 @@ class Summed(Document, frozen=True, kw_only=True):
     sum: str = ""
     """xxh3-64 of the text without it."""
 
+    def sealed(self) -> Self:
+        """The same with its sum. Raises as :func:`encode`."""
+        bare = encode(msgspec.structs.replace(self, sum=""))
+        return msgspec.structs.replace(self, sum=xxhash.xxh3_64_hexdigest(bare))
+
     def encode(self) -> bytes:
         """The text of the file. Raises as :func:`encode`."""
-        bare = encode(msgspec.structs.replace(self, sum=""))
-        return encode(msgspec.structs.replace(self, sum=xxhash.xxh3_64_hexdigest(bare)))
+        return encode(self.sealed())
 
     @classmethod
-    def decode(cls, raw: bytes, path: Path) -> Self:
+    def decode(cls, raw: bytes, path: StrPath) -> Self:
         """What the text says. Raises as :func:`decode`, and ``CorruptCheckpoint`` if it is not what was written."""
         document = _decode_same(raw, cls)
         if document is not None:
@@ -114,7 +119,7 @@ def parse(raw: bytes, max_depth: int = MAX_DEPTH) -> Any:
     return tree
 
 
-def decode(raw: bytes, path: Path, kind: type[D]) -> D:
+def decode(raw: bytes, path: StrPath, kind: type[D]) -> D:
     """A document of that kind.
 
     Args:
@@ -175,7 +180,7 @@ def _decode_same(raw: bytes, kind: type[D]) -> D | None:
     return None
 
 
-def _decode_carefully(raw: bytes, path: Path, kind: type[D]) -> tuple[D, dict[str, object]]:
+def _decode_carefully(raw: bytes, path: StrPath, kind: type[D]) -> tuple[D, dict[str, object]]:
     """A document, and all that its text says. Raises as :func:`decode`."""
     try:
         tree = parse(raw)
