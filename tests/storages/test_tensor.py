@@ -511,6 +511,7 @@ LATER = {
     "number": rejected(1.0, TypeError, "got float"),
     "None": rejected(None, TypeError, "got NoneType"),
     "float leaf": rejected({**ROW, "a": 1.0}, TypeError, "add: field 'a': .*got float 1.0", call="add"),
+    "strings": rejected({**ROW, "a": ["x", "y"]}, TypeError, r"add: field 'a': .*got list \['x', 'y'\]", call="add"),
     "string leaf": rejected({**ROW, "a": "x"}, TypeError, "add: field 'a': .*got str 'x'", call="add"),
     "float8": rejected(
         {**GOOD, "a": torch.zeros(2, 3).to(torch.float8_e5m2)}, RuntimeError, "field a: .*float32.*got.*float8_e5m2"
@@ -564,6 +565,7 @@ FIRST = {
         "float lanes",
     )
 } | {
+    "strings": rejected({"a": torch.zeros(2), "b": ["x", "y"]}, TypeError, "field 'b': expected a tensor or an array"),
     "string": rejected({"a": torch.zeros(2), "b": "text"}, TypeError, "field 'b': expected a tensor or an array"),
     "object": rejected({"a": torch.zeros(2), "b": object()}, TypeError, "field 'b': .*got object"),
     "non-tensor data": rejected(

@@ -304,9 +304,8 @@ class _Builder:
     def node(self, value: Any, path: tuple[str, ...]) -> Node:
         if (isinstance(value, Tensor) and not is_tensor_collection(value)) or _is_array(value):
             return self._leaf(value, path)
-        kind = _kind(value)
-        source = None if kind is None else _children(kind, value)
-        if kind is None or source is None:
+        kind, source = _contained(value)
+        if kind is None:
             raise _no_tensor(value, path, self.call)
         children = {}
         for key, child in source.items():
@@ -407,6 +406,16 @@ def _children(kind: str, value: Any) -> Mapping[str, Any] | None:
             return {str(i): child for i, child in enumerate(value)}
 
 
+def _contained(value: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Kind and entries of a container; None for other values, and for lists of strings, numbers or other objects."""
+    kind = _kind(value)
+    entries = (None if kind is None else _children(kind, value)) or {}
+    if kind in ("list", "tuple") and entries:
+        known = any(_kind(item) or isinstance(item, Tensor) or _is_array(item) for item in entries.values())
+        kind = kind if known else None
+    return kind, entries
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray | np.generic)
 
@@ -500,9 +509,8 @@ def _leading_sizes(data: Any, path: tuple[str, ...], sizes: dict[int, tuple[str,
             )
         sizes.setdefault(int(data.shape[0]), path)
     else:
-        kind = _kind(data)
-        source = None if kind is None else _children(kind, data)
-        if source is None:
+        kind, source = _contained(data)
+        if kind is None:
             raise _no_tensor(data, path, call)
         for key, child in source.items():
             _leading_sizes(child, (*path, str(key)), sizes, call)
