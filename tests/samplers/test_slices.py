@@ -1261,6 +1261,7 @@ IN = {
     "TensorDict": lambda step, n: TensorDict({"time_step": step, "action": torch.zeros(n)}, [n]),
     "dict": lambda step, n: {"time_step": step, "action": torch.zeros(n)},
     "named tuple": lambda step, n: ALF(TimeStep(**step), torch.zeros(n)),
+    "tuple": lambda step, n: ({"time_step": step}, torch.zeros(n)),
 }
 
 
@@ -1288,7 +1289,7 @@ def test_step_types_end_and_begin_trajectories(cls, kind, dtype):
             step, n = typed_steps(chance, 30, dtype)
             rb.extend(IN[kind](step, n), lane=lane)
     named = {
-        field.key: tensor
+        field.key[-2:]: tensor
         for field, tensor in zip(rb.storage.store.schema.fields, rb.storage.store.tensors, strict=True)
     }
     types, owners = named["time_step", "step_type"], named["time_step", "observation"]

@@ -13,6 +13,7 @@ import torch
 
 from engram import _fork, _native, _progress
 from engram.format.schema import DTYPES
+from engram.persist.roles import of_the_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,13 +75,9 @@ def step_type_bytes(field: Field) -> int:
 
 
 def _step_type_of(fields: Sequence[Field]) -> int | None:
-    """The field that holds the step types of the rows: the one that is nested least, and not the next step's. None: no field."""
-    found = [
-        (len(field.key), number)
-        for number, field in enumerate(fields)
-        if step_type_bytes(field) and "next" not in field.key[:-1]
-    ]
-    return min(found, default=(0, None))[1]
+    """The field that holds the step types of the rows, and not of the next steps. None: there is none."""
+    found = [field for field in fields if step_type_bytes(field) and "next" not in field.key[:-1]]
+    return fields.index(of_the_step(found)[0]) if found else None
 
 
 def find_boundaries(

@@ -14,7 +14,6 @@ from engram.samplers.end_marks import EndMarks
 from engram.samplers.trajectory_tables import (
     END_KEYS,
     ID_KEYS,
-    NAMED,
     STEP_TYPE,
     StaticTable,
     find_boundaries,
@@ -168,7 +167,7 @@ class WindowSampler(NativeSampler):
         ids = ID_KEYS if spec.traj_key is None else (spec.traj_key,)
         ends = spec.end_keys or (spec.end_key or END_KEYS[0],)
         boundaries = find_boundaries(
-            memory.schema.fields if memory.schema.structure.kind in NAMED else (),
+            memory.schema.fields,
             fields,
             ids,
             ends,
