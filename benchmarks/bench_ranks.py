@@ -99,7 +99,8 @@ def _planning(share: float) -> Iterator[Row]:
 def _plan_once() -> tuple[float, float]:
     """Seconds of a plan and its digest, and MB that the resident set of this process grows, tables included."""
     from engram.format.tables import HAS_FIRST, HAS_LAST
-    from engram.reshard.plan import Source, Target, make_plan
+    from engram.reshard.by_trajectory import plan_by_trajectory
+    from engram.reshard.plan import Source, Target
 
     before = resident.now()
     dice = np.random.default_rng(0)
@@ -111,7 +112,7 @@ def _plan_once() -> tuple[float, float]:
         sources.append(Source(int(ends[-1]) + 1, table))
         total += int(ends[-1])
     targets = [Target(2, round(1.01 * total / TARGETS / 2))] * TARGETS
-    elapsed_ms, plan = once(partial(make_plan, sources, targets))
+    elapsed_ms, plan = once(partial(plan_by_trajectory, sources, targets))
     hashing_ms, _ = once(lambda: plan.digest)
     if plan.kept["steps"] != total:
         raise RuntimeError(f"expected all {total} steps to be kept, got {plan.kept}")

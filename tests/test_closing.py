@@ -28,6 +28,7 @@ from engram import (
 )
 from engram._closing import end
 from engram.checkpoint.checkpointer import Checkpointer
+from engram.checkpoint.save import SaveAttempt
 from tests.fresh import run, start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* has no priorities")
@@ -102,13 +103,22 @@ CALLS = {
     "load_state_dict": lambda rb: (rb.state_dict(),),
     "dumps": lambda rb: ("never made",),
     "loads": lambda rb: ("never made",),
-    "parts": lambda rb: (),
+    "snapshot": lambda rb: (),
     "stats": lambda rb: (),
     "synchronize": lambda rb: (),
     "shutdown": lambda rb: (),
 }
 #: What is no use of rows: they have their tests, or do nothing, or are of the class.
-OTHERS = {"moved", "start", "client", "open", "open_arguments", "planner", "checked_parts", "checked_placed"}
+OTHERS = {
+    "moved",
+    "start",
+    "client",
+    "open",
+    "open_arguments",
+    "snapshot",
+    "prepare_load",
+    "prepare_placed",
+}
 OTHERS |= {"dump", "save", "load"}  # other names of those above
 #: What goes on.
 GOES_ON = {"close", "closed", "storage", "sampler", "writer"}
@@ -291,13 +301,13 @@ def test_one_sampler_of_two_buffers():
 def test_a_save_that_was_begun_is_finished(storage, tmp_path, monkeypatch):
     rb = filled(storage, "priority", tmp_path)
     checkpointer = Checkpointer(tmp_path / "series", rb)
-    go, write = threading.Event(), Checkpointer._write
+    go, write = threading.Event(), SaveAttempt._write
 
     def late(*arguments):
         assert go.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(Checkpointer, "_write", late)
+    monkeypatch.setattr(SaveAttempt, "_write", late)
     handle = checkpointer.save(1, wait=False)
     rb.close()
     go.set()

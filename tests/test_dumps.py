@@ -762,7 +762,7 @@ def test_writers_wait_while_it_is_dumped(ram, monkeypatch):
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
 def test_writers_go_on_while_many_rows_are_dumped(ram, monkeypatch, caplog, kind, where):
     """Rows that they overwrite before all fields were copied are left out, and counted; all others are as they were."""
-    monkeypatch.setattr("engram.storages.tensor._COPIED", 0)
+    monkeypatch.setattr("engram.storages.tensor_state._COPIED", 0)
     rb = TensorDictReplayBuffer(storage=kind(128, lanes=2), batch_size=4)
     for lane in range(2):
         for position in range(0, 90, 3):  # over the end of the ring

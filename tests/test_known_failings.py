@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engram.checkpoint.checkpointer import Checkpointer
+from engram.checkpoint.job import Job
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
 from engram.reshard import driver, scatter
@@ -65,12 +66,12 @@ def test_a_mutant_that_saves_rank_0_only_is_found(tmp_path):
     real = series.begin
 
     def poll(self, step, **_):
-        return self.save(step, wait=False) if self._ranks.rank == 0 else None
+        return self.save(step, wait=False) if self._job.ranks.rank == 0 else None
 
     with (
         mock.patch.object(Checkpointer, "poll", poll),
         mock.patch.object(series, "begin", lambda root, **more: real(root, **{**more, "world": 1})),
-        mock.patch("engram.checkpoint.checkpointer.rank_folder", lambda rank, _: f"rank-{rank:05d}-of-00001"),
+        mock.patch("engram.checkpoint.job.rank_folder", lambda rank, _: f"rank-{rank:05d}-of-00001"),
         pytest.raises(AssertionError),
     ):
         every_rank_is_saved(tmp_path)
@@ -117,13 +118,13 @@ def test_a_crash_checkpoint_has_every_rank(tmp_path):
 
 
 def test_a_mutant_whose_crash_checkpoint_has_rank_0_only_is_found(tmp_path):
-    real = Checkpointer._write_crash
+    real = Job.write_crash
 
     def write(self, folder):
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             real(self, folder)
 
-    with mock.patch.object(Checkpointer, "_write_crash", write), pytest.raises(AssertionError):
+    with mock.patch.object(Job, "write_crash", write), pytest.raises(AssertionError):
         every_rank_is_saved_after_a_crash(tmp_path, grace=0.3)
 
 
@@ -148,7 +149,7 @@ def test_restored_steps_say_the_lane_they_are_in(tmp_path):
 
 
 def test_a_mutant_that_keeps_the_env_id_is_found(tmp_path):
-    with mock.patch.object(scatter, "_rewrite"), pytest.raises(AssertionError):
+    with mock.patch.object(scatter.Scatter, "_rewrite"), pytest.raises(AssertionError):
         steps_say_the_lane_they_are_in(tmp_path)
 
 
@@ -181,7 +182,7 @@ def test_restored_priorities_are_what_they_were(tmp_path):
 
 
 def test_a_mutant_that_resets_priorities_is_found(tmp_path):
-    real = driver.placed_state
+    real = scatter.Scatter.state
 
     def reset(*args):
         state = real(*args)
@@ -190,7 +191,7 @@ def test_a_mutant_that_resets_priorities_is_found(tmp_path):
             priorities["leaves"] = torch.where(leaves != 0, torch.ones_like(leaves), leaves)
         return state
 
-    with mock.patch.object(driver, "placed_state", reset), pytest.raises(AssertionError):
+    with mock.patch.object(scatter.Scatter, "state", reset), pytest.raises(AssertionError):
         priorities_are_what_they_were(tmp_path)
 
 
@@ -220,16 +221,16 @@ def test_dropped_episodes_and_steps_are_counted(tmp_path, caplog):
 
 
 def test_a_mutant_that_drops_without_a_count_is_found(tmp_path, caplog):
-    real = driver.make_plan
+    real = driver.plan_by_trajectory
 
     def silent(*args):
         plan = real(*args)
-        return plan._replace(left_out=plan.left_out * 0)
+        return plan._replace(drops=plan.drops * 0)
 
-    with mock.patch.object(driver, "make_plan", silent):
+    with mock.patch.object(driver, "plan_by_trajectory", silent):
         with pytest.raises(RuntimeError, match="a bug of engram"):  # who saves and loads would hear of it, too
             what_is_dropped_is_counted(tmp_path / "checked", caplog)
-        with mock.patch.object(driver.Move, "check_counts"), pytest.raises(AssertionError):
+        with mock.patch.object(driver.Reshard, "check_counts"), pytest.raises(AssertionError):
             what_is_dropped_is_counted(tmp_path, caplog)
 
 
@@ -280,7 +281,7 @@ def test_removing_the_root_does_not_hang_anybody(tmp_path):
 
     def act(ranks, rank):
         ck = checkpointer(root, buffer(), ranks, timeout=2.0)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         ranks.gather(b"", 5.0)
         if rank == 0:
             shutil.rmtree(root)

@@ -3,6 +3,7 @@ import copy
 import itertools
 import math
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -952,14 +953,15 @@ def test_another_layout_is_refused():
 def test_a_disk_that_fails_leaves_an_empty_buffer(monkeypatch):
     rb = buffer(n=5)
     state = rb.state_dict()
-    take = rb.storage.checked_without_rows({k: v for k, v in state["_storage"].items() if k != "rows"})
 
     def fails(tensors):
         tensors[0][:3] = 1.0
         raise OSError(5, "no more")
 
     with pytest.raises(OSError, match="no more"):
-        take(fails)
+        rb.storage.prepare_rows(
+            {k: v for k, v in state["_storage"].items() if k != "rows"}, SimpleNamespace(fill=fails)
+        ).commit()
     assert len(rb) == 0
     assert rb.extend(rows(2)).tolist() == [0, 1]
 
@@ -1072,7 +1074,7 @@ def test_writers_wait_for_a_load(storage):
     rb = buffer(STORAGES[storage](), Watching(), n=3)
     rb.sampler.rb = rb
     state = rb.storage.state_dict()
-    take = rb.storage.checked_without_rows({name: value for name, value in state.items() if name != "rows"})
+    without = {name: value for name, value in state.items() if name != "rows"}
 
     def fill(tensors):
         assert len(rb) == 0, "nobody reads what is just being filled"
@@ -1080,7 +1082,7 @@ def test_writers_wait_for_a_load(storage):
         for tensor, field in zip(tensors, state["rows"], strict=True):
             tensor[:3] = field
 
-    take(fill)
+    rb.storage.prepare_rows(without, SimpleNamespace(fill=fill)).commit()
     rb.sampler.thread.join()
     assert rb.sampler.waited == [True]
     assert rb["step"].tolist() == [0, 1, 2, 0]

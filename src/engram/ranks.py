@@ -35,7 +35,7 @@ class Ranks(abc.ABC):
     """This process among those of its job.
 
     :meth:`set`, :meth:`get`, :meth:`claim` and :meth:`add` work from any thread and wait for nobody. :meth:`gather`, :meth:`max`,
-    :meth:`all` and :meth:`together` are for one thread of each rank, all of which must call them in the same order.
+    :meth:`all` and :meth:`run_on_all` are for one thread of each rank, all of which must call them in the same order.
 
     >>> from engram.ranks import Ranks
     >>> alone = Ranks.local()
@@ -159,7 +159,7 @@ class Ranks(abc.ABC):
         self._sections += 1
         return f"{self._sections}/"
 
-    # ---- together --------------------------------------------------------------------------------------------------------
+    # ---- all at once ------------------------------------------------------------------------------------------------------
 
     def gather(self, value: bytes, timeout: float) -> list[bytes]:
         """What every rank gave, in their order, on every rank.
@@ -208,21 +208,26 @@ class Ranks(abc.ABC):
         """
         return self.max(int(not true), timeout) == 0
 
-    def together(self, what: str, act: Callable[[], bytes], timeout: float) -> list[bytes]:
-        """Let every rank do its part; what each one's returned.
+    def run_on_all(self, what: str, act: Callable[[], tuple[T, bytes]], timeout: float) -> tuple[T, list[bytes]]:
+        """Let every rank do its part.
 
         Args:
             what: is being done, for messages.
-            act: this rank's part. Whatever it raises, others hear of it.
+            act: this rank's part: its result, and what all ranks hear of it. They also hear of what it raises.
             timeout: seconds, for the slowest one.
+
+        Returns:
+            The result of this rank, and what all ranks gave, in their order.
 
         Raises:
             RankFailed: the part of some ranks failed, or they did not come in time: the same on all ranks. Where all failed in
                 the same way, each raises that.
         """
         failure: BaseException | None = None
+        own: T
         try:
-            mine = _FINE + act()
+            own, told = act()
+            mine = _FINE + told
         except BaseException as error:  # noqa: BLE001 - raised below, once others know
             failure, mine = error, _FAILED + f"{type(error).__name__}: {error}".encode()
         try:
@@ -235,7 +240,11 @@ class Ranks(abc.ABC):
         if failed:
             said = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             raise RankFailed(f"{what}: {said}", {r: text.partition(":")[0] for r, text in failed.items()}) from failure
-        return [one[1:] for one in given]
+        return own, [one[1:] for one in given]
+
+    def together(self, what: str, act: Callable[[], bytes], timeout: float) -> list[bytes]:
+        """As :meth:`run_on_all`, of parts without a result of their own."""
+        return self.run_on_all(what, lambda: (None, act()), timeout)[1]
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of connections. Repeatable."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,21 @@ from engram.errors import CorruptCheckpoint, EngramError, PriorityError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["check_keys", "checked", "copied", "integer", "mapped", "read_from", "real", "saved", "tensor_in", "typed"]
+    from engram.types import Commit
+
+__all__ = [
+    "Change",
+    "check_keys",
+    "checked",
+    "copied",
+    "integer",
+    "mapped",
+    "read_from",
+    "real",
+    "saved",
+    "tensor_in",
+    "typed",
+]
 
 
 # ---- trees of tensors and plain values ---------------------------------------------------------------------------------
@@ -82,8 +97,18 @@ def saved(component: Any, where: str) -> dict[str, Any]:
     return copy
 
 
-def checked(component: Any, state: Any, where: str) -> Callable[[], None]:
-    """Check that a component takes a state over; what makes it do so.
+class Change:
+    """A :class:`~engram.types.Commit` of one step."""
+
+    def __init__(self, apply: Callable[[], None]) -> None:
+        self._apply = apply
+
+    def commit(self) -> None:
+        self._apply()
+
+
+def checked(component: Any, state: Any, where: str) -> Commit:
+    """Check that a component takes a state over.
 
     One without ``checked_state``, of the user's own, is tried: it takes the state, and then its old one again.
 
@@ -94,11 +119,10 @@ def checked(component: Any, state: Any, where: str) -> Callable[[], None]:
         raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
     own = getattr(component, "checked_state", None)
     if own is not None:
-        take: Callable[[], None] = own(state)
-        return take
+        return Change(own(state))
     if not callable(getattr(component, "load_state_dict", None)):
         check_keys(state, (), where)
-        return _nothing
+        return Change(_nothing)
     kept, before = copied(state, where), saved(component, where)
     try:
         component.load_state_dict(copied(kept))
@@ -107,7 +131,7 @@ def checked(component: Any, state: Any, where: str) -> Callable[[], None]:
         raise
     finally:
         component.load_state_dict(before)
-    return lambda: component.load_state_dict(kept)
+    return Change(partial(component.load_state_dict, kept))
 
 
 class _Theirs(threading.local):

@@ -6,15 +6,18 @@ each other. Letters: ``B`` batch, ``n`` rows of a write, ``C`` capacity, ``L`` l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from engram.format.checkpoints import Checkpoint
+    from engram.persist.parts import Snapshot
+    from engram.reshard.driver import Reshard
     from engram.store import Key
 
 __all__ = [
@@ -249,6 +252,67 @@ class Changes(NamedTuple):
     """int64 ``[n]`` ticket numbers of the rows, ascending."""
     next: int
     """Ask for this ticket the next time. Rows that were written beside a write still under way come again."""
+
+
+class Commit(Protocol):
+    """A load that was checked, and has changed nothing yet."""
+
+    def commit(self) -> None:
+        """Make the change. Call it once."""
+
+
+class RowsSource(Protocol):
+    """Where the rows of a load come from."""
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Fill the tensors of a store, ``[capacity, *shape]``, one per field."""
+
+
+class Checkpointable(Protocol):
+    """A buffer, as a Checkpointer saves and restores it."""
+
+    closed: bool
+
+    def __len__(self) -> int:
+        """Rows."""
+
+    @property
+    def form(self) -> Form:
+        """How it keeps its rows."""
+
+    def empty(self) -> None:
+        """Forget all rows."""
+
+    def snapshot(self, *, prefetched: Literal["save", "drop"]) -> Snapshot:
+        """All that a checkpoint saves, as it is now."""
+
+    def prepare_load(self, checkpoint: Checkpoint, rank: int, *, default_rng: bool, close_open: bool) -> Commit:
+        """Check the shard of a rank of a checkpoint, which must stay open until the load is committed."""
+
+    def prepare_placed(
+        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool
+    ) -> Commit:
+        """Check what a plan gives to a rank."""
+
+
+class Form(NamedTuple):
+    """How a buffer keeps its rows, as far as a checkpoint must know."""
+
+    kind: str
+    """The class of the storage."""
+    capacity: int
+    lanes: int
+    ndim: int
+    takes_rows: bool
+    """Rows are tensors, so that a plan can place them one by one."""
+    ranking: Ranking | None = None
+    """How the writer ranks rows, if it keeps the best: then rows are no steps of trajectories."""
+    lineage: object = None
+    """Equal to that of an older checkpoint as long as its tickets mean the rows that are stored now; None: unknown."""
+
+    @property
+    def lane_length(self) -> int:
+        return self.capacity // self.lanes
 
 
 class Ranking(NamedTuple):

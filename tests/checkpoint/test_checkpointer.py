@@ -27,9 +27,11 @@ from engram import (
 )
 from engram.checkpoint import checkpointer as module
 from engram.checkpoint.checkpointer import Checkpointer
+from engram.checkpoint.job import Job
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, rank_folder
 from engram.format.verify import verify
+from engram.persist.snapshot import RowsSnapshot
 from tests import stress
 from tests.format.checkpoint_folders import rewrite, tree
 from tests.ranks.jobs import done, job
@@ -636,14 +638,14 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.there, self.go_on = threading.Event(), threading.Event()
-        write = Checkpointer._write_parts
+        write = Job.write_parts
 
         def held(*arguments):
             self.there.set()
             assert self.go_on.wait(30)
             return write(*arguments)
 
-        monkeypatch.setattr(Checkpointer, "_write_parts", held)
+        monkeypatch.setattr(Job, "write_parts", held)
 
 
 @pytest.mark.parametrize("first", ["waiting", "handle"])
@@ -794,14 +796,14 @@ def test_another_storage_before_the_rows_were_copied(ram, monkeypatch):
 
 def test_a_buffer_that_is_written_first_while_it_is_saved(ram):
     rb = buffer(sampler=PrioritizedSampler(CAPACITY, 0.7, 0.5))
-    prepare = rb.storage.prepare_cut
+    prepare = rb.storage.prepare_snapshot
 
-    def late():
-        cut = prepare()
+    def late(**_):
+        prepared = prepare(**_)
         rb.extend(steps(0, 5))
-        return cut
+        return prepared
 
-    rb.storage.prepare_cut = late
+    rb.storage.prepare_snapshot = late
     checkpointer = Checkpointer(ram, rb)
     assert checkpointer.save(1).steps == 5
     other = restored(ram, make=lambda: buffer(sampler=PrioritizedSampler(CAPACITY, 0.7, 0.5)))
@@ -931,7 +933,9 @@ def test_a_save_in_the_background_that_fails_is_told(ram, caplog, monkeypatch):
     rb = ReplayBuffer(storage=LazyTensorStorage(12))
     rb.extend(torch.arange(12))
     checkpointer = Checkpointer(ram / "a", rb)
-    monkeypatch.setattr(rb.storage, "save_cut", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        RowsSnapshot, "save_segments", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     handle = checkpointer.save(7, wait=False)
     with pytest.raises(OSError, match="No space left"):
         handle.wait(10)

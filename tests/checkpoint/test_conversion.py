@@ -26,8 +26,9 @@ from engram import (
 )
 from engram.format import schema as schemas
 from engram.format.parts import PartReader
-from engram.persist import rows, segments
-from engram.reshard.scatter import open_saved
+from engram.persist import rows
+from engram.reshard.shards import open_shard
+from engram.storages import tensor, tensor_state
 from tests.format.test_damage import flip
 from tests.twins import contents
 
@@ -323,7 +324,7 @@ def test_trajectories_of_every_extent_are_read(tmp_path, n, lanes):
         rb.extend(data[: n + 1], lane=torch.arange(n + 1) % lanes)
     rb.dumps(tmp_path / "x")
     with PartReader.open(tmp_path / "x" / "storage") as reader:
-        runs = open_saved(reader).source.runs
+        runs = open_shard(reader).source.runs
     assert (runs[:, 2] - runs[:, 1]).sum() == len(rb) * (
         1 if lanes else 2
     )  # with columns positions step by their number
@@ -333,12 +334,10 @@ def test_memory_follows_what_is_stored_and_not_what_is_claimed(tmp_path, monkeyp
     rb = buffer(20)
     rb.extend(episodes([5, 5], 0))
     claimed = msgspec.structs.replace(rb.storage.store.schema, capacity=1 << 45)
-    described, words = rows.described, rb.storage._words
-    for module in (rows, segments):
-        monkeypatch.setattr(module, "described", lambda _, roles: described(claimed, roles))
-    monkeypatch.setattr(
-        rb.storage, "_words", lambda *given: {**words(*given), "schema": schemas.encode(claimed).decode()}
-    )
+    described, describe = rows.described, tensor_state.describe_store
+    monkeypatch.setattr(rows, "described", lambda _, roles: described(claimed, roles))
+    text = schemas.encode(claimed).decode()
+    monkeypatch.setattr(tensor_state, "describe_store", lambda *given: {**describe(*given), "schema": text})
     Checkpointer(tmp_path, rb).save(1)
     monkeypatch.undo()
     other = buffer(20)
@@ -377,7 +376,7 @@ def test_fields_that_are_not_those_of_the_schema(tmp_path, monkeypatch, one_less
     rb.extend(episodes([5, 5], 0))
     schema = rb.storage.store.schema
     name = schema.fields[-1].key[-1]
-    words = rb.storage._words
+    describe = tensor.describe_store
     if one_less:
         more = msgspec.structs.replace(
             schema, fields=(*schema.fields, msgspec.structs.replace(schema.fields[0], key=("z",)))
@@ -392,7 +391,7 @@ def test_fields_that_are_not_those_of_the_schema(tmp_path, monkeypatch, one_less
         fields = (*schema.fields[:-1], msgspec.structs.replace(schema.fields[-1], dtype="complex128"))
         text = schemas.encode(msgspec.structs.replace(schema, fields=fields)).decode()
         says = rf"got others: field .*{name}.*: expected shape .* complex128, got shape"
-    monkeypatch.setattr(rb.storage, "_words", lambda *given: {**words(*given), "schema": text})
+    monkeypatch.setattr(tensor, "describe_store", lambda *given: {**describe(*given), "schema": text})
     rb.dumps(tmp_path / "x")
     other = buffer(20)
     with pytest.raises(

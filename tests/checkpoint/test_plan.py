@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("engram.format.tables")
-from engram.reshard.plan import DROPPED, Incomplete, Source, Target, make_plan
+from engram.reshard.by_trajectory import plan_by_trajectory
+from engram.reshard.plan import DROPPED, Incomplete, Source, Target
 
 FIRST, LAST, OPEN = 1, 2, 8
 
@@ -95,7 +96,7 @@ def naive(shards, ranks, incomplete, overflow):
     st.sampled_from(["cut", "fill"]),
 )
 def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
-    plan = make_plan(shards, ranks, incomplete, overflow)
+    plan = plan_by_trajectory(shards, ranks, incomplete, overflow)
     placed, dropped = naive(shards, ranks, incomplete, overflow)
     found = {}
     for rank, lane, *what in zip(plan.rank, plan.lane, plan.source, plan.run, plan.skipped, strict=True):
@@ -107,12 +108,12 @@ def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
         assert plan.kept[unit] + sum(c[unit] for c in plan.dropped.values()) == sum(int(it.saved[at]) for it in shards)
     for s, shard in enumerate(shards):  # and of each shard
         kept = plan.steps[plan.source == s]
-        assert (shard.saved == plan.left_out[s].sum(0) + np.array([len(kept), kept.sum()])).all()
+        assert (shard.saved == plan.drops[s].sum(0) + np.array([len(kept), kept.sum()])).all()
         runs = shard.runs.tolist()
         for name, policy in (("open", incomplete.open), ("headless", incomplete.headless), ("mid", incomplete.open)):
             of_kind = [run[2] - run[1] for i, run in enumerate(runs) if kind(runs, i) == name]
             dropped = [len(of_kind), sum(of_kind)] if policy == "drop" else [0, 0]
-            assert plan.left_out[s, DROPPED.index(name)].tolist() == dropped
+            assert plan.drops[s, DROPPED.index(name)].tolist() == dropped
     ends = {}
     for rank, lane, position, room in zip(plan.rank, plan.lane, plan.position, plan.steps + plan.gap, strict=True):
         assert position == ends.get((rank, lane), 0)  # one behind the other
@@ -120,7 +121,7 @@ def test_the_plan_follows_the_rule(shards, ranks, incomplete, overflow):
         assert ends[rank, lane] <= ranks[rank].lane_length
     cut = [not shards[s].runs[i, 4] & LAST for s, i in zip(plan.source, plan.run, strict=True)]
     assert plan.truncated.tolist() == [c and incomplete.open == "truncate" for c in cut]
-    assert plan.digest == make_plan(shards, ranks, incomplete, overflow).digest
+    assert plan.digest == plan_by_trajectory(shards, ranks, incomplete, overflow).digest
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 4), st.integers(1, 3))
@@ -130,7 +131,7 @@ def test_loads_differ_by_no_more_than_the_longest_at_every_point_of_time(steps, 
         [np.zeros_like(ends), ends - np.array(steps, np.int64), ends, ends, np.full_like(ends, FIRST | LAST)], 1
     )
     for newest in range(len(steps) + 1):
-        plan = make_plan([Source(1 << 20, table[len(steps) - newest :])], [Target(lanes, 10_000)] * ranks)
+        plan = plan_by_trajectory([Source(1 << 20, table[len(steps) - newest :])], [Target(lanes, 10_000)] * ranks)
         load = np.zeros((ranks, lanes), np.int64)
         np.add.at(load, (plan.rank, plan.lane), plan.steps)
         longest = max(steps, default=0)
@@ -142,19 +143,19 @@ def test_ages_count_from_the_clock_of_their_shard():
     def one(clock, time):
         return Source(clock, np.array([[0, 0, 3, time, FIRST | LAST]]))
 
-    plan = make_plan([one(1000, 990), one(50, 49)], [Target(1, 3)])
+    plan = plan_by_trajectory([one(1000, 990), one(50, 49)], [Target(1, 3)])
     assert plan.source.tolist() == [1]
     assert plan.dropped["overflow"] == {"episodes": 1, "steps": 3}
 
 
 def test_steps_of_columns_are_counted_as_steps():
     runs = np.array([[0, 0, 6, 5, FIRST | LAST], [0, 1, 7, 4, LAST], [0, 6, 12, 9, LAST]])
-    plan = make_plan([Source(10, runs, columns=2)], [Target(1, 20)])
+    plan = plan_by_trajectory([Source(10, runs, columns=2)], [Target(1, 20)])
     assert plan.dropped["headless"] == plan.dropped["orphan"] == {"episodes": 1, "steps": 3}
     assert plan.kept == {"episodes": 1, "steps": 3}
-    plan = make_plan([Source(10, runs, columns=2)], [Target(1, 20)], Incomplete(headless="keep"))
+    plan = plan_by_trajectory([Source(10, runs, columns=2)], [Target(1, 20)], Incomplete(headless="keep"))
     assert plan.kept == {"episodes": 3, "steps": 9}
 
 
 def test_nothing_to_plan():
-    assert make_plan([], [Target(2, 5)]).kept == {"episodes": 0, "steps": 0}
+    assert plan_by_trajectory([], [Target(2, 5)]).kept == {"episodes": 0, "steps": 0}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engram.checkpoint import checkpointer as module
+from engram.checkpoint import save as module
 from engram.format import series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 
@@ -36,7 +36,7 @@ def test_what_cannot_be_tidied_is_a_warning_in_the_log(tmp_path, monkeypatch, ca
 
 def test_a_report_that_cannot_be_made_is_a_warning_in_the_log(tmp_path, monkeypatch, caplog):
     ck = checkpointer(tmp_path, buffer(), None)
-    play(ck._buffer, 0, 0, [3])
+    play(ck._job.buffer, 0, 0, [3])
     with monkeypatch.context() as patch:
         patch.setattr(module, "Checkpoint", lambda *_: (_ for _ in ()).throw(OSError(24, "too many open files")))
         report = ck.save(7)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from engram import RankFailed, Ranks
+from engram.checkpoint.job import Job
+from engram.checkpoint.save import SaveAttempt
 from engram.format import series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 
@@ -36,7 +38,7 @@ def test_a_bad_argument_of_one_rank_is_told_to_all_and_the_next_save_is_made(tmp
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
 def test_one_process_alone_raises_at_once_and_saves_again(tmp_path, wrong, wait):
     ck = checkpointer(tmp_path, buffer(), Ranks.local())
-    play(ck._buffer, 0, 0, [3])
+    play(ck._job.buffer, 0, 0, [3])
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
         ck.save(**({"step": 1} | wrong), wait=wait)
     assert series.names(tmp_path) == []
@@ -44,12 +46,12 @@ def test_one_process_alone_raises_at_once_and_saves_again(tmp_path, wrong, wait)
     assert saved.wait(10).step == 2
 
 
-@pytest.mark.parametrize("where", ["_prepared", "_noted", "_write"])
+@pytest.mark.parametrize("where", ["prepare", "snapshot", "_write"])
 @pytest.mark.parametrize("wait", [True, False])
 def test_whatever_goes_wrong_the_handle_ends(tmp_path, monkeypatch, where, wait):
     """Also interrupts, and a thread that cannot start: the next save would wait for it for ever."""
     ck = checkpointer(tmp_path, buffer(), Ranks.local())
-    play(ck._buffer, 0, 0, [3])
+    play(ck._job.buffer, 0, 0, [3])
 
     def fails(error):
         def act(*_):
@@ -62,14 +64,14 @@ def test_whatever_goes_wrong_the_handle_ends(tmp_path, monkeypatch, where, wait)
         said.wait(10)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ck, where, fails(KeyboardInterrupt()))
+        patch.setattr(Job if where == "snapshot" else SaveAttempt, where, fails(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             saves(wait)
     with monkeypatch.context() as patch:
         patch.setattr("threading.Thread.start", fails(RuntimeError("no thread")))
         with pytest.raises(RuntimeError, match="no thread"):
             saves(wait=False)
-    assert ck._handle.done
+    assert ck._current.done
     assert ck.save(2).step == 2
 
 
@@ -108,7 +110,7 @@ def test_a_bad_argument_of_poll_leaves_all_ranks_in_step(tmp_path, rank, wrong, 
             handle = ck.poll(**arguments)
             if handle is not None:
                 saved.append(handle.wait(20).step)
-        return ck._polls, saved
+        return ck._schedule._polls, saved
 
     said = done(job(2, act))
     assert said[0] == said[1]

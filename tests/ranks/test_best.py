@@ -18,7 +18,7 @@ from engram import (
 )
 from engram.cli import main
 from engram.ranks import Ranks
-from engram.reshard.by_rank import plan_best
+from engram.reshard.by_rank import plan_by_rank
 from engram.reshard.plan import DROPPED, Source, Target
 from tests.ranks.jobs import checkpointer, columns_of, done, job
 
@@ -226,7 +226,7 @@ def test_the_plan_is_that_of_an_oracle(data):
         ages |= {(which, i): clock - int(numbers[i]) for i in range(n)}
     targets = [Target(1, size) for size in room]
     values = [np.array(scores, np.float64) for scores in shards]
-    plan = plan_best(sources, values, targets)
+    plan = plan_by_rank(sources, values, targets)
 
     order = sorted(
         ((which, i) for which, scores in enumerate(shards) for i in range(len(scores))),
@@ -245,8 +245,8 @@ def test_the_plan_is_that_of_an_oracle(data):
     ]
     assert list(zip(*(a.tolist() for a in plan[:5]), strict=True)) == expected
     dropped = [sum(at[0] == which for at in left) for which in range(len(shards))]
-    assert plan.left_out[:, DROPPED.index("overflow")].tolist() == [[n, n] for n in dropped]
-    assert plan.left_out.sum() == 2 * len(left)
+    assert plan.drops[:, DROPPED.index("overflow")].tolist() == [[n, n] for n in dropped]
+    assert plan.drops.sum() == 2 * len(left)
     assert plan.steps.tolist() == [1] * len(expected)
 
 

@@ -321,18 +321,18 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
 
     done(job(2, act))
     held = []
-    real = scatter._windows
+    real = scatter.windows
 
     def counted(*args):
         for piece in real(*args):
             held.append(piece[1].nbytes)
             yield piece
 
-    scatter._windows = counted
+    scatter.windows = counted
     try:
         report = done(job(1, lambda ranks, _: checkpointer(tmp_path, buffer(1, 80_000), ranks).restore()))[0]
     finally:
-        scatter._windows = real
+        scatter.windows = real
     assert report.dealt["kept"]["steps"] == 80_000
     assert sum(held) >= 80_000 * 400
     assert max(held) <= 2 << 20

@@ -138,7 +138,7 @@ def test_a_rank_that_dies_before_its_first_sign_of_life(tmp_path, quick):
         play(rb, rank, 0, [3])
         ck = checkpointer(tmp_path, rb, ranks)
         if rank:
-            ck._attempts.claim(5.0)  # as it enters; and nothing more comes
+            ck._job.protocol.claim(5.0)  # as it enters; and nothing more comes
             return 0
         started = time.monotonic()
         with ck.guard(grace=0.5):

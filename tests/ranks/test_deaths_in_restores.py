@@ -192,7 +192,8 @@ def is_stopped(ranks, rank, folder, root, victim, phase, when, timeout):
     if rank == victim:
         ends(ranks, PHASES, phase, when, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     found = []
-    for ck._timeout in (timeout, 10.0):
+    for seconds in (timeout, 10.0):
+        ck._job.options = ck._job.options._replace(timeout=seconds)
         try:
             ck.restore()
             said = None

@@ -18,12 +18,14 @@ PHASES = ("begin", "write", "vote", "decide", "retire")
 
 def ends(ck, phase, end):
     """Call ``end`` before this rank's part of a phase of the next save; in all but the first the others are as far by then."""
-    other = "rank-0000{}-of-00002{}".format(1 - ck._ranks.rank, "/shard.json" if phase in ("decide", "retire") else "")
+    other = "rank-0000{}-of-00002{}".format(
+        1 - ck._job.ranks.rank, "/shard.json" if phase in ("decide", "retire") else ""
+    )
     place, name = {
-        "begin": (ck._attempts, "begin"),
-        "write": (ck, "_write_parts"),
+        "begin": (ck._job.protocol, "begin"),
+        "write": (ck._job, "write_parts"),
         "vote": (series, "accept"),
-        "decide": (ck._attempts, "decided"),
+        "decide": (ck._job.protocol, "decided"),
         "retire": (series, "retire"),
     }[phase]
     real = getattr(place, name)

@@ -63,7 +63,7 @@ def said(endpoint, *args, **more):
 @pytest.fixture(params=["unix", "tcp"])
 def served(request, tmp_path):
     ck = checkpointer(tmp_path / "root", buffer(), Ranks.local(), poll_every=1)
-    play(ck._buffer, 0, 0, [3])
+    play(ck._job.buffer, 0, 0, [3])
     with ck.serve(None if request.param == "unix" else "127.0.0.1:0", interval=0.0) as endpoint:
         yield ck, endpoint
 
@@ -90,9 +90,9 @@ def test_request_status_and_list(served):
 def test_all_ranks_save_and_the_state_of_each_is_told(tmp_path):
     def act(ranks, rank):
         ck = checkpointer(tmp_path, buffer(), ranks, poll_every=2)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         if rank == 1:
-            ck._write_parts = lambda *_: (_ for _ in ()).throw(OSError(f"no space at {tmp_path}"))
+            ck._job.write_parts = lambda *_: (_ for _ in ()).throw(OSError(f"no space at {tmp_path}"))
         with ck.serve() as endpoint:
             assert (endpoint is None) == (rank != 0)
             if rank == 0:
@@ -117,7 +117,7 @@ def test_all_ranks_save_and_the_state_of_each_is_told(tmp_path):
 def test_two_requests_to_a_job_are_one_checkpoint_of_all_ranks(tmp_path):
     def act(ranks, rank):
         ck = checkpointer(tmp_path, buffer(), ranks, poll_every=3)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         with ck.serve() as endpoint:
             asked = [said(endpoint) for _ in range(2)] if rank == 0 else []
             ranks.gather(b"", 5.0)
@@ -397,7 +397,7 @@ def test_a_failure_is_a_code_and_says_nothing_else(served, monkeypatch, caplog):
 
 def test_a_minimum_interval(tmp_path):
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
-    play(ck._buffer, 0, 0, [3])
+    play(ck._job.buffer, 0, 0, [3])
     with ck.serve(interval=0.3) as endpoint:
         assert call(endpoint)[0] == 202
         ck.poll(1).wait(10)
@@ -441,10 +441,10 @@ def client(endpoint, number, n):
 def many_at_once_are_one_save_and_leave_nothing_behind(tmp_path, n):
     """Of several clients, while a save goes on; also requests that are refused."""
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
-    play(ck._buffer, 0, 0, [3])
+    play(ck._job.buffer, 0, 0, [3])
     gate = threading.Event()
-    real = ck._write_parts
-    ck._write_parts = lambda *args: gate.wait(300) and real(*args)
+    real = ck._job.write_parts
+    ck._job.write_parts = lambda *args: gate.wait(300) and real(*args)
     clients = 6
     with ck.serve(interval=60.0) as endpoint, ThreadPoolExecutor(clients) as pool, contextlib.ExitStack() as stack:
         stack.callback(gate.set)  # where this fails, too: the interpreter waits for the save

@@ -49,14 +49,14 @@ def save_some(ranks, rank, folder, root, limit):
     ranks.gather(b"", 10.0)
     before = tree(first)
     rb.extend(rows(rank, 1, 400 if rank else 5), lane=0)
-    real, said = ck._write_parts, []
+    real, said = ck._job.write_parts, []
 
     def write(own, *args):
         wait_for((own.parent / "rank-00000-of-00002" / "shard.json").exists)  # the other one has had its room
         return real(own, *args)
 
     if rank:
-        ck._write_parts = write
+        ck._job.write_parts = write
     with limit() if rank else contextlib.nullcontext():
         for _ in range(FAIL):
             try:

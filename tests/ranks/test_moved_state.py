@@ -78,7 +78,7 @@ def test_of_a_partial_checkpoint_ranks_are_called_as_they_were(tmp_path):
         play(rb, rank, 0, [5])
         rb.sampler.beta = [0.1, 0.2, 0.3][rank]
         ck = checkpointer(tmp_path, rb, ranks)
-        epoch = ck._attempts.claim(5.0)
+        epoch = ck._job.protocol.claim(5.0)
         folder = b""
         if rank == 0:
             folder = series.begin(
@@ -86,7 +86,7 @@ def test_of_a_partial_checkpoint_ranks_are_called_as_they_were(tmp_path):
             ).name.encode()
         folder = ranks.gather(folder, 5.0)[0].decode()
         if rank:
-            ck._write_crash(tmp_path / folder)
+            ck._job.write_crash(tmp_path / folder)
 
     done(job(3, act))
     with pytest.warns(UserWarning, match=r"rank 1 \(0.2\), rank 2 \(0.3\); that of rank 1 is taken"):

@@ -17,7 +17,8 @@ from engram import LazyTensorStorage, RankFailed, Ranks, SliceSampler, TensorDic
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
 from engram.persist import parts
-from engram.reshard import driver, plan, scatter
+from engram.reshard import by_trajectory, driver, plan, scatter
+from engram.reshard.by_trajectory import plan_by_trajectory
 from tests.format.checkpoint_folders import tree
 from tests.format.system_calls import settled
 from tests.ranks.jobs import buffer, done, episode, job, layout, play, steps_of, whos
@@ -78,8 +79,10 @@ def trajectories_stay_apart(root, roles):
 
 
 def without_gaps(*args):
-    made = plan.make_plan(*args)
-    return made._replace(position=plan._positions(made.rank, made.lane, made.steps), gap=np.zeros_like(made.gap))
+    made = plan_by_trajectory(*args)
+    return made._replace(
+        position=by_trajectory._positions(made.rank, made.lane, made.steps), gap=np.zeros_like(made.gap)
+    )
 
 
 @pytest.mark.parametrize("roles", [ONLY_ENDS, ONLY_NUMBERS], ids=["ends", "numbers"])
@@ -88,12 +91,12 @@ def test_trajectories_of_the_target_stay_apart(tmp_path, roles):
 
 
 def test_a_mutant_that_leaves_nothing_between_open_ones_is_found(tmp_path):
-    with mock.patch.object(driver, "make_plan", without_gaps), pytest.raises(AssertionError, match="of two"):
+    with mock.patch.object(driver, "plan_by_trajectory", without_gaps), pytest.raises(AssertionError, match="of two"):
         trajectories_stay_apart(tmp_path, ONLY_ENDS)
 
 
 def test_a_mutant_that_keeps_the_numbers_of_trajectories_is_found(tmp_path):
-    with mock.patch.object(scatter, "_rewrite"), pytest.raises(AssertionError, match="of two"):
+    with mock.patch.object(scatter.Scatter, "_rewrite"), pytest.raises(AssertionError, match="of two"):
         trajectories_stay_apart(tmp_path, ONLY_NUMBERS)
 
 
@@ -110,7 +113,7 @@ def all_hear_what_failed_on_one(root):
         before = whos(steps_of(rb))
         ck = checkpointer_of(root, rb, ranks, timeout=2.0)
         if rank == 1:
-            ck._placed = lambda *_, **__: (_ for _ in ()).throw(OSError("bad sector"))
+            rb.prepare_placed = lambda *_, **__: (_ for _ in ()).throw(OSError("bad sector"))
         started = time.monotonic()
         with pytest.raises((RankFailed, OSError)) as caught:
             ck.restore(incomplete={})
@@ -129,29 +132,30 @@ def test_all_hear_what_failed_on_one(tmp_path):
 
 def says_nothing(self, what, act, timeout):
     """Whoever fails is gone, without a word."""
-    mine = b"+" + act()
+    own, told = act()
     try:
-        return [one[1:] for one in self.gather(mine, timeout)]
+        return own, [one[1:] for one in self.gather(b"+" + told, timeout)]
     except RankFailed as error:
         raise RankFailed(f"{what}: {error}") from None
 
 
 def goes_on(self, _, act, timeout):
     """What failed is told, and nobody listens."""
-    failure, mine = None, b"-"
+    failure, own, mine = None, None, b"-"
     try:
-        mine = b"+" + act()
+        own, told = act()
+        mine = b"+" + told
     except Exception as error:  # noqa: BLE001 - the mutant
         failure = error
     given = self.gather(mine, timeout)
     if failure:
         raise failure
-    return [one[1:] for one in given]
+    return own, [one[1:] for one in given]
 
 
 @pytest.mark.parametrize("mutant", [says_nothing, goes_on])
 def test_a_mutant_that_keeps_an_error_to_itself_is_found(tmp_path, mutant):
-    with mock.patch.object(Ranks, "together", mutant), pytest.raises(AssertionError):
+    with mock.patch.object(Ranks, "run_on_all", mutant), pytest.raises(AssertionError):
         all_hear_what_failed_on_one(tmp_path)
 
 
@@ -161,7 +165,7 @@ def test_a_mutant_that_keeps_an_error_to_itself_is_found(tmp_path, mutant):
 def nobody_loads_by_another_plan(root):
     """Rank 1 deals out otherwise: it has another version, or sees other files."""
     done(job(3, save, root))
-    others, real = set(), driver.make_plan
+    others, real = set(), driver.plan_by_trajectory
 
     def planned(*args):
         made = real(*args)
@@ -177,7 +181,7 @@ def nobody_loads_by_another_plan(root):
             checkpointer_of(root, rb, ranks).restore()
         assert steps_of(rb) == before
 
-    with mock.patch.object(driver, "make_plan", planned):
+    with mock.patch.object(driver, "plan_by_trajectory", planned):
         results = job(2, act)
     assert results == [None, None]
 
@@ -187,7 +191,7 @@ def test_nobody_loads_by_another_plan(tmp_path):
 
 
 def test_a_mutant_that_compares_no_plans_is_found(tmp_path):
-    with mock.patch.object(plan.Plan, "digest", "the same"), pytest.raises(AssertionError):
+    with mock.patch.object(plan.ReshardPlan, "digest", "the same"), pytest.raises(AssertionError):
         nobody_loads_by_another_plan(tmp_path)
 
 
@@ -221,12 +225,12 @@ def test_a_mutant_that_compares_no_sizes_is_found(tmp_path):
 def a_job_that_was_replaced_leaves_all_as_it_is(root):
     def act(ranks, rank):
         ck = checkpointer_of(root, buffer(2, 64), ranks, keep=1)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         ck.save(1)
         ranks.gather(b"", 5.0)
         if rank == 0:
             later = checkpointer_of(root, buffer(2, 64), Ranks.local())
-            play(later._buffer, 0, 0, [4])
+            play(later._job.buffer, 0, 0, [4])
             later.save(5)
         ranks.gather(b"", 5.0)
         settled(root)

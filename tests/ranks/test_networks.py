@@ -94,19 +94,20 @@ def heard(act):
 def cut_off(ranks, rank, folder, root):
     """A cable is pulled before a restore has planned; then a save and an agreement are tried."""
     import engram.ranks
+    from engram.checkpoint import restore
 
     engram.ranks._ROLL_CALL_S = 0.5
     rb = filled(rank)
     before = whos(steps_of(rb))
     ck = checkpointer(root, rb, ranks, timeout=1.0)
-    real = ck._planned
+    real = restore.reshard
 
     def planned(*args):
         (folder / f"there-{rank}").touch()
         wait_for((folder / "pulled").exists)
         return real(*args)
 
-    ck._planned = planned
+    restore.reshard = planned
     restored = heard(lambda: ck.restore(incomplete={}).name)
     assert whos(steps_of(rb)) == before
     saved = heard(lambda: ck.save(4).name)
@@ -143,14 +144,14 @@ def test_a_cable_is_pulled_amid_a_restore(tmp_path, switch):
 def slow_save(ranks, rank, folder, root):
     """A cable is pulled when all write their shards: those and the votes are files."""
     ck = checkpointer(root, filled(rank), ranks, timeout=5.0)
-    real = ck._write_parts
+    real = ck._job.write_parts
 
     def write(*args):
         (folder / f"there-{rank}").touch()
         wait_for((folder / "pulled").exists)
         return real(*args)
 
-    ck._write_parts = write
+    ck._job.write_parts = write
     return {"name": ck.save(3).name, "agree": heard(lambda: ranks.max(1, 1.0))[0]}
 
 

@@ -135,13 +135,13 @@ def test_a_crash_checkpoint_has_an_empty_shard_too(tmp_path):
         if rank == 2:
             play(rb, rank, 0, [4])
         ck = checkpointer(tmp_path, rb, ranks)
-        epoch = ck._attempts.claim(5.0)
+        epoch = ck._job.protocol.claim(5.0)
         name = b""
         if rank == 0:
             name = series.begin(tmp_path, step=9, epoch=epoch, world=3, trigger="crash", attempt="crash1").name.encode()
         folder = tmp_path / ranks.gather(name, 5.0)[0].decode()
         if rank != 1:
-            ck._write_crash(folder)
+            ck._job.write_crash(folder)
 
     done(job(3, act))
     rb = buffer()

@@ -66,7 +66,7 @@ def ends_at_once(ranks, rank, folder, root, what):
             ck.poll(1)
     else:
         if rank == 0:
-            ck._write_shard = _no_space
+            ck._job.write_shard = _no_space
         try:
             ck.save(3)
         except RankFailed as error:

@@ -88,14 +88,14 @@ def test_a_folder_that_a_rank_sees_later(tmp_path):
             os.rmdir(root)
             if later:  # seen through a link from now on
                 (tmp_path / "seen").symlink_to(tmp_path / "0")
-                joined = ck._attempts._joined
+                joined = ck._job.protocol._joined
 
                 def late(*args):
                     time.sleep(0.2)
                     (tmp_path / "seen").rename(root)
                     return joined(*args)
 
-                ck._attempts._joined = late
+                ck._job.protocol._joined = late
         else:
             ranks.gather(b"", 5.0)
         return ck.save(1).name
@@ -142,8 +142,8 @@ def test_a_slow_rank_is_waited_for_and_one_that_is_too_slow_is_named(tmp_path):
         play(rb, rank, 0, [4])
         ck = checkpointer(tmp_path, rb, ranks, timeout=0.6)
         if rank == 2:
-            real = ck._write_parts
-            ck._write_parts = lambda *args: time.sleep(slow) or real(*args)
+            real = ck._job.write_parts
+            ck._job.write_parts = lambda *args: time.sleep(slow) or real(*args)
         return ck.save(1).name
 
     assert len(set(done(job(3, act, 0.2)))) == 1
@@ -163,7 +163,7 @@ def one_has_nothing(ranks, rank, root, empty, fails=None):
         play(rb, rank, 0, [4])
     ck = checkpointer(root, rb, ranks)
     if rank == fails:
-        ck._write_parts = lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+        ck._job.write_parts = lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
     return ck.save(1).name, steps_of(rb) if rank != empty else set()
 
 
@@ -216,7 +216,7 @@ def test_a_rank_that_had_nothing_before_the_others_died(tmp_path):
             play(rb, rank, 0, [4])
         ck = checkpointer(tmp_path, rb, ranks)
         if rank == 2:
-            ck._write_crash = lambda _: None
+            ck._job.write_crash = lambda _: None
         with ck.guard(grace=0.3):
             ranks.gather(b"", 5.0)
             raise ZeroDivisionError

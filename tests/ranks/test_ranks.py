@@ -14,9 +14,9 @@ def test_one_process_is_a_job_too():
     assert (alone.rank, alone.world) == (0, 1)
     assert alone.gather(b"x", 1.0) == [b"x"]
     assert alone.max(-7, 1.0) == -7
-    assert alone.together("test", lambda: b"done", 1.0) == [b"done"]
+    assert alone.run_on_all("test", lambda: (1, b"done"), 1.0) == (1, [b"done"])
     with pytest.raises(KeyError, match="mine"):
-        alone.together("test", lambda: {}["mine"], 1.0)
+        alone.run_on_all("test", lambda: {}["mine"], 1.0)
 
 
 def test_threads_below_one():
@@ -138,10 +138,10 @@ def test_a_failure_of_one_is_everybodys_with_the_same_words():
         def part():
             if rank == 1:
                 raise OSError("no space")
-            return b""
+            return None, b""
 
         with pytest.raises(RankFailed) as caught:
-            ranks.together("work", part, 5.0)
+            ranks.run_on_all("work", part, 5.0)
         return str(caught.value), type(caught.value.__cause__)
 
     said = done(job(3, act))
@@ -153,7 +153,7 @@ def test_a_failure_that_is_the_same_everywhere_keeps_its_class():
         def part():
             raise ValueError("expected 1, got 2")
 
-        ranks.together("work", part, 5.0)
+        ranks.run_on_all("work", part, 5.0)
 
     assert [(type(error), str(error)) for error in job(3, act)] == [(ValueError, "expected 1, got 2")] * 3
 
@@ -163,9 +163,9 @@ def test_an_interrupt_stays_one_and_others_hear_of_it():
         def part():
             if rank == 0:
                 raise KeyboardInterrupt
-            return b""
+            return None, b""
 
-        ranks.together("work", part, 5.0)
+        ranks.run_on_all("work", part, 5.0)
 
     first, second = job(2, act)
     assert isinstance(first, KeyboardInterrupt)

@@ -104,7 +104,7 @@ def test_a_save_says_what_other_ranks_would_drop(tmp_path, caplog):
     with caplog.at_level("INFO", logger="engram"):
         reports = [report for _, report in done(job(2, write, tmp_path))]
     assert [report.would_drop for report in reports] == [{"open": {"episodes": 2, "steps": 9}}] * 2
-    text = "dealt out to other ranks it would drop 2 open episodes with 9 steps"
+    text = "redistributed to other ranks it would drop 2 open episodes with 9 steps"
     assert sum(text in said for said in messages(caplog)) == 2
     dealt = done(job(1, lambda ranks, _: checkpointer(tmp_path, buffer(2, 64), ranks).restore()))[0].dealt
     assert {why: count for why, count in dealt["dropped"].items() if count["episodes"]} == reports[0].would_drop
@@ -127,11 +127,11 @@ def test_rows_without_trajectories_would_not_be_dropped(tmp_path):
 def crash(ranks, rank, root, before):
     """Rank 1 dies: nobody has its shard."""
     ck, _ = write(ranks, rank, root, save=before)
-    epoch = ck._attempts.claim(5.0)
+    epoch = ck._job.protocol.claim(5.0)
     folder = [series.begin(root, step=9, epoch=epoch, world=3, trigger="crash", attempt="crash1")] if rank == 0 else []
     folder = root / ranks.gather(folder[0].name.encode() if folder else b"", 5.0)[0].decode()
     if rank != 1:
-        ck._write_crash(folder)
+        ck._job.write_crash(folder)
 
 
 def load_partial(ranks, _, root):
@@ -158,7 +158,7 @@ def test_lost_with_a_missing_shard_that_was_never_saved(tmp_path):
 def test_what_was_noted_of_a_load_goes_with_the_checkpoint(tmp_path):
     def act(ranks, rank):
         ck = checkpointer(tmp_path, buffer(), ranks, keep=2)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         for step in range(1, 4):
             ck.save(step)
             checkpointer(tmp_path, buffer(length=64), ranks).restore(step)

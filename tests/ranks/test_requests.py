@@ -62,10 +62,10 @@ def test_what_is_due_while_a_save_goes_on_waits_and_stops_nobody(tmp_path):
 
     def act(ranks, rank):
         ck = checkpointer(tmp_path, buffer(), ranks, every_steps=5, poll_every=100)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         if rank == 1:
-            real = ck._report
-            ck._report = lambda *args: gate.wait(10) and real(*args)
+            real = ck._job.saved
+            ck._job.saved = lambda *args: gate.wait(10) and real(*args)
         first = ck.poll(5)
         if rank == 0:
             first.wait(10)
@@ -85,9 +85,9 @@ def test_what_is_due_while_a_save_goes_on_waits_and_stops_nobody(tmp_path):
 def test_one_process_does_not_get_a_handle_of_a_save_that_it_did_not_begin(tmp_path):
     gate = threading.Event()
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_steps=1)
-    play(ck._buffer, 0, 0, [3])
-    real = ck._write_parts
-    ck._write_parts = lambda *args: gate.wait(10) and real(*args)
+    play(ck._job.buffer, 0, 0, [3])
+    real = ck._job.write_parts
+    ck._job.write_parts = lambda *args: gate.wait(10) and real(*args)
     handles = [ck.poll(step) for step in range(1, 6)]
     assert handles[1:] == [None] * 4
     gate.set()
@@ -102,26 +102,33 @@ def test_a_failure_that_ranks_hear_of_at_different_steps_does_not_part_them(tmp_
 
     def act(ranks, rank):
         ck = checkpointer(tmp_path, buffer(), ranks, every_steps=5, poll_every=3, on_failure=on_failure, keep=9)
-        play(ck._buffer, rank, 0, [3])
-        shard, write, late, told = ck._write_shard, ck._write, threading.Event(), {}
+        play(ck._job.buffer, rank, 0, [3])
+        shard, make, late, told = ck._job.write_shard, ck._attempt, threading.Event(), {}
 
         def write_shard(attempt, step, *more):
             if step == 5:
                 raise OSError("no space")
             return shard(attempt, step, *more)
 
-        def ended_late(*args):
-            try:
-                return write(*args)
-            finally:
-                late.wait(10)
+        def ended_late(asked):
+            attempt = make(asked)
+            write = attempt._write
 
-        ck._write_shard, ck._write = write_shard, ended_late
+            def late_write():
+                try:
+                    return write()
+                finally:
+                    late.wait(10)
+
+            attempt._write = late_write
+            return attempt
+
+        ck._job.write_shard, ck._attempt = write_shard, ended_late
         for step in range(1, 21):
             if step == (6 if rank == 0 else 8):
                 late.set()
-            if late.is_set() and ck._handle is not None:
-                ck._handle._over.wait(10)
+            if late.is_set() and ck._current is not None:
+                ck._current.join()
             if step > 8:
                 ranks.gather(b"", 5.0)  # no save goes on
             if step == 12 and rank == 1:
@@ -130,7 +137,7 @@ def test_a_failure_that_ranks_hear_of_at_different_steps_does_not_part_them(tmp_
                 ck.poll(step)
             except (RankFailed, UserWarning) as error:
                 told[step] = str(error)
-        ck._handle.wait(10)
+        ck._current.wait(10)
         return told
 
     with warnings.catch_warnings(action="error"):
@@ -146,11 +153,11 @@ def test_every_so_many_minutes_of_rank_0s_clock(tmp_path):
 
     def act(ranks, rank):
         ck = checkpointer(tmp_path, buffer(), ranks, every_minutes=10, poll_every=5)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         later = {(1, 2): 3600, (0, 7): 599, (0, 11): 2, (0, 19): 600}
         saved = []
         for step in range(1, 26):
-            ck._save_began -= later.get((rank, step), 0)
+            ck._schedule._began -= later.get((rank, step), 0)
             if (handle := ck.poll(step)) is not None:
                 handle.wait(20)
                 saved.append(step)
@@ -163,8 +170,8 @@ def test_every_so_many_minutes_of_rank_0s_clock(tmp_path):
 def test_minutes_count_from_the_last_save_and_the_restore(tmp_path):
     def made():
         ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_minutes=1, poll_every=1)
-        play(ck._buffer, 0, 0, [3])
-        ck._save_began -= 61
+        play(ck._job.buffer, 0, 0, [3])
+        ck._schedule._began -= 61
         return ck
 
     assert made().poll(1).wait(10)
@@ -173,7 +180,7 @@ def test_minutes_count_from_the_last_save_and_the_restore(tmp_path):
         act(ck)
         assert ck.poll(3) is None
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_minutes=0.001, poll_every=1)
-    play(ck._buffer, 0, 0, [3])
+    play(ck._job.buffer, 0, 0, [3])
     assert ck.poll(4) is None
     time.sleep(0.07)
     assert ck.poll(5).wait(10)
@@ -181,7 +188,7 @@ def test_minutes_count_from_the_last_save_and_the_restore(tmp_path):
 
 def test_after_a_restore_the_next_save_is_due_one_period_later(tmp_path):
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_steps=10)
-    play(ck._buffer, 0, 0, [3])
+    play(ck._job.buffer, 0, 0, [3])
     ck.save(25)
     again = checkpointer(tmp_path, buffer(), Ranks.local(), every_steps=10)
     again.restore()
@@ -191,7 +198,7 @@ def test_after_a_restore_the_next_save_is_due_one_period_later(tmp_path):
 def test_two_requests_are_one_save(tmp_path):
     def act(ranks, rank):
         ck = checkpointer(tmp_path, buffer(), ranks, poll_every=1)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         assert ck.requests.ask() is ck.requests.ask()
         ck.request()
         first = ck.poll(1)
@@ -207,10 +214,10 @@ def test_a_request_while_a_save_goes_on_waits_and_is_not_lost(tmp_path):
 
     def act(ranks, rank):
         ck = checkpointer(tmp_path, buffer(), ranks, poll_every=1)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         if rank == 1:
-            real = ck._write_parts
-            ck._write_parts = lambda *args: gate.wait(10) and real(*args)
+            real = ck._job.write_parts
+            ck._job.write_parts = lambda *args: gate.wait(10) and real(*args)
         ck.request()
         first = ck.poll(1)
         ck.request()
@@ -227,11 +234,11 @@ def test_a_request_while_a_save_goes_on_waits_and_is_not_lost(tmp_path):
 def test_a_failed_save_warns_or_raises_at_the_next_poll(tmp_path):
     def act(ranks, rank, on_failure):
         ck = checkpointer(tmp_path, buffer(), ranks, every_steps=1, poll_every=100, on_failure=on_failure)
-        ck._write_parts = lambda *_: (_ for _ in ()).throw(OSError("no space"))
+        ck._job.write_parts = lambda *_: (_ for _ in ()).throw(OSError("no space"))
         handle = ck.poll(1)
         while not handle.done:
             time.sleep(0.01)
-        ck._every_steps = None
+        ck._schedule._options = ck._schedule._options._replace(every_steps=None)
         ck.poll(2)
 
     for error in job(2, act, "raise"):
@@ -243,16 +250,16 @@ def test_a_failed_save_warns_or_raises_at_the_next_poll(tmp_path):
 def test_who_asks_while_a_save_begins_joins_it(tmp_path):
     """Between the moment at which nothing is asked for any more, and the one that is saved, there is none."""
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
-    play(ck._buffer, 0, 0, [3])
+    play(ck._job.buffer, 0, 0, [3])
     asked = [ck.requests.ask(join=True)]
-    for name in ("_save", "_noted"):
-        real = getattr(ck, name)
+    for place, name in ((ck, "_start"), (ck._job, "snapshot")):
+        real = getattr(place, name)
 
         def act(*args, real=real, **more):
             asked.append(ck.requests.ask(join=True))
             return real(*args, **more)
 
-        setattr(ck, name, act)
+        setattr(place, name, act)
     ck.poll(1).wait(10)
     assert {it.id for it in asked} == {asked[0].id}
     assert len(asked) == 3
@@ -264,7 +271,7 @@ def test_sigusr2_asks_and_the_old_handler_is_still_called(tmp_path):
     before = signal.signal(signal.SIGUSR2, lambda *_: heard.append(1))
     try:
         ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
-        play(ck._buffer, 0, 0, [3])
+        play(ck._job.buffer, 0, 0, [3])
         with ck.listen_signals():
             assert ck.poll(1) is None
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -314,7 +321,7 @@ def test_what_was_told_of_attempts_is_forgotten(tmp_path):
 
     def act(ranks, rank):
         ck = checkpointer(tmp_path, buffer(), ranks)
-        play(ck._buffer, rank, 0, [3])
+        play(ck._job.buffer, rank, 0, [3])
         for step in range(1, 8):
             try:
                 ck.save(step if rank or step % 3 else -1)

@@ -185,11 +185,11 @@ def test_save_fails_on_one_rank_and_there_is_no_checkpoint(tmp_path):
         play(rb, rank, 0, [4])
         ck = checkpointer(tmp_path, rb, ranks)
         if rank == 1:
-            ck._write_parts = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+            ck._job.write_parts = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         with pytest.raises(RankFailed, match=r"rank 1: OSError: \[Errno 28\] No space left"):
             ck.save(9)
         if rank == 1:
-            del ck._write_parts
+            del ck._job.write_parts
         return ck.save(9).name
 
     names = set(done(job(2, act)))
@@ -233,7 +233,7 @@ def test_rank_0_dies_between_votes_and_decision(tmp_path, monkeypatch):
         play(rb, rank, 0, [4])
         ck = checkpointer(tmp_path, rb, ranks)
         if rank == 0 or everybody:
-            ck._attempts.decided = lambda *_: (_ for _ in ()).throw(SystemExit)
+            ck._job.protocol.decided = lambda *_: (_ for _ in ()).throw(SystemExit)
             with pytest.raises(SystemExit):
                 ck.save(9 + everybody)
             return None

@@ -27,27 +27,32 @@ from engram._words import warn
 from engram.errors import CorruptStore, IncompatibleCheckpoint, NoSampleable, RowError, WriterStalled
 from engram.format import disk, files, layout, series
 from engram.format.checkpoints import Checkpoint, finish_dump, replacing
-from engram.migrate.torchrl import dump as torchrl
 from engram.nested import first_leaf, flatten, has_dimensions, has_entries, map_leaves
 from engram.packing import pack, unpack
 from engram.persist import parts as saved_parts
+from engram.persist.components import check_blocks
+from engram.persist.foreign import foreign_format
+from engram.persist.parts import Snapshot
 from engram.pinning import pinning_for
 from engram.prefetch import Prefetcher, Steps
-from engram.reshard.driver import by_trajectory, by_value
-from engram.reshard.plan import Incomplete
-from engram.reshard.scatter import open_saved
-from engram.state import check_keys, checked, copied, integer, read_from, saved, tensor_in, typed
+from engram.reshard.driver import convert as converted_for
+from engram.reshard.driver import seed_of
+from engram.reshard.reports import said_counts
+from engram.reshard.shards import open_shard
+from engram.state import Change, check_keys, checked, copied, integer, read_from, saved, tensor_in, typed
 from engram.store import Copied, Key, ThreadKey
 from engram.transforms import Compose
-from engram.types import DeclaredSampler, DeclaredWriter, Draw, Sampler, Traits, Write, WritePlan, Writer
+from engram.types import DeclaredSampler, DeclaredWriter, Draw, Form, Sampler, Traits, Write, WritePlan, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from engram.format.parts import PartReader
+    from engram.persist.foreign import ForeignDump
     from engram.pinning import Pinning
-    from engram.reshard.driver import Planner
+    from engram.reshard.driver import Reshard
     from engram.storages import Count, Rows, Storage
+    from engram.types import Commit
 
 __all__ = ["ReplayBuffer"]
 
@@ -1216,19 +1221,19 @@ class ReplayBuffer:
 
         Cost: O(bytes of the rows), which are copied.
         """
-        self._checked_state(state_dict, default_rng=default_rng)()
+        self._prepare_state(state_dict, default_rng=default_rng).commit()
 
-    def _checked_state(self, state: Any, *, default_rng: bool) -> Callable[[], None]:
-        """Check a state; what takes it over."""
+    def _prepare_state(self, state: Any, *, default_rng: bool) -> Commit:
+        """Check a state."""
         name = type(self).__name__
         check_keys(state, _STATE, name)
-        take_storage = checked(self._storage, state["_storage"], f"{name}: _storage")
-        return self._checked_rest(state, state["_storage"], take_storage, default_rng=default_rng)
+        load = checked(self._storage, state["_storage"], f"{name}: _storage")
+        return self._prepare_rest(state, state["_storage"], load, default_rng=default_rng)
 
-    def _checked_rest(
-        self, state: dict[str, Any], of_storage: dict[str, Any], take_storage: Callable[[], None], *, default_rng: bool
-    ) -> Callable[[], None]:
-        """Check all but the storage's state; what takes all over.
+    def _prepare_rest(
+        self, state: dict[str, Any], of_storage: dict[str, Any], storage_load: Commit, *, default_rng: bool
+    ) -> Commit:
+        """Check all but the storage's state.
 
         ``of_storage``: the plain values of that one.
         """
@@ -1252,19 +1257,19 @@ class ReplayBuffer:
         sampler = self._bound_sampler()
         take_writer = checked(self._writer, state["_writer"], f"{name}: _writer")
         take_transforms = checked(self._transform, state["_transforms"], f"{name}: _transforms")
-        take_sampler = sampler.checked_state(state["_sampler"], self._storage.capacity_after(of_storage))
+        take_sampler = Change(sampler.checked_state(state["_sampler"], self._storage.capacity_after(of_storage)))
 
         def take() -> None:
             self._drop_ahead("load", keys=False)
             self._storage.allocate_for(of_storage)
             # Whoever wrote in between would write rows that the sampler's state does not know.
             with self._storage.placing, self._storage.paused:  # who has placed rows is about to write them
-                take_storage()
+                storage_load.commit()
                 self._storage.notify(None, None)
                 self._bound_sampler()  # to what was allocated just now
-                take_sampler()
-                take_writer()
-                take_transforms()
+                take_sampler.commit()
+                take_writer.commit()
+                take_transforms.commit()
                 self._batch_size, self._lane = batch_size, lane
                 self._iterator = self._batches(begun=True) if iterating else None
                 if rng is not None:
@@ -1277,7 +1282,7 @@ class ReplayBuffer:
                 if not self._recorded:
                     self._record()
 
-        return take
+        return Change(take)
 
     def _checked_lane(self, state: dict[str, Any], where: str) -> int | None:
         """The lane of a saved handle. Earlier states have an int also of one that named its lane, unless that was 0."""
@@ -1387,11 +1392,11 @@ class ReplayBuffer:
             raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
         self._finish_ahead_of_pause()
         with replacing(Path(path)) as folder, disk.batched_fsync():
-            cut = self._storage.prepare_cut(without=self._sampler_indexes(), whole=True)
+            prepared = self._storage.prepare_snapshot(without=self._sampler_indexes(), whole=True)
             with self._storage.paused:
-                noted = cut()
-                parts = self.parts(noted=(), drop_ahead=prefetch == "drop")
-            rows = self._storage.save_whole(folder / saved_parts.STORAGE, noted)
+                snapshot = prepared.take()
+                parts = self._parts(noted=(), drop_ahead=prefetch == "drop")
+            rows = snapshot.save(folder / saved_parts.STORAGE)
             infos = [rows.info, *saved_parts.write_parts(folder, parts)]
             finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
 
@@ -1413,13 +1418,14 @@ class ReplayBuffer:
                 they are read, and nothing is stored if that fails.
             OSError: no space for the rows, or an I/O error. The buffer is empty then, if it was not already.
         """
-        if torchrl.is_torchrl_dump(path):
+        foreign = foreign_format(Path(path))
+        if foreign is not None:
             if convert:
                 raise IncompatibleCheckpoint(
-                    f"{path}: a dump of TorchRL's cannot be converted. Load it into a buffer of its size."
+                    f"{path}: a dump of {foreign.library}'s cannot be converted. Load it into a buffer of its size."
                 )
-            dump = torchrl.read(path, ndim=self._storage.ndim, max_bytes=_free_bytes())
-            self._checked_dump(dump)()
+            dump = foreign.read(Path(path), ndim=self._storage.ndim, max_bytes=_free_bytes())
+            self._prepare_foreign(dump, foreign.library).commit()
             return
         if series.is_series(Path(path)):
             raise IncompatibleCheckpoint(
@@ -1432,15 +1438,24 @@ class ReplayBuffer:
                     f"loads: {path}: expected what one process saved, got a checkpoint of {checkpoint.manifest.world} ranks. "
                     f"Checkpointer({str(Path(path).parent)!r}, buffer).restore(name={Path(path).name!r}) takes all of it."
                 )
-            self.checked_parts(checkpoint, default_rng=default_rng, convert=convert)()
+            self.prepare_load(checkpoint, default_rng=default_rng, convert=convert).commit()
 
     dump = save = dumps
     load = loads
 
-    def _checked_dump(self, dump: torchrl.TorchRLDump) -> Callable[[], None]:
-        """Check a dump of TorchRL's; what takes it over. What it does not say stays as it is here."""
+    def _prepare_foreign(self, dump: ForeignDump, library: str) -> Commit:
+        """Check a dump of another library's. What it does not say stays as it is here."""
+        storage = self._storage
+        if not storage.form.takes_rows:
+            raise IncompatibleCheckpoint(
+                f"{dump.path}: expected a dump of engram's for a {type(storage).__name__}, got one of {library}'s. Load it into a "
+                "LazyTensorStorage or a LazyMemmapStorage."
+            )
         synthesised = ("index", "index_generation") if self._shows_rows else ()
-        of_storage, take_storage = self._storage.checked_dump(dump, (*self._ignored, *synthesised))
+        here = None if storage.memory is None else storage.memory.schema
+        schema = dump.schema(here, (*self._ignored, *synthesised))
+        of_storage = dump.state(schema)
+        load = storage.prepare_rows(of_storage, dump.source(schema))
         state = self._state_but_rows()
         if dump.priorities is not None and state["_sampler"].keys() >= {"alpha", "eps", "highest"}:
             leaves = dump.priorities.leaves
@@ -1459,9 +1474,32 @@ class ReplayBuffer:
             state["_rng"] = [dump.rng_state, "cpu"]
         state["_batch_size"] = self._batch_size or dump.batch_size
         state["_prefetch_state"] = None
-        return self._checked_rest(state, of_storage, take_storage, default_rng=False)
+        return self._prepare_rest(state, of_storage, load, default_rng=False)
 
-    def parts(self, *, noted: Collection[str] | None = None, drop_ahead: bool = False) -> saved_parts.Parts:
+    def snapshot(self, *, prefetched: Literal["save", "drop"] = "save") -> Snapshot:
+        """All that a checkpoint saves, as it is now. Writers wait for a copy of 8 bytes per row and priority.
+
+        ``prefetched``: ``"drop"`` leaves out batches that were drawn ahead.
+        """
+        storage = self._storage
+        drop = prefetched == "drop"
+        self._parts(
+            drop_ahead=drop
+        )  # raises for what cannot be saved, and makes what is made once, before writers wait
+        prepared = storage.prepare_snapshot(whole=False)
+        with storage.paused:
+            began = time.perf_counter()
+            rows = prepared.take()
+            parts = self._parts(noted=rows.priorities, drop_ahead=drop)
+            return Snapshot(rows, parts, self.form, time.perf_counter() - began)
+
+    @property
+    def form(self) -> Form:
+        """How the buffer keeps its rows, as far as a checkpoint must know."""
+        form: Form = self._storage.form
+        return form._replace(ranking=self._placer.ranking)
+
+    def _parts(self, *, noted: Collection[str] | None = None, drop_ahead: bool = False) -> saved_parts.Parts:
         """All of the state but the storage's, as the parts of a checkpoint.
 
         ``noted``: names of priorities that the storage's part has, default all; the sampler's says which of them it is, if that is its
@@ -1491,7 +1529,7 @@ class ReplayBuffer:
         kinds = {part: type(component).__name__ for part, component in components.items()}
         return {**kinds, "rng": "Generator", "prefetch": "Prefetcher"}
 
-    def checked_parts(
+    def prepare_load(
         self,
         checkpoint: Checkpoint,
         rank: int = 0,
@@ -1499,8 +1537,8 @@ class ReplayBuffer:
         default_rng: bool = False,
         close_open: bool = False,
         convert: bool = False,
-    ) -> Callable[[], None]:
-        """Check a rank's parts of a checkpoint; what takes them over, which must be called before the checkpoint is closed.
+    ) -> Commit:
+        """Check a rank's parts of a checkpoint, which must stay open until the load is committed.
 
         ``close_open``: trajectories that go on end where they are.
 
@@ -1508,80 +1546,54 @@ class ReplayBuffer:
         """
         where = str(checkpoint.shard_folder(rank))
         with read_from(where):
-            return self._checked_parts(checkpoint, rank, where, default_rng, close_open, convert)
+            return self._prepare_parts(checkpoint, rank, where, default_rng, close_open, convert)
 
-    def _checked_parts(
+    def _prepare_parts(
         self, checkpoint: Checkpoint, rank: int, where: str, default_rng: bool, close_open: bool, convert: bool
-    ) -> Callable[[], None]:
+    ) -> Commit:
         reader = saved_parts.open_storage(checkpoint, rank)
         states = saved_parts.read_parts(checkpoint, rank, self._kinds())
         if saved_parts.INDEX in states["sampler"]:
             states["sampler"] = saved_parts.index_state(reader, states["sampler"])
         of_storage: dict[str, Any] = reader.state
         if convert:
-            of_storage, take_storage = self._checked_conversion(reader, states)
+            of_storage, load = self._prepare_conversion(reader, states)
         else:
-            take_storage = self._storage.checked_part(reader, close_open=close_open)
+            load = self._storage.prepare_part(reader, close_open=close_open)
         state = self._state_of_parts(states, where)
-        return self._checked_rest(state, of_storage, take_storage, default_rng=default_rng)
+        return self._prepare_rest(state, of_storage, load, default_rng=default_rng)
 
-    def planner(self, incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:
-        """What decides where saved rows go that are of other ranks or sizes: as trajectories, or as the writer ranks them.
+    def prepare_placed(
+        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int = 0, default_rng: bool = False
+    ) -> Commit:
+        """Check what a plan gives to this buffer of a checkpoint.
 
-        ``incomplete``, ``overflow``: of trajectories, as for ``Checkpointer.restore``.
-        """
-        ranking = self._placer.ranking
-        return by_trajectory(incomplete, overflow) if ranking is None else by_value(ranking)
-
-    def checked_placed(
-        self,
-        checkpoint: Checkpoint,
-        of_storage: dict[str, Any],
-        fill: Callable[[Sequence[Tensor]], None],
-        *,
-        leader: int = 0,
-        seed: int,
-        default_rng: bool = False,
-    ) -> Callable[[], None]:
-        """Check what a plan gives to this buffer of a checkpoint, of one rank or of many; what takes it over.
-
-        What is not of rows is that of one rank; passes over the rows and generators begin anew, and nothing is prefetched.
+        What is not of rows is that of one rank. Passes over the rows and generators begin again, and nothing is prefetched.
 
         Args:
-            checkpoint: open until all is taken over.
-            of_storage: the state of the storage, without rows.
-            fill: what reads those into its tensors.
-            leader: that rank.
-            seed: of generators.
-            default_rng: seed torch's default one, too.
+            checkpoint: open until the load is committed.
+            made: the plan, of shards of that checkpoint.
+            rank: of this buffer.
+            env_offset: added to the lane in fields whose role is ``env_id``.
+            default_rng: seed torch's default generator, too.
 
         Raises: as :meth:`loads`. Nothing is changed.
         """
-        where = str(checkpoint.shard_folder(leader))
+        placed = made.rows(rank, env_offset)
+        where = str(checkpoint.shard_folder(made.leader))
         with read_from(where):
-            return self._checked_placed(checkpoint, of_storage, fill, where, leader, seed, default_rng)
-
-    def _checked_placed(
-        self,
-        checkpoint: Checkpoint,
-        of_storage: dict[str, Any],
-        fill: Callable[[Sequence[Tensor]], None],
-        where: str,
-        leader: int,
-        seed: int,
-        default_rng: bool,
-    ) -> Callable[[], None]:
-        take_rows = self._storage.checked_without_rows(of_storage)
-        generator = torch.Generator().manual_seed(seed).get_state()
-        read = saved_parts.read_parts(checkpoint, leader, self._kinds())
-        self._state_of_parts(read, where)  # they have what is replaced
-        states = {part: saved_parts.begun_anew(part, state, seed, generator) for part, state in read.items()}
-        if saved_parts.INDEX in states["sampler"]:
-            states["sampler"] = of_storage["priorities"][states["sampler"][saved_parts.INDEX]]
-        state = self._state_of_parts(states, where)
-        state["_rng"] = None if self._generator is None else [generator, "cpu"]
-        state["_lane"] = self._saved_lane  # that of another rank says nothing here
-        return self._checked_rest(state, of_storage, lambda: take_rows(fill), default_rng=default_rng)
+            load = self._storage.prepare_rows(placed.state, placed.source)
+            seed = seed_of(checkpoint, len(made.targets), rank)
+            generator = torch.Generator().manual_seed(seed).get_state()
+            read = saved_parts.read_parts(checkpoint, made.leader, self._kinds())
+            self._state_of_parts(read, where)  # they have what is replaced
+            states = {part: saved_parts.reset(part, state, seed, generator) for part, state in read.items()}
+            if saved_parts.INDEX in states["sampler"]:
+                states["sampler"] = placed.state["priorities"][states["sampler"][saved_parts.INDEX]]
+            state = self._state_of_parts(states, where)
+            state["_rng"] = None if self._generator is None else [generator, "cpu"]
+            state["_lane"] = self._saved_lane  # that of another rank says nothing here
+            return self._prepare_rest(state, placed.state, load, default_rng=default_rng)
 
     def _state_of_parts(self, states: dict[str, dict[str, Any]], where: str) -> dict[str, Any]:
         """All but the storage's, as :meth:`state_dict` has it."""
@@ -1611,25 +1623,37 @@ class ReplayBuffer:
             "_prefetch_state": states["prefetch"]["batches"],
         }
 
-    def _checked_conversion(
+    def _prepare_conversion(
         self, reader: PartReader, states: dict[str, dict[str, Any]]
-    ) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Check what is to be converted: the state that the storage gets, and what takes it over. Changes the other states."""
-        saved_rows = open_saved(reader, held=True)
-        sampler = states["sampler"]
+    ) -> tuple[dict[str, Any], Commit]:
+        """Check what is to be converted: the state that the storage gets, and its load. Changes the other states."""
+        storage, sampler = self._storage, states["sampler"]
+        shard = open_shard(reader, held=True)
         own = [name for name, kind in self._sampler_indexes() if kind == priorities.KIND and "leaves" in sampler]
         for name in own:
             here = self._sampler.state_dict()
-            saved_rows.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])
-        plan = self.planner(Incomplete(open="keep", headless="keep"), "cut")
-        of_storage, take = self._storage.checked_conversion(saved_rows, plan, without=own)
+            shard.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])
+        schema = storage.schema_here(shard.head["schema"], str(reader.folder))
+        converted = converted_for(shard, schema, storage.ndim, self.form.ranking)
+        dropped = [
+            f"{said_counts(counts)} as {reason}" for reason, counts in converted.dropped.items() if counts["steps"]
+        ]
+        if dropped:
+            warn(
+                f"loads: {reader.folder.parent}: left out: {', '.join(dropped)}. The newest were taken: a larger storage takes more."
+            )
+        if len(storage):
+            check_blocks(reader)
+        state, source = converted.rows
+        others = {name: known for name, known in state["priorities"].items() if name not in own}
+        load = storage.prepare_rows({**state, "priorities": others}, source)
         for name in own:
-            states["sampler"] = of_storage["priorities"][name]
-        states["sampler"] = saved_parts.pass_anew(states["sampler"], 0)
+            states["sampler"] = state["priorities"][name]
+        states["sampler"] = saved_parts.reset_pass(states["sampler"], 0)
         states["prefetch"] = {"batches": None}
-        if states["buffer"].get("lane") not in [[lane] for lane in range(self._storage.lanes)]:
+        if states["buffer"].get("lane") not in [[lane] for lane in range(storage.lanes)]:
             states["buffer"]["lane"] = 0
-        return of_storage, take
+        return state, load
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

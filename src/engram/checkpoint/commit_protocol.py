@@ -63,13 +63,12 @@ class Attempts:
 
     def claim(self, timeout: float) -> int:
         """The same on all ranks, which must all call this. Raises :class:`RankFailed`: some did not."""
-
-        def own() -> bytes:
-            return str(self.epoch).encode() if self.ranks.rank == 0 else b""
-
-        said = self.ranks.together("epoch", own, timeout)
-        self._epoch = int(said[0])
+        _, given = self.ranks.run_on_all("epoch", self._own_epoch, timeout)
+        self._epoch = int(given[0])
         return self._epoch
+
+    def _own_epoch(self) -> tuple[None, bytes]:
+        return None, str(self.epoch).encode() if self.ranks.rank == 0 else b""
 
     def begin(self, number: int, begun: Callable[[], Path], timeout: float) -> Path:
         """The folder of the attempt of that number, which rank 0 begins; others hear of it, or of its error.

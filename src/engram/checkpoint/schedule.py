@@ -1,4 +1,4 @@
-"""Who asks for a checkpoint: code, a signal, or a period. Asking only leaves a note; all ranks then save at one step."""
+"""When to save: after a number of steps or minutes, or when code, a signal or an HTTP request asks. All ranks save at one step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import contextlib
 import secrets
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Request", "Requests"]
+    from engram.checkpoint.options import Options
+    from engram.checkpoint.save import SaveHandle
+    from engram.ranks import Ranks
+
+__all__ = ["Request", "Requests", "Schedule"]
 
 #: How many requests are remembered, for those who ask what became of theirs.
 _REMEMBERED = 64
@@ -22,7 +27,7 @@ class Request:
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(8)
-        self.save: Any = None
+        self.save: SaveHandle | None = None
         """The handle of the save that serves it; None: none has begun."""
 
 
@@ -72,7 +77,7 @@ class Requests:
         """As :meth:`ask`, for signal handlers: takes no lock."""
         self._signalled = True
 
-    def serve(self, save: Any) -> None:
+    def serve(self, save: SaveHandle) -> None:
         """This save serves all that was asked for. To be called before its moment, so that nothing is lost."""
         with self._lock:
             self._signalled = False
@@ -98,3 +103,56 @@ class Requests:
             yield
         finally:
             signal.signal(number, before if before is not None else signal.SIG_DFL)
+
+
+class Schedule:
+    """When this rank wants a save, and when all agree to one.
+
+    Args:
+        ranks: of the job.
+        options: of the Checkpointer.
+    """
+
+    def __init__(self, ranks: Ranks, options: Options) -> None:
+        self._ranks, self._options = ranks, options
+        self.requests = Requests()
+        self.stride = 1
+        """Steps from one poll to the next, as far as is known."""
+        self._polls = 0
+        self._due = False
+        self._began = time.monotonic()
+
+    def began(self) -> None:
+        """A save has begun, or a restore has ended."""
+        self._began = time.monotonic()
+
+    def advanced(self, steps: int) -> None:
+        """So many steps passed since the last poll."""
+        self.stride = max(1, steps)
+
+    def agreed(self, before: int, step: int, *, able: bool) -> bool:
+        """Whether all ranks begin a save now: one of them wants to, and each is able to.
+
+        A rank that still writes the last save is not: training does not wait for that.
+
+        Args:
+            before: the step of the last poll.
+            step: this one.
+            able: whether this rank is.
+        """
+        options = self._options
+        if options.every_steps is not None:
+            self._due |= step // options.every_steps > before // options.every_steps
+        self._polls += 1
+        if not self._due and self._polls % options.poll_every:
+            return False
+        wish = int(self._due or self.requests.any or self._overdue()) if able else 2
+        if self._ranks.max(wish, options.timeout) != 1:
+            return False
+        self._due = False
+        return True
+
+    def _overdue(self) -> bool:
+        """Whether the clock asks for a save: that of rank 0, as others go otherwise."""
+        every = None if self._ranks.rank else self._options.every_minutes
+        return every is not None and time.monotonic() - self._began >= 60 * every

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -16,9 +15,11 @@ from engram.format.checkpoints import Checkpoint, is_checkpoint, rank_folder
 from engram.persist import parts
 from engram.persist.components import check_blocks, read_state, write_part
 from engram.reshard.agreement import disagreements
-from engram.reshard.driver import by_trajectory, by_value, checked_incomplete, open_shards, seed_of
+from engram.reshard.driver import Policy, checked_incomplete
+from engram.reshard.driver import reshard as run
 from engram.reshard.plan import Target
-from engram.reshard.reports import move_report
+from engram.reshard.reports import reshard_report
+from engram.reshard.shards import open_shards
 from engram.storages import LazyMemmapStorage
 from engram.writers import TensorDictMaxValueWriter
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from engram.reshard.driver import Move, Planner
-    from engram.reshard.plan import Incomplete
+    from engram.reshard.driver import Reshard
+    from engram.types import Ranking
 
 __all__ = ["reshard"]
 
@@ -48,7 +49,7 @@ def reshard(
     capacity: int | None,
     open_ones: str,
     headless: str,
-    overflow: str,
+    overflow: Literal["cut", "fill"],
     max_drop_fraction: float,
     dry_run: bool,
 ) -> None:
@@ -66,32 +67,33 @@ def reshard(
         _check_target(target, checkpoint)
         targets = [Target(lanes, _lane_length(checkpoint, ranks, lanes, capacity))] * ranks
         incomplete = checked_incomplete({"open": open_ones, "headless": headless})
-        move = _planner(checkpoint, incomplete, overflow)(open_shards(checkpoint, stack), targets)
-        move.check_left_out(max_drop_fraction, str(checkpoint.folder), _WAYS, _OTHERWISE)
+        policy = Policy(incomplete, overflow, _ranking(checkpoint))
+        made = run(open_shards(checkpoint, stack), targets, policy)
+        made.check_dropped(max_drop_fraction, str(checkpoint.folder), _WAYS, _OTHERWISE)
         for rank in range(ranks):
-            move.rows(rank)
-            _others(checkpoint, move, rank)
-        _check_rows(move)
-        _show(checkpoint, move, disagreements(checkpoint, move))
+            made.rows(rank)
+            made.parts(checkpoint, rank)
+        _check_rows(made)
+        _show(checkpoint, made, disagreements(checkpoint, made))
         if not dry_run:
-            name = _write(checkpoint, move, target)
+            name = _write(checkpoint, made, target)
             Console(highlight=False).print(f"wrote {target / name}", soft_wrap=True)
 
 
-def _check_rows(move: Move) -> None:
+def _check_rows(made: Reshard) -> None:
     """Read every block of the shards. Raises ``CorruptCheckpoint``: the first that is not as it was."""
-    with bytes_bar("checking", sum(sum(one.reader.files.values()) for one in move.saved)) as progress:
-        for one in move.saved:
+    with bytes_bar("checking", sum(sum(one.reader.files.values()) for one in made.shards)) as progress:
+        for one in made.shards:
             check_blocks(one.reader)
             progress(sum(one.reader.files.values()))
 
 
-def _planner(checkpoint: Checkpoint, incomplete: Incomplete, overflow: Any) -> Planner:
-    """As the writer that was saved would have it."""
+def _ranking(checkpoint: Checkpoint) -> Ranking | None:
+    """How the writer that was saved ranks rows, if it does."""
     (state,) = (read_state(reader) for reader in checkpoint.parts(0) if reader.part == "writer")
     if state.keys() != {"rank_key", "reduction"}:
-        return by_trajectory(incomplete, overflow)
-    return by_value(TensorDictMaxValueWriter(tuple(state["rank_key"]), state["reduction"]).ranking)
+        return None
+    return TensorDictMaxValueWriter(tuple(state["rank_key"]), state["reduction"]).ranking
 
 
 def _found(source: Path) -> Path:
@@ -125,8 +127,8 @@ def _lane_length(checkpoint: Checkpoint, ranks: int, lanes: int, capacity: int |
     return max(1, -(-capacity // lanes))
 
 
-def _show(checkpoint: Checkpoint, move: Move, differing: Iterable[str]) -> None:
-    found = move_report(move, checkpoint.ranks)
+def _show(checkpoint: Checkpoint, made: Reshard, differing: Iterable[str]) -> None:
+    found = reshard_report(made, checkpoint.ranks)
     console = Console(highlight=False)
     console.print(f"{checkpoint.folder}: {len(found['shards'])} ranks → {len(found['targets'])}", soft_wrap=True)
     table = Table(box=None, pad_edge=False)
@@ -153,21 +155,21 @@ def _show(checkpoint: Checkpoint, move: Move, differing: Iterable[str]) -> None:
         console.print(text, soft_wrap=True)
 
 
-def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:
+def _write(checkpoint: Checkpoint, made: Reshard, root: Path) -> str:
     """One rank after the other, each through a store on the disk of the target: memory does not depend on their sizes."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     epoch = series.claim_epoch(root)
-    manifest, world = checkpoint.manifest, len(move.targets)
+    manifest, world = checkpoint.manifest, len(made.targets)
     attempt = series.begin(root, step=manifest.step, epoch=epoch, world=world, trigger="reshard", user=manifest.user)
-    total = sum(target.capacity for target in move.targets) * sum(f.row_bytes for f in move.fields)
+    total = sum(target.capacity for target in made.targets) * sum(f.row_bytes for f in made.fields)
     try:
         with bytes_bar("resharding", total) as progress:
             for rank in range(world):
-                _write_rank(checkpoint, move, rank, attempt / rank_folder(rank, world), attempt, progress)
-        made = series.decide(attempt, epoch)
-        assert made is not None  # all have voted
-        if made.status != "complete":
-            raise OSError(f"{attempt}: {'; '.join(made.reasons)}")
+                _write_rank(checkpoint, made, rank, attempt / rank_folder(rank, world), attempt, progress)
+        decided = series.decide(attempt, epoch)
+        assert decided is not None  # all have voted
+        if decided.status != "complete":
+            raise OSError(f"{attempt}: {'; '.join(decided.reasons)}")
     except BaseException:
         with contextlib.suppress(OSError):
             disk.remove(attempt)
@@ -176,37 +178,20 @@ def _write(checkpoint: Checkpoint, move: Move, root: Path) -> str:
     return attempt.name
 
 
-def _write_rank(checkpoint: Checkpoint, move: Move, rank: int, folder: Path, attempt: Path, progress: Any) -> None:
-    state, fill = move.rows(rank)
-    target = move.targets[rank]
-    roles = {field.key: field.role for field in move.saved[move.leader].reader.schema or ()}
+def _write_rank(checkpoint: Checkpoint, made: Reshard, rank: int, folder: Path, attempt: Path, progress: Any) -> None:
+    placed, target = made.rows(rank), made.targets[rank]
+    roles = {field.key: field.role for field in made.shards[made.leader].reader.schema or ()}
     with tempfile.TemporaryDirectory(prefix=".reshard-", dir=attempt.parent) as scratch:
         storage = LazyMemmapStorage(target.capacity, lanes=target.lanes, scratch_dir=scratch)
         try:
-            storage.checked_without_rows(state)(fill)
-            cut = storage.prepare_cut()()
+            storage.prepare_rows(placed.state, placed.source).commit()
+            snapshot = storage.prepare_snapshot(whole=False).take()
             with disk.batched_fsync():
-                rows = storage.save_cut(folder / parts.STORAGE, cut, roles=roles, progress=progress)
-                others = _others(checkpoint, move, rank)
+                rows = snapshot.save_segments(folder / parts.STORAGE, roles=roles, progress=progress)
+                others = made.parts(checkpoint, rank)
                 infos = [rows.info, *(write_part(folder / part, part, kind, state) for part, kind, state in others)]
         finally:
             storage.close()
         series.accept(
             attempt, rank, infos, layout="segments", cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum
         )
-
-
-def _others(checkpoint: Checkpoint, move: Move, rank: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """The parts that are not of rows, by name and class: as the leader has them, but for what begins anew.
-
-    Raises:
-        CorruptCheckpoint: one is damaged. IncompatibleCheckpoint: one has what is of rows.
-    """
-    seed = seed_of(checkpoint, len(move.targets), rank)
-    generator = torch.Generator().manual_seed(seed).get_state()
-    others = [
-        (reader.part, reader.type, parts.begun_anew(reader.part, read_state(reader), seed, generator))
-        for reader in checkpoint.parts(move.leader)
-        if reader.part != parts.STORAGE
-    ]
-    return [(part, kind, state) for part, kind, state in others if state != parts.EMPTY.get(part)]

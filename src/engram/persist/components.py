@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,14 +18,24 @@ from engram.format.schema import DTYPES
 from engram.state import checked, mapped, saved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from engram.format.parts import PartInfo
+    from engram.types import Commit
 
-__all__ = ["Dumpable", "check_blocks", "check_kind", "described_state", "read_state", "write_part"]
+__all__ = [
+    "Dumpable",
+    "Preparation",
+    "Snapshot",
+    "StateSnapshot",
+    "check_blocks",
+    "check_kind",
+    "described_state",
+    "read_state",
+    "write_part",
+]
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 
@@ -47,6 +57,41 @@ def write_part(folder: Path, part: str, kind: str, state: dict[str, Any]) -> Par
     return writer.finish(described_state(writer, state, part))
 
 
+class Snapshot(Protocol):
+    """A component's state at one moment, which later changes do not touch."""
+
+    def save(self, folder: Path) -> object:
+        """Write it into a new folder, as a part of a dump. Others may be writing. Raises as :meth:`Dumpable.dumps`."""
+
+
+class Preparation(Protocol):
+    """What a snapshot needs, gathered before writers wait for it."""
+
+    def take(self) -> Snapshot:
+        """The snapshot of this moment."""
+
+
+class _StatePreparation:
+    def __init__(self, component: Dumpable) -> None:
+        self._component = component
+
+    def take(self) -> StateSnapshot:
+        component = self._component
+        return StateSnapshot(component.part, type(component).__name__, saved(component, component.part))
+
+
+class StateSnapshot(NamedTuple):
+    """A state without rows of its own."""
+
+    part: str
+    kind: str
+    """The class of the component."""
+    state: dict[str, Any]
+
+    def save(self, folder: Path) -> PartInfo:
+        return write_part(folder, self.part, self.kind, self.state)
+
+
 class Dumpable:
     """A component that can be saved as a folder of its own."""
 
@@ -58,20 +103,12 @@ class Dumpable:
         """Inside nothing that is saved changes."""
         return contextlib.nullcontext()
 
-    def prepare_save(self) -> Callable[[], Callable[[Path], Any]]:
-        """What notes the state, while nothing of it changes; that returns what writes it into a new folder, as a part of a checkpoint.
+    def prepare_snapshot(self) -> Preparation:
+        """What takes a snapshot, as fast as can be, while the component is :attr:`paused`. Raises as :meth:`dumps`."""
+        return _StatePreparation(self)
 
-        Both raise as :meth:`dumps`.
-        """
-
-        def note() -> Callable[[Path], Any]:
-            state = saved(self, self.part)
-            return lambda folder: write_part(folder, self.part, type(self).__name__, state)
-
-        return note
-
-    def checked_part(self, reader: PartReader) -> Callable[[], None]:
-        """Check a part; what takes it over. Raises as :meth:`loads`; nothing is changed."""
+    def prepare_part(self, reader: PartReader) -> Commit:
+        """Check a part. Raises as :meth:`loads`; nothing is changed."""
         check_kind(reader, self.part, type(self).__name__)
         return checked(self, read_state(reader), self.part)
 
@@ -87,10 +124,10 @@ class Dumpable:
             OSError: no space, or an I/O error. What lay there before still does.
         """
         with replacing(Path(path)) as folder, disk.batched_fsync():
-            note = self.prepare_save()
+            prepared = self.prepare_snapshot()
             with self.paused:
-                write = note()
-            write(folder)
+                snapshot = prepared.take()
+            snapshot.save(folder)
 
     def loads(self, path: str | Path) -> None:
         """Take over what :meth:`dumps` saved.
@@ -100,7 +137,7 @@ class Dumpable:
             IncompatibleCheckpoint: of another kind of component. Otherwise as ``load_state_dict``. Nothing is changed.
         """
         with PartReader.open(Path(path)) as reader:
-            self.checked_part(reader)()
+            self.prepare_part(reader).commit()
 
     dump = save = dumps
     load = loads

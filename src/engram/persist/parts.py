@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartInfo, PartReader
+    from engram.persist.snapshot import StorageSnapshot
+    from engram.types import Form
 
 __all__ = [
     "EMPTY",
@@ -21,11 +23,12 @@ __all__ = [
     "INDEX",
     "STORAGE",
     "Parts",
-    "begun_anew",
+    "Snapshot",
     "index_state",
     "open_storage",
-    "pass_anew",
     "read_parts",
+    "reset",
+    "reset_pass",
     "write_parts",
 ]
 
@@ -47,6 +50,16 @@ class Parts(NamedTuple):
 
     states: dict[str, dict[str, Any]]
     kinds: dict[str, str]
+
+
+class Snapshot(NamedTuple):
+    """All that a checkpoint saves of a buffer, at one moment. The rows are read when they are written."""
+
+    rows: StorageSnapshot
+    parts: Parts
+    form: Form
+    paused_s: float
+    """For how long writers waited."""
 
 
 def write_parts(folder: Path, parts: Parts) -> Iterator[PartInfo]:
@@ -82,8 +95,8 @@ def read_parts(checkpoint: Checkpoint, rank: int, kinds: Mapping[str, str]) -> d
     return states
 
 
-def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> dict[str, Any]:
-    """The state of a part for rows that were moved: passes over them begin anew, and so do generators; nothing is prefetched.
+def reset(part: str, state: dict[str, Any], seed: int, generator: Any) -> dict[str, Any]:
+    """The state of a part for rows that were moved: passes over them begin again, and so do generators; nothing is prefetched.
 
     Args:
         part: its name.
@@ -100,7 +113,7 @@ def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> d
             "loads(path, convert=True), and save that with a Checkpointer."
         )
     if part == "sampler":
-        return pass_anew(state, seed)
+        return reset_pass(state, seed)
     if part == "buffer":
         return {**state, "lane": 0, "iterating": False}
     if part == "rng":
@@ -112,8 +125,8 @@ def begun_anew(part: str, state: dict[str, Any], seed: int, generator: Any) -> d
     return state
 
 
-def pass_anew(state: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The state of a sampler, of which a pass over rows or trajectories begins anew. ``seed``: of its order."""
+def reset_pass(state: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The state of a sampler, of which a pass over rows or trajectories begins again. ``seed``: of its order."""
     if "visited" not in state:
         return state
     begin = {name: 0 for name in _OF_A_PASS if name in state}

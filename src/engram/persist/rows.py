@@ -17,34 +17,35 @@ from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.checkpoints import Count, Cut, Totals
 from engram.format.files import Descriptor
-from engram.format.parts import NO_SCHEMA, Geometry, PartField, PartWriter, schema_sum, segment_layout
+from engram.format.parts import Geometry, PartField, PartWriter, schema_sum, segment_layout
 from engram.format.problems import corrupt
 from engram.format.tables import OPEN
 from engram.persist.components import described_state, read_state
 from engram.persist.parallel_read import READERS, parallel_read
-from engram.persist.roles import boundary_fields
+from engram.persist.roles import boundary_fields, roles_of
 from engram.persist.trajectory_table import Marks, count_kinds, find_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.format.parts import PartInfo, PartReader
+    from engram.format.parts import PartInfo, PartReader, SegmentRows
     from engram.format.schema import Schema
+    from engram.persist.snapshot import RowsSnapshot
     from engram.store import Store
 
 __all__ = [
     "TABLES",
     "Boundaries",
+    "RowsWriter",
     "SavedRows",
+    "SavedRowsSource",
     "Stretch",
     "checked_numbers",
     "described",
     "dtype_of",
-    "fill",
-    "nothing_saved",
     "read_rows_state",
     "save_flat",
     "stretches",
@@ -78,11 +79,6 @@ class SavedRows(NamedTuple):
     schema_sum: str
 
 
-def nothing_saved(info: PartInfo, clock: int, steps: int) -> SavedRows:
-    """Of a storage without fields: never written, or a list."""
-    return SavedRows(info, Cut(clock), Totals(steps=steps, episodes=0), NO_SCHEMA)
-
-
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of that name, one of ``DTYPES``."""
     dtype: torch.dtype = getattr(torch, name)
@@ -102,56 +98,81 @@ def described(schema: Schema, roles: Sequence[Any]) -> tuple[Geometry, list[Part
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def save_flat(
-    folder: Path,
-    kind: str,
-    store: Store,
-    state: dict[str, Any],
-    roles: Sequence[str],
-    *,
-    base: int = 0,
-    live: int,
-    rows: Sequence[Tensor] | None = None,
-) -> SavedRows:
-    """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Others may be writing.
+class RowsWriter:
+    """A part with the rows of a snapshot, while it is written.
 
     Args:
         folder: where; it must not exist.
-        kind: the class of the storage.
-        store: whose rows they are.
-        state: the storage's at the cut, without rows; ``numbers`` may have been read later, and have the store's base.
-        roles: of each field.
-        base: by how much tickets were larger at the cut than those that are saved.
-        live: rows that there were at the cut.
-        rows: copies of all rows at the cut, by field; None: there are none, and rows that changed since are left out.
+        snapshot: what is written.
+        roles: what fields mean, by key, where they are not called as usual.
+    """
+
+    def __init__(self, folder: Path, snapshot: RowsSnapshot, roles: Mapping[Any, str] | None) -> None:
+        schema = snapshot.store.schema
+        self.part = PartWriter(folder, "storage", snapshot.kind)
+        self.boundaries = Boundaries(schema, own := roles_of(schema.fields, roles))
+        self.geometry, self.fields = described(schema, own)
+        self._snapshot = snapshot
+
+    def finish(
+        self,
+        numbers: NDArray[np.int64],
+        stored: NDArray[np.int64],
+        marks: Callable[[NDArray[np.int64]], Marks],
+        *,
+        segment_rows: int | None = None,
+        segments: Sequence[SegmentRows] = (),
+    ) -> SavedRows:
+        """Write lanes, tickets, trajectories and the state.
+
+        Args:
+            numbers: of all rows as they are saved, 0 for those that hold nothing.
+            stored: of the rows that the files hold, in their order.
+            marks: what rows say of trajectories.
+            segment_rows: rows of a whole segment, if files are segments.
+            segments: what they hold.
+        """
+        snapshot = self._snapshot
+        state = snapshot.state
+        totals = write_tables(self.part, snapshot.store, state["lanes"].numpy(), numbers, stored, marks)
+        rest = {name: value for name, value in state.items() if name not in TABLES}
+        lost = snapshot.live - int(np.count_nonzero(stored))
+        info = self.part.finish(
+            described_state(self.part, rest, "storage"),
+            geometry=self.geometry,
+            schema=self.fields,
+            segment_rows=segment_rows,
+            segments=segments,
+        )
+        return SavedRows(info, Cut(state["clock"], exact=not lost, lost_rows=lost), totals, schema_sum(self.fields))
+
+
+def save_flat(folder: Path, snapshot: RowsSnapshot) -> SavedRows:
+    """Write a store into a new folder, a file per field, which ``TensorDict.load_memmap`` reads. Others may be writing.
 
     Raises:
         OSError: no space, or an I/O error.
     """
-    part = PartWriter(folder, "storage", kind)
-    boundaries = Boundaries(store.schema, roles)
-    lanes, in_use = state["lanes"].numpy(), np.zeros(store.rows_in_use(state["lanes"]), np.int64)
-    in_use[: len(state["numbers"])] = state["numbers"]
-    marks = boundaries.marks_now(store, in_use) if rows is None else boundaries.marks_of(rows)
-    numbers = in_use[: int(np.flatnonzero(in_use).max(initial=-1)) + 1]  # the last ones may be void
-    _write_flat(part, store, numbers, rows)
-    if rows is None:
-        # What lies in the files of a row that was overwritten meanwhile is of no row: its ticket is void.
-        still = store.numbers_before(state["clock"] + base, state["lanes"])[: len(numbers)].numpy()
-        numbers[still != numbers] = 0
-    in_use[in_use != 0] -= base
-    totals = write_tables(part, store, lanes, in_use, numbers, marks)
-    geometry, fields = described(store.schema, roles)
-    rest = {name: value for name, value in state.items() if name not in TABLES}
-    lost = live - int(np.count_nonzero(numbers))
-    info = part.finish(described_state(part, rest, "storage"), geometry=geometry, schema=fields)
-    return SavedRows(info, Cut(state["clock"], exact=not lost, lost_rows=lost), totals, schema_sum(fields))
+    known = snapshot.numbers()
+    writer = RowsWriter(folder, snapshot, None)
+    store, copies = snapshot.store, snapshot.copies
+    in_use = np.zeros(store.rows_in_use(snapshot.state["lanes"]), np.int64)
+    in_use[: len(known)] = known
+    boundaries = writer.boundaries
+    marks = boundaries.marks_now(store, in_use) if copies is None else boundaries.marks_of(copies)
+    numbers = in_use[: int(in_use.nonzero()[0].max(initial=-1)) + 1]  # the last ones may be void
+    _write_flat(writer.part, store, numbers, copies)
+    if copies is None:
+        # The files hold bytes of no row where others wrote meanwhile: such a row's ticket is void.
+        numbers[snapshot.numbers_now()[: len(numbers)] != numbers] = 0
+    in_use[in_use != 0] -= snapshot.base
+    return writer.finish(in_use, numbers, marks)
 
 
 def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copied: Sequence[Tensor] | None) -> None:
     rows = len(numbers)
     there = np.concatenate([[False], numbers != 0, [False]])
-    borders = np.flatnonzero(there[1:] != there[:-1]).tolist()
+    borders = (there[1:] != there[:-1]).nonzero()[0].tolist()
     stretches = list(zip(borders[::2], borders[1::2], strict=True))
     for field, tensor in zip(store.schema.fields, copied or store.tensors, strict=True):
         size = field.row_bytes
@@ -272,7 +293,7 @@ class Boundaries:
         """What all rows say of trajectories, copied before they may be overwritten; 0 in ``numbers`` for those that are already."""
         if not self.which:
             return lambda _: Marks()
-        rows = np.flatnonzero(numbers != 0)  # of bools: without the interpreter
+        rows = (numbers != 0).nonzero()[0]  # of bools: without the interpreter
         place = np.zeros(len(numbers), np.int64)
         place[rows] = np.arange(len(rows))
         said = []
@@ -356,7 +377,7 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
             at += segment.rows
     if close_open:
         in_order = lanes[:, 1] == np.minimum(lanes[:, 0], geometry.lane_length)  # and not written by number
-        numbers = _closed(lanes, np.flatnonzero(goes_on & in_order), numbers, geometry)
+        numbers = _closed(lanes, (goes_on & in_order).nonzero()[0], numbers, geometry)
     return {**state, "lanes": torch.from_numpy(lanes), "numbers": torch.from_numpy(numbers)}
 
 
@@ -421,33 +442,35 @@ def stretches(reader: PartReader) -> Iterator[Stretch]:
             yield Stretch(reader.segment_file(it), offset, number, it.first_row, it.first_row + it.rows)
 
 
-def fill(reader: PartReader) -> Callable[[Sequence[Tensor]], None]:
-    """What reads the rows of a part into the fields of a store, ``[capacity, *shape]``, checking every block."""
+class SavedRowsSource:
+    """The rows of a part, for the fields of a store. Every block is checked when it is read."""
 
-    def read(tensors: Sequence[Tensor]) -> None:
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
+        self._free: list[PartReader] = []  # a reader is for one thread at a time
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Read into tensors ``[capacity, *shape]``."""
         here = all(tensor.is_cpu for tensor in tensors)
         most = _LONG_PIECE if here else _PIECE
         pieces = [
             it._replace(offset=it.offset + (begin - it.begin) * size, begin=begin, end=min(begin + step, it.end))
-            for it in stretches(reader)
+            for it in stretches(self._reader)
             if (size := tensors[it.field][:1].nbytes)
             for step in [max(1, most // size)]
             for begin in range(it.begin, it.end, step)
         ]
         with contextlib.ExitStack() as stack:
             more = min(READERS if here else 1, len(pieces)) - 1
-            free = [reader, *(stack.enter_context(reader.again()) for _ in range(more))]
+            self._free = [self._reader, *(stack.enter_context(self._reader.again()) for _ in range(more))]
+            parallel_read([[partial(self._read_piece, it, tensors[it.field])] for it in pieces], tensors)
 
-            def read_piece(it: Stretch) -> None:
-                mine = free.pop()  # a reader is for one thread at a time
-                try:
-                    _read_rows(mine, it, tensors[it.field][it.begin : it.end])
-                finally:
-                    free.append(mine)
-
-            parallel_read([[partial(read_piece, it)] for it in pieces], tensors)
-
-    return read
+    def _read_piece(self, it: Stretch, tensor: Tensor) -> None:
+        reader = self._free.pop()
+        try:
+            _read_rows(reader, it, tensor[it.begin : it.end])
+        finally:
+            self._free.append(reader)
 
 
 def _read_rows(reader: PartReader, it: Stretch, into: Tensor) -> None:

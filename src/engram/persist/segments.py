@@ -8,18 +8,18 @@ import numpy as np
 import torch
 import xxhash
 
-from engram.format.checkpoints import Cut
-from engram.format.parts import PartField, PartWriter, SegmentRows, schema_sum, segment_layout
-from engram.persist.components import described_state
-from engram.persist.rows import TABLES, Boundaries, SavedRows, described, ticket_words, write_tables
+from engram.format.parts import SegmentRows, schema_sum, segment_layout
+from engram.persist.rows import RowsWriter, ticket_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from engram.format.parts import PartReader
+    from engram.format.parts import PartField, PartReader
+    from engram.persist.rows import SavedRows
+    from engram.persist.snapshot import RowsSnapshot
     from engram.store import Store
 
 __all__ = ["rows_of_a_segment", "save_segments"]
@@ -56,40 +56,32 @@ def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[_
 
 def save_segments(
     folder: Path,
-    kind: str,
-    store: Store,
-    state: dict[str, Any],
-    roles: Sequence[str],
+    snapshot: RowsSnapshot,
+    roles: Mapping[Any, str] | None,
     *,
-    base: int = 0,
-    live: int,
     parent: PartReader | None = None,
     paranoid: bool = False,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None],
 ) -> SavedRows:
     """Write a store into a new folder, in segments. Others may be writing.
 
     Args:
         folder: where; it must not exist.
-        kind: the class of the storage.
-        store: whose rows they are.
-        state: the storage's at the cut, without rows; ``numbers`` may have been read later, and have the store's base.
-        roles: of each field.
-        base: by how much tickets were larger at the cut than those that are saved.
-        live: rows that there were at the cut.
+        snapshot: what is written.
+        roles: what fields mean, by key, where they are not called as usual.
         parent: the same part of an older checkpoint of this very store.
-        paranoid: compare segments of the parent that are taken over with the rows, as far as they are still there.
+        paranoid: compare segments that are taken over from the parent with the rows, as far as they are still there.
         progress: called with how many bytes were done.
 
     Raises:
         RuntimeError: ``paranoid``, and rows were changed through a view, which no ticket says.
         OSError: no space, or an I/O error.
     """
-    part = PartWriter(folder, "storage", kind)
-    geometry, fields = described(store.schema, roles)
-    lanes = state["lanes"].numpy()
-    numbers = state["numbers"].numpy().copy()
-    marks = Boundaries(store.schema, roles).marks_now(store, numbers)
+    numbers = snapshot.numbers()
+    writer = RowsWriter(folder, snapshot, roles)
+    part, fields, base = writer.part, writer.fields, snapshot.base
+    store, lanes = snapshot.store, snapshot.state["lanes"].numpy()
+    marks = writer.boundaries.marks_now(store, numbers)
     size = rows_of_a_segment(store.lane_length, store.schema.row_bytes)
     known: dict[tuple[int, int, int, int, int], str] = {}
     if parent is not None and parent.schema_sum == schema_sum(fields) and parent.segment_rows is not None:
@@ -97,7 +89,7 @@ def save_segments(
         known = {
             (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): parent.segment_file(it) for it in parent.segments()
         }
-    reader = _Rows(store, fields, size)
+    rows = _Rows(store, fields, size)
     segments = []
     for it in _ranges(lanes, store.lane_length, size):
         name = f"seg/{it.lane}-{it.k}.bin"
@@ -106,9 +98,9 @@ def save_segments(
         theirs = known.get((it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
         if theirs is not None and parent is not None and part.link(name, parent, theirs):
             if paranoid:
-                _compare(reader, it, wanted, parent, theirs)
+                _compare(rows, it, wanted, parent, theirs)
         else:
-            content = reader.copied(it, wanted)
+            content = rows.copied(it, wanted)
             with part.file(name, len(content)) as file:
                 file.write(content)
             tickets_sum = _sum(wanted, base)
@@ -116,13 +108,7 @@ def save_segments(
         progress((it.end - it.begin) * store.schema.row_bytes)
     saved = np.where(numbers != 0, numbers - base, 0)
     in_order = np.concatenate([saved[:0], *(saved[it.first_row : it.first_row + it.rows] for it in sorted(segments))])
-    totals = write_tables(part, store, lanes, saved, in_order, marks)
-    rest = {name: value for name, value in state.items() if name not in TABLES}
-    lost = live - int(np.count_nonzero(numbers))
-    info = part.finish(
-        described_state(part, rest, "storage"), geometry=geometry, schema=fields, segment_rows=size, segments=segments
-    )
-    return SavedRows(info, Cut(state["clock"], exact=not lost, lost_rows=lost), totals, schema_sum(fields))
+    return writer.finish(saved, in_order, marks, segment_rows=size, segments=segments)
 
 
 def _sum(numbers: NDArray[np.int64], base: int) -> int:

@@ -109,9 +109,9 @@ def _track(
     over = np.zeros(steps, bool)  # of the step before: an end that says so, or another trajectory's step behind it
     over[1:] = ends[:-1] | changes[1:]
     borders = ~there | ~follows | over | starts
-    first = np.flatnonzero(borders & there)
-    every = np.append(np.flatnonzero(borders), steps)
-    end = every[np.searchsorted(every, first, "right")]
+    first = (borders & there).nonzero()[0]
+    every = np.append(borders.nonzero()[0], steps)
+    end = every[every.searchsorted(first, "right")]
     last = end - 1
     # Where no field marks ends, a row that holds nothing does as well as another's step: it was left there, or its writer died.
     ended = over & there if knows_ends else (over & there) | ~there

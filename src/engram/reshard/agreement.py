@@ -8,18 +8,18 @@ import torch
 
 from engram.errors import IncompatibleCheckpoint
 from engram.persist.components import read_state
-from engram.persist.parts import STORAGE, begun_anew
+from engram.persist.parts import STORAGE, reset
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engram.format.checkpoints import Checkpoint
-    from engram.reshard.driver import Move
+    from engram.reshard.driver import Reshard
 
 __all__ = ["disagreements"]
 
-#: Parts that begin anew, whatever they say.
-_ANEW = ("rng", "prefetch")
+#: Parts that begin again, whatever they say.
+_RESET = ("rng", "prefetch")
 #: Of priorities, what is not of rows; other entries must agree, or are those of all.
 _OF_PRIORITIES = "beta"
 _MOST = 8
@@ -27,22 +27,22 @@ _MOST = 8
 _ROWS = "storage"
 
 
-def disagreements(checkpoint: Checkpoint, move: Move) -> list[str]:
+def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
     """Where ranks that have written differ from the one whose state is taken, an entry each.
 
     Raises:
         CorruptCheckpoint: a part is damaged.
         IncompatibleCheckpoint: something has rows of its own that others' rows mean, such as final observations.
     """
-    written = [rank for rank, one in enumerate(move.saved) if one.reader.geometry is not None]
+    written = [rank for rank, one in enumerate(made.shards) if one.reader.geometry is not None]
     if len(written) < 2:
         return []
-    taken = move.leader
-    ours = _state(checkpoint, move, taken)
+    taken = made.leader
+    ours = _state(checkpoint, made, taken)
     found: dict[str, list[str]] = {}
     names = checkpoint.ranks
     for rank in written:
-        theirs = _state(checkpoint, move, rank)
+        theirs = _state(checkpoint, made, rank)
         for where, here, there in _differences(ours, theirs, ""):
             if where not in found:
                 found[where] = [f"rank {names[taken]}{_said(here)}"]
@@ -60,17 +60,17 @@ def disagreements(checkpoint: Checkpoint, move: Move) -> list[str]:
     ]
 
 
-def _state(checkpoint: Checkpoint, move: Move, rank: int) -> dict[str, Any]:
+def _state(checkpoint: Checkpoint, made: Reshard, rank: int) -> dict[str, Any]:
     """All of it that could matter to others."""
-    storage = move.saved[rank].head
+    storage = made.shards[rank].head
     state: dict[str, Any] = {
         "priorities": {name: {_OF_PRIORITIES: it[_OF_PRIORITIES]} for name, it in storage["priorities"].items()},
         "windows": storage["windows"],
         "transforms": {},
     }
     for reader in checkpoint.parts(rank):
-        if reader.part not in (STORAGE, *_ANEW):
-            state[reader.part] = begun_anew(reader.part, read_state(reader), 0, None)
+        if reader.part not in (STORAGE, *_RESET):
+            state[reader.part] = reset(reader.part, read_state(reader), 0, None)
     return state
 
 

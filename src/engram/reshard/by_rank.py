@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engram.reshard.plan import Plan, leave_out, numbered, within
+from engram.reshard.plan import ReshardPlan, drop_rows, numbered, within
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
     from engram.reshard.plan import Source, Target
 
-__all__ = ["plan_best"]
+__all__ = ["plan_by_rank"]
 
 
-def plan_best(sources: Sequence[Source], values: Sequence[NDArray[np.float64]], targets: Sequence[Target]) -> Plan:
+def plan_by_rank(
+    sources: Sequence[Source], values: Sequence[NDArray[np.float64]], targets: Sequence[Target]
+) -> ReshardPlan:
     """Deal rows out round robin, the best first, until there is no room; each rank's lie in the order of their ages.
 
     Of equal ones that of the lower shard comes first, then the one that lies first in its table.
@@ -39,7 +41,7 @@ def plan_best(sources: Sequence[Source], values: Sequence[NDArray[np.float64]], 
     kept, rank = kept[by_age], rank[by_age]
     position = within(np.bincount(rank, minlength=len(targets)))
     none = np.zeros(len(rank), bool)
-    return Plan(
+    return ReshardPlan(
         rank,
         np.zeros_like(rank),
         position,
@@ -50,7 +52,7 @@ def plan_best(sources: Sequence[Source], values: Sequence[NDArray[np.float64]], 
         none,
         none,
         len(targets),
-        leave_out("overflow", shard[best_first[len(rank) :]], len(sources)),
+        drop_rows("overflow", shard[best_first[len(rank) :]], len(sources)),
     )
 
 

@@ -1,58 +1,53 @@
-"""A checkpoint on its way to other ranks, lanes or capacities: what goes where, what is left out and why, in figures."""
+"""A checkpoint on its way to other ranks, lanes or capacities: planned, checked and read, for each of its three callers.
+
+``Checkpointer.restore`` has one :class:`Reshard` on every rank, ``loads(convert=True)`` one of a single shard, and the command line
+one for all ranks.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
 from engram._words import count
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.persist import parts
-from engram.persist.rows import read_rows_state
-from engram.reshard.by_rank import plan_best
-from engram.reshard.plan import DROPPED, Incomplete, counted, make_plan
-from engram.reshard.scatter import (
-    can_truncate,
-    fields_of,
-    fill_placed,
-    has_ends,
-    in_blocks,
-    in_rows,
-    open_saved,
-    placed_state,
-    read_runs,
-)
+from engram.persist.components import check_kind, read_state
+from engram.persist.rows import SavedRowsSource, read_rows_state
+from engram.reshard.by_rank import plan_by_rank
+from engram.reshard.by_trajectory import plan_by_trajectory
+from engram.reshard.plan import DROPPED, Incomplete, Target, counted
+from engram.reshard.scatter import Scatter
+from engram.reshard.shards import MOVABLE, can_truncate, fields_of, has_ends, in_blocks, in_rows, read_first_steps
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartField
-    from engram.reshard.plan import Plan, Target
-    from engram.reshard.scatter import Saved
-    from engram.types import Ranking
+    from engram.format.schema import Schema
+    from engram.reshard.plan import ReshardPlan
+    from engram.reshard.shards import SavedShard
+    from engram.types import Ranking, RowsSource
 
-__all__ = [
-    "Move",
-    "Planner",
-    "by_trajectory",
-    "by_value",
-    "checked_incomplete",
-    "open_shards",
-    "saved_fields",
-    "seed_of",
-]
+__all__ = ["PlacedRows", "Policy", "Reshard", "checked_incomplete", "convert", "reshard", "seed_of"]
 
 _POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
-#: Why trajectories are left out that may lack their last steps, or their first ones.
+#: Why trajectories are dropped that may lack their last steps, or their first ones.
 _LACKING = {"open": ("open", "both", "mid", "orphan"), "headless": ("headless", "both", "orphan")}
+#: Of the steps, that a conversion may drop as longer than a lane.
+_CONVERSION_DROPS = 0.5
+_OTHER_CONVERSIONS = (
+    "load it into a buffer of the same capacity and lanes; or save it by a Checkpointer with roles={...: 'data'} for the fields "
+    "that say where trajectories end: then its rows are moved by themselves. The buffer is as it was"
+)
 
 
 def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
@@ -65,37 +60,57 @@ def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
     return Incomplete(**(given or {}))  # type: ignore[arg-type]
 
 
-#: What decides where everything goes.
-Planner: TypeAlias = "Callable[[Sequence[Saved], Sequence[Target]], Move]"
+class Policy(NamedTuple):
+    """What is kept of a checkpoint, and how it is redistributed."""
+
+    incomplete: Incomplete = Incomplete()
+    overflow: Literal["cut", "fill"] = "cut"
+    ranking: Ranking | None = None
+    """Rows are redistributed one by one, the best first; None: whole trajectories, the newest first."""
 
 
-class Move(NamedTuple):
-    """Shards and where their trajectories go."""
+class PlacedRows(NamedTuple):
+    """What one rank gets."""
 
-    saved: list[Saved]
-    plan: Plan
+    state: dict[str, Any]
+    """Of its store, without rows."""
+    source: RowsSource
+
+
+class _NoRows:
+    """Of shards that were never written."""
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """There is nothing to fill."""
+
+
+class Reshard(NamedTuple):
+    """Shards, and where their trajectories go."""
+
+    shards: list[SavedShard]
+    plan: ReshardPlan
     targets: list[Target]
 
     @property
     def leader(self) -> int:
         """The shard that says what is not of rows: the first that was ever written."""
-        return next((i for i, one in enumerate(self.saved) if one.reader.geometry is not None), 0)
+        return next((i for i, one in enumerate(self.shards) if one.reader.geometry is not None), 0)
 
     @property
     def fields(self) -> tuple[PartField, ...]:
         """None, if no shard was ever written."""
-        return fields_of(self.saved)
+        return fields_of(self.shards)
 
-    def rows(self, rank: int, env_offset: int = 0) -> tuple[dict[str, Any], Callable[[Sequence[Tensor]], None]]:
-        """What a rank gets: the state of its store without rows, and what reads those into it.
+    def rows(self, rank: int, env_offset: int = 0) -> PlacedRows:
+        """What a rank gets of the rows.
 
         Raises:
             CorruptCheckpoint: a table or a block is damaged.
             IncompatibleCheckpoint: shards differ in alpha or eps, or a dtype cannot number the lanes.
         """
-        first = self.saved[self.leader]
+        first = self.shards[self.leader]
         if first.reader.geometry is None:
-            return read_rows_state(first.reader), lambda _: None
+            return PlacedRows(read_rows_state(first.reader), _NoRows())
         target = self.targets[rank]
         schema = msgspec.structs.replace(
             schemas.decode(first.reader.state["schema"].encode(), str(first.reader.folder)),
@@ -103,23 +118,39 @@ class Move(NamedTuple):
             lanes=target.lanes,
             columns=(),
         )
-        return placed_state(self.saved, self.plan, rank, schema), fill_placed(
-            self.saved, self.plan, rank, schema, env_offset
-        )
+        scatter = Scatter(self.shards, self.plan, rank, schema, env_offset)
+        state = scatter.state()
+        scatter.check_ranges()
+        return PlacedRows(state, scatter)
 
-    def check_left_out(self, most: float, where: str, ways: Mapping[str, str], otherwise: str) -> None:
+    def parts(self, checkpoint: Checkpoint, rank: int) -> list[tuple[str, str, dict[str, Any]]]:
+        """The parts of a rank that are not of rows, by name and class: as the leader has them, but for what begins again.
+
+        Raises:
+            CorruptCheckpoint: one is damaged. IncompatibleCheckpoint: one has what is of rows.
+        """
+        seed = seed_of(checkpoint, len(self.targets), rank)
+        generator = torch.Generator().manual_seed(seed).get_state()
+        others = [
+            (reader.part, reader.type, parts.reset(reader.part, read_state(reader), seed, generator))
+            for reader in checkpoint.parts(self.leader)
+            if reader.part != parts.STORAGE
+        ]
+        return [(part, kind, state) for part, kind, state in others if state != parts.EMPTY.get(part)]
+
+    def check_dropped(self, most: float, where: str, ways: Mapping[str, str], otherwise: str) -> None:
         """Raise unless enough of the steps are kept. What there is no room for is not counted: smaller targets mean that.
 
         Args:
-            most: the fraction of the saved steps that may be left out.
+            most: the fraction of the saved steps that may be dropped.
             where: for the message.
             ways: how those are kept that lack their last steps (``open``), or their first ones (``headless``).
             otherwise: what else can be done.
 
         Raises:
-            IncompatibleCheckpoint: more would be left out as incomplete, or longer than any lane.
+            IncompatibleCheckpoint: more would be dropped as incomplete, or longer than any lane.
         """
-        steps = sum(int(one.source.saved[1]) for one in self.saved)
+        steps = sum(int(one.source.saved[1]) for one in self.shards)
         lost = {reason: self.plan.dropped[reason]["steps"] for reason in DROPPED if reason != "overflow"}
         if sum(lost.values()) <= most * steps:
             return
@@ -134,10 +165,10 @@ class Move(NamedTuple):
         )
 
     def check_counts(self) -> None:
-        """Raise ``RuntimeError`` unless, of every shard, what is kept and what is left out is what was saved: a bug otherwise."""
+        """Raise ``RuntimeError`` unless, of every shard, what is kept and what is dropped is what was saved: a bug otherwise."""
         plan = self.plan
-        found = counted(plan.source, plan.steps, len(self.saved)) + plan.left_out.sum(1)
-        for which, one in enumerate(self.saved):
+        found = counted(plan.source, plan.steps, len(self.shards)) + plan.drops.sum(1)
+        for which, one in enumerate(self.shards):
             if (found[which] != one.source.saved).any():
                 raise RuntimeError(
                     f"{one.reader.folder}: expected a plan for {one.source.saved.tolist()} episodes and steps, got one for "
@@ -145,74 +176,75 @@ class Move(NamedTuple):
                 )
 
 
-def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[Saved]:
-    """What all ranks saved. It is closed with the stack.
+def reshard(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
+    """Plan where saved rows go.
 
     Raises:
-        CorruptCheckpoint: a shard is missing, or a table is damaged.
-        IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
+        CorruptCheckpoint: a block is damaged.
+        IncompatibleCheckpoint: no field can say that a trajectory was cut short, as the policy asks for; rows are ranked, and a
+            shard lacks the field that decides, or a target has several lanes.
     """
-    return [
-        open_saved(stack.enter_context(parts.open_storage(checkpoint, rank)))
-        for rank in range(checkpoint.manifest.world)
+    planned = _in_blocks_or_trajectories if policy.ranking is None else _in_single_rows
+    made = planned(shards, targets, policy)
+    made.check_counts()
+    return made
+
+
+def _in_blocks_or_trajectories(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
+    fields = fields_of(shards)
+    if policy.incomplete.open == "truncate" and has_ends(fields) and not can_truncate(fields):
+        raise IncompatibleCheckpoint(
+            f"{shards[0].reader.folder}: expected a field with the role done, truncated or step_type, which can say that a "
+            'trajectory was cut short, found none. "keep" in place of "truncate" leaves open ones as they are.'
+        )
+    whole = in_blocks(shards, min(target.lane_length for target in targets))
+    plan = plan_by_trajectory([one.source for one in whole], targets, policy.incomplete, policy.overflow)
+    return Reshard(whole, plan, list(targets))
+
+
+def _in_single_rows(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
+    ranking = policy.ranking
+    assert ranking is not None  # as the caller found
+    lanes = max((target.lanes for target in targets), default=1)
+    if lanes > 1:
+        raise IncompatibleCheckpoint(
+            f"{shards[0].reader.folder}: expected targets of 1 lane, as its writer keeps the best rows, got {lanes}."
+        )
+    rows = [in_rows(one) for one in shards]
+    values = [
+        ranking.values(read_first_steps(one, ranking.key)) if len(one.source.runs) else np.empty(0) for one in rows
     ]
+    return Reshard(rows, plan_by_rank([one.source for one in rows], values, targets), list(targets))
 
 
-def saved_fields(checkpoint: Checkpoint) -> tuple[PartField, ...]:
-    """The fields of the first rank that was ever written; none: none was."""
-    for rank in range(checkpoint.manifest.world):
-        with parts.open_storage(checkpoint, rank) as reader:
-            if reader.schema is not None:
-                return reader.schema
-    return ()
+class Converted(NamedTuple):
+    """A shard, for a storage of another capacity or number of lanes."""
+
+    rows: PlacedRows
+    dropped: dict[str, dict[str, int]]
+    """Episodes and steps that are dropped, by reason."""
 
 
-def by_trajectory(incomplete: Incomplete, overflow: Literal["cut", "fill"]) -> Planner:
-    """Whole trajectories are dealt out, the newest first; blocks of steps, where no field says which belong together.
+def convert(shard: SavedShard, schema: Schema, ndim: int, ranking: Ranking | None) -> Converted:
+    """A shard for the storage of that schema.
 
-    What it returns raises:
+    Raises:
         CorruptCheckpoint: a block is damaged.
-        IncompatibleCheckpoint: no field can say that a trajectory was cut short, as ``incomplete`` asks for.
+        IncompatibleCheckpoint: a storage with columns, or more than half of the steps cannot be moved.
     """
-
-    def plan(saved: Sequence[Saved], targets: Sequence[Target]) -> Move:
-        fields = fields_of(saved)
-        if incomplete.open == "truncate" and has_ends(fields) and not can_truncate(fields):
-            raise IncompatibleCheckpoint(
-                f"{saved[0].reader.folder}: expected a field with the role done, truncated or step_type, which can say that a "
-                'trajectory was cut short, found none. "keep" in place of "truncate" leaves open ones as they are.'
-            )
-        whole = in_blocks(saved, min(target.lane_length for target in targets))
-        return _checked(whole, make_plan([one.source for one in whole], targets, incomplete, overflow), targets)
-
-    return plan
-
-
-def by_value(ranking: Ranking) -> Planner:
-    """Rows are dealt out by themselves, the best first.
-
-    What it returns raises:
-        CorruptCheckpoint: a block is damaged.
-        IncompatibleCheckpoint: a shard lacks the field, or a target has several lanes.
-    """
-
-    def plan(saved: Sequence[Saved], targets: Sequence[Target]) -> Move:
-        lanes = max((target.lanes for target in targets), default=1)
-        if lanes > 1:
-            raise IncompatibleCheckpoint(
-                f"{saved[0].reader.folder}: expected targets of 1 lane, as its writer keeps the best rows, got {lanes}."
-            )
-        rows = [in_rows(one) for one in saved]
-        values = [ranking.values(read_runs(one, ranking.key)) if len(one.source.runs) else np.empty(0) for one in rows]
-        return _checked(rows, plan_best([one.source for one in rows], values, targets), targets)
-
-    return plan
-
-
-def _checked(saved: Sequence[Saved], plan: Plan, targets: Sequence[Target]) -> Move:
-    move = Move(list(saved), plan, list(targets))
-    move.check_counts()
-    return move
+    check_kind(shard.reader, parts.STORAGE, *MOVABLE)
+    if schemas.encode(schema).decode() == shard.head["schema"]:
+        return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
+    where = str(shard.reader.folder)
+    if ndim > 1:
+        raise IncompatibleCheckpoint(
+            f"{where}: expected the geometry of a storage with ndim={ndim}: it cannot be converted."
+        )
+    target = Target(schema.lanes, schema.capacity // schema.lanes)
+    policy = Policy(Incomplete(open="keep", headless="keep"), "cut", ranking)
+    made = reshard([shard], [target], policy)
+    made.check_dropped(_CONVERSION_DROPS, where, {}, _OTHER_CONVERSIONS)
+    return Converted(made.rows(0), made.plan.dropped)
 
 
 def seed_of(checkpoint: Checkpoint, ranks: int, rank: int) -> int:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engram.reshard.driver import Move
+    from engram.reshard.driver import Reshard
 
-__all__ = ["Lost", "move_lines", "move_report", "said_counts", "said_move"]
+__all__ = ["Lost", "reshard_lines", "reshard_report", "said_counts", "said_reshard"]
 
 
 class Lost(NamedTuple):
@@ -29,16 +29,16 @@ class Lost(NamedTuple):
     steps: int | None = None
 
 
-def move_report(move: Move, ranks: Sequence[int], lost: Lost = Lost()) -> dict[str, Any]:  # noqa: B008 - a value
+def reshard_report(made: Reshard, ranks: Sequence[int], lost: Lost = Lost()) -> dict[str, Any]:  # noqa: B008 - a value
     """Episodes and steps: saved, of which kinds, kept, dropped by reason, and truncated; in total and by shard; and what each
     target got.
 
     Args:
-        move: what was done.
+        made: what was done.
         ranks: what those were called that saved the shards.
         lost: shards that were missing.
     """
-    plan, shards_there = move.plan, len(move.saved)
+    plan, shards_there = made.plan, len(made.shards)
     kept = counted(plan.source, plan.steps, shards_there)
     cut = counted(plan.source[plan.truncated], plan.steps[plan.truncated], shards_there)
     shards: list[dict[str, Any]] = [
@@ -47,12 +47,12 @@ def move_report(move: Move, ranks: Sequence[int], lost: Lost = Lost()) -> dict[s
             "saved": _count(one.source.saved),
             "kinds": count_kinds(one.source.runs, one.source.columns),
             "kept": _count(kept[which]),
-            "dropped": by_reason(plan.left_out[which]),
+            "dropped": by_reason(plan.drops[which]),
             "truncated": _count(cut[which]),
         }
-        for which, (rank, one) in enumerate(zip(ranks, move.saved, strict=True))
+        for which, (rank, one) in enumerate(zip(ranks, made.shards, strict=True))
     ]
-    targets = [_load(move, rank) for rank in range(len(move.targets))]
+    targets = [_load(made, rank) for rank in range(len(made.targets))]
     return {
         "plan": plan.digest,
         **{what: _sum([shard[what] for shard in shards]) for what in shards[0] if what != "rank"},
@@ -67,9 +67,9 @@ def move_report(move: Move, ranks: Sequence[int], lost: Lost = Lost()) -> dict[s
     }
 
 
-def _load(move: Move, rank: int) -> dict[str, int]:
-    target, mine = move.targets[rank], move.plan.rank == rank
-    steps = counted(move.plan.lane[mine], move.plan.steps[mine], target.lanes)[:, 1]
+def _load(made: Reshard, rank: int) -> dict[str, int]:
+    target, mine = made.targets[rank], made.plan.rank == rank
+    steps = counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
     return {
         "rank": rank,
         "lanes": target.lanes,
@@ -82,7 +82,7 @@ def _load(move: Move, rank: int) -> dict[str, int]:
     }
 
 
-def said_move(dealt: Mapping[str, Any]) -> str:
+def said_reshard(dealt: Mapping[str, Any]) -> str:
     """A report in a line."""
     text = f"{_said_counts(dealt)}; from {count(len(dealt['shards']), 'rank')} to {len(dealt['targets'])}"
     lost = dealt["lost"]
@@ -95,7 +95,7 @@ def said_move(dealt: Mapping[str, Any]) -> str:
     return f"{text}; lost with {whose}: at {lost['as_of']} that was {said_counts(lost)}"
 
 
-def move_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
+def reshard_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
     """What became of each shard, and what each target got, in a line each."""
     for shard in dealt["shards"]:
         yield f"shard of rank {shard['rank']}: {_said_counts(shard)}"

@@ -200,7 +200,7 @@ class _Adapted(NativeSampler):
         return saved(self._inner, "_sampler")
 
     def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
-        return checked(self._inner, state_dict, "_sampler")
+        return checked(self._inner, state_dict, "_sampler").commit
 
     def __repr__(self) -> str:
         return repr(self._inner)

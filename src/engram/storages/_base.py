@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,21 +14,21 @@ from torch import Tensor
 from engram import _fork, _words
 from engram._closing import end
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.persist.components import Dumpable, check_kind, read_state, write_part
-from engram.persist.rows import SavedRows, nothing_saved
-from engram.types import Declared, Extent, Traits, Write, WritePlan
+from engram.persist.components import Dumpable, check_kind, read_state
+from engram.persist.snapshot import WholeSnapshot
+from engram.state import checked
+from engram.types import Declared, Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from engram.format.parts import PartReader
-    from engram.migrate.torchrl.dump import TorchRLDump
+    from engram.format.schema import Schema
+    from engram.persist.snapshot import StoragePreparation, StorageSnapshot
     from engram.priorities import PriorityConfig, PriorityIndex
-    from engram.reshard.driver import Planner
-    from engram.reshard.scatter import Saved
     from engram.store import Store
-    from engram.types import Listener
+    from engram.types import Commit, Listener, RowsSource
 
 __all__ = ["Count", "Rows", "Storage", "check_count"]
 
@@ -55,6 +54,19 @@ class Count(NamedTuple):
     rows: int
     why: str = "one per index or lane that was given"
     remedy: str = ""
+
+
+class _WholePreparation(NamedTuple):
+    """For a state that is noted all at once."""
+
+    storage: Storage
+    without: Collection[tuple[str, str]]
+
+    def take(self) -> StorageSnapshot:
+        state = self.storage.state_dict(without=self.without)
+        return WholeSnapshot(
+            type(self.storage).__name__, state, state["clock"], len(state["numbers"]), self.storage.nbytes
+        )
 
 
 class Storage(Declared, Dumpable):
@@ -342,100 +354,51 @@ class Storage(Declared, Dumpable):
     #: Classes whose dumps can be loaded here, beside its own.
     _loads: tuple[str, ...] = ()
 
-    def prepare_save(self) -> Callable[[], Callable[[Path], SavedRows]]:
-        cut = self.prepare_cut(whole=True)
-
-        def note() -> Callable[[Path], SavedRows]:
-            noted = cut()
-            return lambda folder: self.save_whole(folder, noted)
-
-        return note
-
-    def save_whole(self, folder: Path, cut: dict[str, Any]) -> SavedRows:
-        """Write all that was stored at a cut into a new folder, as a part of a dump. Others may be writing.
+    def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
+        """What takes a snapshot, as fast as can be, while writers are :attr:`paused`.
 
         Args:
-            folder: where.
-            cut: what :meth:`prepare_cut` noted.
+            without: as for :meth:`state_dict`.
+            whole: with copies of the rows, if that takes a few milliseconds: for a dump.
         """
-        return self.save_cut(folder, cut)
+        return _WholePreparation(self, without)
 
-    def checked_part(self, reader: PartReader, *, close_open: bool = False) -> Callable[[], None]:
-        """Check a part; what takes it over. Rows are read only then, if nothing is stored here.
+    def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> Commit:
+        """Check a part. Rows are read when it is committed, if nothing is stored here; else their blocks are checked before, too.
 
         ``close_open``: the trajectories that go on at the ends of lanes end there; the next row of such a lane is left out.
 
         Raises: as :meth:`loads`. Nothing is changed.
         """
         self._check_kind(reader)
-        return self.checked_state(read_state(reader))
+        return checked(self, read_state(reader), self.part)
 
     def _check_kind(self, reader: PartReader) -> None:
         check_kind(reader, "storage", *dict.fromkeys((*self._loads, type(self).__name__)))
 
-    def checked_dump(self, dump: TorchRLDump, without: Collection[str]) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Check a dump of TorchRL's: the plain values of the state it makes, and what takes it over.
+    # ---- rows that are placed one by one: only where they are tensors ---------------------------------------------------
 
-        ``without``: entries that are not stored.
+    @property
+    def form(self) -> Form:
+        """How rows are kept, as far as a checkpoint must know."""
+        return Form(type(self).__name__, self.max_size, self.lanes, self.ndim, takes_rows=False, lineage=self.lineage())
+
+    def schema_here(self, text: str | None, where: str) -> Schema:
+        """The schema of a saved state, with the capacity and lanes of this storage.
+
+        Raises ``IncompatibleCheckpoint``: other fields, or none; or rows that are no tensors.
         """
-        raise IncompatibleCheckpoint(
-            f"{dump.path}: expected a dump of engram's for a {type(self).__name__}, got one of TorchRL's. Load it into a "
-            "LazyTensorStorage or a LazyMemmapStorage."
-        )
+        raise IncompatibleCheckpoint(f"{where}: a {type(self).__name__} cannot be converted. Load it as it is.")
 
-    def checked_conversion(
-        self, saved: Saved, plan: Planner, *, without: Collection[str] = ()
-    ) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Check what is to be converted to the capacity and lanes here: the state it makes, and what takes it over.
+    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> Commit:
+        """Check a state without rows. ``source`` has those, and fills the tensors of a store."""
+        raise IncompatibleCheckpoint(f"expected a storage of tensors, got a {type(self).__name__}.")
 
-        ``plan``: what decides which rows are taken, and where they go.
-        ``without``: priorities that somebody else takes over.
-
-        Raises: as :meth:`loads`. Nothing is changed.
-        """
-        raise IncompatibleCheckpoint(
-            f"{saved.reader.folder}: a {type(self).__name__} cannot be converted. Load it as it is."
-        )
+    # ---- what is saved ---------------------------------------------------------------------------------------------------
 
     def priorities_in_use(self, name: str) -> dict[str, Any] | None:
         """The state of the priorities of that name, as far as rows are in use; None: as the sampler says it."""
         return None
-
-    def prepare_cut(
-        self,
-        *,
-        without: Collection[tuple[str, str]] = (),
-        whole: bool = False,
-    ) -> Callable[[], dict[str, Any]]:
-        """What notes all that :meth:`save_cut` needs of one moment, while writers are :attr:`paused`: as fast as can be.
-
-        Args:
-            without: as for :meth:`state_dict`.
-            whole: with the rows, for :meth:`save_whole`, if they are copied in a few milliseconds.
-        """
-        return partial(self.state_dict, without=without)
-
-    def save_cut(
-        self,
-        folder: Path,
-        cut: dict[str, Any],
-        *,
-        roles: Mapping[Any, str] | None = None,
-        parent: PartReader | None = None,
-        paranoid: bool = False,
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> SavedRows:
-        """Write all that was stored at a cut into a new folder, as a part of a checkpoint. Others may be writing.
-
-        Args:
-            folder: where.
-            cut: what :meth:`prepare_cut` noted, before the storage was closed.
-            roles: what fields mean, by key, where they are not called as usual.
-            parent: the same part of an older checkpoint of this very storage: what did not change is linked.
-            paranoid: compare what is linked with what is stored.
-            progress: called with how many bytes were done.
-        """
-        return nothing_saved(write_part(folder, "storage", type(self).__name__, cut), cut["clock"], len(cut["numbers"]))
 
     def lineage(self) -> Any:
         """Equal as long as the tickets of an older checkpoint mean the rows that are stored now."""

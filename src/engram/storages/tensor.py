@@ -8,35 +8,27 @@ import os
 import secrets
 import sys
 import weakref
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
-from engram import _native
 from engram._devices import existing_device
 from engram._later import refuse
 from engram._mappings import shared_pieces
-from engram._words import count, said_bytes, warn
+from engram._words import said_bytes, warn
 from engram.errors import CorruptStore, EngramError, IncompatibleCheckpoint, IncompatibleStore, RowError
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.nested import first_leaf
-from engram.passes import KIND as PASSES
-from engram.passes import PassIndex, checked_walk
-from engram.persist.components import check_blocks, check_kind, write_part
-from engram.persist.roles import roles_of
-from engram.persist.rows import SavedRows, fill, nothing_saved, read_rows_state, save_flat
-from engram.persist.segments import save_segments
+from engram.persist.components import check_blocks
+from engram.persist.rows import SavedRowsSource, read_rows_state
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
-from engram.reshard.plan import Target
-from engram.reshard.reports import said_counts
-from engram.state import check_keys, copied, integer, tensor_in, typed
+from engram.state import Change, check_keys, copied, tensor_in, typed
 from engram.storages._base import Count, Rows, Storage, check_count
 from engram.storages._columns import (
     rows_of_batch,
@@ -45,8 +37,16 @@ from engram.storages._columns import (
     rows_of_stored,
     selected_rows,
 )
-from engram.storages._indexes import check_names, checked_priorities, saved_priorities
 from engram.storages._structure import Structure, check_tensor, is_batched_collection, leading_size
+from engram.storages.tensor_state import (
+    ENTRIES,
+    RowsLoad,
+    RowsState,
+    SnapshotPreparation,
+    describe_store,
+    unwritten,
+    with_numbers,
+)
 from engram.store import (
     DeviceStore,
     Process,
@@ -59,7 +59,7 @@ from engram.store import (
     sweep_shared_memory,
     torch_dtype,
 )
-from engram.types import Extent, Traits, Write, WritePlan
+from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -68,10 +68,9 @@ if TYPE_CHECKING:
     from engram._mappings import Piece
     from engram.format.parts import PartReader
     from engram.format.schema import Field
-    from engram.migrate.torchrl.dump import TorchRLDump
+    from engram.persist.snapshot import StoragePreparation
     from engram.priorities import PriorityConfig
-    from engram.reshard.driver import Move, Planner
-    from engram.reshard.scatter import Saved
+    from engram.types import Commit, RowsSource
 
 __all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines"]
 
@@ -105,25 +104,6 @@ def announce(lines: Sequence[str]) -> None:
         logger.info("%s", line)
 
 
-#: Rows that may be written between preparing a cut and making it, for which there is memory.
-_SLACK = 1 << 17
-#: Bytes of rows that are copied for a dump while writers wait, in a few milliseconds: it is exact then.
-_COPIED = 32 << 20
-
-#: Of the steps, that a conversion may leave out as longer than a lane, or without both ends.
-_MOST_LEFT_OUT = 0.5
-_OTHERWISE = (
-    "load it into a buffer of the same capacity and lanes; or save it by a Checkpointer with roles={...: 'data'} for the fields "
-    "that say where trajectories end: then its rows are moved by themselves. The buffer is as it was"
-)
-#: Entries of a state, but for the rows.
-_WITHOUT_ROWS = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
-
-
-def _of_kind(indexes: Mapping[tuple[str, str], Any], wanted: str) -> dict[str, Any]:
-    return {name: index for (name, kind), index in indexes.items() if kind == wanted}
-
-
 class _Unwritten:
     """``memory`` of a storage until it has a store, which then lies before this in the instance."""
 
@@ -131,17 +111,14 @@ class _Unwritten:
         return None if storage is None else storage._look()
 
 
-def _save(
-    kind: str, write: Callable[..., SavedRows], folder: Path, cut: dict[str, Any], roles: Mapping[Any, str] | None
-) -> SavedRows:
-    """Write what ``prepare_cut`` noted of a storage of that kind."""
-    if cut["schema"] is None:
-        return nothing_saved(write_part(folder, "storage", kind, cut), 1, 0)
-    store: Store = cut["store"]
-    state = {name: value for name, value in cut.items() if name not in ("base", "live", "rows", "store")}
-    if "numbers" not in state:
-        state["numbers"] = store.numbers_before(cut["clock"] + cut["base"], cut["lanes"])
-    return write(folder, kind, store, state, roles_of(store.schema.fields, roles), base=cut["base"], live=cut["live"])
+class _KeptRows(NamedTuple):
+    """The rows of a ``state_dict``."""
+
+    columns: list[Tensor]
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        for to, column in zip(tensors, self.columns, strict=True):
+            to[: len(column)] = column
 
 
 class TensorStorage(Storage):
@@ -766,180 +743,47 @@ class TensorStorage(Storage):
         """
         store = self.memory
         if store is None:
-            return {
-                "schema": None,
-                "lanes": torch.zeros((0, 4), dtype=torch.int64, device="cpu"),
-                "numbers": torch.zeros(0, dtype=torch.int64, device="cpu"),
-                "clock": 0,
-                "write_count": 0,
-                "priorities": {},
-                "passes": {},
-                "windows": {},
-            }
-        words = self._words(store, store.all_indexes(), without)
-        numbers = store.numbers_before(words["clock"] + store.base, words["lanes"]).numpy()
-        live = numbers != 0
-        last = len(live) - int(live[::-1].argmax()) if live.any() else 0
-        numbers[live] -= store.base
-        return {**words, "numbers": torch.from_numpy(numbers[:last])}
-
-    def _words(
-        self,
-        store: Store,
-        indexes: Mapping[tuple[str, str], Any],
-        without: Collection[tuple[str, str]],
-        room: Mapping[str, Tensor] | None = None,
-    ) -> dict[str, Any]:
-        """All that is said of the rows but their tickets. ``room``: for the leaves of priorities, by name."""
-        passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == PASSES}
-        clock, lanes = int(store.core.next_ticket) - store.base, store.lane_words()
-        return {
-            "schema": schemas.encode(store.schema).decode(),
-            "clock": clock,
-            "lanes": lanes,
-            "write_count": int(store.core.write_count),
-            "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, store.rows_in_use(lanes), room),
-            "passes": {name: walk for name, walk in passes.items() if (name, PASSES) not in without},
-            "windows": dict(store.windows),
-        }
+            return unwritten()
+        return with_numbers(store, describe_store(store, store.all_indexes(), without))
 
     def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         where = type(self).__name__
-        check_keys(state_dict, (*_WITHOUT_ROWS, "rows"), where)
+        check_keys(state_dict, (*ENTRIES, "rows"), where)
         head = {name: value for name, value in state_dict.items() if name != "rows"}
-        take = self.checked_without_rows(head)
+        rows = _KeptRows([])
+        load = self.prepare_rows(head, rows)
         n = len(head["numbers"])
         fields = () if head["schema"] is None else self._checked_schema(head["schema"]).fields
-        rows = typed(state_dict, "rows", list, where)
-        if len(rows) != len(fields):
-            raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(rows)}.")
-        named = {field.name: value for field, value in zip(fields, rows, strict=True)}
-        kept = [
+        saved = typed(state_dict, "rows", list, where)
+        if len(saved) != len(fields):
+            raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
+        named = {field.name: value for field, value in zip(fields, saved, strict=True)}
+        rows.columns.extend(
             tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows") for field in fields
-        ]
+        )
+        return load.commit
 
-        def fill(tensors: Sequence[Tensor]) -> None:
-            for to, value in zip(tensors, kept, strict=True):
-                to[:n] = value
+    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> Commit:
+        """Check a :meth:`state_without_rows`, for which ``source`` has the rows.
 
-        return lambda: take(fill)
-
-    def checked_without_rows(self, state: dict[str, Any]) -> Callable[[Callable[[Sequence[Tensor]], None]], None]:
-        """Check a :meth:`state_without_rows`; what takes it over.
-
-        That is called with what fills rows ``[0, n)`` of the tensors it is given, ``[capacity, *shape]``, one per field, as the
-        numbers say. Whatever that raises leaves the storage empty.
-
-        Raises: as :meth:`load_state_dict`. Nothing is changed.
+        Raises: as :meth:`load_state_dict`; nothing is changed. The commit raises what ``source`` does: then the storage is empty.
         """
         where = type(self).__name__
-        check_keys(state, _WITHOUT_ROWS, where)
+        check_keys(state, ENTRIES, where)
         if typed(state, "schema", (str, type(None)), where) is None:
             if any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
-            return lambda _: self._forget_all()
+            return Change(self._forget_all)
         schema = self._checked_schema(state["schema"])
-        clock = integer(state, "clock", 1, 1 << 61, where)
-        write_count = integer(state, "write_count", 0, 1 << 62, where)
-        lanes = tensor_in(state, "lanes", torch.int64, (schema.lanes, 4), where).clone()
-        saved = tensor_in(state, "numbers", torch.int64, (None,), where)
-        if len(saved) > schema.capacity:
-            raise ValueError(f"{where}: numbers: expected at most {schema.capacity}, got {len(saved)}.")
-        numbers = saved
-        if len(saved) < schema.capacity:
-            numbers = torch.zeros(schema.capacity, dtype=torch.int64, device="cpu")
-            numbers[: len(saved)] = saved
-        length = schema.capacity // schema.lanes
-        try:
-            _native.check_words(length, clock, lanes.data_ptr(), schema.lanes, numbers.data_ptr())
-        except ValueError as error:
-            raise ValueError(f"{where}: lanes and numbers: {error}.") from error
-        windows = typed(state, "windows", dict, where)
-        windows = {
-            name: integer(windows, name, 1, 1 << 62, f"{where}: windows") for name in check_names(windows, where)
-        }
-        walks = typed(state, "passes", dict, where)
-        for name in check_names(walks, where):
-            check_keys(walks[name], ("key", "rows", "visited"), f"{where}: passes: {name!r}")
-        passes = {name: checked_walk(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
-        indexes = {} if self.memory is None else _of_kind(self.memory.all_indexes(), PRIORITIES)
-        entries = state["priorities"]
-        priorities = checked_priorities(entries, indexes, schema.capacity, f"{where}: priorities")
-
-        def take(fill: Callable[[Sequence[Tensor]], None]) -> None:
-            self.allocate_for(state)
-            with self.placing, self.paused:  # who has placed rows is about to write them
-                store = self.store
-                trees = {name: PriorityIndex.of_store(store, name, made)[0] for name, (made, _) in priorities.items()}
-                walked = {}
-                if store.directory is not None:  # elsewhere a sampler keeps its own
-                    walked = {name: PassIndex.of_store(store, name, (0, 0, 0)) for name in passes}
-                store.replace(StoreState(lanes, numbers, clock, write_count), fill)
-                store.replaced = (clock, int(store.core.next_ticket))
-                store.count_windows(windows)
-                for name, tree in trees.items():
-                    tree.restore(entries[name])
-                for name, index in walked.items():
-                    index.walk = passes[name]
-
-        return take
+        return RowsLoad(self, RowsState.checked(state, schema, self.memory, where), source)
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 
-    def save_whole(self, folder: Path, cut: dict[str, Any]) -> SavedRows:
-        rows = _save(type(self).__name__, partial(save_flat, rows=cut.get("rows")), folder, cut, None)
-        if rows.cut.lost_rows:
-            lost = count(rows.cut.lost_rows, "row")
-            logging.getLogger("engram").warning(
-                "dumps: left out, as others changed them before they were copied: %s", lost
-            )
-        return rows
+    @property
+    def form(self) -> Form:
+        return super().form._replace(takes_rows=True)
 
-    def checked_dump(self, dump: TorchRLDump, without: Collection[str]) -> tuple[dict[str, Any], Callable[[], None]]:
-        schema = dump.schema(None if self.memory is None else self.memory.schema, without)
-        state = dump.state(schema)
-        take = self.checked_without_rows(state)
-        return state, lambda: take(dump.fill(schema))
-
-    def checked_conversion(
-        self, saved: Saved, plan: Planner, *, without: Collection[str] = ()
-    ) -> tuple[dict[str, Any], Callable[[], None]]:
-        check_kind(saved.reader, "storage", *self._loads)
-        schema = self._schema_here(saved.head["schema"], str(saved.reader.folder))
-        state, fill_rows = saved.head, fill(saved.reader)
-        if schemas.encode(schema).decode() != state["schema"]:
-            move = self._checked_move(saved, plan)
-            state, fill_rows = move.rows(0)
-            dropped = move.plan.dropped.items()
-            left_out = [f"{said_counts(counts)} as {reason}" for reason, counts in dropped if counts["steps"]]
-            if left_out:
-                warn(
-                    f"loads: {saved.reader.folder.parent}: left out: {', '.join(left_out)}. The newest were taken: a larger storage "
-                    "takes more."
-                )
-        if len(self):
-            check_blocks(saved.reader)
-        others = {name: known for name, known in state["priorities"].items() if name not in without}
-        take = self.checked_without_rows({**state, "priorities": others})
-        return state, lambda: take(fill_rows)
-
-    def _checked_move(self, saved: Saved, plan: Planner) -> Move:
-        """What is planned for the lanes here.
-
-        Raises ``IncompatibleCheckpoint``: this has columns, or more than half of the steps cannot be moved.
-        """
-        where = str(saved.reader.folder)
-        if self.ndim > 1:
-            raise IncompatibleCheckpoint(
-                f"{where}: expected the geometry of a storage with ndim={self.ndim}: it cannot be converted."
-            )
-        target = Target(self.lanes, self.max_size // self.lanes)
-        move = plan([saved], [target])
-        move.check_left_out(_MOST_LEFT_OUT, where, {}, _OTHERWISE)
-        return move
-
-    def _schema_here(self, text: str | None, where: str) -> Schema:
-        """The schema of a state, with the capacity and lanes of this storage. Raises ``IncompatibleCheckpoint``: other fields."""
+    def schema_here(self, text: str | None, where: str) -> Schema:
         if text is None:
             raise IncompatibleCheckpoint(
                 f"{where}: nothing was ever written to what was saved: there is nothing to convert."
@@ -956,56 +800,18 @@ class TensorStorage(Storage):
         index: PriorityIndex | None = None if store is None else store.all_indexes().get((name, PRIORITIES))
         return None if store is None or index is None else index.state(store.rows_in_use(store.lane_words()))
 
-    def prepare_cut(
-        self, *, without: Collection[tuple[str, str]] = (), whole: bool = False
-    ) -> Callable[[], dict[str, Any]]:
-        prepared = self.memory
-        indexes = {} if prepared is None else prepared.all_indexes()
-        # Pages are taken now, so that writers wait for a copy only.
-        leaves: dict[str, Tensor] = {}
-        if prepared is not None:
-            n = min(prepared.capacity, prepared.rows_in_use(prepared.lane_words()) + _SLACK)
-            for name in {name for name, kind in indexes if kind == PRIORITIES and (name, kind) not in without}:
-                leaves[name] = prepared.room(8 * n)[: 8 * n].zero_().view(torch.float64)
-
-        def cut() -> dict[str, Any]:
-            store = self.memory
-            if store is None:
-                return self.state_without_rows()
-            lanes = store.lane_words()
-            used = store.rows_in_use(lanes)
-            noted = {"live": int(lanes[:, 1].sum()) - int(store.core.void_rows), "store": store.held()}
-            if not whole or used * store.schema.row_bytes > _COPIED:
-                return {**self._words(store, indexes, without, leaves), **noted, "base": store.base}
-            rows = copied([field[:used] for field in store.tensors])
-            return {**self.state_without_rows(without=without), **noted, "base": 0, "rows": rows}
-
-        return cut
-
-    def save_cut(
-        self,
-        folder: Path,
-        cut: dict[str, Any],
-        *,
-        roles: Mapping[Any, str] | None = None,
-        parent: PartReader | None = None,
-        paranoid: bool = False,
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> SavedRows:
-        write = partial(save_segments, parent=parent, paranoid=paranoid, progress=progress)
-        return _save(
-            type(self).__name__, write, folder, cut, roles
-        )  # nothing else of a storage that may be closed by now
+    def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
+        return SnapshotPreparation(self, without, whole=whole)
 
     def lineage(self) -> Any:
         return None if self.memory is None else (weakref.ref(self.memory), self.memory.replaced)
 
-    def checked_part(self, reader: PartReader, *, close_open: bool = False) -> Callable[[], None]:
+    def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> Commit:
         self._check_kind(reader)
-        take = self.checked_without_rows(read_rows_state(reader, close_open=close_open))
+        load = self.prepare_rows(read_rows_state(reader, close_open=close_open), SavedRowsSource(reader))
         if len(self):
             check_blocks(reader)
-        return lambda: take(fill(reader))
+        return load
 
     def _forget_all(self) -> None:
         """As :meth:`empty`, also while the store is paused."""

@@ -185,7 +185,7 @@ class Compose:
 
         def take() -> None:
             for one in takes:
-                one()
+                one.commit()
 
         return take
 

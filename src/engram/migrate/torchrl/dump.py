@@ -15,7 +15,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -29,9 +29,9 @@ from engram.migrate.torchrl.folder import Folder, convert
 from engram.migrate.torchrl.storage import MAX_ROWS, Count, Leaf, Shape, Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["DumpedPriorities", "DumpedRanks", "TorchRLDump", "is_torchrl_dump", "read"]
+__all__ = ["FORMAT", "DumpedPriorities", "DumpedRanks", "TorchRLDump", "is_torchrl_dump", "read"]
 
 #: Bytes that are read at a time.
 _PIECE = 16 << 20
@@ -176,20 +176,9 @@ class TorchRLDump:
             "windows": {},
         }
 
-    def fill(self, schema: Schema) -> Callable[[Sequence[Tensor]], None]:
-        """What reads the rows into the fields of a store, ``[capacity, *shape]`` each."""
-
-        def read(tensors: Sequence[Tensor]) -> None:
-            for field, tensor in zip(schema.fields, tensors, strict=True):
-                step = max(1, _PIECE // max(1, field.row_bytes))
-                for first in range(0, self.length, step):
-                    rows = tensor[first : min(first + step, self.length)]
-                    piece = rows if rows.is_cpu else torch.empty_like(rows, device="cpu")
-                    self.read_rows(field.key, piece, first)
-                    if piece is not rows:
-                        rows.copy_(piece)
-
-        return read
+    def source(self, schema: Schema) -> DumpedRows:
+        """The rows, for the fields of a store."""
+        return DumpedRows(self, schema)
 
     def read_rows(self, key: tuple[str, ...], out: Tensor, first: int = 0) -> None:
         """Copy rows ``[first, first + n)`` of a field into ``out``, by ``pread``.
@@ -224,6 +213,24 @@ class TorchRLDump:
             folder, parts = Folder(self.path), self._files[key]
             folder.read_into(_bytes(out), parts, field.row_bytes * self.capacity, field.row_bytes * first)
             _check_bools(out, folder.name(parts))
+
+
+class DumpedRows(NamedTuple):
+    """The rows of a dump."""
+
+    dump: TorchRLDump
+    schema: Schema
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Read them into the fields of a store, ``[capacity, *shape]`` each."""
+        for field, tensor in zip(self.schema.fields, tensors, strict=True):
+            step = max(1, _PIECE // max(1, field.row_bytes))
+            for first in range(0, self.dump.length, step):
+                rows = tensor[first : min(first + step, self.dump.length)]
+                piece = rows if rows.is_cpu else torch.empty_like(rows, device="cpu")
+                self.dump.read_rows(field.key, piece, first)
+                if piece is not rows:
+                    rows.copy_(piece)
 
 
 def is_torchrl_dump(path: str | os.PathLike[str]) -> bool:
@@ -499,3 +506,18 @@ def _pickles(folder: Folder) -> list[str]:
         for entry in folder.names(parts)
         if entry.endswith(_PICKLES)
     ]
+
+
+class _Format:
+    """As ``loads`` meets it."""
+
+    library = "TorchRL"
+
+    def recognises(self, path: Path) -> bool:
+        return is_torchrl_dump(path)
+
+    def read(self, path: Path, *, ndim: int, max_bytes: int) -> TorchRLDump:
+        return read(path, ndim=ndim, max_bytes=max_bytes)
+
+
+FORMAT = _Format()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import stat
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from engram.errors import CorruptCheckpoint
+from engram.format import strict
 from engram.format.files import Descriptor
 from engram.format.schema import MAX_BYTES, MAX_DEPTH
 
@@ -105,7 +104,13 @@ class Folder:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise CorruptCheckpoint(f"{self.name(parts)}: expected at most {MAX_BYTES} bytes, got more.")
-        return _strict(raw, self.name(parts))
+        try:
+            tree = strict.parse(raw, MAX_DEPTH + 1)
+            if not isinstance(tree, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{self.name(parts)}: not readable as JSON ({error}).") from error
+        return tree
 
     def described(self, kind: type[_T], parts: Sequence[str]) -> _T:
         description: _T = convert(self.json(parts), kind, self.name(parts))
@@ -123,56 +128,6 @@ class Folder:
                 done += got
         finally:
             fd.close()
-
-
-def _strict(raw: bytes, name: str) -> dict[str, Any]:
-    """Parse JSON as strictly as a description from elsewhere must be. Raises ``CorruptCheckpoint``."""
-    try:
-        tree = json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_not_a_number,
-            parse_int=_int64,
-            parse_float=_finite,
-        )
-        if not isinstance(tree, dict):
-            raise ValueError("not an object")
-        _check_depth(tree, MAX_DEPTH)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{name}: not readable as JSON ({error}).") from error
-    return tree
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key appears twice")
-    return result
-
-
-def _not_a_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number here")
-
-
-def _int64(text: str) -> int:
-    value = int(text)
-    if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{text} does not fit 64 bits")
-    return value
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not finite")
-    return value
-
-
-def _check_depth(value: Any, left: int) -> None:
-    if left < 0:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep")
-    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_depth(child, left - 1)
 
 
 def convert(value: Any, kind: Any, name: str) -> Any:

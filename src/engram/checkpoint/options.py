@@ -1,0 +1,141 @@
+"""What a Checkpointer and its calls are told, checked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+
+from engram.format import strict
+from engram.persist.roles import check_roles
+from engram.reshard.driver import Policy, checked_incomplete
+
+if TYPE_CHECKING:
+    from engram.types import Ranking
+
+__all__ = [
+    "Asked",
+    "Heard",
+    "Options",
+    "RestoreOptions",
+    "SeldomArguments",
+    "checked_step",
+    "checked_user",
+]
+
+
+class SeldomArguments(TypedDict, total=False):
+    """Arguments of the constructor that few programs give: see :class:`Checkpointer`."""
+
+    full_every: int | None
+    paranoid: bool
+    poll_every: int
+
+
+class Options(NamedTuple):
+    """What the constructor is told: see :class:`Checkpointer`."""
+
+    every_steps: int | None
+    every_minutes: float | None
+    keep: int
+    on_failure: str
+    prefetch: Literal["save", "drop"]
+    roles: Mapping[Any, str] | None
+    timeout: float
+    full_every: int | None = None
+    paranoid: bool = False
+    poll_every: int = 10
+
+    def check(self) -> None:
+        """Raise ``ValueError``, ``TypeError`` unless all can be."""
+        if self.on_failure not in ("raise", "warn"):
+            raise ValueError(f"Checkpointer: on_failure: expected 'raise' or 'warn', got {self.on_failure!r}.")
+        if self.prefetch not in ("save", "drop"):
+            raise ValueError(f"Checkpointer: prefetch: expected 'save' or 'drop', got {self.prefetch!r}.")
+        if self.every_minutes is not None and not self.every_minutes > 0:
+            raise ValueError(f"Checkpointer: every_minutes: expected minutes above 0, got {self.every_minutes!r}.")
+        if not self.timeout > 0:
+            raise ValueError(f"Checkpointer: timeout: expected seconds above 0, got {self.timeout!r}.")
+        for name in ("keep", "full_every", "every_steps", "poll_every"):
+            value = getattr(self, name)
+            if value is None and name in ("full_every", "every_steps"):
+                continue
+            if type(value) is not int:
+                raise TypeError(f"Checkpointer: {name}: expected an int, got {type(value).__name__}.")
+            if value < 1:
+                raise ValueError(f"Checkpointer: {name}: expected at least 1, got {value}.")
+        check_roles(self.roles)
+
+
+class Asked(NamedTuple):
+    """What a checkpoint is asked for with, checked."""
+
+    step: int
+    user: dict[str, Any]
+    """A copy."""
+
+
+def checked_step(what: str, step: Any) -> int:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{what}: step: expected an int of at least 0, got {step!r}.")
+    return number
+
+
+def checked_user(what: str, user: Any) -> dict[str, Any] | None:
+    """As it comes back from a checkpoint."""
+    if user is None:
+        return None
+    if not isinstance(user, Mapping):
+        raise TypeError(f"{what}: user: expected a dict of JSON, got {type(user).__name__}.")
+    copy: dict[str, Any] = strict.parse(strict.encode({"user": dict(user)}))["user"]
+    return copy
+
+
+class Heard(NamedTuple):
+    """What this rank was told of the latest step: a crash checkpoint is of that."""
+
+    step: int = 0
+    user: dict[str, Any] = {}  # noqa: RUF012 - a value
+    user_step: int = 0
+    """Of the call that gave ``user``."""
+
+    def then(self, step: int, user: dict[str, Any] | None) -> Heard:
+        """After another call: that of an earlier step changes nothing that a later one has said."""
+        latest = self if user is None or step < self.user_step else self._replace(user=user, user_step=step)
+        return latest._replace(step=max(step, self.step))
+
+
+class RestoreOptions(NamedTuple):
+    """How a checkpoint is loaded: see :meth:`Checkpointer.restore`."""
+
+    incomplete: Mapping[str, str] | None
+    overflow: Literal["cut", "fill"]
+    max_drop_fraction: float
+    env_id: str
+    resume: str
+    verify: str
+    default_rng: bool
+
+    def check(self) -> None:
+        """Raise ``ValueError``: one is out of its range."""
+        for argument, value, allowed in (
+            ("resume", self.resume, ("env_reset", "exact")),
+            ("verify", self.verify, ("read", "full")),
+            ("overflow", self.overflow, ("cut", "fill")),
+            ("env_id", self.env_id, ("lane", "global")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"restore: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
+        if not 0.0 <= self.max_drop_fraction <= 1.0:
+            raise ValueError(
+                f"restore: max_drop_fraction: expected a number from 0 to 1, got {self.max_drop_fraction!r}."
+            )
+        checked_incomplete(self.incomplete)
+
+    def policy(self, ranking: Ranking | None) -> Policy:
+        """What a reshard is told."""
+        return Policy(checked_incomplete(self.incomplete), self.overflow, ranking)

@@ -1,0 +1,146 @@
+"""What is said of saves and restores: values for the caller, lines for the log, a file beside the checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from engram._words import count, said_bytes, warn
+from engram.format import disk
+from engram.persist.trajectory_table import KINDS
+from engram.reshard.reports import reshard_lines, said_reshard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from engram.format.checkpoints import Shard
+    from engram.format.problems import Problem
+
+__all__ = ["Entry", "RestoreReport", "SaveReport", "episodes_of", "forget_reports", "note_restore"]
+
+_log = logging.getLogger("engram")
+_FOLDER = "reports"
+
+
+class SaveReport(NamedTuple):
+    """What a checkpoint holds, and what it took."""
+
+    name: str
+    step: int
+    path: Path
+    steps: int
+    """Rows that were saved."""
+    episodes: dict[str, dict[str, int]]
+    """Trajectories and their steps, by what is there of them: ``complete``, ``open``, ``headless``, …"""
+    lost_rows: int
+    """Rows that were overwritten before they were copied."""
+    bytes_written: int
+    bytes_linked: int
+    """Of files that are also an older checkpoint's."""
+    paused_s: float
+    """For how long writers waited."""
+    seconds: float
+    would_drop: dict[str, dict[str, int]] = {}  # noqa: RUF012 - a value
+    """Of ``episodes``, what is left out if another number or size of ranks loads them, unless ``restore(incomplete=…)`` says
+    otherwise."""
+
+    def __str__(self) -> str:
+        episodes = ", ".join(f"{it['episodes']} {kind}" for kind, it in self.episodes.items())
+        return (
+            f"{self.name}: {self.steps} rows (episodes: {episodes or 'none'}; {self.lost_rows} overwritten meanwhile), "
+            f"{said_bytes(self.bytes_written)} written and {said_bytes(self.bytes_linked)} linked in {self.seconds:.2f} s, "
+            f"writers waited {self.paused_s * 1e3:.1f} ms"
+        )
+
+
+class RestoreReport(NamedTuple):
+    """What was loaded."""
+
+    name: str
+    step: int
+    path: Path
+    steps: int
+    """Rows that are there now."""
+    user: dict[str, Any]
+    passed_over: list[Problem]
+    """Newer ones that were damaged or not complete."""
+    seconds: float
+    missing: tuple[int, ...] = ()
+    """Ranks whose shards there are none of."""
+    dealt: dict[str, Any] | None = None
+    """Where trajectories were dealt out anew: episodes and steps ``saved``, of which ``kinds``, ``kept``, ``dropped`` by reason and
+    ``truncated``, in total and of each of the ``shards``; ``lost`` with missing ones, as far as an older checkpoint says it; the least
+    and most steps of a rank and of a lane and the rows that are unused, in total and of each of the ``targets``; and the digest of
+    the ``plan``. None: every rank has its own shard."""
+    given_up: int = 0
+    """Rows of the own shard that are not there: the oldest of each full lane whose newest trajectory was open, as its place marks
+    that this ends."""
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
+        if self.given_up:
+            text += f"; {self.given_up} more were saved: the oldest of full lanes mark where what was open ends"
+        return text if self.dealt is None else f"{text}; {said_reshard(self.dealt)}"
+
+
+class Entry(NamedTuple):
+    """A checkpoint of a series."""
+
+    name: str
+    step: int
+    path: Path
+    problem: Problem | None
+    """Why it cannot be loaded; None: it can."""
+
+
+def episodes_of(shards: Sequence[Shard]) -> dict[str, dict[str, int]]:
+    """Episodes and steps of some shards, by kind; without the kinds that there are none of."""
+    episodes = {}
+    for kind in KINDS:
+        counts = [getattr(shard.totals, kind) for shard in shards]
+        if any(one.episodes for one in counts):
+            episodes[kind] = {
+                "episodes": sum(one.episodes for one in counts),
+                "steps": sum(one.steps for one in counts),
+            }
+    return episodes
+
+
+def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
+    """Log what was restored. Rank 0 also keeps in a file how trajectories were redistributed."""
+    _log.info("restored %s", report)
+    if report.dealt is None:
+        return
+    for line in reshard_lines(report.dealt):
+        _log.info("%s: %s", report.name, line)
+    if rank:
+        return
+    dropped = report.dealt["dropped"]
+    if dropped["overflow"]["steps"]:
+        warn(
+            f"restore: {report.path}: {count(dropped['overflow']['steps'], 'step')} did not fit and were left out. Larger "
+            'storages take more; overflow="fill" takes older trajectories that are shorter.'
+        )
+    folder = root / _FOLDER
+    try:
+        if not folder.is_dir():
+            disk.make_folder(folder)
+        said = msgspec.json.encode({"checkpoint": report.name, "step": report.step, **report.dealt})
+        raw = msgspec.json.format(said, indent=1)
+        disk.put(folder / f"load-{report.name}-{secrets.token_hex(4)}.json", raw)
+    except OSError as error:  # the rows are there
+        warn(f"restore: the report could not be written: {error}")
+
+
+def forget_reports(root: Path, removed: Iterable[str]) -> None:
+    """Remove what was noted of loads of checkpoints that are gone."""
+    gone = tuple(f"load-{name}-" for name in removed)  # not patterns: pathlib and re would keep each
+    if not gone:
+        return
+    for report in (root / _FOLDER).glob("load-*.json"):
+        if report.name.startswith(gone):
+            report.unlink(missing_ok=True)

@@ -1,0 +1,132 @@
+"""Which checkpoint of a series a restore takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from engram._words import warn
+from engram.errors import CorruptCheckpoint
+from engram.format import series
+from engram.format.checkpoints import Checkpoint
+from engram.format.problems import Problem, corrupt
+from engram.reshard.reports import Lost
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Wanted", "lost_with"]
+
+
+class Wanted(NamedTuple):
+    """Which checkpoint to load."""
+
+    root: Path
+    step: int | None = None
+    name: str | None = None
+    at_most: int | None = None
+    """The largest step."""
+    partial: bool = False
+    """One that lacks shards will do."""
+    damaged: tuple[Problem, ...] = ()
+    """Folders that turned out to be damaged when they were read."""
+
+    def check(self) -> None:
+        """Raise ``ValueError``: ``step`` beside another."""
+        for argument, other in (("at_most", self.at_most), ("name", self.name)):
+            if self.step is not None and other is not None:
+                raise ValueError(
+                    f"restore: expected step or {argument}, got step={self.step} and {argument}={other!r}."
+                )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another checkpoint will do where one is damaged."""
+        return self.step is None and self.name is None
+
+    def find(self) -> tuple[Path, list[Problem]]:
+        """The checkpoint to load, and what was passed over.
+
+        Raises:
+            FileNotFoundError: there is none. CorruptCheckpoint: that one is damaged, or every one is.
+        """
+        if self.name is not None and self.at_most is not None:
+            try:
+                return self._replace(at_most=None).find()
+            except (FileNotFoundError, CorruptCheckpoint) as error:
+                path, problems = self._replace(name=None).find()
+                why = str(error).removeprefix("restore: ")
+                warn(f"restore: {path.name} is loaded, as: {why}")
+                return path, problems
+        if self.partial and (left := self._incomplete()) is not None:
+            return left, []
+        if self.name is not None:
+            if self.name not in map(str, series.names(self.root)):
+                raise FileNotFoundError(
+                    f"restore: {self.root}: expected a checkpoint called {self.name!r}, found none."
+                )
+            wrong = series.look(self.root / self.name)
+            if wrong is not None:
+                raise corrupt(*wrong)
+            return self.root / self.name, []
+        return self._newest() if self.step is None else self._of_step(self.step)
+
+    def _newest(self) -> tuple[Path, list[Problem]]:
+        """The newest that is whole, and what was passed over."""
+        at_most, damaged = self.at_most, [problem.path.name for problem in self.damaged]
+        path, problems = series.latest(self.root, at_most=at_most, without=damaged)
+        passed_over = [*self.damaged, *problems]
+        if path is None:
+            what = "a checkpoint" if at_most is None else f"a checkpoint of a step of at most {at_most}"
+            if passed_over:
+                raise CorruptCheckpoint(
+                    f"restore: {self.root}: expected {what}, found none that is whole: {'; '.join(map(str, passed_over))}"
+                )
+            steps = sorted({name.step for name in series.names(self.root)})
+            raise FileNotFoundError(
+                f"restore: {self.root}: expected {what}, found {f'the steps {steps}' if steps else 'none'}."
+            )
+        for problem in passed_over:
+            warn(f"restore: {path.name} is loaded, and not: {problem}")
+        return path, passed_over
+
+    def _incomplete(self) -> Path | None:
+        """The newest that is whole, or of which shards are there."""
+        for name in series.names(self.root):
+            path = self.root / str(name)
+            meant = (
+                self.step in (None, name.step)
+                and self.name in (None, str(name))
+                and (self.at_most is None or name.step <= self.at_most)
+            )
+            damaged = any(path == problem.path for problem in self.damaged)
+            if meant and not damaged and (series.look(path) is None or series.is_partial(path)):
+                return path
+        return None
+
+    def _of_step(self, step: int) -> tuple[Path, list[Problem]]:
+        named = [name for name in series.names(self.root) if name.step == step]
+        if not named:
+            steps = sorted({name.step for name in series.names(self.root)})
+            raise FileNotFoundError(
+                f"restore: {self.root}: expected a checkpoint of one of the steps {steps}, got {step}."
+            )
+        problems: list[Problem] = []
+        for name in named:
+            wrong = series.look(self.root / str(name))
+            if wrong is None:
+                return self.root / str(name), problems
+            problems.append(wrong)
+        raise CorruptCheckpoint(f"restore: no checkpoint of step {step} is whole: {'; '.join(map(str, problems))}")
+
+
+def lost_with(checkpoint: Checkpoint, root: Path) -> Lost:
+    """What the last whole checkpoint of this job has of ranks whose shards are missing."""
+    missing, manifest = checkpoint.missing, checkpoint.manifest
+    path = series.latest(root, at_most=manifest.step)[0] if missing else None
+    if path is None:
+        return Lost(missing)
+    with Checkpoint(path) as before:
+        if before.manifest.world != manifest.world + len(missing):
+            return Lost(missing)
+        totals = [before.shard(rank).totals for rank in missing]
+    return Lost(missing, path.name, sum(it.episodes for it in totals), sum(it.steps for it in totals))

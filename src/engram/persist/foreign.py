@@ -1,0 +1,81 @@
+"""Folders that other libraries saved. The package of such a format is imported when a folder of it is met."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import Tensor
+
+    from engram.format.schema import Schema
+    from engram.types import RowsSource
+
+__all__ = ["ForeignDump", "ForeignFormat", "ForeignPriorities", "foreign_format"]
+
+#: A file that lies in folders of a format, and the module whose ``FORMAT`` reads those.
+_FORMATS = {"buffer_metadata.json": "engram.migrate.torchrl.dump"}
+
+
+class ForeignPriorities(Protocol):
+    """Priorities that another library saved, as ours are."""
+
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def beta(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def leaves(self) -> Tensor: ...
+    @property
+    def max_priority(self) -> float | None: ...
+
+
+class ForeignDump(Protocol):
+    """A checked folder of another library, of one buffer."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def priorities(self) -> ForeignPriorities | None: ...
+    @property
+    def rng_state(self) -> Tensor | None: ...
+
+    def schema(self, like: Schema | None, without: Collection[str]) -> Schema:
+        """The schema of a store with its rows, as that of the storage, ``like``, if there is one; without some entries."""
+
+    def state(self, schema: Schema) -> dict[str, Any]:
+        """The state without rows of a storage of that schema."""
+
+    def source(self, schema: Schema) -> RowsSource:
+        """Its rows."""
+
+
+class ForeignFormat(Protocol):
+    """What another library saves."""
+
+    @property
+    def library(self) -> str: ...
+
+    def recognises(self, path: Path) -> bool:
+        """Whether a folder looks like one of this format. Opens nothing."""
+
+    def read(self, path: Path, *, ndim: int, max_bytes: int) -> ForeignDump:
+        """Describe and check a folder. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``, ``OSError``."""
+
+
+def foreign_format(path: Path) -> ForeignFormat | None:
+    """The format of a folder that another library saved; None: it is none of those."""
+    for mark, module in _FORMATS.items():
+        if os.path.lexists(path / mark):
+            found: ForeignFormat = importlib.import_module(module).FORMAT
+            if found.recognises(path):
+                return found
+    return None

@@ -1,0 +1,158 @@
+"""What a storage held at one moment. It is written later, while others write to the buffer."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from engram._words import count
+from engram.format.checkpoints import Cut, Totals
+from engram.format.parts import NO_SCHEMA
+from engram.persist.components import write_part
+from engram.persist.roles import roles_of
+from engram.persist.rows import SavedRows, described, save_flat
+from engram.persist.segments import save_segments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.format.parts import PartField, PartReader
+    from engram.store import Store
+
+__all__ = ["RowsSnapshot", "StoragePreparation", "StorageSnapshot", "WholeSnapshot"]
+
+
+_log = logging.getLogger("engram")
+
+
+def _unwatched(_: int) -> None:
+    """In place of a progress bar."""
+
+
+class StorageSnapshot(Protocol):
+    """What a storage held at one moment."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows of the storage."""
+
+    @property
+    def priorities(self) -> Collection[str]:
+        """Names of the priorities in it."""
+
+    def fields(self, roles: Mapping[Any, str] | None) -> Sequence[PartField]:
+        """The fields of the rows with their roles. None before the first row, and of rows that are no tensors."""
+
+    def save(self, folder: Path) -> SavedRows:
+        """Write it into a new folder, as a part of a dump."""
+
+    def save_segments(
+        self,
+        folder: Path,
+        *,
+        roles: Mapping[Any, str] | None = None,
+        parent: PartReader | None = None,
+        paranoid: bool = False,
+        progress: Callable[[int], None] = _unwatched,
+    ) -> SavedRows:
+        """Write it into a new folder, as a part of a checkpoint.
+
+        Args:
+            folder: where.
+            roles: what fields mean, by key, where they are not called as usual.
+            parent: the same part of an older checkpoint of this very storage: what did not change is linked.
+            paranoid: compare what is linked with what is stored.
+            progress: called with how many bytes were done.
+        """
+
+
+class StoragePreparation(Protocol):
+    """What a snapshot needs, gathered before writers wait for it."""
+
+    def take(self) -> StorageSnapshot:
+        """The snapshot of this moment. Call it while writers are paused."""
+
+
+class WholeSnapshot(NamedTuple):
+    """A state that is all of a storage: items of a list, or a storage that was never written."""
+
+    kind: str
+    """The class of the storage."""
+    state: dict[str, Any]
+    clock: int
+    steps: int
+    nbytes: int
+
+    @property
+    def priorities(self) -> Collection[str]:
+        return list(self.state["priorities"])
+
+    def fields(self, roles: Mapping[Any, str] | None) -> Sequence[PartField]:  # noqa: ARG002 - it has none
+        return ()
+
+    def save(self, folder: Path) -> SavedRows:
+        info = write_part(folder, "storage", self.kind, self.state)
+        return SavedRows(info, Cut(self.clock), Totals(steps=self.steps, episodes=0), NO_SCHEMA)
+
+    def save_segments(self, folder: Path, **_: object) -> SavedRows:
+        return self.save(folder)
+
+
+class RowsSnapshot(NamedTuple):
+    """The rows of a store. A row that others change before it is written is left out."""
+
+    kind: str
+    """The class of the storage."""
+    store: Store
+    state: dict[str, Any]
+    """The storage's, without rows; also without ``numbers``, where these are read later."""
+    base: int
+    """By how much tickets in the store were larger than those that are saved."""
+    live: int
+    """How many rows there were."""
+    nbytes: int
+    copies: Sequence[Tensor] | None = None
+    """Copies of all rows, by field. None: rows are read when they are written."""
+
+    @property
+    def priorities(self) -> Collection[str]:
+        return list(self.state["priorities"])
+
+    def fields(self, roles: Mapping[Any, str] | None) -> Sequence[PartField]:
+        schema = self.store.schema
+        return described(schema, roles_of(schema.fields, roles))[1]
+
+    def numbers(self) -> NDArray[np.int64]:
+        """Ticket numbers of the rows up to the last live one, to be changed by the caller."""
+        if "numbers" in self.state:
+            return self.state["numbers"].numpy().copy()  # type: ignore[no-any-return]
+        return self.numbers_now()
+
+    def numbers_now(self) -> NDArray[np.int64]:
+        """The same as the store has them by now: 0 also for rows that changed since."""
+        state = self.state
+        numbers: NDArray[np.int64] = self.store.numbers_before(state["clock"] + self.base, state["lanes"]).numpy()
+        return numbers
+
+    def save(self, folder: Path) -> SavedRows:
+        rows = save_flat(folder, self)
+        if rows.cut.lost_rows:
+            lost = count(rows.cut.lost_rows, "row")
+            _log.warning("dumps: left out, as others changed them before they were copied: %s", lost)
+        return rows
+
+    def save_segments(
+        self,
+        folder: Path,
+        *,
+        roles: Mapping[Any, str] | None = None,
+        parent: PartReader | None = None,
+        paranoid: bool = False,
+        progress: Callable[[int], None] = _unwatched,
+    ) -> SavedRows:
+        return save_segments(folder, self, roles, parent=parent, paranoid=paranoid, progress=progress)

@@ -1,0 +1,238 @@
+"""Saved stores, as they are planned with and read from when their rows go elsewhere."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from engram.errors import IncompatibleCheckpoint
+from engram.format import layout
+from engram.format.problems import corrupt
+from engram.format.tables import HAS_FIRST, HAS_LAST
+from engram.persist import parts
+from engram.persist.roles import ENDS
+from engram.persist.rows import dtype_of, read_rows_state, stretches
+from engram.reshard.extents import Extents, put, windows, zeroed_window
+from engram.reshard.plan import Source, within
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.format.checkpoints import Checkpoint
+    from engram.format.parts import PartField, PartReader
+
+__all__ = [
+    "MOVABLE",
+    "TRUNCATED",
+    "SavedShard",
+    "can_truncate",
+    "fields_of",
+    "has_ends",
+    "in_blocks",
+    "in_rows",
+    "lanes_of",
+    "open_shard",
+    "open_shards",
+    "read_first_steps",
+    "saved_fields",
+]
+
+#: Of rows without trajectories: steps that stay together, how many such blocks a lane has at least, and a shard at most.
+_STEPS = 256
+_IN_A_LANE = 16
+_BLOCKS = 1 << 16
+MOVABLE = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
+#: What fields that mark a step as the last one of a trajectory that was cut short get there.
+TRUNCATED = {"done": 1, "truncated": 1, "terminated": 0, "step_type": 2}
+_LAST = frozenset(TRUNCATED)
+
+
+class SavedShard(NamedTuple):
+    """A store in a checkpoint, and what is planned with."""
+
+    reader: PartReader
+    source: Source
+    fields: tuple[PartField, ...] = ()
+    """None, if it was never written."""
+    held: dict[str, Any] | None = None
+    """The state of the storage without rows; None: what is wanted of its arrays is read when it is needed."""
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """That state, in which arrays may be missing."""
+        return self.reader.state if self.held is None else self.held
+
+
+def open_shard(reader: PartReader, *, held: bool = False) -> SavedShard:
+    """What there is to move in a part.
+
+    Of each shard the table of its trajectories is held, and nothing that grows with its rows; unless ``held`` says so.
+
+    Raises:
+        CorruptCheckpoint: a table is damaged.
+        IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
+    """
+    state = read_rows_state(reader) if held else None
+    geometry = reader.geometry
+    if geometry is None:
+        if reader.type not in MOVABLE:
+            raise IncompatibleCheckpoint(
+                f"{reader.folder}: expected a storage of type {' or '.join(MOVABLE)}, whose rows can be moved, got a "
+                f"{reader.type!r:.100}. Load it with as many ranks as saved it, into storages of the same size."
+            )
+        return SavedShard(reader, Source(1, np.empty((0, 5), np.int64)), held=state)
+    clock = reader.state.get("clock")
+    if type(clock) is not int or clock < 1:
+        raise corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
+    columns = math.prod(geometry.columns)
+    runs = _checked_runs(reader, geometry.lane_length, columns)
+    fields = reader.schema or ()
+    marks_ends = not has_ends(fields) or any(field.role in _LAST for field in fields)
+    return SavedShard(reader, Source(clock, runs, columns, marks_ends), fields, state)
+
+
+def in_blocks(saved: Sequence[SavedShard], lane_length: int) -> list[SavedShard]:
+    """The same for lanes of that length: where no field says how steps belong together, they are moved in blocks that follow each
+    other, each as if it were a trajectory.
+
+    Of 256 steps at most, but for shards that would be more than 65,536 of them; and short enough that so many fit a lane with
+    little left over.
+
+    Raises ``CorruptCheckpoint``: a block is damaged.
+    """
+    if has_ends(fields_of(saved)):
+        return list(saved)
+    fitting = lane_length // max(_IN_A_LANE, -(-lane_length // _STEPS))
+    return [_cut(one, min(lane_length, max(fitting, -(-int(one.source.saved[1]) // _BLOCKS), 1))) for one in saved]
+
+
+def in_rows(saved: SavedShard) -> SavedShard:
+    """The same, of which each row is moved by itself, as it is: no field is rewritten.
+
+    Raises ``CorruptCheckpoint``: a block is damaged.
+    """
+    return _cut(saved, 1)._replace(fields=tuple(msgspec.structs.replace(field, role="data") for field in saved.fields))
+
+
+def _cut(saved: SavedShard, block: int) -> SavedShard:
+    """The same in blocks of so many steps."""
+    source = saved.source
+    if not len(source.runs):
+        return saved
+    return saved._replace(source=source._replace(runs=_blocks(saved.reader, source.runs, source.columns, block)))
+
+
+def read_first_steps(saved: SavedShard, key: tuple[str, ...]) -> Tensor:
+    """A field of the first step of each trajectory, ``[K, *shape]``.
+
+    Raises:
+        CorruptCheckpoint: a block is damaged.
+        IncompatibleCheckpoint: there is no such field.
+    """
+    reader, geometry = saved.reader, saved.reader.geometry
+    number = next((number for number, field in enumerate(saved.fields) if field.key == key), None)
+    if number is None or geometry is None:
+        raise IncompatibleCheckpoint(
+            f"{reader.folder}: expected the field {key} to rank rows by, got {[field.key for field in saved.fields]}."
+        )
+    field = saved.fields[number]
+    lane, first = saved.source.runs[:, 0], saved.source.runs[:, 1]
+    rows = lane * geometry.lane_length + first % lanes_of(reader)[lane, 1]
+    column = torch.empty((int(rows.max(initial=-1)) + 1, *field.shape), dtype=dtype_of(field.dtype), device="cpu")
+    every = Extents(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(column)]))
+    memory = zeroed_window(field.row_bytes)
+    for stretch in stretches(reader):
+        if stretch.field == number:
+            for low, raw in windows(reader, stretch, every, field.row_bytes, memory):
+                put(raw.reshape(-1, field.row_bytes), low, every, column)
+    return column[torch.from_numpy(rows)]
+
+
+def fields_of(saved: Sequence[SavedShard]) -> tuple[PartField, ...]:
+    """The fields of all shards that were written."""
+    return next((one.fields for one in saved if one.fields), ())
+
+
+def has_ends(fields: Sequence[PartField]) -> bool:
+    """Whether some field says where trajectories end."""
+    return any(field.role in ENDS for field in fields)
+
+
+def can_truncate(fields: Sequence[PartField]) -> bool:
+    """Whether a step can be marked as the last one of a trajectory that was cut short."""
+    return any(TRUNCATED.get(field.role) for field in fields)
+
+
+def lanes_of(reader: PartReader) -> NDArray[np.int64]:
+    """Position and live rows of each lane."""
+    return np.frombuffer(reader.read_all(f"{layout.FOLDER}/lanes.bin"), "<i8").reshape(-1, 4)[:, :2]
+
+
+def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> NDArray[np.int64]:
+    """The trajectories, each of rows that are there and no two of the same ones."""
+    lanes, rows = lanes_of(reader), reader.records["tickets"]
+    if reader.segment_rows is not None:
+        rows = max((it.first_row + it.rows for it in reader.segments()), default=0)
+    position, live = lanes[:, 0], lanes[:, 1]
+    if (position < 0).any() or (live < np.minimum(position, lane_length)).any() or (live > lane_length).any():
+        raise corrupt(reader.folder / layout.FOLDER / "lanes.bin", "expected lanes of a store")
+    path = reader.folder / layout.FOLDER / "trajectories.bin"
+    runs = np.frombuffer(reader.read_all(f"{layout.FOLDER}/trajectories.bin"), "<i8").reshape(-1, 5)
+    lane, first, end, time, flags = runs.T
+    good = (lane >= 0) & (lane < len(lanes)) & (first < end) & (time >= 0) & (flags >= 0) & (flags < 16)
+    at = np.where(good, lane, 0)
+    good &= (first >= position[at] - live[at]) & (end < position[at] + columns)
+    ring = np.maximum(live[at], 1)
+    offset, last = first % ring, (end - columns) % ring
+    good &= lane * lane_length + np.where(last < offset, ring - 1, last) < rows
+    order = np.lexsort((first, first % columns, lane))
+    track = np.stack([lane, first % columns])[:, order]
+    good[order[1:]] &= (track[:, 1:] != track[:, :-1]).any(0) | (first[order[1:]] >= end[order[:-1]])
+    if not good.all():
+        raise corrupt(path, f"expected trajectories of the rows that are there, got {runs[np.argmin(good)].tolist()}")
+    return runs
+
+
+def _blocks(reader: PartReader, runs: NDArray[np.int64], columns: int, block: int) -> NDArray[np.int64]:
+    """Runs in pieces of so many steps, counted from their newest ones, as if each were a trajectory."""
+    geometry = reader.geometry
+    assert geometry is not None  # it has runs
+    live, numbers = lanes_of(reader)[:, 1], read_rows_state(reader)["numbers"].numpy()
+    steps = (runs[:, 2] - runs[:, 1]) // columns
+    counts = -(-steps // block)
+    run = np.arange(len(runs)).repeat(counts)
+    from_newest = counts.repeat(counts) - 1 - within(counts)
+    end = runs[run, 2] - from_newest * block * columns
+    first = np.maximum(end - block * columns, runs[run, 1])
+    last = runs[run, 0] * geometry.lane_length + (end - columns) % live[runs[run, 0]]
+    return np.stack([runs[run, 0], first, end, numbers[last], np.full(len(run), HAS_FIRST | HAS_LAST)], 1)
+
+
+def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[SavedShard]:
+    """What all ranks saved. It is closed with the stack.
+
+    Raises:
+        CorruptCheckpoint: a shard is missing, or a table is damaged.
+        IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
+    """
+    return [
+        open_shard(stack.enter_context(parts.open_storage(checkpoint, rank)))
+        for rank in range(checkpoint.manifest.world)
+    ]
+
+
+def saved_fields(checkpoint: Checkpoint) -> tuple[PartField, ...]:
+    """The fields of the first rank that was ever written; none: none was."""
+    for rank in range(checkpoint.manifest.world):
+        with parts.open_storage(checkpoint, rank) as reader:
+            if reader.schema is not None:
+                return reader.schema
+    return ()

@@ -1,0 +1,235 @@
+"""The state of a store without its rows: what is saved of it, and what is checked before a load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from engram import _native
+from engram.format import schema as schemas
+from engram.passes import KIND as PASSES
+from engram.passes import PassIndex, checked_walk
+from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
+from engram.priorities import KIND as PRIORITIES
+from engram.priorities import PriorityIndex
+from engram.state import check_keys, copied, integer, tensor_in, typed
+from engram.storages._indexes import check_names, checked_priorities, saved_priorities
+from engram.store import StoreState
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from engram.format.schema import Schema
+    from engram.persist.snapshot import StorageSnapshot
+    from engram.priorities import PriorityConfig
+    from engram.store import Store
+    from engram.types import RowsSource
+
+__all__ = ["ENTRIES", "RowsLoad", "RowsState", "SnapshotPreparation", "describe_store", "unwritten", "with_numbers"]
+
+#: Entries of a state, but for the rows.
+ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
+#: Rows that may be written between preparing a snapshot and taking it, for which there is memory.
+_SLACK = 1 << 17
+#: Bytes of rows that are copied for a dump while writers wait, in a few milliseconds: it is exact then.
+_COPIED = 32 << 20
+
+
+def unwritten() -> dict[str, Any]:
+    """The state of a storage before its first row."""
+    return {
+        "schema": None,
+        "lanes": torch.zeros((0, 4), dtype=torch.int64, device="cpu"),
+        "numbers": torch.zeros(0, dtype=torch.int64, device="cpu"),
+        "clock": 0,
+        "write_count": 0,
+        "priorities": {},
+        "passes": {},
+        "windows": {},
+    }
+
+
+def describe_store(
+    store: Store,
+    indexes: Mapping[tuple[str, str], Any],
+    without: Collection[tuple[str, str]] = (),
+    zeroed: Mapping[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """The state without rows and without their tickets.
+
+    Args:
+        store: exact while its writers are paused.
+        indexes: of the store, by name and kind.
+        without: names and kinds of those that are left out.
+        zeroed: memory for the leaves of priorities, by name.
+    """
+    passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == PASSES}
+    clock, lanes = int(store.core.next_ticket) - store.base, store.lane_words()
+    return {
+        "schema": schemas.encode(store.schema).decode(),
+        "clock": clock,
+        "lanes": lanes,
+        "write_count": int(store.core.write_count),
+        "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, store.rows_in_use(lanes), zeroed),
+        "passes": {name: walk for name, walk in passes.items() if (name, PASSES) not in without},
+        "windows": dict(store.windows),
+    }
+
+
+def with_numbers(store: Store, state: dict[str, Any]) -> dict[str, Any]:
+    """The same with ``numbers``: the tickets of the rows up to the last live one, without the store's base."""
+    numbers = store.numbers_before(state["clock"] + store.base, state["lanes"]).numpy()
+    live = numbers != 0
+    last = len(live) - int(live[::-1].argmax()) if live.any() else 0
+    numbers[live] -= store.base
+    return {**state, "numbers": torch.from_numpy(numbers[:last])}
+
+
+def _of_kind(indexes: Mapping[tuple[str, str], Any], wanted: str) -> dict[str, Any]:
+    return {name: index for (name, kind), index in indexes.items() if kind == wanted}
+
+
+class Snapshotted(Protocol):
+    """The storage that a snapshot is taken of."""
+
+    memory: Store | None
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]: ...
+
+
+class SnapshotPreparation:
+    """Memory for a snapshot of a storage, taken before writers wait: they wait for a copy only.
+
+    Args:
+        storage: which.
+        without: names and kinds of indexes that others save.
+        whole: copy the rows too, if that takes a few milliseconds.
+    """
+
+    def __init__(self, storage: Snapshotted, without: Collection[tuple[str, str]], *, whole: bool) -> None:
+        self._storage, self._without, self._whole = storage, without, whole
+        self._indexes: dict[tuple[str, str], Any] = {}
+        self._leaves: dict[str, Tensor] = {}
+        store = storage.memory
+        if store is not None:
+            self._indexes = store.all_indexes()
+            n = min(store.capacity, store.rows_in_use(store.lane_words()) + _SLACK)
+            for name in {name for name, kind in self._indexes if kind == PRIORITIES and (name, kind) not in without}:
+                self._leaves[name] = store.room(8 * n)[: 8 * n].zero_().view(torch.float64)
+
+    def take(self) -> StorageSnapshot:
+        storage, store, kind = self._storage, self._storage.memory, type(self._storage).__name__
+        if store is None:
+            return WholeSnapshot(kind, storage.state_without_rows(), 1, 0, storage.nbytes)
+        lanes = store.lane_words()
+        used = store.rows_in_use(lanes)
+        live = int(lanes[:, 1].sum()) - int(store.core.void_rows)
+        state, base, copies = None, 0, None
+        if self._whole and used * store.schema.row_bytes <= _COPIED:
+            copies = copied([field[:used] for field in store.tensors])
+            state = storage.state_without_rows(without=self._without)
+        else:
+            state, base = describe_store(store, self._indexes, self._without, self._leaves), store.base
+        return RowsSnapshot(kind, store.held(), state, base, live, storage.nbytes, copies)
+
+
+class RowsState(NamedTuple):
+    """A state without rows that was checked."""
+
+    entries: dict[str, Any]
+    """The state itself."""
+    rows: StoreState
+    windows: dict[str, int]
+    passes: dict[str, tuple[int, int, int]]
+    priorities: dict[str, PriorityConfig]
+
+    @classmethod
+    def checked(cls, state: dict[str, Any], schema: Schema, store: Store | None, where: str) -> RowsState:
+        """Check a state.
+
+        Args:
+            state: with :data:`ENTRIES`.
+            schema: the one that it says, checked.
+            store: that will hold the rows, if it is there.
+            where: for messages.
+
+        Raises:
+            KeyError, TypeError, ValueError: a state that no store saves. IncompatibleCheckpoint: other parameters of priorities.
+        """
+        clock = integer(state, "clock", 1, 1 << 61, where)
+        write_count = integer(state, "write_count", 0, 1 << 62, where)
+        lanes = tensor_in(state, "lanes", torch.int64, (schema.lanes, 4), where).clone()
+        saved = tensor_in(state, "numbers", torch.int64, (None,), where)
+        if len(saved) > schema.capacity:
+            raise ValueError(f"{where}: numbers: expected at most {schema.capacity}, got {len(saved)}.")
+        numbers = saved
+        if len(saved) < schema.capacity:
+            numbers = torch.zeros(schema.capacity, dtype=torch.int64, device="cpu")
+            numbers[: len(saved)] = saved
+        length = schema.capacity // schema.lanes
+        try:
+            _native.check_words(length, clock, lanes.data_ptr(), schema.lanes, numbers.data_ptr())
+        except ValueError as error:
+            raise ValueError(f"{where}: lanes and numbers: {error}.") from error
+        windows = typed(state, "windows", dict, where)
+        windows = {
+            name: integer(windows, name, 1, 1 << 62, f"{where}: windows") for name in check_names(windows, where)
+        }
+        walks = typed(state, "passes", dict, where)
+        for name in check_names(walks, where):
+            check_keys(walks[name], ("key", "rows", "visited"), f"{where}: passes: {name!r}")
+        passes = {name: checked_walk(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
+        indexes = {} if store is None else _of_kind(store.all_indexes(), PRIORITIES)
+        priorities = checked_priorities(state["priorities"], indexes, schema.capacity, f"{where}: priorities")
+        configs = {name: config for name, (config, _) in priorities.items()}
+        return cls(state, StoreState(lanes, numbers, clock, write_count), windows, passes, configs)
+
+    def restore(self, store: Store, source: RowsSource) -> None:
+        """Replace all that a store holds. Writers must be paused. Whatever ``source`` raises leaves it empty."""
+        trees = {name: PriorityIndex.of_store(store, name, config)[0] for name, config in self.priorities.items()}
+        walked = {}
+        if store.directory is not None:  # elsewhere a sampler keeps its own
+            walked = {name: PassIndex.of_store(store, name, (0, 0, 0)) for name in self.passes}
+        store.replace(self.rows, source.fill)
+        store.replaced = (self.rows.clock, int(store.core.next_ticket))
+        store.count_windows(self.windows)
+        for name, tree in trees.items():
+            tree.restore(self.entries["priorities"][name])
+        for name, index in walked.items():
+            index.walk = self.passes[name]
+
+
+class Loaded(Protocol):
+    """The storage that takes a state over."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def placing(self) -> AbstractContextManager[Any]: ...
+
+    @property
+    def paused(self) -> AbstractContextManager[Any]: ...
+
+    def allocate_for(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class RowsLoad(NamedTuple):
+    """A checked state and its rows, for a storage."""
+
+    storage: Loaded
+    state: RowsState
+    source: RowsSource
+
+    def commit(self) -> None:
+        storage = self.storage
+        storage.allocate_for(self.state.entries)
+        with storage.placing, storage.paused:  # a writer that has placed rows is about to write them
+            self.state.restore(storage.store, self.source)
