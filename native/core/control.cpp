@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "fence.h"
 #include "wait.h"
 
 namespace engram {
@@ -267,9 +268,7 @@ void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
     claim.lane = here - 2;
     step();
   }
-#ifndef ENGRAM_TSAN  // whose build has no fences
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // a writer that this finds no row of sees that the lane begins again
-#endif
+  fence(std::memory_order_seq_cst);  // a writer that this finds no row of sees that the lane begins again
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) forget_rows(i, t);
 }
 
@@ -319,9 +318,7 @@ void Control::read_lanes(LaneWords* lanes) const {
 }
 
 void Control::read_numbers(std::uint64_t clock, const LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const {
-#ifndef ENGRAM_TSAN  // whose build has no fences
-  std::atomic_thread_fence(std::memory_order_acquire);  // rows that were copied before are compared with these tickets
-#endif
+  fence(std::memory_order_acquire);  // rows that were copied before are compared with these tickets
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const std::uint64_t first = i * geometry_.lane_length, last = std::min(first + filled(i), rows);
     const std::uint64_t end = lanes_[i].base.load(std::memory_order_acquire) + static_cast<std::uint64_t>(lanes[i].position);
@@ -466,9 +463,7 @@ void ClaimGuard::note([[maybe_unused]] std::uint64_t t0, std::uint64_t n, std::i
 #ifndef ENGRAM_WITHOUT_CLAIM  // the tests of death must fail then: make negative-controls
   claim_->t0.store(t0, std::memory_order_release);
 #endif
-#ifndef ENGRAM_TSAN  // whose build has no fences
-  std::atomic_thread_fence(std::memory_order_release);
-#endif
+  fence(std::memory_order_release);
 }
 
 }  // namespace engram

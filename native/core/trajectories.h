@@ -88,6 +88,11 @@ struct Census {
   std::uint64_t trajectories = 0, longest = 0;
 };
 
+/// Anchors of windows of `length` steps in a trajectory.
+constexpr std::uint64_t anchors_in(std::uint64_t steps, std::uint64_t length) {
+  return steps >= length ? steps - length + 1 : 0;
+}
+
 class Trajectories final : public Index {
  public:
   /// Bytes of the table.

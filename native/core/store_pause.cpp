@@ -1,0 +1,126 @@
+// What a process holds for a while: pauses, placing, replacing.
+
+#include "store.h"
+
+#include <string>
+#include <thread>
+
+#include "check.h"
+#include "fence.h"
+#include "store_indexes.h"
+#include "wait.h"
+
+namespace engram {
+namespace {
+
+constexpr auto kPauseLooks = std::chrono::microseconds(200);  // between two, at whether the store is still paused
+
+}  // namespace
+
+std::uint64_t Store::own_pause() const {
+  return static_cast<std::uint64_t>(participant_ - &control_.participant(0)) + 1;
+}
+
+Stalled Store::paused_in_vain() const {
+  const std::uint64_t entry = control_.lock_page().pause.load(std::memory_order_acquire) & ~kReplacing;
+  const std::uint32_t pid = entry == 0 || entry > control_.participants() ? 0 : control_.participant(entry - 1).pid;
+  const bool own = entry == own_pause();
+  const std::string who = own ? "this process" : pid != 0 ? "process " + std::to_string(pid) : "another process";
+  return in_vain(who + " has paused the store, to save or load it,",
+                 "Try again when that is over. A Checkpointer pauses it for a moment only, whatever its size");
+}
+
+// Lets a writer through that has just taken a claim: at once, but for a store that is paused.
+void Store::admit([[maybe_unused]] ClaimGuard& claim) const {
+#ifndef ENGRAM_WITHOUT_PAUSE  // the tests must fail then: make negative-controls
+  if (control_.lock_page().pause.load(std::memory_order_seq_cst) == 0) return;
+  const Deadline deadline;
+  do {
+    claim.give_back();
+    while (control_.lock_page().pause.load(std::memory_order_acquire) != 0) {
+      if (deadline.passed()) throw paused_in_vain();
+      look_after_others(Need::waiting);
+      std::this_thread::sleep_for(kPauseLooks);
+    }
+    claim.take_again();
+  } while (control_.lock_page().pause.load(std::memory_order_seq_cst) != 0);
+#endif
+}
+
+void Store::pause() {
+  const Deadline deadline;
+  Word& pause = control_.lock_page().pause;
+  std::uint64_t nobody = 0;
+  while (!pause.compare_exchange_strong(nobody, own_pause(), std::memory_order_seq_cst)) {
+    if (deadline.passed()) throw paused_in_vain();
+    look_after_others(Need::waiting);
+    std::this_thread::sleep_for(kPauseLooks);
+    nobody = 0;
+  }
+  for (std::uint64_t i = 0; i < control_.participants(); ++i) {
+    for (const Claim& claim : control_.participant(i).claims) {
+      while (claim.t0.load(std::memory_order_seq_cst) != 0) {
+        if (deadline.passed()) {
+          resume();
+          throw in_vain("another writer has been writing");
+        }
+        look_after_others(Need::waiting);
+        std::this_thread::yield();
+      }
+    }
+  }
+}
+
+void Store::resume() { control_.lock_page().pause.store(0, std::memory_order_release); }
+
+void Store::begin_pause() {
+  if (pauses_ == 0) pause();
+  ++pauses_;
+}
+
+void Store::end_pause(bool failed) {
+  if (pauses_ == 0 || --pauses_ > 0) return;
+  if (failed && (control_.lock_page().pause.load(std::memory_order_acquire) & kReplacing) != 0) end_replacing();
+  resume();
+}
+
+void Store::begin_placing() {
+  if (placings_ == 0) {
+    auto& mutex = control_.lock_page().placing;
+    try {
+      if (mutex.lock()) mutex.mended();  // a plan that was not written is forgotten
+    } catch (const Stalled&) {           // which says what an index would
+      throw in_vain("another process has been placing rows");
+    }
+  }
+  ++placings_;
+}
+
+void Store::end_placing() {
+  if (placings_ > 0 && --placings_ == 0) control_.lock_page().placing.unlock();
+}
+
+void Store::forget_holds() { pauses_ = placings_ = 0; }
+
+void Store::begin_replacing(bool keep_write_count) {
+  const std::uint64_t pause = control_.lock_page().pause.load(std::memory_order_acquire);
+  check((pause & ~kReplacing) == own_pause(), "rows replaced in a store that this process has not paused");
+  control_.lock_page().pause.store(own_pause() | kReplacing, std::memory_order_release);
+  ClaimGuard claim(*participant_);
+  empty(claim, keep_write_count);
+}
+
+void Store::replaced(std::uint64_t clock, const Control::LaneWords* lanes, const std::int64_t* numbers) {
+  check(control_.lock_page().pause.load(std::memory_order_acquire) == (own_pause() | kReplacing), "rows replaced that were not begun with");
+  control_.put_words(clock, lanes, numbers);
+}
+
+void Store::end_replacing() const {
+#ifndef ENGRAM_WITHOUT_REPLACING  // the tests of death must fail then: make negative-controls
+  control_.empty(false);
+  fence(std::memory_order_seq_cst);
+  tell_indexes([](Index& index) { index.emptied(); });
+#endif
+}
+
+}  // namespace engram

@@ -1,0 +1,347 @@
+// Reading and drawing: look at the ticket, copy, look again.
+
+#include "store.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "check.h"
+#include "fence.h"
+#include "pool.h"
+#include "random.h"
+#include "wait.h"
+
+namespace engram {
+namespace {
+
+constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks at the tickets
+constexpr std::uint64_t kBlockRows = 64;           // rows per block of a read, at most
+constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
+constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
+constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
+
+// Uniform choice among the rows inside the lanes' extents, void ones included.
+class Spans {
+ public:
+  explicit Spans(const Control& control) : length_(control.lane_length()) {
+    if (control.lanes() == 1) {
+      total_ = control.filled(0);
+      return;
+    }
+    ends_.reserve(control.lanes());
+    for (std::uint64_t lane = 0; lane < control.lanes(); ++lane) ends_.push_back(total_ += control.filled(lane));
+    if (total_ == control.capacity()) ends_.clear();  // all full: the k-th row is row k
+  }
+
+  std::uint64_t total() const { return total_; }
+
+  std::int64_t row(std::uint64_t k) const {
+    if (ends_.empty()) return static_cast<std::int64_t>(k);
+    const auto end = std::upper_bound(ends_.begin(), ends_.end(), k);
+    const auto lane = static_cast<std::uint64_t>(end - ends_.begin());
+    const std::uint64_t before = lane == 0 ? 0 : ends_[lane - 1];
+    return static_cast<std::int64_t>(lane * length_ + (k - before));
+  }
+
+ private:
+  std::uint64_t length_, total_ = 0;
+  std::vector<std::uint64_t> ends_;
+};
+
+}  // namespace
+
+std::uint64_t Store::block_rows(std::span<const std::uint64_t> which) const {
+  std::uint64_t bytes = 0;
+  for (const std::uint64_t f : which) bytes += fields_[f].row_bytes;
+  return std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, bytes), 1, kBlockRows);
+}
+
+// Asks for the tickets of rows that will be read soon: one block ahead, so that nobody waits for them.
+void Store::prefetch_tickets(const std::int64_t* rows, std::uint64_t n) const {
+  for (std::uint64_t i = 0; i < n; ++i) __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i])));
+}
+
+// Reads rows[0, n), n <= 64, into places at … of the batch; bit i of *moved says that rows[i] was not whole throughout.
+bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Batch batch,
+                       std::uint64_t at, const std::int64_t* expected, std::int64_t* numbers_out,
+                       std::uint64_t* moved) const {
+  static_assert(kBlockRows <= 64);
+  std::uint64_t words[kBlockRows];
+  const Field* first = which.empty() ? nullptr : &fields_[which[0]];
+  std::uint64_t bad = 0;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (first != nullptr) prefetch_row(*first, rows[i]);
+    words[i] = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
+    const bool ok = is_committed(words[i]) &&
+                    (expected == nullptr || number_of(words[i]) == static_cast<std::uint64_t>(expected[i]));
+    bad |= static_cast<std::uint64_t>(!ok) << i;
+    if (numbers_out != nullptr) numbers_out[i] = static_cast<std::int64_t>(number_of(words[i]));
+  }
+  const bool runs = mostly_runs(rows, n);
+  for (std::uint64_t f = 0; f < which.size(); ++f) {
+    const Field& field = fields_[which[f]];
+    std::byte* out = batch[f] + at * field.row_bytes;
+    if (runs) {
+      gather_runs(field, rows, n, out);
+    } else {
+      gather_rows(field, rows, n, out, f + 1 < which.size() ? &fields_[which[f + 1]] : nullptr);
+    }
+  }
+#ifndef ENGRAM_WITHOUT_TICKET_CHECK  // the tests must fail then: make negative-controls
+  fence(std::memory_order_acquire);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const std::uint64_t now = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_relaxed);
+    bad |= static_cast<std::uint64_t>(now != words[i]) << i;
+  }
+#endif
+  *moved = bad;
+  return bad == 0;
+}
+
+namespace {
+
+// Splits n rows of `bytes` each into chunks for the pool: several per thread, so that a late thread costs little.
+template <class Body>
+void for_each_chunk(std::uint64_t n, std::uint64_t bytes, std::uint64_t block, Body&& body) {
+  const std::uint64_t threads = n * bytes < kParallelBytes ? 1 : num_threads();
+  if (threads == 1) {
+    body(std::uint64_t{0}, n);
+    return;
+  }
+  const std::uint64_t blocks = (n + block - 1) / block;
+  const std::uint64_t chunks = std::min<std::uint64_t>(blocks, threads * 8);
+  parallel(chunks, [&](std::size_t c) {
+    const std::uint64_t begin = blocks * c / chunks * block, end = std::min(blocks * (c + 1) / chunks * block, n);
+    body(begin, end);
+  });
+}
+
+}  // namespace
+
+std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t n,
+                                        std::span<const std::uint64_t> which, Batch batch,
+                                        const std::int64_t* expected, std::int64_t* numbers_out) const {
+  check(batch.size() == which.size(), "another number of outputs than fields named");
+  std::uint64_t bytes = 0;
+  for (const std::uint64_t f : which) {
+    check(f < fields_.size(), "a field outside the store");
+    bytes += fields_[f].row_bytes;
+  }
+  check_rows(rows, n, control_.capacity());
+  const std::uint64_t block = block_rows(which);
+  std::vector<std::uint64_t> moved((n + block - 1) / block);
+  for_each_chunk(n, bytes, block, [&](std::uint64_t begin, std::uint64_t end) {
+    prefetch_tickets(rows + begin, std::min(block, end - begin));
+    for (std::uint64_t i = begin; i < end; i += block) {
+      if (i + block < end) prefetch_tickets(rows + i + block, std::min(block, end - i - block));
+      read_block(rows + i, std::min(block, end - i), which, batch, i, expected == nullptr ? nullptr : expected + i,
+                 numbers_out == nullptr ? nullptr : numbers_out + i, &moved[i / block]);
+    }
+  });
+  std::vector<std::int64_t> positions;
+  look_after_others(std::any_of(moved.begin(), moved.end(), [](auto bits) { return bits != 0; }) ? Need::waiting : Need::none);
+  for (std::uint64_t b = 0; b < moved.size(); ++b) {
+    for (std::uint64_t bits = moved[b]; bits != 0; bits &= bits - 1) {
+      positions.push_back(static_cast<std::int64_t>(b * block + static_cast<std::uint64_t>(std::countr_zero(bits))));
+    }
+  }
+  return positions;
+}
+
+void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
+                           std::int64_t* numbers_out) const {
+  check(batch.size() == fields_.size(), "another number of outputs than the store has fields");
+  look_after_others();
+  const Spans spans(control_);
+  if (spans.total() == 0) throw NothingLive("no row has been written");
+  const Random random(key);
+  const std::uint64_t block = block_rows(all_);
+  std::atomic<bool> impatient{false};
+
+  // Draws position i again until its row is whole. Rejection keeps the draw uniform over the live rows.
+  const auto redraw = [&](std::uint64_t i, std::int64_t* row) {
+    std::uint64_t moved = 0;
+    for (std::uint64_t attempt = 1; attempt <= kPatience; ++attempt) {
+      if (attempt > kRedraws) std::this_thread::yield();
+      *row = spans.row(random.below(spans.total(), i, attempt));
+      control_.counters().redraws.fetch_add(1, std::memory_order_relaxed);
+      if (read_block(row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
+        return;
+      }
+    }
+    impatient.store(true, std::memory_order_relaxed);
+  };
+
+  for_each_chunk(n, row_bytes_, block, [&](std::uint64_t begin, std::uint64_t end) {
+    std::int64_t drawn[2][kBlockRows];
+    std::int64_t *chosen = drawn[0], *upcoming = drawn[1];
+    const auto choose = [&](std::uint64_t i, std::int64_t* rows) {
+      const std::uint64_t count = std::min(block, end - i);
+      for (std::uint64_t j = 0; j < count; ++j) rows[j] = spans.row(random.below(spans.total(), i + j));
+      prefetch_tickets(rows, count);
+    };
+    choose(begin, chosen);
+    for (std::uint64_t i = begin; i < end && !impatient.load(std::memory_order_relaxed); i += block) {
+      if (i + block < end) choose(i + block, upcoming);
+      const std::uint64_t count = std::min(block, end - i);
+      std::uint64_t moved = 0;
+      read_block(chosen, count, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved);
+      for (; moved != 0; moved &= moved - 1) {
+        const auto j = static_cast<std::uint64_t>(std::countr_zero(moved));
+        redraw(i + j, &chosen[j]);
+      }
+      if (rows_out != nullptr) std::memcpy(rows_out + i, chosen, count * sizeof(std::int64_t));
+      std::swap(chosen, upcoming);
+    }
+  });
+  if (impatient.load(std::memory_order_relaxed)) sample_listed(random, n, batch, rows_out, numbers_out);
+}
+
+// Draws from a list of the live rows: where nearly everything inside the extent is void, or part of a large batch that is
+// still being written.
+void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,
+                          std::int64_t* numbers_out) const {
+  std::vector<std::int64_t> live = live_rows();
+  for (std::uint64_t i = 0; i < n; ++i) {
+    for (std::uint64_t attempt = kPatience + 1;; ++attempt) {
+      if (live.empty()) throw NothingLive("no row is live: the store was just emptied, or all its rows are void");
+      const std::int64_t row = live[random.below(live.size(), i, attempt)];
+      if (rows_out != nullptr) rows_out[i] = row;
+      control_.counters().redraws.fetch_add(1, std::memory_order_relaxed);
+      std::uint64_t moved = 0;
+      if (read_block(&row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
+        break;
+      }
+      live = live_rows();
+    }
+  }
+}
+
+void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::int64_t* numbers_out) const {
+  const bool gaps = control_.counters().void_rows.load(std::memory_order_relaxed) > 0;
+  const Spans spans(control_);
+  std::vector<std::int64_t> live;  // one that is being written keeps its rank, as it counts in size()
+  for (std::uint64_t k = 0; gaps && k < spans.total(); ++k) {
+    const std::int64_t row = spans.row(k);
+    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(row)).load(std::memory_order_acquire);
+    if (state_of(word) != State::voided) live.push_back(row);
+  }
+  const std::uint64_t total = gaps ? live.size() : spans.total();
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto rank = static_cast<std::uint64_t>(ranks[i]);
+    if (rank >= total) throw NothingLive("rows were forgotten meanwhile");
+    ranks[i] = gaps ? live[rank] : spans.row(rank);
+  }
+  std::vector<std::int64_t> moved = gather(ranks, n, all_, batch, nullptr, numbers_out);
+  const Deadline deadline;
+  std::vector<std::byte*> fields(batch.size());
+  while (!moved.empty()) {
+    const auto i = static_cast<std::uint64_t>(moved.back());
+    for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = batch[f] + i * fields_[f].row_bytes;
+    if (gather(ranks + i, 1, all_, fields, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i).empty()) {
+      moved.pop_back();
+      continue;
+    }
+    if (control_.size() == 0) throw NothingLive("rows were forgotten meanwhile");
+    const auto row = static_cast<std::uint64_t>(ranks[i]);
+    if (!control_.inside(row) || state_of(control_.word(row).load(std::memory_order_acquire)) == State::voided) {
+      ranks[i] = another_live(ranks[i], ranks, n);  // nobody will write it: no use to wait
+    }
+    if (deadline.passed()) throw in_vain("row " + std::to_string(ranks[i]) + " moved at every try");
+    std::this_thread::yield();
+  }
+}
+
+// The next live row behind a given one, round and round, that is not among rows[0, n).
+std::int64_t Store::another_live(std::int64_t gone, const std::int64_t* rows, std::uint64_t n) const {
+  const std::vector<std::int64_t> live = live_rows();
+  const auto start = static_cast<std::uint64_t>(std::lower_bound(live.begin(), live.end(), gone) - live.begin());
+  for (std::uint64_t i = 0; i < live.size(); ++i) {
+    const std::int64_t row = live[(start + i) % live.size()];
+    if (std::find(rows, rows + n, row) == rows + n) return row;
+  }
+  throw NothingLive("rows were forgotten meanwhile");
+}
+
+void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    numbers_out[i] = -1;
+    if (static_cast<std::uint64_t>(rows[i]) >= control_.capacity()) continue;
+    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
+    if (is_committed(word)) numbers_out[i] = static_cast<std::int64_t>(number_of(word));
+  }
+}
+
+// Of every number below the counter its claim is there to be seen, if the write is not done.
+std::uint64_t Store::first_unfinished() const {
+  std::uint64_t first = control_.counters().next_ticket.load(std::memory_order_acquire);
+  const Deadline deadline;
+  for (std::uint64_t i = 0; i < control_.participants(); ++i) {
+    for (const Claim& claim : control_.participant(i).claims) {
+      std::uint64_t t0;
+      while ((t0 = claim.t0.load(std::memory_order_acquire)) == kNoted) {  // for some instructions, or its owner is stopped
+        if (deadline.passed()) throw in_vain("another writer has been about to write");
+        look_after_others(Need::waiting);
+        std::this_thread::yield();
+      }
+      if (t0 != 0) first = std::min(first, t0);
+    }
+  }
+  return first;
+}
+
+std::uint64_t Store::changes(std::uint64_t since, std::vector<std::int64_t>& rows, std::vector<std::int64_t>& numbers) const {
+  const std::uint64_t next = first_unfinished();
+  std::vector<std::pair<std::int64_t, std::int64_t>> found;  // numbers and rows
+  for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
+    const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
+    if (!is_committed(word) || number_of(word) < since) continue;
+    if (!control_.inside(row)) continue;  // just being forgotten
+    found.emplace_back(static_cast<std::int64_t>(number_of(word)), static_cast<std::int64_t>(row));
+  }
+  std::sort(found.begin(), found.end());
+  for (const auto& [number, row] : found) {
+    numbers.push_back(number);
+    rows.push_back(row);
+  }
+  return next;
+}
+
+// The live rows, in row order. If there are none because all are just being overwritten, waits for them, bounded.
+std::vector<std::int64_t> Store::live_rows() const {
+  const Deadline deadline;
+  for (;;) {
+    std::vector<std::int64_t> live;
+    bool writing = false;
+    for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
+      const std::uint64_t start = lane * control_.lane_length(), end = start + control_.filled(lane);
+      for (std::uint64_t row = start; row < end; ++row) {
+        const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
+        if (is_committed(word)) live.push_back(static_cast<std::int64_t>(row));
+        writing |= state_of(word) == State::writing;
+      }
+    }
+    if (!live.empty() || !writing || deadline.passed()) return live;
+    look_after_others(Need::waiting);
+    std::this_thread::yield();
+  }
+}
+
+std::vector<std::int64_t> Store::holes() const {
+  std::vector<std::int64_t> holes;
+  for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
+    const std::uint64_t start = lane * control_.lane_length(), end = start + control_.filled(lane);
+    for (std::uint64_t row = start; row < end; ++row) {
+      if (!is_committed(control_.word(row).load(std::memory_order_acquire))) {
+        holes.push_back(static_cast<std::int64_t>(row));
+      }
+    }
+  }
+  return holes;
+}
+
+}  // namespace engram

@@ -1,0 +1,346 @@
+// Writing: reserve, mark, copy, commit, and tell the indexes.
+
+#include "store.h"
+
+#include <algorithm>
+#include <exception>
+#include <numeric>
+#include <string>
+#include <thread>
+
+#include "check.h"
+#include "fence.h"
+#include "store_indexes.h"
+#include "wait.h"
+
+namespace engram {
+namespace {
+
+constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks at the tickets
+constexpr std::uint64_t kAhead = 8;                // rows between asking for one and writing it
+
+}  // namespace
+
+// Of a write that waits in vain for a row what is written stays, and what was reserved and is not begun becomes void.
+template <class Write, class Settle, class Tell>
+void Store::write_and_tell(Write&& write, Settle&& settle, Tell&& tell) const {
+  std::exception_ptr stalled;
+  try {
+    write();
+  } catch (const Stalled&) {
+    stalled = std::current_exception();
+    void_gaps();
+  }
+  fence(std::memory_order_seq_cst);
+  settle();  // what a store that was emptied meanwhile must not show: who empties it sees these rows, or this sees that he does
+  tell_indexes(tell);
+  if (stalled) std::rethrow_exception(stalled);
+}
+
+// A row that was being written when another one emptied the store was left to its writer, and may lie outside the extent now:
+// it is forgotten, like all that was written before.
+void Store::forget_if_outside(std::uint64_t row, std::uint64_t number) const {
+  if (control_.inside(row)) return;
+  for (const State state : {State::committed, State::voided}) {
+    std::uint64_t seen = ticket(number, state);
+    const bool forgotten =
+        control_.word(row).compare_exchange_strong(seen, ticket(number, State::unused), std::memory_order_acq_rel);
+    if (forgotten && state == State::voided) control_.one_void_less();
+  }
+}
+
+void Store::forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) const {
+  for (std::uint64_t i = 0; i < n; ++i) forget_if_outside(static_cast<std::uint64_t>(rows[i]), t0 + i);
+}
+
+// Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: somebody else
+// is writing it. Over::live: a row that holds nothing any more counts as lapped too, as what is not replaced of it may be torn.
+Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
+  Word& word = control_.word(row);
+  std::uint64_t seen = word.load(std::memory_order_acquire);
+  do {
+#ifdef ENGRAM_WITHOUT_LAP_CHECK  // the tests must fail then: make negative-controls
+    const bool overtaken = false;
+#else
+    const bool overtaken =
+        place != nullptr && control_.lane(place->lane).cursor.load(std::memory_order_acquire) >
+                                place->position + control_.lane_length();
+#endif
+    const bool gone = over == Over::live && !is_committed(seen) && state_of(seen) != State::writing;
+    if (overtaken || gone || number_of(seen) > number) {
+      control_.counters().lapped_rows.fetch_add(1, std::memory_order_relaxed);
+      return Mark::lapped;
+    }
+    if (state_of(seen) == State::writing) return Mark::busy;
+#ifndef ENGRAM_WITHOUT_CAS  // the tests must fail then: make negative-controls
+  } while (!word.compare_exchange_weak(seen, ticket(number, State::writing), std::memory_order_acq_rel,
+                                       std::memory_order_acquire));
+#else
+  } while (word.store(ticket(number, State::writing), std::memory_order_release), false);
+#endif
+  if (place != nullptr) {
+    control_.lap(row).store(place->lap, std::memory_order_release);
+  } else if (!is_committed(seen)) {  // by number: a row that held nothing gets its newest step, another one keeps its own
+    const std::uint32_t lap = control_.newest_lap(row, control_.end(row / control_.lane_length()));
+    control_.lap(row).store(lap, std::memory_order_release);
+  }
+  if (state_of(seen) == State::voided) control_.one_void_less();
+  return Mark::marked;
+}
+
+// Marks a row, waiting for another writer of it; the caller must have nothing marked. False: lapped.
+bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
+  const Deadline deadline;
+  for (;;) {
+    const Mark mark = try_mark(row, number, place, over);
+    if (mark != Mark::busy) return mark == Mark::marked;
+    if (deadline.passed()) throw in_vain("row " + std::to_string(row) + " has been in the hands of another writer");
+    look_after_others(Need::waiting);
+    std::this_thread::yield();
+  }
+}
+
+void Store::commit(std::uint64_t row, std::uint64_t number) {
+  control_.word(row).store(ticket(number, State::committed), std::memory_order_release);
+}
+
+// The rows at positions p0 … of a lane. `pick`, if not null, names for each of them its place in rows_out.
+void Store::place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, const std::int64_t* pick,
+                       std::int64_t* rows_out) const {
+  const std::uint64_t length = control_.lane_length(), start = lane * length;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    rows_out[pick == nullptr ? i : static_cast<std::uint64_t>(pick[i])] = static_cast<std::int64_t>(start + (p0 + i) % length);
+  }
+}
+
+// Writes n rows at positions p0 … of a lane, claimed already. `pick`, if not null, names for each of them its row of the
+// columns, which is also its place among the ticket numbers.
+void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
+                       const std::int64_t* pick) {
+  const std::uint64_t length = control_.lane_length(), start = lane * length;
+  const auto source = [pick](std::uint64_t i) { return pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]); };
+  const std::uint64_t chunk = std::max<std::uint64_t>(1, kChunkBytes / std::max<std::uint64_t>(1, row_bytes_));
+  std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
+  while (i < n) {
+    const std::uint64_t first = start + (p0 + i) % length;
+    const std::uint64_t room = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
+    const std::uint32_t lap = control_.lap_of(p0 + i);
+    // Whatever cannot be marked at once ends the chunk, so that nothing stays marked during a wait.
+    std::uint64_t marked = 0;
+    Mark last = Mark::marked;
+    for (; marked < room; ++marked) {
+      const Place place{lane, p0 + i + marked, lap};
+      const std::uint64_t number = t0 + source(i + marked);
+      last = try_mark(first + marked, number, &place);
+      if (last == Mark::busy && marked == 0) last = mark(first, number, &place) ? Mark::marked : Mark::lapped;
+      if (last != Mark::marked) break;
+    }
+    fence(std::memory_order_release);
+    for (std::uint64_t f = 0; f < fields_.size(); ++f) {
+      const std::uint64_t bytes = fields_[f].row_bytes;
+      std::byte* to = fields_[f].data + first * bytes;
+      if (pick == nullptr) {
+        copy_to_shared(to, columns[f] + i * bytes, marked * bytes);
+      } else {
+        for (std::uint64_t j = 0; j < marked; ++j) {
+          copy_to_shared(to + j * bytes, columns[f] + source(i + j) * bytes, bytes);
+        }
+      }
+    }
+    fence(std::memory_order_release);
+    for (std::uint64_t j = 0; j < marked; ++j) commit(first + j, t0 + source(i + j));
+    i += marked + (last == Mark::lapped ? 1 : 0);
+  }
+}
+
+std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out) {
+  check(lane < control_.lanes(), "a lane outside the store");
+  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  look_after_others();
+  ClaimGuard claim(*participant_);
+  admit(claim);
+  // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
+  const std::uint64_t p0 = control_.reserve(lane, n);
+  const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  claim.note(t0, n, static_cast<std::int64_t>(lane), p0);
+  std::vector<std::int64_t> rows;
+  if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
+  place_ring(lane, p0, n, nullptr, rows_out);
+  write_and_tell(
+      [&] { write_ring(lane, p0, n, t0, columns, nullptr); },
+      [&] {
+        if (control_.lane(lane).base.load(std::memory_order_acquire) > p0) forget_outside(rows_out, n, t0);
+      },
+      [&](Index& index) { index.written(rows_out, n, t0); });
+  control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
+  return t0;
+}
+
+std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns,
+                                    std::int64_t* rows_out) {
+  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  for (std::uint64_t i = 0; i < n; ++i) {
+    check(static_cast<std::uint64_t>(lane_of[i]) < control_.lanes(), "a lane outside the store");
+  }
+  look_after_others();
+  struct Run {
+    std::uint64_t lane, begin, end, p0;
+  };
+  std::vector<std::int64_t> order(n);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [lane_of](std::int64_t a, std::int64_t b) { return lane_of[a] < lane_of[b]; });
+  std::vector<Run> runs;
+  for (std::uint64_t begin = 0, end = 0; begin < n; begin = end) {
+    const std::int64_t lane = lane_of[order[begin]];
+    while (end < n && lane_of[order[end]] == lane) ++end;
+    runs.push_back({static_cast<std::uint64_t>(lane), begin, end, 0});
+  }
+  ClaimGuard claim(*participant_);
+  admit(claim);
+  for (Run& run : runs) {
+    run.p0 = control_.reserve(run.lane, run.end - run.begin);
+  }
+  const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  claim.note(t0, n, -1, 0);
+  std::vector<std::int64_t> rows;
+  if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
+  for (const Run& run : runs) place_ring(run.lane, run.p0, run.end - run.begin, order.data() + run.begin, rows_out);
+  write_and_tell(
+      [&] {
+        for (const Run& run : runs) {
+          write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin);
+        }
+      },
+      [&] {
+        bool emptied = false;
+        for (const Run& run : runs) emptied |= control_.lane(run.lane).base.load(std::memory_order_acquire) > run.p0;
+        if (emptied) forget_outside(rows_out, n, t0);
+      },
+      [&](Index& index) { index.written(rows_out, n, t0); });
+  control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
+  return t0;
+}
+
+// Makes the lanes' extents cover the rows, and unwritten rows below them live as zeros. The zeros' number is taken before
+// the extent is looked at, and every writer takes his after he has extended it: so zeros are older than any write that
+// they meet, and hide none.
+void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& claim) {
+  const std::uint64_t length = control_.lane_length();
+  std::vector<std::byte> zeros;
+  std::uint64_t number = 0;  // of the zeros; 0: none are needed
+  bool lapped = false;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const std::uint64_t lane = row / length, covered = row % length + 1;
+    if (covered > control_.filled(lane) + 1 && number == 0) {
+      zeros.resize(row_bytes_);
+      number = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
+      claim.note(number, 1, -1, 0);
+    }
+    if (covered <= control_.filled(lane)) continue;
+    const std::uint64_t before = control_.raise_high(lane, covered);
+    if (before + 1 < covered && number == 0) {  // somebody has emptied the store since: no zeros, as they have no number
+      void_gaps();
+      continue;
+    }
+    for (std::uint64_t gap = lane * length + before; number != 0 && gap < row; ++gap) {
+      if (!mark(gap, number, nullptr)) {
+        lapped = true;
+        continue;
+      }
+      fence(std::memory_order_release);
+      for (const Field& field : fields_) {
+        copy_to_shared(field.data + gap * field.row_bytes, zeros.data(), field.row_bytes);
+      }
+      fence(std::memory_order_release);
+      commit(gap, number);
+      fence(std::memory_order_seq_cst);  // as in write_and_tell
+      forget_if_outside(gap, number);
+      const auto zeroed = static_cast<std::int64_t>(gap);
+      tell_indexes([&](Index& index) { index.written(&zeroed, 1, number); });
+    }
+  }
+  if (lapped) void_gaps();  // by a writer, or by somebody who emptied the store: then nobody else comes
+  if (number != 0) claim.forget_note();
+}
+
+std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
+                             Columns columns, bool grow, const std::int64_t* pick, std::uint64_t of) {
+  check(columns.size() == which.size(), "another number of columns than fields named");
+  for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
+  check_rows(rows, n, control_.capacity());
+  if (pick != nullptr) check_rows(pick, n, of);
+  look_after_others();
+  ClaimGuard claim(*participant_);
+  admit(claim);
+  if (grow) {
+    try {
+      grow_over(rows, n, claim);
+    } catch (const Stalled&) {
+      void_gaps();
+      throw;
+    }
+  } else {
+    for (std::uint64_t i = 0; i < n; ++i) {
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      const State state = state_of(control_.word(row).load(std::memory_order_acquire));
+      // One that is being written is waited for; one outside the extent is just being forgotten.
+      if ((state != State::committed && state != State::writing) || !control_.inside(row)) {
+        throw std::out_of_range("row " + std::to_string(rows[i]) + " is not live");
+      }
+    }
+  }
+  const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  claim.note(t0, n, -1, 0);
+  const auto write = [&] {
+    const struct Counted {  // once they are written, also if some wait in vain
+      Word& scatters;
+      std::uint64_t one;
+      ~Counted() { scatters.fetch_add(one, std::memory_order_acq_rel); }
+    } counted{control_.counters().scatters, n > 0};
+    for (std::uint64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) {  // rows lie anywhere: their memory is asked for while others are copied
+        __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
+        for (const std::uint64_t f : which) prefetch_row(fields_[f], rows[i + kAhead]);
+      }
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      const std::uint64_t source = pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]);
+      if (!mark(row, t0 + i, nullptr, grow ? Over::anything : Over::live)) continue;
+      fence(std::memory_order_release);
+      for (std::uint64_t f = 0; f < which.size(); ++f) {
+        const std::uint64_t bytes = fields_[which[f]].row_bytes;
+        copy_to_shared(fields_[which[f]].data + row * bytes, columns[f] + source * bytes, bytes);
+      }
+      fence(std::memory_order_release);
+      commit(row, t0 + i);
+    }
+  };
+  write_and_tell(write, [&] { forget_outside(rows, n, t0); }, [&](Index& index) {
+    if (grow) {
+      index.rewritten(rows, n, t0);
+    } else {
+      index.edited(rows, n, t0, which);
+    }
+  });
+  if (grow) control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
+  return t0;
+}
+
+// If this ends by a death whoever finds the claim finishes it: else some lanes would be empty, and indexes would know rows that
+// nobody can draw.
+void Store::empty(bool keep_write_count) {
+  ClaimGuard claim(*participant_);
+  admit(claim);
+  empty(claim, keep_write_count);
+}
+
+void Store::empty(ClaimGuard& claim, bool keep_write_count) const {
+  const std::uint64_t t = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
+  claim.note(t, 0, kEmptying, keep_write_count ? 1 : 0);
+  control_.empty(t, claim.claim(), false);
+  fence(std::memory_order_seq_cst);
+  tell_indexes([](Index& index) { index.emptied(); });
+}
+
+}  // namespace engram

@@ -1,0 +1,353 @@
+// Choosing windows from a table of trajectories.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+#include "check.h"
+#include "permutation.h"
+#include "trajectories.h"
+
+namespace engram {
+namespace {
+
+constexpr std::uint64_t kAttempts = 32;  // of a rejection, before all that is left is listed
+constexpr std::uint64_t kRounds = 16;    // windows drawn again because a writer was in them
+
+// Windows that a run of n > 0 steps gives: one per place where it may begin, overhangs included.
+std::uint64_t windows_in(std::uint64_t n, const Shape& shape) {
+  if (n == 0 || (shape.strict && n < shape.length)) return 0;
+  const std::uint64_t room = n >= shape.length ? n - shape.length : 0;
+  return room + 1 + shape.left + std::min(shape.right, n - 1 - room);
+}
+
+// The k-th of them, of a run that begins at `first`; only the steps that are really there.
+Window window_in(std::uint64_t track, std::uint64_t first, std::uint64_t n, std::uint64_t k, const Shape& shape) {
+  const std::uint64_t skipped = k > shape.left ? k - shape.left : 0, missing = k < shape.left ? shape.left - k : 0;
+  return {track, first + skipped, std::min(shape.length - missing, n - skipped)};
+}
+
+}  // namespace
+
+// Chooses windows from the tracks as they are. Numbers i of the random sequence belong to window i; `round` counts how
+// often it is chosen again.
+class Trajectories::Chooser {
+ public:
+  Chooser(const Views& views, const Shape& shape, std::uint64_t counted, std::uint64_t key)
+      : views_(views), shape_(shape), random_(key) {
+    plain_ = shape.strict && shape.left == 0 && shape.right == 0;
+    counted_ = shape.by_anchor && plain_ && shape.length == counted;
+    ends_.reserve(views.size());
+    for (const View& v : views) ends_.push_back(total_ += weight(v));
+  }
+
+  /// False: there is none.
+  bool choose(std::uint64_t i, std::uint64_t round, Window* window) {
+    const std::uint64_t salt = round * (2 * kAttempts + 1);
+    if (counted_) {
+      if (total_ == 0) return false;
+      const auto [v, k] = locate(random_.below(total_, i, salt));
+      *window = counted_anchor(*v, k);
+      return true;
+    }
+    const bool rejecting = total_ > 0 && (plain_ || !shape_.by_anchor) && listed_.empty();
+    for (std::uint64_t attempt = salt; rejecting && attempt < salt + 2 * kAttempts; attempt += 2) {
+      const auto [v, k] = locate(random_.below(total_, i, attempt));
+      if (shape_.by_anchor) {
+        const std::uint64_t place = v->low + k, run = v->find(place);
+        if (v->dead(run) || place + shape_.length > v->end(run)) continue;
+        *window = {v->track, place, shape_.length};
+        return true;
+      }
+      const std::uint64_t windows = windows_in(v->length(k), shape_);
+      if (windows == 0) continue;
+      *window = window_in(v->track, v->first(k), v->length(k), random_.below(windows, i, attempt + 1), shape_);
+      return true;
+    }
+    return choose_listed(i, salt, window);
+  }
+
+ private:
+  struct Listed {
+    const View* view;
+    std::uint64_t run, end;  // windows up to and with this one
+  };
+
+  // What a track counts: its anchors, its places, or its runs.
+  std::uint64_t weight(const View& v) const {
+    if (counted_) {
+      const std::uint64_t last = v.count - 1;
+      return v.run(last).anchors + counted_in(v, last) - lost(v);
+    }
+    return shape_.by_anchor ? v.next - v.low : v.count;
+  }
+
+  std::uint64_t counted_in(const View& v, std::uint64_t run) const {
+    return v.dead(run) ? 0 : anchors_in(v.end(run) - v.start(run), shape_.length);
+  }
+
+  // Anchors before the first that is left: the oldest run may have lost its first steps.
+  std::uint64_t lost(const View& v) const {
+    return v.run(0).anchors + std::min(v.first(0) - v.start(0), counted_in(v, 0));
+  }
+
+  std::pair<const View*, std::uint64_t> locate(std::uint64_t k) const {
+    if (views_.size() == 1) return {views_.data(), k};
+    const auto at = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), k) - ends_.begin());
+    return {&views_[at], at == 0 ? k : k - ends_[at - 1]};
+  }
+
+  Window counted_anchor(const View& v, std::uint64_t k) const {
+    const std::uint64_t target = lost(v) + k;
+    std::uint64_t from = 0, to = v.count;
+    while (to - from > 1) {
+      const std::uint64_t middle = from + (to - from) / 2;
+      (v.run(middle).anchors <= target ? from : to) = middle;
+    }
+    return {v.track, v.start(from) + (target - v.run(from).anchors), shape_.length};
+  }
+
+  // Exact, once rejection has found nothing: most trajectories are too short.
+  bool choose_listed(std::uint64_t i, std::uint64_t salt, Window* window) {
+    if (listed_.empty()) list();
+    if (listed_.empty()) return false;
+    const std::uint64_t attempt = salt + 2 * kAttempts;
+    const Listed* found = nullptr;
+    std::uint64_t k = 0;
+    if (shape_.by_anchor) {
+      const std::uint64_t target = random_.below(listed_.back().end, i, attempt);
+      found = &*std::upper_bound(listed_.begin(), listed_.end(), target,
+                                 [](std::uint64_t value, const Listed& l) { return value < l.end; });
+      k = target - (found == listed_.data() ? 0 : (found - 1)->end);
+    } else {
+      found = &listed_[random_.below(listed_.size(), i, attempt)];
+      const std::uint64_t windows = found->end - (found == listed_.data() ? 0 : (found - 1)->end);
+      k = random_.below(windows, i, attempt - 1);
+    }
+    const View& v = *found->view;
+    *window = window_in(v.track, v.first(found->run), v.length(found->run), k, shape_);
+    return true;
+  }
+
+  void list() {
+    std::uint64_t total = 0;
+    for (const View& v : views_) {
+      for (std::uint64_t run = 0; run < v.count; ++run) {
+        const std::uint64_t windows = windows_in(v.length(run), shape_);
+        if (windows > 0) listed_.push_back({&v, run, total += windows});
+      }
+    }
+  }
+
+  const Views& views_;
+  const Shape& shape_;
+  Random random_;
+  bool plain_, counted_;
+  std::vector<std::uint64_t> ends_;
+  std::uint64_t total_ = 0;
+  std::vector<Listed> listed_;
+};
+
+// Adds a window's rows and tickets; not one that a writer is in, unless it need not be whole: then its tickets are -1.
+bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const {
+  const std::size_t before = drawn.rows.size();
+  drawn.rows.resize(before + window.length);
+  drawn.numbers.resize(before + window.length);
+  std::int64_t *rows = drawn.rows.data() + before, *numbers = drawn.numbers.data() + before;
+  std::int64_t at = row(window.track, window.first);
+  const std::uint64_t lane = window.track / width_;
+  const auto step = static_cast<std::int64_t>(width_), length = static_cast<std::int64_t>(control_.lane_length());
+  const std::int64_t end = (static_cast<std::int64_t>(lane) + 1) * length;
+  bool stands = true;
+  for (std::uint64_t i = 0; i < window.length; ++i, at += step) {
+    if (at >= end) at -= length;
+    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
+    rows[i] = at;
+    numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+    // Whoever edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
+    // has another ticket when it is read.)
+    stands = stands && is_committed(word) && (i == 0 || !ends(rows[i - 1], at));
+  }
+  // Who overwrites a row moves the cursor first: where that is not beyond the window, these are the window's own tickets.
+  const bool lost = live(lane).low > window.first;
+  if (whole && (lost || !stands)) {
+    drawn.rows.resize(before);
+    drawn.numbers.resize(before);
+    return false;
+  }
+  if (lost || !stands) std::fill(drawn.numbers.begin() + static_cast<std::ptrdiff_t>(before), drawn.numbers.end(), -1);
+  drawn.windows.push_back(window);
+  return true;
+}
+
+Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const Shape& shape) {
+  check(shape.length > 0 && shape.left < shape.length && shape.right < shape.length, "overhangs below the length");
+  const std::lock_guard<std::mutex> guard(mutex_);
+  settle();
+  const Views tracks = views();
+  Chooser chooser(tracks, shape, window_, key);
+  Drawn drawn;
+  drawn.windows.reserve(n);
+  const std::uint64_t longest = std::min(shape.length, control_.lane_length());
+  drawn.rows.reserve(n * longest);
+  drawn.numbers.reserve(n * longest);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    Window window{};
+    for (std::uint64_t round = 0; round <= kRounds; ++round) {
+      if (!chooser.choose(i, round, &window)) return {};
+      if (append(drawn, window, round < kRounds)) break;
+    }
+  }
+  return drawn;
+}
+
+Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle,
+                              bool drop_last) {
+  check(shape.length > 0 && shape.left < shape.length && shape.right < shape.length, "overhangs below the length");
+  const std::lock_guard<std::mutex> guard(mutex_);
+  const std::uint64_t version = control_.counters().next_ticket.load(std::memory_order_acquire);
+  settle();
+  const Views tracks = views();
+  std::vector<std::uint64_t> ends;  // trajectories up to and with each track
+  std::uint64_t count = 0;
+  for (const View& v : tracks) ends.push_back(count += v.count - v.holes);
+  const bool over = pass.visited >= pass.count || (drop_last && pass.count - pass.visited < n);
+  if (pass.version != version || over || pass.count != count) pass = {key, version, 0, count};
+  Drawn drawn;
+  if (count == 0 || (drop_last && count < n)) return drawn;
+  const Permutation permutation(pass.key, count);
+  const Random random(key);
+  const std::uint64_t taken = std::min(n, count - pass.visited);
+  for (std::uint64_t i = 0; i < taken; ++i) {
+    const std::uint64_t k = shuffle ? permutation(pass.visited + i) : pass.visited + i;
+    const auto at = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), k) - ends.begin());
+    const View& v = tracks[at];
+    std::uint64_t run = at == 0 ? k : k - ends[at - 1];
+    if (v.holes > 0) {  // of the runs that are trajectories, the run-th
+      std::uint64_t seen = 0, j = 0;
+      for (;; ++j) {
+        if (!v.dead(j) && seen++ == run) break;
+      }
+      run = j;
+    }
+    const std::uint64_t windows = windows_in(v.length(run), shape);
+    for (std::uint64_t round = 0; windows > 0 && round <= kRounds; ++round) {
+      const std::uint64_t chosen = random.below(windows, i, round);
+      if (append(drawn, window_in(v.track, v.first(run), v.length(run), chosen, shape), round < kRounds)) break;
+    }
+  }
+  pass.visited += taken;
+  if (drop_last && count - pass.visited < n) pass.visited = count;
+  return drawn;
+}
+
+Window Trajectories::window_at(std::int64_t row, const Shape& shape) const {
+  const auto r = static_cast<std::uint64_t>(row);
+  const View v = view(track_of(r));
+  const std::uint64_t place = place_of(r, cursor(r / control_.lane_length()));
+  Window window{v.track, place, 0};
+  if (place < v.low || place >= v.next) return window;
+  const std::uint64_t run = v.find(place);
+  const std::uint64_t length = v.dead(run) ? 0 : std::min(shape.length, v.end(run) - place);
+  const bool whole = length + shape.right >= shape.length;
+  const bool short_one = !shape.strict && v.length(run) < shape.length && place + v.length(run) == v.end(run);
+  if (whole || short_one) window.length = length;
+  return window;
+}
+
+std::vector<std::uint64_t> Trajectories::window_lengths(const std::int64_t* rows, std::uint64_t n, const Shape& shape) {
+  check_rows(rows, n, control_.capacity());
+  const std::lock_guard<std::mutex> guard(mutex_);
+  settle();
+  std::vector<std::uint64_t> lengths(n);
+  for (std::uint64_t i = 0; i < n; ++i) lengths[i] = window_at(rows[i], shape).length;
+  return lengths;
+}
+
+Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most) {
+  check_rows(rows, n, control_.capacity());
+  const std::lock_guard<std::mutex> guard(mutex_);
+  settle();
+  Drawn drawn;
+  for (std::uint64_t i = 0; i < n && drawn.windows.size() < most; ++i) {
+    const Window window = window_at(rows[i], shape);
+    if (window.length > 0) append(drawn, window, false);
+  }
+  return drawn;
+}
+
+Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
+                                  std::uint64_t most) {
+  check_rows(rows, n, control_.capacity());
+  const std::lock_guard<std::mutex> guard(mutex_);
+  settle();
+  Surroundings found;
+  Drawn drawn;
+  const std::uint64_t longest = std::min(before, steps_) + std::min(after, steps_) + 1;
+  found.around.reserve(n);
+  if (longest <= 64) {
+    drawn.rows.reserve(n * longest);
+    drawn.numbers.reserve(n * longest);
+  }
+  constexpr std::uint64_t kAhead = 8;  // rows between asking for one and looking at it
+  for (std::uint64_t i = 0; i < n && (i == 0 || drawn.rows.size() < most); ++i) {
+    if (i + kAhead < n) {
+      __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])));
+      for (const Field& field : boundaries_.fields) prefetch_row(field, rows[i + kAhead]);
+    }
+    const auto r = static_cast<std::uint64_t>(rows[i]);
+    const View v = view(track_of(r));
+    const std::uint64_t place = place_of(r, cursor(r / control_.lane_length())), from = drawn.rows.size();
+    const bool known = v.count > 0 && place >= v.low && place < v.next;
+    const std::uint64_t run = known ? v.find(place) : 0;
+    if (!known || v.dead(run)) {
+      drawn.rows.push_back(rows[i]);
+      drawn.numbers.push_back(-1);
+      found.around.push_back({from, 0, 0, false});
+      continue;
+    }
+    const std::uint64_t first = place - std::min(before, place - v.first(run)), end = v.end(run);
+    const std::uint64_t last = place + std::min(after, end - 1 - place);
+    append(drawn, {v.track, first, last - first + 1}, false);
+    const bool over = last + 1 == end && end < v.next && !v.dead(run + 1);
+    found.around.push_back({from, place - first, last - first + 1, over});
+  }
+  found.rows = std::move(drawn.rows);
+  found.numbers = std::move(drawn.numbers);
+  return found;
+}
+
+std::uint64_t Trajectories::anchors(std::uint64_t length) {
+  check(length > 0, "a window of at least one step");
+  const std::lock_guard<std::mutex> guard(mutex_);
+  settle();
+  std::uint64_t total = 0;
+  for (const View& v : views()) {
+    for (std::uint64_t run = 0; run < v.count; ++run) total += anchors_in(v.length(run), length);
+  }
+  return total;
+}
+
+Census Trajectories::census() {
+  Census census;
+  for (const Window& run : runs()) {
+    ++census.trajectories;
+    census.longest = std::max(census.longest, run.length);
+  }
+  return census;
+}
+
+std::vector<Window> Trajectories::runs() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  settle();
+  std::vector<Window> all;
+  for (const View& v : views()) {
+    for (std::uint64_t run = 0; run < v.count; ++run) {
+      if (!v.dead(run)) all.push_back({v.track, v.first(run), v.length(run)});
+    }
+  }
+  return all;
+}
+
+}  // namespace engram
