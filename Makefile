@@ -173,7 +173,7 @@ CORE := $(wildcard native/core/*.cpp)
 NATIVE_TESTS := $(wildcard native/tests/test_*.cpp)
 # What threads share. ENGRAM_TSAN builds the variant without fences, which the thread sanitizer does not model.
 TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp native/tests/test_priorities*.cpp \
-  native/tests/test_expand*.cpp native/tests/test_mourning_threads*.cpp native/tests/test_pass*.cpp native/tests/test_pause*.cpp \
+  native/tests/test_expand*.cpp native/tests/test_recovery_threads*.cpp native/tests/test_epoch*.cpp native/tests/test_pause*.cpp \
   native/tests/test_store_threads*.cpp native/tests/test_trajectories*.cpp native/tests/test_windows*.cpp)
 # What sanitizers get in the way of: single steps, and fork beside threads.
 PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp native/tests/test_participants*.cpp \

@@ -230,7 +230,7 @@ class Store:
                 self.counts["repaired writes"] += repair.claims
                 self.counts["rows set aside"] += repair.voided
         else:
-            rb.storage.store.core.mend()
+            rb.storage.store.core.reclaim()
         assert rb.storage.store.core.in_flight == 0
         live = self.check(rb)
         stress.check_priorities(rb.sampler.priorities(), live)

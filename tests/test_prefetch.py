@@ -59,7 +59,7 @@ SAMPLERS = {
     "expander": lambda: RewardToGo(RandomSampler(), reward_key="reward", traj_key="episode"),
     "expander-pass": lambda: RewardToGo(SamplerWithoutReplacement(), reward_key="reward", traj_key="episode"),
 }
-PASSES = ("pass", "pass-in-order", "slices-pass", "expander-pass")
+EPOCHS = ("pass", "pass-in-order", "slices-pass", "expander-pass")
 
 
 def made_by(who, monkeypatch):
@@ -290,7 +290,7 @@ def test_near_the_end_of_a_pass_fewer_are(who):
     assert seen == [(2, False), (1, False), (0, True)] * 2 + [(2, False)]
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", EPOCHS)
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
 def test_iteration_ends_with_the_pass(name, storage, who):
     expected = buffer(0, SAMPLERS[name], storage)
@@ -854,7 +854,7 @@ def test_priorities_of_batches_ahead_that_were_loaded_count(save, storage, tmp_p
         rb, other = other, rb
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", EPOCHS)
 def test_batches_that_are_left_out_of_a_dump_go_back_to_their_pass(name, tmp_path, threads):
     rb, other, plain = buffer(2, SAMPLERS[name]), buffer(0, SAMPLERS[name], filled=False), buffer(0, SAMPLERS[name])
     assert rows_of(rb, 3) == rows_of(plain, 3)

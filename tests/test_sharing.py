@@ -1060,7 +1060,7 @@ def test_killed_writers_stop_nobody(storage):
         children[i % 2] = Child(write_for_ever, rb, i % 2)
     for child in children:
         child.kill()
-    rb.storage.store.core.mend()
+    rb.storage.store.core.reclaim()
     assert rb.storage.store.core.in_flight == 0
     holes = rb.storage.extent().holes
     void = set() if holes is None else set(holes.tolist())

@@ -45,17 +45,17 @@ nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& tab
                Address expected) {
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   const auto count = static_cast<std::int64_t>(n);
-  Rooms rooms;
+  OutputBuffers buffers;
   std::vector<std::int64_t> moved;
   {
     nb::gil_scoped_release release;
-    for (const RowSpec& spec : self.specs) rooms.add(spec, count);
-    rooms.add(kNumbers, count);
+    for (const RowSpec& spec : self.specs) buffers.add(spec, count);
+    buffers.add(kNumbers, count);
     const std::size_t outputs = self.specs.size();
-    moved = expand(store, table, self.what, at<std::int64_t>(rows), n, at<std::int64_t>(expected), rooms.first(outputs),
-                   rooms.at<std::int64_t>(outputs));
+    moved = expand(store, table, self.what, at<std::int64_t>(rows), n, at<std::int64_t>(expected), buffers.first(outputs),
+                   buffers.at<std::int64_t>(outputs));
   }
-  return nb::make_tuple(std::move(rooms).tensors(count), moved);
+  return nb::make_tuple(std::move(buffers).tensors(count), moved);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@
 #include "expand.h"
 #include "hold.h"
 #include "memory.h"
-#include "pass.h"
+#include "epoch.h"
 #include "priorities.h"
 #include "ranking.h"
 #include "store.h"
@@ -99,7 +99,7 @@ NB_MODULE(_core, m) {
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   engram::bind_hold(m);
   engram::bind_store(m);
-  engram::bind_pass(m);
+  engram::bind_epoch(m);
   engram::bind_priorities(m);
   engram::bind_ranking(m);
   engram::bind_trajectories(m);

@@ -24,20 +24,20 @@ nb::list draw(const BoundPriorities& priorities, const Store& store, const Layou
   const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   const auto size = static_cast<std::int64_t>(n);
-  Rooms rooms;
+  OutputBuffers buffers;
   {
     nb::gil_scoped_release release;
     const std::size_t f = store.fields();
-    rooms.add(layout, size);
-    rooms.add(kNumbers, size);
-    rooms.add(kNumbers, size);
-    rooms.add(single_precision ? kFloat : kDouble, size);
+    buffers.add(layout, size);
+    buffers.add(kNumbers, size);
+    buffers.add(kNumbers, size);
+    buffers.add(single_precision ? kFloat : kDouble, size);
     std::vector<double> wide(single_precision ? n : 0);
-    double* weights = single_precision ? wide.data() : rooms.at<double>(f + 2);
-    priorities.sample(store, key, n, rooms.first(f), rooms.at<std::int64_t>(f), rooms.at<std::int64_t>(f + 1), weights);
-    std::transform(wide.begin(), wide.end(), rooms.at<float>(f + 2), [](double w) { return static_cast<float>(w); });
+    double* weights = single_precision ? wide.data() : buffers.at<double>(f + 2);
+    priorities.sample(store, key, n, buffers.first(f), buffers.at<std::int64_t>(f), buffers.at<std::int64_t>(f + 1), weights);
+    std::transform(wide.begin(), wide.end(), buffers.at<float>(f + 2), [](double w) { return static_cast<float>(w); });
   }
-  return std::move(rooms).tensors(size);
+  return std::move(buffers).tensors(size);
 }
 
 // Memory of priorities, before an object is made around it.
@@ -149,7 +149,7 @@ void bind_priorities(nb::module_& m) {
       .def("scan", &BoundPriorities::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("after_fork", &BoundPriorities::after_fork)
       .def("put_in_order", &BoundPriorities::put_in_order, nb::call_guard<nb::gil_scoped_release>(),
-           "Leaves of rows that hold nothing become zero, and all parents are computed anew.")
+           "Leaves of rows that hold nothing become zero, and all parents are recomputed.")
       .def("emptied", &BoundPriorities::emptied, nb::call_guard<nb::gil_scoped_release>());
   bind_values(type);
   bind_draws(type);

@@ -144,22 +144,22 @@ void bind_reads(nb::class_<Store>& type) {
       .def(
           "take",
           [](const Store& self, const Layout& layout, Address rows, std::uint64_t n, Address expected) {
-            Rooms rooms;
+            OutputBuffers buffers;
             std::vector<std::int64_t> moved;
             {
               nb::gil_scoped_release release;
-              rooms.add(layout, static_cast<std::int64_t>(n));
-              moved = self.gather(at<std::int64_t>(rows), n, self.all(), rooms.first(self.fields()),
+              buffers.add(layout, static_cast<std::int64_t>(n));
+              moved = self.gather(at<std::int64_t>(rows), n, self.all(), buffers.first(self.fields()),
                                   at<std::int64_t>(expected), nullptr);
             }
-            return nb::make_tuple(std::move(rooms).tensors(static_cast<std::int64_t>(n)), moved);
+            return nb::make_tuple(std::move(buffers).tensors(static_cast<std::int64_t>(n)), moved);
           },
           "layout"_a, "rows"_a, "n"_a, "expected"_a, "As gather, of all fields into new tensors: (tensors, moved).")
       .def(
-          "numbers_of",
+          "tickets_of",
           [](const Store& self, Address rows, std::uint64_t n, Address numbers) {
             nb::gil_scoped_release release;
-            self.numbers_of(at<std::int64_t>(rows), n, at<std::int64_t>(numbers));
+            self.tickets_of(at<std::int64_t>(rows), n, at<std::int64_t>(numbers));
           },
           "rows"_a, "n"_a, "numbers"_a)
       .def(
@@ -205,20 +205,20 @@ void bind_draws(nb::class_<Store>& type) {
             const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
             check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
             const auto size = static_cast<std::int64_t>(n);
-            Rooms rooms;
+            OutputBuffers buffers;
             {
               nb::gil_scoped_release release;
-              rooms.add(layout, size);
+              buffers.add(layout, size);
               const auto extra = [&](bool wanted) -> std::int64_t* {
                 if (!wanted) return nullptr;
-                rooms.add(kNumbers, size);
-                return rooms.at<std::int64_t>(rooms.size() - 1);
+                buffers.add(kNumbers, size);
+                return buffers.at<std::int64_t>(buffers.size() - 1);
               };
               std::int64_t* rows = extra(with_rows);
               std::int64_t* numbers = extra(with_numbers);
-              self.sample_uniform(key, n, rooms.first(self.fields()), rows, numbers);
+              self.sample_uniform(key, n, buffers.first(self.fields()), rows, numbers);
             }
-            return std::move(rooms).tensors(size);
+            return std::move(buffers).tensors(size);
           },
           "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a,
           "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
@@ -229,22 +229,22 @@ void bind_draws(nb::class_<Store>& type) {
              std::uint64_t n, bool shuffle, bool with_numbers) {
             check(start <= size && n <= size - start, "ranks below the number of rows");
             const auto count = static_cast<std::int64_t>(n);
-            Rooms rooms;
+            OutputBuffers buffers;
             {
               nb::gil_scoped_release release;
-              rooms.add(layout, count);
-              rooms.add(kNumbers, count);
-              auto* ranks = rooms.at<std::int64_t>(self.fields());
-              if (with_numbers) rooms.add(kNumbers, count);
+              buffers.add(layout, count);
+              buffers.add(kNumbers, count);
+              auto* ranks = buffers.at<std::int64_t>(self.fields());
+              if (with_numbers) buffers.add(kNumbers, count);
               if (shuffle && n > 0) {
                 Permutation(key, size)(start, n, ranks);
               } else {
                 std::iota(ranks, ranks + n, static_cast<std::int64_t>(start));
               }
-              self.read_ranked(ranks, n, rooms.first(self.fields()),
-                               with_numbers ? rooms.at<std::int64_t>(self.fields() + 1) : nullptr);
+              self.read_ranked(ranks, n, buffers.first(self.fields()),
+                               with_numbers ? buffers.at<std::int64_t>(self.fields() + 1) : nullptr);
             }
-            return std::move(rooms).tensors(count);
+            return std::move(buffers).tensors(count);
           },
           "layout"_a, "key"_a, "size"_a, "start"_a, "n"_a, "shuffle"_a, "with_numbers"_a,
           "The live rows of ranks start ... in the order of a key, of `size` ones, in new tensors: one per field, then the "

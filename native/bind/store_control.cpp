@@ -33,7 +33,7 @@ std::string boot_id_of(const Store& store) {
 void bind_participants(nb::module_& m) {
   m.def("start_time_of", &start_time_of, "pid"_a, "When a process began, as the kernel counts it; 0: there is none.");
   m.def("pid_namespace", &pid_namespace, "What names this process's view of process numbers.");
-  nb::class_<Participants>(m, "Participants", "Who is attached to a store that processes share.")
+  nb::class_<Participants>(m, "Participants", "The processes attached to a shared store.")
       .def(
           "__init__",
           [](Participants* self, Address control, std::uint64_t control_bytes, Address tickets,
@@ -61,12 +61,12 @@ void bind_sharing(nb::class_<Store>& type) {
           },
           "clean"_a, "For the only process that has the store open.")
       .def(
-          "mend",
+          "reclaim",
           [](const Store& self) {
             nb::gil_scoped_release release;
-            return self.mend();
+            return self.reclaim();
           },
-          "Puts in order what dead processes left; how many they were.")
+          "Recovers what dead participants left; how many there were.")
       .def(
           "recover",
           [](Store& self) {
@@ -161,24 +161,24 @@ void bind_indexes(nb::class_<Store>& type) {
 // What the store says of its rows, read and put.
 void bind_state(nb::class_<Store>& type) {
   type
-      .def("take_words", [](Store& self, const Store& from) { self.control().take_words(from.control()); }, "from"_a,
-           "Tickets, cursors and counters of another store.")
+      .def("copy_state", [](Store& self, const Store& from) { self.control().copy_state(from.control()); }, "from"_a,
+           "Copies tickets, cursors and counters of another store.")
       .def("check_closed", [](const Store& self) { self.control().check_closed(); }, "What a store that was closed in order says of itself.")
       .def(
-          "read_lanes", [](const Store& self, Address lanes) { self.control().read_lanes(at<Control::LaneWords>(lanes)); },
+          "read_lanes", [](const Store& self, Address lanes) { self.control().read_lanes(at<Control::LaneState>(lanes)); },
           "lanes"_a, "int64 [lanes, 4]: position, live rows.")
       .def(
           "read_numbers",
           [](const Store& self, std::uint64_t clock, Address lanes, Address numbers, std::uint64_t rows) {
             nb::gil_scoped_release release;
-            self.control().read_numbers(clock, at<const Control::LaneWords>(lanes), at<std::int64_t>(numbers), rows);
+            self.control().read_numbers(clock, at<const Control::LaneState>(lanes), at<std::int64_t>(numbers), rows);
           },
           "clock"_a, "lanes"_a, "numbers"_a, "rows"_a, "int64 [rows]: ticket numbers below the clock.")
       .def(
           "replaced",
           [](Store& self, std::uint64_t clock, Address lanes, Address numbers) {
             nb::gil_scoped_release release;
-            self.replaced(clock, at<const Control::LaneWords>(lanes), at<const std::int64_t>(numbers));
+            self.replaced(clock, at<const Control::LaneState>(lanes), at<const std::int64_t>(numbers));
           },
           "clock"_a, "lanes"_a, "numbers"_a, "The rows are there, as read_lanes and read_numbers would say.")
       .def(
@@ -251,11 +251,11 @@ void bind_store_control(nb::module_& m, nb::class_<Store>& type) {
       "control"_a, "control_bytes"_a, "capacity"_a, "lanes"_a, "schema_sum"_a,
       "Writes the header of a new store into zeroed memory.");
   m.def(
-      "check_words",
+      "check_state",
       [](std::uint64_t lane_length, std::uint64_t clock, Address lanes, std::uint64_t lane_count, Address numbers) {
         nb::gil_scoped_release release;
-        Control::check_words({lane_length * lane_count, lane_count, lane_length}, clock,
-                             at<const Control::LaneWords>(lanes), at<const std::int64_t>(numbers));
+        Control::check_state({lane_length * lane_count, lane_count, lane_length}, clock,
+                             at<const Control::LaneState>(lanes), at<const std::int64_t>(numbers));
       },
       "lane_length"_a, "clock"_a, "lanes"_a, "lane_count"_a, "numbers"_a, "Raises ValueError unless a store may say so.");
   m.def(

@@ -46,8 +46,8 @@ PyObject* is_neg_name = nullptr;
 PyObject* is_conj_name = nullptr;
 PyObject* is_zero_name = nullptr;
 
-// What makes tensors on this thread, empty(shape, code, bits); null: we do. A reference is held.
-thread_local PyObject* maker = nullptr;
+// Makes tensors on this thread, as empty(shape, code, bits); null: the core does. Holds a reference.
+thread_local PyObject* allocator = nullptr;
 
 constexpr std::int32_t kCpu = 1;
 
@@ -164,10 +164,10 @@ bool stack(const nb::list& items, nb::handle out) {
   return true;
 }
 
-// None, or the maker that was there before.
-nb::object set_maker(nb::object made_by) {
-  nb::object previous = maker == nullptr ? nb::none() : nb::steal<nb::object>(maker);
-  maker = made_by.is_none() ? nullptr : made_by.release().ptr();
+// Returns the previous allocator, or None.
+nb::object set_allocator(nb::object allocate) {
+  nb::object previous = allocator == nullptr ? nb::none() : nb::steal<nb::object>(allocator);
+  allocator = allocate.is_none() ? nullptr : allocate.release().ptr();
   return previous;
 }
 
@@ -202,11 +202,11 @@ bool Layout::fits(const nb::list& values, std::int64_t n) const {
   return true;
 }
 
-// Room and DLPack's words lie in one piece of memory; room to align is cheaper than aligned_alloc.
-Room::Room(const RowSpec& spec, std::int64_t most) : spec_(&spec) {
+// The values and DLPack's descriptor share one allocation; padding it for alignment is cheaper than aligned_alloc.
+OutputBuffer::OutputBuffer(const RowSpec& spec, std::int64_t most) : spec_(&spec) {
   if (most < 0) throw std::invalid_argument("a negative number of rows");
-  if (maker != nullptr) {
-    take_made(most);
+  if (allocator != nullptr) {
+    take_allocated(most);
     return;
   }
   std::size_t bytes = 0;
@@ -221,34 +221,34 @@ Room::Room(const RowSpec& spec, std::int64_t most) : spec_(&spec) {
   data_ = values_in(memory_, ndim);
 }
 
-void Room::take_made(std::int64_t most) {
+void OutputBuffer::take_allocated(std::int64_t most) {
   nb::gil_scoped_acquire acquire;
   nb::list shape;
   shape.append(most);
   for (const std::int64_t size : spec_->shape) shape.append(size);
-  made_ = nb::handle(maker)(nb::tuple(shape), spec_->code, spec_->bits);
-  data_ = reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(made_.attr("data_ptr")()));
+  allocated_ = nb::handle(allocator)(nb::tuple(shape), spec_->code, spec_->bits);
+  data_ = reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(allocated_.attr("data_ptr")()));
   static std::byte nothing{};  // an empty tensor has no address, and needs none
   if (data_ == nullptr) data_ = &nothing;
 }
 
-Room::Room(Room&& other) noexcept
+OutputBuffer::OutputBuffer(OutputBuffer&& other) noexcept
     : spec_(other.spec_),
       memory_(std::exchange(other.memory_, nullptr)),
       data_(other.data_),
-      made_(std::move(other.made_)) {}
+      allocated_(std::move(other.allocated_)) {}
 
-Room::~Room() {
+OutputBuffer::~OutputBuffer() {
   std::free(memory_);
-  if (made_.is_valid()) {  // perhaps where the GIL is released
+  if (allocated_.is_valid()) {  // perhaps where the GIL is released
     nb::gil_scoped_acquire acquire;
-    made_.reset();
+    allocated_.reset();
   }
 }
 
-nb::object Room::tensor(std::int64_t n) && {
-  if (made_.is_valid()) {
-    nb::object made = std::move(made_);
+nb::object OutputBuffer::tensor(std::int64_t n) && {
+  if (allocated_.is_valid()) {
+    nb::object made = std::move(allocated_);
     return nb::cast<std::int64_t>(made.attr("shape")[0]) == n ? made : made.attr("narrow")(0, 0, n);
   }
   const auto ndim = static_cast<std::int32_t>(spec_->shape.size() + 1);
@@ -282,20 +282,20 @@ nb::object Room::tensor(std::int64_t n) && {
   return nb::steal<nb::object>(static_cast<PyObject*>(object));
 }
 
-void Rooms::add(const RowSpec& spec, std::int64_t most) {
-  rooms_.emplace_back(spec, most);
-  addresses_.push_back(rooms_.back().data());
+void OutputBuffers::add(const RowSpec& spec, std::int64_t most) {
+  buffers_.emplace_back(spec, most);
+  addresses_.push_back(buffers_.back().data());
 }
 
-void Rooms::add(const Layout& layout, std::int64_t most) {
-  rooms_.reserve(layout.specs().size() + 8);
+void OutputBuffers::add(const Layout& layout, std::int64_t most) {
+  buffers_.reserve(layout.specs().size() + 8);
   addresses_.reserve(layout.specs().size() + 8);
   for (const RowSpec& spec : layout.specs()) add(spec, most);
 }
 
-nb::list Rooms::tensors(std::int64_t n) && {
+nb::list OutputBuffers::tensors(std::int64_t n) && {
   nb::list tensors;
-  for (Room& room : rooms_) tensors.append(std::move(room).tensor(n));
+  for (OutputBuffer& buffer : buffers_) tensors.append(std::move(buffer).tensor(n));
   return tensors;
 }
 
@@ -308,20 +308,20 @@ void bind_tensors(nb::module_& m) {
       .def(
           "allocate",
           [](const Layout& self, std::int64_t n) {
-            Rooms rooms;
-            rooms.add(self, n);
-            return std::move(rooms).tensors(n);
+            OutputBuffers buffers;
+            buffers.add(self, n);
+            return std::move(buffers).tensors(n);
           },
           "n"_a, "Uninitialised CPU tensors [n, *shape], one per field.");
   m.def(
       "empty_rows",
-      [](std::int64_t n) { return Room(kNumbers, n).tensor(n); },
+      [](std::int64_t n) { return OutputBuffer(kNumbers, n).tensor(n); },
       "n"_a, "An uninitialised int64 tensor [n].");
   m.def("prefetch", &prefetch_objects, "items"_a, "Ask the memory for objects that are about to be used.");
   m.def("stack", &stack, "items"_a, "out"_a,
         "Copies tensors of equal dtype and shape into the rows of `out`; False if one of them cannot be copied as bytes.");
-  m.def("set_maker", &set_maker, "maker"_a.none(),
-        "From now on maker(shape, DLPack type code, bits) makes this thread's tensors, contiguous ones on the CPU; None: the "
+  m.def("set_allocator", &set_allocator, "allocator"_a.none(),
+        "From now on allocator(shape, DLPack type code, bits) makes this thread's tensors, contiguous ones on the CPU; None: the "
         "core itself. The one before.");
   m.def("use_tensor_type", &use_tensor_type, "type"_a,
         "Learn how to look at torch.Tensor. False if it has no exchange table: fits and stack then always say False.");

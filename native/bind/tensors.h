@@ -37,30 +37,30 @@ class Layout {
 /// dtypes of what accompanies rows.
 inline const RowSpec kNumbers{0, 64, {}}, kFloat{2, 32, {}}, kDouble{2, 64, {}}, kFlag{6, 8, {}}, kFlagColumn{6, 8, {1}};
 
-/// Memory for the values of one tensor of at most so many rows, which may be filled before the tensor is made. Taking it
-/// needs no GIL. Of a torch with an exchange table a tensor takes 0.35 us. Where Python names a maker of tensors for this
-/// thread, the memory is that of one of its tensors, and the GIL is taken to ask for it.
-class Room {
+/// Memory for one tensor of at most so many rows, which may be filled before the tensor is made. Allocating it needs no GIL.
+/// With an exchange table of torch, making the tensor takes 0.35 us. If Python has set an allocator for this thread, the memory
+/// is that of one of its tensors, and the GIL is taken to call it.
+class OutputBuffer {
  public:
   /// `spec` must outlive it.
-  Room(const RowSpec& spec, std::int64_t most);
-  Room(Room&& other) noexcept;
-  ~Room();
+  OutputBuffer(const RowSpec& spec, std::int64_t most);
+  OutputBuffer(OutputBuffer&& other) noexcept;
+  ~OutputBuffer();
 
   std::byte* data() const { return data_; }
   /// A CPU tensor [n, *shape] that owns the memory.
   nanobind::object tensor(std::int64_t n) &&;
 
  private:
-  void take_made(std::int64_t most);
+  void take_allocated(std::int64_t most);
 
   const RowSpec* spec_;
   std::byte *memory_ = nullptr, *data_ = nullptr;
-  nanobind::object made_;
+  nanobind::object allocated_;
 };
 
-/// Room for several.
-class Rooms {
+/// Memory for several tensors.
+class OutputBuffers {
  public:
   void add(const RowSpec& spec, std::int64_t most);
   void add(const Layout& layout, std::int64_t most);
@@ -77,7 +77,7 @@ class Rooms {
   nanobind::list tensors(std::int64_t n) &&;
 
  private:
-  std::vector<Room> rooms_;
+  std::vector<OutputBuffer> buffers_;
   std::vector<std::byte*> addresses_;
 };
 

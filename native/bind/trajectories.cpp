@@ -57,15 +57,15 @@ class Sampled {
     check(fields_ == 0 || fields_ == store.fields(), "a layout of all fields, or of none");
     constexpr std::uint64_t kMost = std::uint64_t{1} << 40;
     check(n < kMost && (!padded || n == 0 || length < kMost / n), "a batch of more rows than there is memory");
-    const auto make_room = [&](std::uint64_t places) -> WindowRoom {
+    const auto allocate = [&](std::uint64_t places) -> WindowMemory {
       most_ = static_cast<std::int64_t>(places);
-      rooms_ = {};
-      rooms_.add(layout, most_);
-      rooms_.add(kNumbers, most_);
+      buffers_ = {};
+      buffers_.add(layout, most_);
+      buffers_.add(kNumbers, most_);
       numbers_.resize(places);
-      return {rooms_.first(fields_), rows(), numbers_.data()};
+      return {buffers_.first(fields_), rows(), numbers_.data()};
     };
-    lengths_ = read_windows(store, fields_ == 0 ? std::span<const std::uint64_t>{} : store.all(), choose, n, length, padded, make_room);
+    lengths_ = read_windows(store, fields_ == 0 ? std::span<const std::uint64_t>{} : store.all(), choose, n, length, padded, allocate);
     for (const std::uint64_t steps : lengths_) total_ += places(steps);
   }
 
@@ -75,7 +75,7 @@ class Sampled {
     if (marks.never) flag(kFlagColumn, Marks::kAlone, Step::none);
     if (marks.begun != Marks::kUnwanted) flag(marks.begun_is_column ? kFlagColumn : kFlag, marks.begun, Step::first);
     if (!marks.real) return;
-    bool* to = room<bool>(kFlag);
+    bool* to = output<bool>(kFlag);
     for (const std::uint64_t steps : lengths_) to = std::fill_n(std::fill_n(to, steps, true), places(steps) - steps, false);
   }
 
@@ -90,36 +90,36 @@ class Sampled {
     std::vector<double> weights(starts.size());
     priorities.weigh(starts.data(), starts.size(), weights.data());
     if (single_precision) {
-      repeat(weights, room<float>(kFloat));
+      repeat(weights, output<float>(kFloat));
     } else {
-      repeat(weights, room<double>(kDouble));
+      repeat(weights, output<double>(kDouble));
     }
   }
 
-  void add_numbers() { std::copy_n(numbers_.begin(), total_, room<std::int64_t>(kNumbers)); }
+  void add_numbers() { std::copy_n(numbers_.begin(), total_, output<std::int64_t>(kNumbers)); }
 
-  nb::list tensors() && { return std::move(rooms_).tensors(static_cast<std::int64_t>(total_)); }
+  nb::list tensors() && { return std::move(buffers_).tensors(static_cast<std::int64_t>(total_)); }
 
  private:
   enum class Step { none, first, last };
 
-  std::int64_t* rows() const { return rooms_.at<std::int64_t>(fields_); }
+  std::int64_t* rows() const { return buffers_.at<std::int64_t>(fields_); }
   std::uint64_t places(std::uint64_t steps) const { return std::max(steps, stride_); }
 
   template <class T>
-  T* room(const RowSpec& spec) {
-    rooms_.add(spec, most_);
-    return rooms_.at<T>(rooms_.size() - 1);
+  T* output(const RowSpec& spec) {
+    buffers_.add(spec, most_);
+    return buffers_.at<T>(buffers_.size() - 1);
   }
 
   void flag(const RowSpec& spec, std::int64_t stored, Step step) {
-    auto* to = room<std::uint8_t>(spec);
+    auto* to = output<std::uint8_t>(spec);
     if (stored == Marks::kAlone) {
       std::fill_n(to, total_, std::uint8_t{0});
     } else {
       const auto field = static_cast<std::uint64_t>(stored);
       check(field < fields_ && store_.row_bytes(field) == 1, "a stored flag of one byte");
-      std::copy_n(rooms_.at<std::uint8_t>(field), total_, to);
+      std::copy_n(buffers_.at<std::uint8_t>(field), total_, to);
     }
     if (step == Step::none) return;
     for (const std::uint64_t steps : lengths_) {
@@ -139,7 +139,7 @@ class Sampled {
   std::uint64_t stride_, total_ = 0;
   std::vector<std::uint64_t> lengths_;
   std::vector<std::int64_t> numbers_;
-  Rooms rooms_;
+  OutputBuffers buffers_;
 };
 
 // The key of a choice, by its attempt; the first is the batch's own.
@@ -161,34 +161,34 @@ nb::list sample(Trajectories& table, const Store& store, const Layout& layout, A
   return std::move(*sampled).tensors();
 }
 
-Pass pass_of(const nb::tuple& state) {
-  check(state.size() == 4, "a pass is (key, version, visited, count)");
+TrajectoryEpoch epoch_of(const nb::tuple& state) {
+  check(state.size() == 4, "an epoch is (key, version, visited, count)");
   return {nb::cast<std::uint64_t>(state[0]), nb::cast<std::uint64_t>(state[1]), nb::cast<std::uint64_t>(state[2]),
           nb::cast<std::uint64_t>(state[3])};
 }
 
-nb::tuple state_of(const Pass& pass) { return nb::make_tuple(pass.key, pass.version, pass.visited, pass.count); }
+nb::tuple state_of(const TrajectoryEpoch& epoch) { return nb::make_tuple(epoch.key, epoch.version, epoch.visited, epoch.count); }
 
-nb::tuple sample_pass(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
+nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
                       const Shape& shape, bool padded, bool numbered, const Marks& marks, const nb::tuple& state,
                       bool shuffle, bool drop_last) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);
-  Pass pass = pass_of(state);
+  TrajectoryEpoch epoch = epoch_of(state);
   std::optional<Sampled> sampled;
   {
     nb::gil_scoped_release release;
     const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
-      if (attempt == 0 || pass.count - pass.visited >= count) {
-        return table.draw_pass(pass, key_of(key, attempt), count, shape, shuffle, drop_last);
+      if (attempt == 0 || epoch.count - epoch.visited >= count) {
+        return table.draw_epoch(epoch, key_of(key, attempt), count, shape, shuffle, drop_last);
       }
-      Pass another;  // what comes for windows that moved does not begin the next pass
-      return table.draw_pass(another, key_of(key, attempt), count, shape, true, false);
+      TrajectoryEpoch another;  // windows that replace moved ones do not begin the next epoch
+      return table.draw_epoch(another, key_of(key, attempt), count, shape, true, false);
     };
     sampled.emplace(store, layout, choose, n, shape.length, padded);
     sampled->add(marks);
     if (numbered) sampled->add_numbers();
   }
-  return nb::make_tuple(state_of(pass), std::move(*sampled).tensors());
+  return nb::make_tuple(state_of(epoch), std::move(*sampled).tensors());
 }
 
 nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
@@ -258,8 +258,8 @@ void bind_trajectories(nb::module_& m) {
       .def("sample", &sample, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a, "marks"_a,
            "n windows with replacement, in new tensors: one per field, or none with an empty layout; int64 rows, marks, and "
            "tickets if numbered.")
-      .def("sample_pass", &sample_pass, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a,
-           "marks"_a, "state"_a, "shuffle"_a, "drop_last"_a, "As draw_pass and sample: (pass, tensors).")
+      .def("sample_epoch", &sample_epoch, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a,
+           "marks"_a, "state"_a, "shuffle"_a, "drop_last"_a, "As draw_epoch and sample: (epoch, tensors).")
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a,
            "numbered"_a, "marks"_a, "priorities"_a, "single_precision"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")

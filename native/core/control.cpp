@@ -290,7 +290,7 @@ void Control::forget_rows(std::uint64_t i, std::uint64_t t) const {
   }
 }
 
-void Control::take_words(const Control& from) const {
+void Control::copy_state(const Control& from) const {
   check(from.capacity() == capacity() && from.lanes() == lanes(), "words of a store of the same geometry");
   const auto take = [](auto& to, const auto& word) { to.store(word.load(std::memory_order_acquire), std::memory_order_release); };
   for (std::uint64_t row = 0; row < capacity(); ++row) {
@@ -309,7 +309,7 @@ void Control::take_words(const Control& from) const {
   take(counters_->redraws, from.counters_->redraws);
 }
 
-void Control::read_lanes(LaneWords* lanes) const {
+void Control::read_lanes(LaneState* lanes) const {
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const std::uint64_t base = lanes_[i].base.load(std::memory_order_acquire);
     const std::uint64_t position = std::max(lanes_[i].cursor.load(std::memory_order_acquire), base) - base;
@@ -317,7 +317,7 @@ void Control::read_lanes(LaneWords* lanes) const {
   }
 }
 
-void Control::read_numbers(std::uint64_t clock, const LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const {
+void Control::read_numbers(std::uint64_t clock, const LaneState* lanes, std::int64_t* numbers, std::uint64_t rows) const {
   fence(std::memory_order_acquire);  // rows that were copied before are compared with these tickets
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) {
     const std::uint64_t first = i * geometry_.lane_length, last = std::min(first + filled(i), rows);
@@ -331,7 +331,7 @@ void Control::read_numbers(std::uint64_t clock, const LaneWords* lanes, std::int
   }
 }
 
-void Control::check_words(const Geometry& geometry, std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers) {
+void Control::check_state(const Geometry& geometry, std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers) {
   const std::uint64_t length = geometry.lane_length;
   check(clock >= 1 && clock < kMost, "a ticket counter below 1 or beyond 2^56");
   for (std::uint64_t i = 0; i < geometry.lanes; ++i) {
@@ -348,8 +348,8 @@ void Control::check_words(const Geometry& geometry, std::uint64_t clock, const L
 }
 
 // A row is committed before it is inside the extent: until then nobody draws it.
-void Control::put_words(std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers) const {
-  check_words(geometry_, clock, lanes, numbers);
+void Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers) const {
+  check_state(geometry_, clock, lanes, numbers);
   const std::uint64_t length = geometry_.lane_length;
   const std::uint64_t first = counters_->next_ticket.fetch_add(clock - 1, std::memory_order_acq_rel);
   std::uint64_t void_rows = 0;

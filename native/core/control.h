@@ -1,4 +1,4 @@
-// The words that a store lives by: header, lock page, counters, participants, lane cursors, and of each row a ticket and a lap.
+// The control memory of a store: header, lock page, counters, participants, lane cursors, and of each row a ticket and a lap.
 //
 // They lie in two blocks of memory, `control` and `tickets`, which may be private, shared or mapped from a file: the
 // layout is the same. Both must be zero when a store is created.
@@ -220,30 +220,29 @@ class Control {
   /// Commits every row as it stands (a store around data that exists already).
   void fill() const;
 
-  /// Takes over what another store's words say of its rows: tickets, cursors and counters. Of the same geometry, and nobody
-  /// is writing to either.
-  void take_words(const Control& from) const;
+  /// Copies tickets, cursors and counters from another store of the same geometry. Neither may be written to meanwhile.
+  void copy_state(const Control& from) const;
 
-  /// What a store's words say of its rows, without what belongs to this memory alone.
-  struct LaneWords {
+  /// The state of a lane, without what belongs to this memory alone.
+  struct LaneState {
     std::int64_t position;  // of the next step, counted from the last empty()
     std::int64_t live;      // rows inside the extent
     std::int64_t reserved[2];
   };
 
-  void read_lanes(LaneWords* lanes) const;
+  void read_lanes(LaneState* lanes) const;
 
   /// Of the first `rows` rows, of those inside an extent, the ticket's number; 0 if the row is not whole, or has `clock` or a
   /// later number. Also 0 for a row that holds a step of an earlier lap than `lanes` says, as read_lanes: the writer that had
   /// reserved it died before it began. What `numbers` says of other rows stays.
-  void read_numbers(std::uint64_t clock, const LaneWords* lanes, std::int64_t* numbers, std::uint64_t rows) const;
+  void read_numbers(std::uint64_t clock, const LaneState* lanes, std::int64_t* numbers, std::uint64_t rows) const;
 
   /// Throws std::invalid_argument unless a store of this geometry may say so: numbers are in [0, clock).
-  static void check_words(const Geometry& geometry, std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers);
+  static void check_state(const Geometry& geometry, std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers);
 
-  /// Of an empty store nobody writes to: from now on its rows are live as these words say, under numbers larger than any that
-  /// was given out, in the same order. Throws as check_words: nothing changed.
-  void put_words(std::uint64_t clock, const LaneWords* lanes, const std::int64_t* numbers) const;
+  /// Makes the rows of an empty store live as these lane states and ticket numbers say, under new numbers larger than any
+  /// given out, in the same order. No process may write meanwhile. Throws as check_state, before anything has changed.
+  void put_state(std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers) const;
 
   /// What a store that was closed in order says of itself: O(lanes). Throws Damaged: more than any says.
   void check_closed() const;

@@ -265,7 +265,7 @@ std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const 
                                  const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected,
                                  std::span<std::byte* const> out, std::int64_t* numbers_out) {
   const std::vector<Output>& outputs = expansion.outputs();
-  check(out.size() == outputs.size(), "another number of outputs than there is room for");
+  check(out.size() == outputs.size(), "another number of outputs than there is memory for");
   for (const std::uint64_t field : expansion.ends()) check(field < store.fields(), "a flag of the store");
   for (const std::uint64_t size : expansion.step_types()) check(size <= sizeof(std::uint64_t), "step types that are integers");
   for (const Output& o : outputs) {

@@ -43,7 +43,7 @@ void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t
 #if defined(__x86_64__) && !defined(ENGRAM_TSAN)
 
 // Long rows, in wide moves that fetch what lies 4 KiB ahead, in this row or the next: memcpy leaves that to the hardware,
-// which begins anew at every row and page. 15 % less time for rows of 28 kB outside the caches; narrow moves gain nothing.
+// which starts again at every row and page. 15 % less time for rows of 28 kB outside the caches; narrow moves gain nothing.
 [[gnu::target("avx2")]] void gather_long_avx2(const Field& field, const std::int64_t* rows, std::uint64_t n,
                                               std::byte* out) {
   const std::uint64_t bytes = field.row_bytes;

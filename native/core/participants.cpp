@@ -87,11 +87,11 @@ bool Participants::runs(const Participant& entry) const {
 }
 
 std::uint64_t Participants::join() {
-  check(own_ == kNobody, "a process that joins once");
+  check(own_ == kNoEntry, "a process that joins once");
   for (std::uint64_t i = 0; i < control_.participants(); ++i) {
     Participant& entry = control_.participant(i);
     if (entry.state.load(std::memory_order_acquire) != 0 || !lock(i)) continue;
-    if (entry.state.load(std::memory_order_acquire) != 0) {  // somebody came and died between the two looks
+    if (entry.state.load(std::memory_order_acquire) != 0) {  // a process joined and died between the two looks
       unlock(i);
       continue;
     }
@@ -102,16 +102,16 @@ std::uint64_t Participants::join() {
     own_ = i;
     return i;
   }
-  return kNobody;
+  return kNoEntry;
 }
 
 void Participants::leave() {
-  if (own_ == kNobody) return;
+  if (own_ == kNoEntry) return;
   Participant& entry = control_.participant(own_);
   const bool writing = std::any_of(std::begin(entry.claims), std::end(entry.claims),
                                    [](const Claim& claim) { return claim.t0.load(std::memory_order_acquire) != 0; });
   if (!writing) entry.state.store(0, std::memory_order_release);
-  unlock(std::exchange(own_, kNobody));
+  unlock(std::exchange(own_, kNoEntry));
 }
 
 bool Participants::others() const {
@@ -123,16 +123,16 @@ bool Participants::others() const {
   return false;
 }
 
-std::uint64_t Participants::bury_dead(const std::function<void(Participant&)>& bury) {
+std::uint64_t Participants::recover_dead(const std::function<void(Participant&)>& recover) {
   // Locks on bytes know processes only: two threads of this one would both get them.
-  const std::unique_lock<std::mutex> guard(burying_, std::try_to_lock);
+  const std::unique_lock<std::mutex> guard(recovering_, std::try_to_lock);
   if (!guard) return 0;
-  std::uint64_t buried = 0;
+  std::uint64_t recovered = 0;
   for (std::uint64_t i = 0; i < control_.participants(); ++i) {
     Participant& entry = control_.participant(i);
     if (i == own_ || entry.state.load(std::memory_order_acquire) == 0) continue;
     if (kProof && (held_by_another(i) || runs(entry))) continue;
-    if (!lock(i) && kProof) continue;  // another mourner was faster
+    if (!lock(i) && kProof) continue;  // another process was faster
     const struct Unlock {
       const Participants& self;
       std::uint64_t entry;
@@ -140,11 +140,11 @@ std::uint64_t Participants::bury_dead(const std::function<void(Participant&)>& b
     } unlocked{*this, i};
     // Again: another one may have come meanwhile, and let go of the byte in the middle of a write.
     if (entry.state.load(std::memory_order_acquire) == 0 || (kProof && runs(entry))) continue;
-    bury(entry);
+    recover(entry);
     entry.state.store(0, std::memory_order_release);
-    ++buried;
+    ++recovered;
   }
-  return buried;
+  return recovered;
 }
 
 }  // namespace engram

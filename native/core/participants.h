@@ -1,4 +1,4 @@
-// Who is attached to a store that processes share: the table in its control block, and the proof that somebody is dead.
+// The processes attached to a shared store: the table in its control block, and the proof that one of them is dead.
 //
 // Every process holds a lock on one byte of the file `alive`, that of its entry, for as long as it lives: the kernel lets go
 // of it however the process ends. Such locks belong to the process, not to the descriptor: they are not inherited by fork, and
@@ -15,27 +15,27 @@ namespace engram {
 
 class Participants {
  public:
-  static constexpr std::uint64_t kNobody = ~std::uint64_t{0};
+  static constexpr std::uint64_t kNoEntry = ~std::uint64_t{0};
 
   /// `file`: a descriptor of `alive`, open for writing for as long as this lives.
   Participants(Control control, int file) : control_(control), file_(file) {}
 
-  /// Takes an entry that nobody holds and nobody must still be mourned for, and notes this process in it. kNobody: there is
-  /// none.
+  /// Takes a free entry and notes this process in it. Entries of dead participants are not free before recover_dead().
+  /// Returns kNoEntry if there is none.
   std::uint64_t join();
 
   /// Gives this process's entry back. If one of its threads is still writing, that stays noted until the process ends.
   void leave();
 
   /// Whether this process holds an entry.
-  bool joined() const { return own_ != kNobody; }
+  bool joined() const { return own_ != kNoEntry; }
 
   /// Whether a process other than this one holds an entry.
   bool others() const;
 
-  /// Calls `bury` for every entry whose process died, while nobody else can take the entry or bury it too, and frees it. How
-  /// many there were. One thread of a process at a time, the others return at once.
-  std::uint64_t bury_dead(const std::function<void(Participant&)>& bury);
+  /// Calls `recover` for the entry of every dead participant and frees the entry. Meanwhile no other process can take or
+  /// recover it. Returns how many there were. Only one thread of a process does this; the others return at once.
+  std::uint64_t recover_dead(const std::function<void(Participant&)>& recover);
 
  private:
   bool lock(std::uint64_t entry) const;
@@ -45,8 +45,8 @@ class Participants {
 
   Control control_;
   int file_;
-  std::uint64_t own_ = kNobody;
-  std::mutex burying_;
+  std::uint64_t own_ = kNoEntry;
+  std::mutex recovering_;
 };
 
 /// When a process began, as the kernel counts it; 0 if there is no such process, or it has ended and nobody asked yet.

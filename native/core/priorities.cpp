@@ -62,7 +62,7 @@ double total_of(const SumTree& tree) {
 }
 
 PriorityHeader* header_in(std::span<std::byte> memory) {
-  check(memory.size() >= kPage, "priorities in memory without room for their header");
+  check(memory.size() >= kPage, "priorities in memory too small for their header");
   auto* header = reinterpret_cast<PriorityHeader*>(memory.data());
   check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0, "not priorities, or of another format");
   return header;
@@ -82,7 +82,7 @@ class Priorities::Lock {
   explicit Lock(const Priorities& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
     PriorityHeader& header = *self.header_;
     const std::uint64_t left = header.redo.load(std::memory_order_relaxed) | header.missed.load(std::memory_order_relaxed);
-    if (left != 0) [[unlikely]] self.mend();
+    if (left != 0) [[unlikely]] self.recover();
   } catch (const Stalled&) {
     self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
   }
@@ -235,7 +235,7 @@ void Priorities::raise_leaves(std::uint64_t from) const {
 }
 
 // What a holder left half done who died, or was interrupted by an exception; and what others could not tell while he held on.
-void Priorities::mend() const {
+void Priorities::recover() const {
   const std::uint64_t missed = header_->missed.load(std::memory_order_acquire), redo = header_->redo.load(std::memory_order_relaxed);
   const std::uint64_t next = header_->raising.load(std::memory_order_relaxed);
   intact(missed <= (Lock::kRows | Lock::kEmptying) && redo <= Change::kAll && next <= rows(),
@@ -259,7 +259,7 @@ void Priorities::mend() const {
 void Priorities::put_in_order() {
   const Lock guard(*this);
   Change change(*this);
-  mend();
+  recover();
   change.done();
 }
 
@@ -488,7 +488,7 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
   const Deadline deadline;
   std::vector<std::int64_t> again, its_number;
   std::vector<double> its_weight;
-  std::vector<std::byte*> room(batch.size());
+  std::vector<std::byte*> memory(batch.size());
   for (std::uint64_t attempt = 1; !moved.empty(); ++attempt) {
     if (attempt > kRedraws) {
       if (deadline.passed()) throw in_vain("rows moved at every try");
@@ -504,8 +504,8 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
       rows[i] = again[i];
       numbers[i] = its_number[i];
       if (weights != nullptr) weights[i] = its_weight[i];
-      for (std::uint64_t f = 0; f < room.size(); ++f) room[f] = batch[f] + i * store.row_bytes(f);
-      if (!store.gather(rows + i, 1, store.all(), room, numbers + i, nullptr).empty()) still.push_back(position);
+      for (std::uint64_t f = 0; f < memory.size(); ++f) memory[f] = batch[f] + i * store.row_bytes(f);
+      if (!store.gather(rows + i, 1, store.all(), memory, numbers + i, nullptr).empty()) still.push_back(position);
     }
     moved = std::move(still);
     store.control().counters().redraws.fetch_add(1, std::memory_order_relaxed);

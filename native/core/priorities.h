@@ -42,7 +42,7 @@ struct PriorityHeader {
   // the leaves of the last even and odd row were; the power that leaves are raised to, and alpha then.
   Word raising;
   double raised_leaf[2], raised_power, raised_alpha;
-  SharedMutex mutex;       // formatted anew by whoever opens the memory first: it outlives no process
+  SharedMutex mutex;       // formatted again by whoever opens the memory first: it outlives no process
   Word missed;             // 1: of some rows that were written nobody could tell here, the mutex was held too long; 2: nor of an emptying
 };
 static_assert(sizeof(PriorityHeader) <= kPage);
@@ -113,7 +113,7 @@ class Priorities : public Index {
   /// order.
   void after_fork();
 
-  /// Leaves of rows that hold nothing become zero, and all parents are computed anew. O(rows).
+  /// Leaves of rows that hold nothing become zero, and all parents are recomputed. O(rows).
   void put_in_order();
 
   /// Back to the default priority.
@@ -145,7 +145,7 @@ class Priorities : public Index {
   /// Around every change of the tree: noted in the memory, so that a half-done one is put in order.
   class Change;
 
-  void mend() const;
+  void recover() const;
   void forget_leaves() const;
   void raise_leaves(std::uint64_t from) const;
   bool is_live(std::uint64_t row) const;

@@ -97,13 +97,13 @@ bool SharedMutex::lock() {
     case ETIMEDOUT:
       throw in_vain("an index has been in the hands of another process or thread");
     case ENOTRECOVERABLE:
-      throw Damaged("an index was left half changed, and could not be mended: load a checkpoint into a new store");
+      throw Damaged("an index was left half changed, and could not be recovered: load a checkpoint into a new store");
     default:
       throw Damaged("a lock in shared memory cannot be taken: error " + std::to_string(result));
   }
 }
 
-void SharedMutex::mended() {
+void SharedMutex::recovered() {
 #ifdef ENGRAM_ROBUST_MUTEX
   pthread_mutex_consistent(&mutex_);
 #endif

@@ -28,11 +28,11 @@ void Store::add_field(Field field) {
 
 void Store::join(std::shared_ptr<Participants> participants) {
   std::uint64_t entry = participants->join();
-  if (entry == Participants::kNobody) {  // nobody may have looked who died: whoever lives does so when he reads or writes
-    participants->bury_dead([this](Participant& dead) { repair(dead); });
+  if (entry == Participants::kNoEntry) {  // dead participants may not have been recovered yet: live ones do so when they read or write
+    participants->recover_dead([this](Participant& dead) { repair(dead); });
     entry = participants->join();
   }
-  if (entry == Participants::kNobody) throw Stalled("as many processes share the store as can");
+  if (entry == Participants::kNoEntry) throw Stalled("as many processes share the store as can");
   participant_ = &control_.participant(entry);
   others_ = std::move(participants);
 }
@@ -45,7 +45,7 @@ void Store::look_after_others(Need need) const {
   const auto pause = need == Need::waiting ? kWhileWaiting : kBetweenLooks;
   if (now - before < std::chrono::duration_cast<std::chrono::steady_clock::duration>(pause).count()) return;
   last.store(now, std::memory_order_relaxed);
-  mend();
+  reclaim();
 }
 
 void Store::attach(Index& index) {

@@ -27,16 +27,16 @@ namespace engram {
 
 /// Rows to write: per field a pointer to n contiguous rows of the field's row size.
 using Columns = std::span<const std::byte* const>;
-/// Rows to read: per field a pointer to room for n rows.
+/// Rows to read: per field a pointer to memory for n rows.
 using Batch = std::span<std::byte* const>;
 
 class Store {
  public:
-  /// `fields` may be empty: then only the words are kept here and the rows live elsewhere (on a GPU, say).
+  /// `fields` may be empty: then only control memory is kept here and the rows live elsewhere (on a GPU, say).
   /// `participant` is the entry of the table in which this process notes its claims.
   Store(Control control, std::vector<Field> fields, std::uint64_t participant);
 
-  /// From now on other processes share the store: this one holds an entry of the table, and looks who died. To be called
+  /// From now on other processes share the store: this one holds an entry of the table, and recovers dead participants. To be called
   /// before the first write. Throws Stalled: the table is full.
   void join(std::shared_ptr<Participants> participants);
 
@@ -100,18 +100,18 @@ class Store {
   /// Ends a replacement that failed midway: the store is empty.
   void end_replacing() const;
 
-  /// The rows are there, as Control::put_words; what indexes are to say of them may be told them before resume().
-  void replaced(std::uint64_t clock, const Control::LaneWords* lanes, const std::int64_t* numbers);
+  /// The rows are there, as Control::put_state; what indexes are to say of them may be told them before resume().
+  void replaced(std::uint64_t clock, const Control::LaneState* lanes, const std::int64_t* numbers);
 
   /// From now on every write is told to the index too, which must outlive the store. Writes that are under way may not be:
   /// what was written before, the index looks up by itself after this call.
   void attach(Index& index);
 
-  /// Puts in order what writers left that died: rows half written become void, of whole ones the indexes are told, claims are
-  /// cleared. How many writers. Every call that writes or reads does it twice a second, and where it has to wait for a row.
-  std::uint64_t mend() const;
+  /// Recovers what dead participants left: rows half written become void, the indexes are told of whole ones, claims are
+  /// cleared. Returns how many there were. Reads and writes call it twice a second, and while they wait for a row.
+  std::uint64_t reclaim() const;
 
-  /// What a dead writer left, for whoever holds his entry.
+  /// Recovers one dead participant, whose entry the caller has locked.
   void repair(Participant& dead) const;
 
   /// What all writers left, for the only process attached: as Control::recover, and the indexes are told.
@@ -132,8 +132,8 @@ class Store {
   /// Throws NothingLive: there are not as many live rows any more. Throws Stalled.
   void read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::int64_t* numbers_out) const;
 
-  /// The numbers of rows as they are now, -1 for a row that is not whole or outside [0, capacity).
-  void numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const;
+  /// The current ticket numbers of rows, -1 for a row that is not whole or outside [0, capacity).
+  void tickets_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const;
 
   /// Rows whose number is at least `since`, with their numbers, the oldest write first. Returns what to ask for the next
   /// time: writes that are under way may have smaller numbers than rows that are there already, which then come again.
@@ -203,7 +203,7 @@ class Store {
   std::shared_ptr<Participants> others_;  // null: no process shares this store
   std::function<void()> on_new_index_;
   std::uint64_t pauses_ = 0, placings_ = 0;  // of each, how many are within each other
-  /// When somebody last looked who died, on the steady clock.
+  /// When dead participants were last looked for, on the steady clock.
   std::unique_ptr<std::atomic<std::int64_t>> last_look_ = std::make_unique<std::atomic<std::int64_t>>(0);
 };
 

@@ -88,7 +88,7 @@ void Store::begin_placing() {
   if (placings_ == 0) {
     auto& mutex = control_.lock_page().placing;
     try {
-      if (mutex.lock()) mutex.mended();  // a plan that was not written is forgotten
+      if (mutex.lock()) mutex.recovered();  // a plan that was not written is forgotten
     } catch (const Stalled&) {           // which says what an index would
       throw in_vain("another process has been placing rows");
     }
@@ -110,9 +110,9 @@ void Store::begin_replacing(bool keep_write_count) {
   empty(claim, keep_write_count);
 }
 
-void Store::replaced(std::uint64_t clock, const Control::LaneWords* lanes, const std::int64_t* numbers) {
+void Store::replaced(std::uint64_t clock, const Control::LaneState* lanes, const std::int64_t* numbers) {
   check(control_.lock_page().pause.load(std::memory_order_acquire) == (own_pause() | kReplacing), "rows replaced that were not begun with");
-  control_.put_words(clock, lanes, numbers);
+  control_.put_state(clock, lanes, numbers);
 }
 
 void Store::end_replacing() const {

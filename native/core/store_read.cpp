@@ -267,7 +267,7 @@ std::int64_t Store::another_live(std::int64_t gone, const std::int64_t* rows, st
   throw NothingLive("rows were forgotten meanwhile");
 }
 
-void Store::numbers_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const {
+void Store::tickets_of(const std::int64_t* rows, std::uint64_t n, std::int64_t* numbers_out) const {
   for (std::uint64_t i = 0; i < n; ++i) {
     numbers_out[i] = -1;
     if (static_cast<std::uint64_t>(rows[i]) >= control_.capacity()) continue;

@@ -9,7 +9,7 @@
 
 namespace engram {
 
-std::uint64_t Store::mend() const {
+std::uint64_t Store::reclaim() const {
   if (others_ == nullptr) return 0;
   // A pause of a free entry: its process left it behind, or a stray write set it. No process would end it.
   Word& word = control_.lock_page().pause;
@@ -17,7 +17,7 @@ std::uint64_t Store::mend() const {
   const std::uint64_t entry = pause & ~kReplacing;
   const bool held = entry >= 1 && entry <= control_.participants() && control_.participant(entry - 1).state.load(std::memory_order_acquire) != 0;
   if (pause != 0 && !held) word.compare_exchange_strong(pause, 0, std::memory_order_acq_rel);
-  return others_->bury_dead([this](Participant& dead) { repair(dead); });
+  return others_->recover_dead([this](Participant& dead) { repair(dead); });
 }
 
 void Store::repair(Participant& dead) const {

@@ -123,12 +123,12 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
   std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
   while (i < n) {
     const std::uint64_t first = start + (p0 + i) % length;
-    const std::uint64_t room = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
+    const std::uint64_t space = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
     const std::uint32_t lap = control_.lap_of(p0 + i);
     // Whatever cannot be marked at once ends the chunk, so that nothing stays marked during a wait.
     std::uint64_t marked = 0;
     Mark last = Mark::marked;
-    for (; marked < room; ++marked) {
+    for (; marked < space; ++marked) {
       const Place place{lane, p0 + i + marked, lap};
       const std::uint64_t number = t0 + source(i + marked);
       last = try_mark(first + marked, number, &place);

@@ -12,7 +12,7 @@ namespace {
 constexpr std::uint64_t kFanout = SumTree::kFanout;
 constexpr std::uint64_t kMostLeaves = std::uint64_t{1} << 40;
 constexpr char kSums[] = "priorities: expected finite leaves, and sums that are theirs";
-constexpr std::uint64_t kTogether = 64;  // descents that advance together
+constexpr std::uint64_t kBatch = 64;  // descents that advance together
 
 std::uint64_t padded(std::uint64_t nodes) { return (nodes + kFanout - 1) / kFanout * kFanout; }
 
@@ -118,10 +118,10 @@ void SumTree::unify(std::vector<std::uint64_t>& nodes, std::uint64_t size) {
 void SumTree::find(const double* u, std::uint64_t n, std::int64_t* rows) const {
   const double total = sum();
   check(total > 0, "a tree whose leaves are all zero");
-  double left[kTogether];
-  std::uint64_t node[kTogether];
-  for (std::uint64_t begin = 0; begin < n; begin += kTogether) {
-    const std::uint64_t count = std::min(kTogether, n - begin);
+  double left[kBatch];
+  std::uint64_t node[kBatch];
+  for (std::uint64_t begin = 0; begin < n; begin += kBatch) {
+    const std::uint64_t count = std::min(kBatch, n - begin);
     for (std::uint64_t i = 0; i < count; ++i) {
       left[i] = u[begin + i] * total;
       node[i] = 0;

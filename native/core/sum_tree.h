@@ -49,7 +49,7 @@ class SumTree {
   /// not all on the way to the first of them is what its children say.
   void find(const double* u, std::uint64_t n, std::int64_t* rows) const;
 
-  /// Leaves [begin, end) become map(row, leaf), and all above them is computed anew, whatever it was. Nothing is written that
+  /// Leaves [begin, end) become map(row, leaf), and all above them is recomputed, whatever it was. Nothing is written that
   /// stays what it is: pages of zeros stay untouched. Cost: O(end - begin + log leaves).
   template <class Map>
   void transform(std::uint64_t begin, std::uint64_t end, Map&& map) {

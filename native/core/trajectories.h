@@ -77,9 +77,9 @@ struct Surroundings {
 };
 
 /// A walk over the trajectories in a random order (or lane by lane, oldest first), which any write ends.
-struct Pass {
+struct TrajectoryEpoch {
   std::uint64_t key = 0;
-  std::uint64_t version = 0;   // of the store when the pass began; 0: there is none
+  std::uint64_t version = 0;   // of the store when the epoch began; 0: there is none
   std::uint64_t visited = 0;
   std::uint64_t count = 0;     // trajectories
 };
@@ -126,10 +126,10 @@ class Trajectories final : public Index {
   /// Draws n windows with replacement: a pure function of key, table and tickets. Empty if there is none to draw.
   Drawn draw(std::uint64_t key, std::uint64_t n, const Shape& shape);
 
-  /// The next n trajectories of a pass, one random window each; too short ones are left out. Begins a new pass, under
+  /// The next n trajectories of a epoch, one random window each; too short ones are left out. Begins a new epoch, under
   /// `key`, where the old one is over or the store was written to since. `drop_last`: a rest of less than n is skipped,
   /// if need be before the draw; empty and count < n if there are not as many at all.
-  Drawn draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle, bool drop_last);
+  Drawn draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle, bool drop_last);
 
   /// Lengths of the windows that begin at given rows, 0 where none may: where too little follows for a window and what may
   /// hang over the end, but for the first step of a shorter trajectory if not strict.

@@ -18,8 +18,8 @@ constexpr std::uint64_t kRounds = 16;    // windows drawn again because a writer
 // Windows that a run of n > 0 steps gives: one per place where it may begin, overhangs included.
 std::uint64_t windows_in(std::uint64_t n, const Shape& shape) {
   if (n == 0 || (shape.strict && n < shape.length)) return 0;
-  const std::uint64_t room = n >= shape.length ? n - shape.length : 0;
-  return room + 1 + shape.left + std::min(shape.right, n - 1 - room);
+  const std::uint64_t space = n >= shape.length ? n - shape.length : 0;
+  return space + 1 + shape.left + std::min(shape.right, n - 1 - space);
 }
 
 // The k-th of them, of a run that begins at `first`; only the steps that are really there.
@@ -202,7 +202,7 @@ Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const Shape& shape)
   return drawn;
 }
 
-Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle,
+Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle,
                               bool drop_last) {
   check(shape.length > 0 && shape.left < shape.length && shape.right < shape.length, "overhangs below the length");
   const std::lock_guard<std::mutex> guard(mutex_);
@@ -212,15 +212,15 @@ Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, co
   std::vector<std::uint64_t> ends;  // trajectories up to and with each track
   std::uint64_t count = 0;
   for (const View& v : tracks) ends.push_back(count += v.count - v.holes);
-  const bool over = pass.visited >= pass.count || (drop_last && pass.count - pass.visited < n);
-  if (pass.version != version || over || pass.count != count) pass = {key, version, 0, count};
+  const bool over = epoch.visited >= epoch.count || (drop_last && epoch.count - epoch.visited < n);
+  if (epoch.version != version || over || epoch.count != count) epoch = {key, version, 0, count};
   Drawn drawn;
   if (count == 0 || (drop_last && count < n)) return drawn;
-  const Permutation permutation(pass.key, count);
+  const Permutation permutation(epoch.key, count);
   const Random random(key);
-  const std::uint64_t taken = std::min(n, count - pass.visited);
+  const std::uint64_t taken = std::min(n, count - epoch.visited);
   for (std::uint64_t i = 0; i < taken; ++i) {
-    const std::uint64_t k = shuffle ? permutation(pass.visited + i) : pass.visited + i;
+    const std::uint64_t k = shuffle ? permutation(epoch.visited + i) : epoch.visited + i;
     const auto at = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), k) - ends.begin());
     const View& v = tracks[at];
     std::uint64_t run = at == 0 ? k : k - ends[at - 1];
@@ -237,8 +237,8 @@ Drawn Trajectories::draw_pass(Pass& pass, std::uint64_t key, std::uint64_t n, co
       if (append(drawn, window_in(v.track, v.first(run), v.length(run), chosen, shape), round < kRounds)) break;
     }
   }
-  pass.visited += taken;
-  if (drop_last && count - pass.visited < n) pass.visited = count;
+  epoch.visited += taken;
+  if (drop_last && count - epoch.visited < n) epoch.visited = count;
   return drawn;
 }
 

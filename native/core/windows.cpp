@@ -56,17 +56,17 @@ class Chosen {
 
 // Windows that were read into places of equal size, moved together.
 void close_gaps(const Store& store, std::span<const std::uint64_t> which, const std::vector<Slot>& slots,
-                std::uint64_t stride, bool padded, const WindowRoom& room) {
+                std::uint64_t stride, bool padded, const WindowMemory& memory) {
   std::uint64_t to = 0;
   for (std::uint64_t i = 0; i < slots.size(); ++i) {
     const std::uint64_t from = i * stride, n = slots[i].steps == 0 ? 0 : padded ? stride : slots[i].steps;
     if (from != to && n > 0) {
       for (std::uint64_t f = 0; f < which.size(); ++f) {
         const std::uint64_t bytes = store.row_bytes(which[f]);
-        if (bytes > 0) std::memmove(room.fields[f] + to * bytes, room.fields[f] + from * bytes, n * bytes);
+        if (bytes > 0) std::memmove(memory.fields[f] + to * bytes, memory.fields[f] + from * bytes, n * bytes);
       }
-      std::copy_n(room.rows + from, n, room.rows + to);
-      std::copy_n(room.numbers + from, n, room.numbers + to);
+      std::copy_n(memory.rows + from, n, memory.rows + to);
+      std::copy_n(memory.numbers + from, n, memory.numbers + to);
     }
     to += n;
   }
@@ -76,21 +76,21 @@ void close_gaps(const Store& store, std::span<const std::uint64_t> which, const 
 
 std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std::uint64_t> which,
                                         const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded,
-                                        const MakeRoom& make_room) {
+                                        const Allocate& allocate) {
   Chosen chosen(choose, length);
   std::vector<Slot> slots = chosen.more(n, 0);
   std::uint64_t stride = 0;  // places of each window, while they are read
-  WindowRoom room{};
+  WindowMemory memory{};
   const auto read_all = [&] {
     stride = padded ? length : 1;
     for (const Slot& slot : slots) stride = std::max(stride, slot.steps);
-    room = make_room(slots.size() * stride);
+    memory = allocate(slots.size() * stride);
     for (std::uint64_t i = 0; i < slots.size(); ++i) {
-      chosen.put(slots[i], stride, room.rows + i * stride, room.numbers + i * stride);
+      chosen.put(slots[i], stride, memory.rows + i * stride, memory.numbers + i * stride);
     }
     std::vector<std::uint64_t> moved;
     for (const std::int64_t place :
-         store.gather(room.rows, slots.size() * stride, which, room.fields, room.numbers, nullptr)) {
+         store.gather(memory.rows, slots.size() * stride, which, memory.fields, memory.numbers, nullptr)) {
       const std::uint64_t i = static_cast<std::uint64_t>(place) / stride;
       if (moved.empty() || moved.back() != i) moved.push_back(i);
     }
@@ -98,10 +98,10 @@ std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std:
   };
   const auto stands = [&](std::uint64_t i) {  // what came for a window that moved
     const std::uint64_t at = i * stride;
-    chosen.put(slots[i], stride, room.rows + at, room.numbers + at);
-    std::vector<std::byte*> fields(room.fields.size());
-    for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = room.fields[f] + at * store.row_bytes(which[f]);
-    return store.gather(room.rows + at, stride, which, fields, room.numbers + at, nullptr).empty();
+    chosen.put(slots[i], stride, memory.rows + at, memory.numbers + at);
+    std::vector<std::byte*> fields(memory.fields.size());
+    for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = memory.fields[f] + at * store.row_bytes(which[f]);
+    return store.gather(memory.rows + at, stride, which, fields, memory.numbers + at, nullptr).empty();
   };
   std::vector<std::uint64_t> moved = read_all();
   const Deadline deadline;
@@ -118,14 +118,14 @@ std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std:
       slots[moved[k]] = others[k];
       longer |= others[k].steps > stride;
     }
-    if (longer) {  // than what there is room for
+    if (longer) {  // than what there is memory for
       std::erase_if(slots, [](const Slot& slot) { return slot.steps == 0; });
       moved = read_all();
     } else {
       std::erase_if(moved, [&](std::uint64_t i) { return slots[i].steps == 0 || stands(i); });
     }
   }
-  close_gaps(store, which, slots, stride, padded, room);
+  close_gaps(store, which, slots, stride, padded, memory);
   std::vector<std::uint64_t> lengths;
   for (const Slot& slot : slots) {
     if (slot.steps > 0) lengths.push_back(slot.steps);

@@ -15,22 +15,22 @@ namespace engram {
 /// Chooses up to n windows, fewer where there are no more; `attempt` numbers the choices for one batch.
 using ChooseWindows = std::function<Drawn(std::uint64_t n, std::uint64_t attempt)>;
 
-/// Room for rows of windows.
-struct WindowRoom {
+/// OutputBuffer for rows of windows.
+struct WindowMemory {
   Batch fields;
   std::int64_t* rows;
   std::int64_t* numbers;  // of their tickets
 };
 
-/// Makes room for so many rows; the room that was made before is not needed any more.
-using MakeRoom = std::function<WindowRoom(std::uint64_t rows)>;
+/// Allocates memory for so many rows; memory that was allocated before is no longer used.
+using Allocate = std::function<WindowMemory(std::uint64_t rows)>;
 
 /// Reads fields `which` of n windows of at most `length` steps, one behind the other; with `padded` each takes `length`
 /// places, its last step repeated. Meanwhile each needs as many places as the longest of them. Returns their lengths, without
 /// padding. Throws Stalled: some moved at every try for 5 s.
 std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std::uint64_t> which,
                                         const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded,
-                                        const MakeRoom& make_room);
+                                        const Allocate& allocate);
 
 /// n windows whose first steps are drawn by priority, with replacement, among the rows where a window may begin: a pure
 /// function of key, tree, table and tickets. Empty if there is none. O(rows) where hardly any row of high priority may begin

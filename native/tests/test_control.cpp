@@ -223,9 +223,9 @@ TEST(blocks_of_another_size_or_alignment_are_refused) {
     EXPECT(with(control, tickets.first(bytes)) != "accepted");
   }
   // Larger than needed, and shifted.
-  std::vector<std::byte> room(control.size() + 256);
-  const auto base = reinterpret_cast<std::uintptr_t>(room.data());
-  std::byte* aligned = room.data() + (64 - base % 64) % 64;
+  std::vector<std::byte> memory(control.size() + 256);
+  const auto base = reinterpret_cast<std::uintptr_t>(memory.data());
+  std::byte* aligned = memory.data() + (64 - base % 64) % 64;
   for (const std::uint64_t shift : {0, 1, 8, 32, 63}) {
     std::memcpy(aligned + shift, control.data(), control.size());
     const bool fine = shift == 0;
@@ -242,9 +242,9 @@ TEST(blocks_of_another_size_or_alignment_are_refused) {
 }
 
 TEST(format_refuses_geometries_that_do_not_add_up) {
-  std::vector<std::byte> room(control_bytes(4) + 64);
-  const auto base = reinterpret_cast<std::uintptr_t>(room.data());
-  std::byte* at = room.data() + (64 - base % 64) % 64;
+  std::vector<std::byte> memory(control_bytes(4) + 64);
+  const auto base = reinterpret_cast<std::uintptr_t>(memory.data());
+  std::byte* at = memory.data() + (64 - base % 64) % 64;
   const auto format = [&](std::uint64_t capacity, std::uint64_t lanes, std::uint64_t length, std::uint64_t bytes) {
     Control::format({at, bytes}, {capacity, lanes, length}, 0);
   };
@@ -255,7 +255,7 @@ TEST(format_refuses_geometries_that_do_not_add_up) {
   EXPECT_THROWS(std::invalid_argument, format(8, 4, 2, control_bytes(3)));
   // 2^64 rows. A block of the right size for that many lanes cannot be had; the check must come first.
   EXPECT_THROWS(std::invalid_argument, format(0, 1ull << 33, 1ull << 31, control_bytes(1ull << 33)));
-  EXPECT(std::all_of(room.begin(), room.end(), [](std::byte b) { return b == std::byte{0}; }));
+  EXPECT(std::all_of(memory.begin(), memory.end(), [](std::byte b) { return b == std::byte{0}; }));
 }
 
 // ---- extents -------------------------------------------------------------------------------------------------------

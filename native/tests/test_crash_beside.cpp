@@ -306,7 +306,7 @@ TEST(others_go_on_when_one_is_killed) {
       }
       return true;
     }));
-    here.store.mend();
+    here.store.reclaim();
     here.priorities.total();
     EXPECT_EQ(its.state.load(), 0u);
     for (std::uint64_t i = 0; i < 16; ++i) EXPECT_EQ(claims_in(here.control.participant(i)), 0u);
@@ -393,7 +393,7 @@ TEST(who_dies_holding_the_mutex_or_a_row_is_replaced_at_once) {
       EXPECT_EQ(id_in(world.blocks, 5).value_or(0), 0x500 + round);
     }
     EXPECT(Clock::now() < start + 1s);
-    here.store.mend();
+    here.store.reclaim();
     expect_sound_rows(world.blocks);
     check_tree(world);
     const std::int64_t three = 3;
@@ -446,7 +446,7 @@ TEST(who_is_stopped_costs_the_others_an_error_and_tears_nothing_later) {
   });
   waitpid(child.pid, nullptr, WUNTRACED);
   EXPECT_EQ(ready.load(), 1u);
-  EXPECT_EQ(here.store.mend(), 0u);
+  EXPECT_EQ(here.store.reclaim(), 0u);
   const Impatient impatient(600ms);
   const auto start = Clock::now();
   std::thread drawer([&] { EXPECT_THROWS(Stalled, here.priorities.total()); });
@@ -459,7 +459,7 @@ TEST(who_is_stopped_costs_the_others_an_error_and_tears_nothing_later) {
   Rows other(world.blocks.fields, 1);
   const std::int64_t beside = 6;
   EXPECT(here.store.gather(&beside, 1, here.store.all(), other.out, nullptr, nullptr).empty());  // other rows are read
-  EXPECT_EQ(here.store.mend(), 0u);
+  EXPECT_EQ(here.store.reclaim(), 0u);
   kill(child.pid, SIGCONT);
   EXPECT(within(kSoon, [&] { return ready == 2; }));
   here.priorities.total();
@@ -467,7 +467,7 @@ TEST(who_is_stopped_costs_the_others_an_error_and_tears_nothing_later) {
   expect_sound_rows(world.blocks);
   check_tree(world);
   child.die();
-  EXPECT_EQ(here.store.mend(), 1u);
+  EXPECT_EQ(here.store.reclaim(), 1u);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // One preemption, on a store with priorities: one process is stopped at the begin or the end of some state of its operation,
-// another one runs an operation of its own, then the first goes on, or dies and is buried. The second meets rows and a mutex
+// another one runs an operation of its own, then the first goes on, or dies and is recovered. The second meets rows and a mutex
 // that the first holds: it then gets its error in time. Whatever happened, the store is sound and nothing acknowledged is lost.
 #include <algorithm>
 #include <chrono>

@@ -15,7 +15,7 @@ namespace {
 const std::vector<std::uint64_t> row_bytes{56, 520};
 const Geometry g = geometry(2, 4);
 
-constexpr Control::LaneWords kLanes[] = {{6, 4, {}}, {1, 3, {}}};       // lane 1: two rows by number, one of them void
+constexpr Control::LaneState kLanes[] = {{6, 4, {}}, {1, 3, {}}};       // lane 1: two rows by number, one of them void
 constexpr std::int64_t kNumbers[] = {5, 6, 3, 4, 7, 0, 9, 0};
 
 void describe_row(const Blocks& blocks, std::uint64_t row, std::uint64_t id) {

@@ -33,7 +33,7 @@ using namespace engram;
 namespace {
 
 /// What must hold once somebody has put in order what a dead one left.
-void check_mended(const Stage& stage, const Memory& now) {
+void check_recovered(const Stage& stage, const Memory& now) {
   const Copy before(stage.before), after(stage.after);
   const Control control = now.blocks.view(), was = before.memory.blocks.view();
   expect_sound(now.blocks, stage.operation.too_many);
@@ -79,7 +79,7 @@ void check_first_opener(const Stage& stage, std::span<const std::byte> state) {
   Handle handle(copy.memory, 0);
   handle.store.recover();
   handle.priorities.put_in_order();
-  check_mended(stage, copy.memory);
+  check_recovered(stage, copy.memory);
   const std::vector<std::byte> once(copy.memory.all.begin(), copy.memory.all.end());
   const auto again = handle.store.recover();
   handle.priorities.put_in_order();
@@ -100,10 +100,10 @@ void check_survivor(const Stage& stage, const Memory& memory, int alive) {
   Handle handle(memory, 1);
   auto participants = std::make_shared<Participants>(handle.control, alive);
   handle.store.join(participants);
-  handle.store.mend();
+  handle.store.reclaim();
   handle.priorities.total();  // the first to lock after a death outside a claim
   participants->leave();      // for what expects that nobody is there
-  check_mended(stage, memory);
+  check_recovered(stage, memory);
   handle.store = memory.blocks.open(1);
   handle.store.attach(handle.priorities);
   check_usable(memory, handle);

@@ -20,7 +20,7 @@
 #include "blocks.h"
 #include "core/check.h"
 #include "core/expand.h"
-#include "core/pass.h"
+#include "core/epoch.h"
 #include "core/priorities.h"
 #include "core/trajectories.h"
 #include "core/windows.h"
@@ -53,11 +53,11 @@ struct World {
   World(Geometry g, bool within_buffer)
       : heap(g, {8, 8, 1}),
         tree(Priorities::bytes(g.capacity, within_buffer)),
-        walk(RowPass::kBytes),
+        state(RowEpoch::kBytes),
         file(std::tmpfile()),
         table_memory(Trajectories::bytes(g.lanes, g.lane_length, 1)) {
     Priorities::format(tree.all, g.capacity, {0.6, 0.4, 1e-6, within_buffer});
-    RowPass::format(walk.all);
+    RowEpoch::format(state.all);
     open();
     write(g.lane_length / 2 + 1);
     std::vector<std::int64_t> rows{0, 1};
@@ -68,18 +68,18 @@ struct World {
     std::int64_t first = 0;
     const double five = 5;
     priorities->update(&first, &five, 1, nullptr);
-    pass->next(7, 3, 1, false);
-    good = {copy(heap.control), copy(heap.tickets), copy(tree.all), copy(walk.all)};
+    epoch->next(7, 3, 1, false);
+    good = {copy(heap.control), copy(heap.tickets), copy(tree.all), copy(state.all)};
   }
   ~World() { std::fclose(file); }
 
   static std::vector<std::byte> copy(Shared bytes) { return {bytes.begin(), bytes.end()}; }
 
-  std::array<Shared, 4> shared() const { return {heap.control, heap.tickets, tree.all, walk.all}; }
+  std::array<Shared, 4> shared() const { return {heap.control, heap.tickets, tree.all, state.all}; }
 
   // The memory as it was, and new handles on it: what others know of a store is not part of this test.
   void again() {
-    priorities.reset(), pass.reset(), table.reset(), store.reset();
+    priorities.reset(), epoch.reset(), table.reset(), store.reset();
     for (std::uint64_t i = 0; i < good.size(); ++i) std::memcpy(shared()[i].data(), good[i].data(), good[i].size());
     open();
   }
@@ -90,9 +90,9 @@ struct World {
     store->join(participants);
     std::memset(table_memory.all.data(), 0, table_memory.all.size());
     priorities = std::make_unique<Priorities>(tree.all, &store->control());
-    pass = std::make_unique<RowPass>(walk.all);
+    epoch = std::make_unique<RowEpoch>(state.all);
     table = std::make_unique<Trajectories>(heap.view(), Boundaries{true, {heap.fields[kEpisode]}, {kEpisode}}, 1, 3, table_memory.all);
-    for (Index* index : std::initializer_list<Index*>{priorities.get(), pass.get(), table.get()}) store->attach(*index);
+    for (Index* index : std::initializer_list<Index*>{priorities.get(), epoch.get(), table.get()}) store->attach(*index);
     table->catch_up(~std::uint64_t{0});
     leave = [participants] { participants->leave(); };
   }
@@ -109,13 +109,13 @@ struct World {
   }
 
   Heap heap;
-  Memory tree, walk;
+  Memory tree, state;
   std::FILE* file;
   Memory table_memory;
   std::vector<std::vector<std::byte>> good;
   std::unique_ptr<Store> store;
   std::unique_ptr<Priorities> priorities;
-  std::unique_ptr<RowPass> pass;
+  std::unique_ptr<RowEpoch> epoch;
   std::unique_ptr<Trajectories> table;
   std::function<void()> leave;
   std::uint64_t id = 0;
@@ -240,19 +240,19 @@ const std::vector<Use> kUses = {
        w.priorities->copy_leaves(leaves.data(), capacity, true);
        w.priorities->restore(leaves.data(), capacity, w.priorities->alpha());
        std::vector<std::int64_t> numbers(capacity);
-       std::vector<Control::LaneWords> lanes(w.heap.geometry.lanes);
+       std::vector<Control::LaneState> lanes(w.heap.geometry.lanes);
        w.store->control().read_lanes(lanes.data());
        w.store->control().read_numbers(~std::uint64_t{0}, lanes.data(), numbers.data(), capacity);
        for (const auto& lane : lanes) EXPECT(lane.live >= 0 && static_cast<std::uint64_t>(lane.live) <= w.heap.geometry.lane_length);
      }},
     {"order", [](World& w, Dice&) { w.priorities->put_in_order(); }},
-    {"pass",
+    {"epoch",
      [](World& w, Dice& dice) {
        const std::uint64_t rows = dice.in(1, 9);
-       const RowPass::Stretch taken = w.pass->next(dice.bits(), rows, dice.in(1, 3), false);
+       const RowEpoch::Stretch taken = w.epoch->next(dice.bits(), rows, dice.in(1, 3), false);
        EXPECT(taken.rows == rows && taken.count >= 1 && taken.start < rows && taken.count <= rows - taken.start);
-       const Walk walk = w.pass->walk();
-       EXPECT(walk.visited <= walk.rows);
+       const EpochState state = w.epoch->state();
+       EXPECT(state.visited <= state.rows);
      }},
     {"windows",
      [](World& w, Dice& dice) {
@@ -261,8 +261,8 @@ const std::vector<Use> kUses = {
        Batches b(places);
        const auto choose = [&](std::uint64_t n, std::uint64_t attempt) { return w.table->draw(key + attempt, n, shape); };
        const auto out = b.out();
-       read_windows(*w.store, w.store->all(), choose, 4, shape.length, false, [&](std::uint64_t rows) -> WindowRoom {
-         if (rows > places) throw std::length_error("room for more windows than were asked for");
+       read_windows(*w.store, w.store->all(), choose, 4, shape.length, false, [&](std::uint64_t rows) -> WindowMemory {
+         if (rows > places) throw std::length_error("memory for more windows than were asked for");
          return {Batch(const_cast<std::byte* const*>(out.data()), out.size()), b.rows.data(), b.numbers.data()};
        });
      }},
@@ -311,7 +311,7 @@ const std::vector<Use> kUses = {
        w.store->resume();
      }},
     {"empty", [](World& w, Dice& dice) { w.store->empty(dice.below(2) == 0); }},
-    {"mend", [](World& w, Dice&) { w.store->mend(); }},
+    {"reclaim", [](World& w, Dice&) { w.store->reclaim(); }},
 };
 
 const double kNan = std::numeric_limits<double>::quiet_NaN(), kInfinite = std::numeric_limits<double>::infinity();
@@ -345,7 +345,7 @@ const Kind kKinds[] = {
     {"tickets", 1, 0, 0},
     {"priorities", 2, 0, sizeof(PriorityHeader), offsetof(PriorityHeader, mutex)},
     {"tree", 2, kPage, 0},
-    {"pass", 3, 0, sizeof(PassPage), offsetof(PassPage, mutex)},
+    {"epoch", 3, 0, sizeof(EpochPage), offsetof(EpochPage, mutex)},
 };
 
 std::uint64_t& word_of(const World& w, const Kind& kind, Dice& dice, bool locks) {

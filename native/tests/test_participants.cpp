@@ -99,8 +99,8 @@ void in_child(const std::function<void()>& body) {
   EXPECT_EQ(status, 0);
 }
 
-std::uint64_t bury(Participants& mourner) {
-  return mourner.bury_dead([](Participant&) {});
+std::uint64_t recover(Participants& recoverer) {
+  return recoverer.recover_dead([](Participant&) {});
 }
 
 TEST(entries_are_distinct_and_given_back) {
@@ -120,12 +120,12 @@ TEST(entries_are_distinct_and_given_back) {
       EXPECT_EQ(entry.uid, getuid());
     }
     EXPECT(here->others());
-    EXPECT_EQ(bury(*here), 0u);
+    EXPECT_EQ(recover(*here), 0u);
     EXPECT_EQ(place.used(), 6u);
   }
   EXPECT(!here->others());  // the dead are nobody
-  EXPECT_EQ(bury(*here), 5u);
-  EXPECT_EQ(bury(*here), 0u);
+  EXPECT_EQ(recover(*here), 5u);
+  EXPECT_EQ(recover(*here), 0u);
   EXPECT_EQ(place.used(), 1u);
   here->leave();
   EXPECT_EQ(place.used(), 0u);
@@ -135,7 +135,7 @@ TEST(entries_are_distinct_and_given_back) {
   EXPECT(!here->others());
   EXPECT_EQ(place.used(), 1u);
   left.end();
-  EXPECT_EQ(bury(*here), 0u);
+  EXPECT_EQ(recover(*here), 0u);
 }
 
 TEST(who_leaves_in_the_middle_of_a_write_is_mourned_once_he_is_gone) {
@@ -151,11 +151,11 @@ TEST(who_leaves_in_the_middle_of_a_write_is_mourned_once_he_is_gone) {
   });
   // Its byte is free, but its process runs, and may have a thread that still writes.
   EXPECT(here->others());
-  EXPECT_EQ(bury(*here), 0u);
+  EXPECT_EQ(recover(*here), 0u);
   EXPECT_EQ(place.used(), 2u);
   member.end();
   std::uint64_t claim = 0;
-  EXPECT_EQ(here->bury_dead([&](Participant& dead) { claim = dead.claims[2].t0.exchange(0); }), 1u);
+  EXPECT_EQ(here->recover_dead([&](Participant& dead) { claim = dead.claims[2].t0.exchange(0); }), 1u);
   EXPECT_EQ(claim, 7u);
 }
 
@@ -163,42 +163,42 @@ TEST(the_dead_are_buried_once_by_one_of_many_mourners) {
   const Place place;
   const auto here = place.attach();
   here->join();
-  Word &go = place.words[1], &buried = place.words[2], &ready = place.words[3], &overlap = place.words[4];
+  Word &go = place.words[1], &recovered = place.words[2], &ready = place.words[3], &overlap = place.words[4];
   std::uint64_t rounds = 0, late = 0;
-  constexpr std::uint64_t kMourners = 3;
+  constexpr std::uint64_t kRecoverers = 3;
   for (const auto until = std::chrono::steady_clock::now() + 1500ms; std::chrono::steady_clock::now() < until; ++rounds) {
-    go = 0, buried = 0, ready = 0, overlap = 0;
+    go = 0, recovered = 0, ready = 0, overlap = 0;
     Member member(place);
-    pid_t mourners[kMourners];
-    for (pid_t& mourner : mourners) {
-      mourner = fork();
-      if (mourner != 0) continue;
+    pid_t recoverers[kRecoverers];
+    for (pid_t& recoverer : recoverers) {
+      recoverer = fork();
+      if (recoverer != 0) continue;
       alarm(60);
       const auto self = place.attach();
       ++ready;
       while (go == 0) std::this_thread::yield();
       for (int i = 0; i < 50; ++i) {
-        self->bury_dead([&](Participant&) {
+        self->recover_dead([&](Participant&) {
           overlap += go.fetch_add(1) != 1;  // nobody else is at it, or was
-          ++buried;
+          ++recovered;
         });
       }
       _exit(0);
     }
-    while (ready < kMourners) std::this_thread::yield();
+    while (ready < kRecoverers) std::this_thread::yield();
     member.kill_only();
     go = 1;
-    for (const pid_t mourner : mourners) waitpid(mourner, nullptr, 0);
-    if (buried == 0) {  // a process that is just ending may look alive for a moment
+    for (const pid_t recoverer : recoverers) waitpid(recoverer, nullptr, 0);
+    if (recovered == 0) {  // a process that is just ending may look alive for a moment
       ++late;
-      EXPECT_EQ(bury(*here), 1u);
+      EXPECT_EQ(recover(*here), 1u);
       continue;
     }
-    EXPECT_EQ(buried.load(), 1u);
+    EXPECT_EQ(recovered.load(), 1u);
     EXPECT_EQ(overlap.load(), 0u);
     EXPECT_EQ(place.used(), 1u);
   }
-  std::printf("      %llu rounds of %llu mourners, %llu late\n", llu(rounds), llu(kMourners), llu(late));
+  std::printf("      %llu rounds of %llu recoverers, %llu late\n", llu(rounds), llu(kRecoverers), llu(late));
   EXPECT(rounds >= 20);
   EXPECT(late * 10 <= rounds);
 }
@@ -209,16 +209,16 @@ TEST(a_mourner_that_dies_leaves_the_rest_to_the_next) {
   here->join();
   Member member(place);
   member.end();
-  const pid_t mourner = fork();
-  if (mourner == 0) {
-    place.attach()->bury_dead([](Participant&) { kill(getpid(), SIGKILL); });
+  const pid_t recoverer = fork();
+  if (recoverer == 0) {
+    place.attach()->recover_dead([](Participant&) { kill(getpid(), SIGKILL); });
     _exit(1);
   }
   int status = 0;
-  waitpid(mourner, &status, 0);
+  waitpid(recoverer, &status, 0);
   EXPECT(WIFSIGNALED(status));
   EXPECT_EQ(place.used(), 2u);
-  EXPECT_EQ(bury(*here), 1u);
+  EXPECT_EQ(recover(*here), 1u);
   EXPECT_EQ(place.used(), 1u);
 }
 
@@ -230,14 +230,14 @@ TEST(who_is_stopped_is_alive) {
   kill(member.pid, SIGSTOP);
   waitpid(member.pid, nullptr, WUNTRACED);
   for (const auto until = std::chrono::steady_clock::now() + 200ms; std::chrono::steady_clock::now() < until;) {
-    EXPECT_EQ(bury(*here), 0u);
+    EXPECT_EQ(recover(*here), 0u);
     EXPECT(here->others());
   }
   EXPECT_EQ(place.used(), 2u);
   kill(member.pid, SIGCONT);
-  EXPECT_EQ(bury(*here), 0u);
+  EXPECT_EQ(recover(*here), 0u);
   member.kill_only();
-  EXPECT_EQ(bury(*here), 1u);  // though nobody has asked for its status yet
+  EXPECT_EQ(recover(*here), 1u);  // though nobody has asked for its status yet
 }
 
 TEST(in_another_namespace_the_lock_alone_counts) {
@@ -246,13 +246,13 @@ TEST(in_another_namespace_the_lock_alone_counts) {
   const auto here = place.attach();
   here->join();
   const Member member(place);
-  EXPECT_EQ(bury(*here), 0u);
+  EXPECT_EQ(recover(*here), 0u);
   const Member gone(place, [&](Participants& self) {
     for (std::uint64_t i = 0; i < kParticipants; ++i) place.control().participant(i).claims[0].t0 = 7;
     self.leave();  // its entry stays, its lock does not
     for (std::uint64_t i = 0; i < kParticipants; ++i) place.control().participant(i).claims[0].t0 = 0;
   });
-  EXPECT_EQ(bury(*here), 1u);
+  EXPECT_EQ(recover(*here), 1u);
   EXPECT_EQ(place.used(), 2u);
 }
 
@@ -270,9 +270,9 @@ TEST(a_forked_child_has_not_the_locks_of_its_parent) {
   });
   const auto here = place.attach();
   here->join();
-  EXPECT_EQ(bury(*here), 0u);
+  EXPECT_EQ(recover(*here), 0u);
   parent.end();
-  EXPECT_EQ(bury(*here), 1u);
+  EXPECT_EQ(recover(*here), 1u);
   EXPECT_EQ(kill(static_cast<pid_t>(grandchild.load()), SIGKILL), 0);
 
   // A child takes an entry of its own, and its end takes nothing from the parent.
@@ -280,12 +280,12 @@ TEST(a_forked_child_has_not_the_locks_of_its_parent) {
     const auto own = place.attach();
     EXPECT_EQ(own->join(), 0u);  // the parent of these two has entry 1
     EXPECT(own->others());
-    EXPECT_EQ(bury(*own), 0u);
+    EXPECT_EQ(recover(*own), 0u);
     own->leave();
   });
   in_child([&] {
     EXPECT(place.attach()->others());
-    EXPECT_EQ(bury(*place.attach()), 0u);
+    EXPECT_EQ(recover(*place.attach()), 0u);
   });
 }
 
@@ -296,7 +296,7 @@ TEST(a_full_table_has_no_entry_for_another_one) {
   EXPECT_EQ(here->join(), kParticipants - 1);
   Member member(place);
   EXPECT_EQ(member.entry, Participants::kNobody);
-  EXPECT_EQ(bury(*here), kParticipants - 1);  // nobody has those
+  EXPECT_EQ(recover(*here), kParticipants - 1);  // nobody has those
   EXPECT_EQ(place.used(), 1u);
   EXPECT(Member(place).entry != Participants::kNobody);
 }
@@ -317,9 +317,9 @@ TEST(a_number_that_was_given_to_another_process_proves_nothing) {
   entry.pid = static_cast<std::uint32_t>(getppid());
   entry.start_time = start_time_of(entry.pid);
   entry.state = 1;
-  EXPECT_EQ(bury(*here), 0u);  // it runs
+  EXPECT_EQ(recover(*here), 0u);  // it runs
   ++entry.start_time;
-  EXPECT_EQ(bury(*here), 1u);
+  EXPECT_EQ(recover(*here), 1u);
 }
 
 #ifdef ENGRAM_CAN_STEP
@@ -341,14 +341,14 @@ TEST(death_at_every_instruction_of_joining_leaving_and_burying) {
     std::function<void(Participants&, const Store&)> run;
     std::function<void(const Place&)> prepare;
   };
-  const auto bury_all = [](Participants& self, const Store& store) {
-    return self.bury_dead([&](Participant& dead) { store.repair(dead); });
+  const auto recover_all = [](Participants& self, const Store& store) {
+    return self.recover_dead([&](Participant& dead) { store.repair(dead); });
   };
   const std::vector<Life> lives = {
       {"join, leave", [](Participants& self, const Store&) { self.join(), self.leave(); }, [](const Place&) {}},
-      {"bury another one", [&](Participants& self, const Store& store) { bury_all(self, store); }, with_a_dead_writer},
-      {"join, bury another one, leave",
-       [&](Participants& self, const Store& store) { self.join(), bury_all(self, store), self.leave(); }, with_a_dead_writer},
+      {"recover another one", [&](Participants& self, const Store& store) { recover_all(self, store); }, with_a_dead_writer},
+      {"join, recover another one, leave",
+       [&](Participants& self, const Store& store) { self.join(), recover_all(self, store), self.leave(); }, with_a_dead_writer},
   };
   std::uint64_t deaths = 0, instructions_in_all = 0;
   for (const Life& life : lives) {
@@ -383,8 +383,8 @@ TEST(death_at_every_instruction_of_joining_leaving_and_burying) {
       EXPECT(!here->others());
       const std::uint64_t left = place.used();
       EXPECT(here->join() != Participants::kNobody);
-      EXPECT_EQ(bury_all(*here, store), left);
-      EXPECT_EQ(bury_all(*here, store), 0u);
+      EXPECT_EQ(recover_all(*here, store), left);
+      EXPECT_EQ(recover_all(*here, store), 0u);
       EXPECT_EQ(place.used(), 1u);
       here->leave();
       EXPECT_EQ(place.used(), 0u);
@@ -396,7 +396,7 @@ TEST(death_at_every_instruction_of_joining_leaving_and_burying) {
       if (expect::failures != failures) std::fprintf(stderr, "  %s: killed before step %llu\n", life.name, llu(step));
     }
   }
-  std::printf("every instruction of joining, leaving, burying: %llu instructions, %llu deaths\n", llu(instructions_in_all),
+  std::printf("every instruction of joining, leaving, recovering: %llu instructions, %llu deaths\n", llu(instructions_in_all),
               llu(deaths));
 }
 #endif

@@ -50,7 +50,7 @@ TEST(nothing_changes_while_a_store_is_paused) {
     });
   }
   std::vector<std::int64_t> first(16), second(16);
-  std::vector<Control::LaneWords> lanes(2);
+  std::vector<Control::LaneState> lanes(2);
   for (int round = 0; round < 200; ++round) {
     store.pause();
     const std::uint64_t clock = store.control().counters().next_ticket.load();
@@ -62,7 +62,7 @@ TEST(nothing_changes_while_a_store_is_paused) {
     store.control().read_numbers(~std::uint64_t{0}, lanes.data(), second.data(), second.size());
     EXPECT_EQ(store.control().counters().next_ticket.load(), clock);
     EXPECT(first == second);
-    Control::check_words(store.control().geometry(), clock, lanes.data(), first.data());
+    Control::check_state(store.control().geometry(), clock, lanes.data(), first.data());
     store.resume();
     while (store.control().counters().next_ticket.load() == clock) std::this_thread::yield();  // they go on
   }
@@ -78,7 +78,7 @@ TEST(words_that_were_read_can_be_put_into_another_store) {
   append(copy, other, 1, 90, 3);
   const std::uint64_t clock = store.control().counters().next_ticket.load();
   std::vector<std::int64_t> numbers(8), theirs(8);
-  std::vector<Control::LaneWords> lanes(2);
+  std::vector<Control::LaneState> lanes(2);
   store.control().read_lanes(lanes.data());
   store.control().read_numbers(clock, lanes.data(), numbers.data(), numbers.size());
   EXPECT_THROWS(std::invalid_argument, copy.begin_replacing(false));  // it is not paused

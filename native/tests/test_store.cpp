@@ -171,7 +171,7 @@ class Pair {
     const Control& control = store_.control();
     std::uint64_t live = 0;
     Indices holes, wanted_moved, numbers(geometry_.capacity), rows = rows_from(0, geometry_.capacity);
-    store_.numbers_of(rows.data(), rows.size(), numbers.data());
+    store_.tickets_of(rows.data(), rows.size(), numbers.data());
     for (std::uint64_t row = 0; row < rows_.size(); ++row) {
       const bool committed = rows_[row].state == State::committed;
       live += committed;
@@ -376,7 +376,7 @@ TEST(rows_outside_the_store_are_refused_everywhere) {
       EXPECT_THROWS(std::out_of_range, store.scatter(indices.data(), 3, which, rows.in, true));
     }
     std::int64_t number = 7;
-    store.numbers_of(&bad, 1, &number);
+    store.tickets_of(&bad, 1, &number);
     EXPECT_EQ(number, -1);
     EXPECT_THROWS(std::out_of_range, check_row(bad, 10));
   }
@@ -427,7 +427,7 @@ TEST(nothing_is_read_or_written_for_no_rows) {
   filled.store.scatter(nullptr, 0, which, in, true);
   EXPECT(filled.store.gather(nullptr, 0, which, out, nullptr, nullptr).empty());
   filled.store.sample_uniform(1, 0, out, nullptr, nullptr);
-  filled.store.numbers_of(nullptr, 0, nullptr);
+  filled.store.tickets_of(nullptr, 0, nullptr);
   EXPECT(Snapshot(filled.heap) == before);
 }
 
@@ -753,12 +753,12 @@ TEST(a_rank_that_is_being_written_is_waited_for_beside_void_rows) {
 }
 
 TEST(a_rank_whose_writer_died_is_not_waited_for) {
-  // Read when nothing is void; a burial makes the row void while it is waited for.
+  // Read when nothing is void; a recovery makes the row void while it is waited for.
   Filled filled(geometry(1, 10), {8}, {10});
   const Control& control = filled.store.control();
   const std::uint64_t number = control.counters().next_ticket.fetch_add(1);
   control.word(4).store(ticket(number, State::writing));
-  std::thread mourner([&] {
+  std::thread recoverer([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     control.counters().void_rows.fetch_add(1);
     control.word(4).store(ticket(number, State::voided));
@@ -771,7 +771,7 @@ TEST(a_rank_whose_writer_died_is_not_waited_for) {
   } catch (const std::exception& error) {
     expect::fail(__FILE__, __LINE__, error.what());
   }
-  mourner.join();
+  recoverer.join();
   EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::seconds(3));
   std::sort(ranks.begin(), ranks.end());
   EXPECT(std::adjacent_find(ranks.begin(), ranks.end()) == ranks.end());
@@ -959,7 +959,7 @@ TEST(random_bytes_in_the_shared_words_are_contained) {
       EXPECT(store.holes().size() <= 15);
       const Indices rows = rows_from(0, 15);
       Indices numbers(64), drawn(64);
-      store.numbers_of(rows.data(), 15, numbers.data());
+      store.tickets_of(rows.data(), 15, numbers.data());
       store.gather(rows.data(), 15, which, batch.out, nullptr, numbers.data());
       try {
         store.sample_uniform(dice.bits(), 64, batch.out, drawn.data(), numbers.data());

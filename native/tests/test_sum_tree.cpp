@@ -226,9 +226,9 @@ TEST(memory_and_sizes_are_checked) {
   EXPECT_THROWS(std::invalid_argument, SumTree::bytes(0, false));
   EXPECT_THROWS(std::invalid_argument, SumTree::bytes((std::uint64_t{1} << 40) + 1, false));
   EXPECT(SumTree::bytes(100000000, false) < 8 * 100000000ull * 13 / 10);
-  alignas(64) std::byte room[1024] = {};
-  EXPECT_THROWS(std::invalid_argument, SumTree(std::span<std::byte>(room, 1024), 8, false));
-  EXPECT_THROWS(std::invalid_argument, SumTree(std::span<std::byte>(room + 8, SumTree::bytes(8, false)), 8, false));
+  alignas(64) std::byte memory[1024] = {};
+  EXPECT_THROWS(std::invalid_argument, SumTree(std::span<std::byte>(memory, 1024), 8, false));
+  EXPECT_THROWS(std::invalid_argument, SumTree(std::span<std::byte>(memory + 8, SumTree::bytes(8, false)), 8, false));
 }
 
 TEST(a_hundred_million_leaves) {

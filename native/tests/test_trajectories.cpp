@@ -182,11 +182,11 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
     for (std::size_t i = 0; i + length <= run.size(); ++i, ++anchors) begins.insert(run[i]);
   }
   EXPECT_EQ(w.table.anchors(length), anchors);
-  Pass pass;
+  TrajectoryEpoch epoch;
   Runs visited;
   Shape whole{1000};
   whole.strict = false;
-  for (const Window& window : w.table.draw_pass(pass, dice.bits(), 1 + 2 * runs.size(), whole, true, false).windows) {
+  for (const Window& window : w.table.draw_epoch(epoch, dice.bits(), 1 + 2 * runs.size(), whole, true, false).windows) {
     visited.push_back(w.rows_of(window));
   }
   Runs sorted = runs;
@@ -346,9 +346,9 @@ TEST(a_young_table_is_empty) {
   EXPECT(w.table.draw(1, 4, {3}).windows.empty());
   EXPECT_EQ(w.table.census().trajectories, 0);
   EXPECT_EQ(w.table.anchors(1), 0);
-  Pass pass;
-  EXPECT(w.table.draw_pass(pass, 1, 4, {3}, true, false).windows.empty());
-  EXPECT_EQ(pass.count, 0);
+  TrajectoryEpoch epoch;
+  EXPECT(w.table.draw_epoch(epoch, 1, 4, {3}, true, false).windows.empty());
+  EXPECT_EQ(epoch.count, 0);
 }
 
 TEST(mistakes_of_the_caller) {
@@ -457,46 +457,46 @@ TEST(passes_visit_every_trajectory_once) {
   write_episodes(w, {7, 1, 2, 4, 3, 8, 5}, 0);
   write_episodes(w, {2, 2, 9}, 1);
   std::set<std::vector<std::uint64_t>> orders;
-  Pass pass;
+  TrajectoryEpoch epoch;
   const Shape shape{2, false};
   for (std::uint64_t round = 0; round < 10; ++round) {
     std::vector<std::uint64_t> seen;
     do {
-      const Drawn drawn = w.table.draw_pass(pass, 100 * round + seen.size(), 4, shape, true, false);
+      const Drawn drawn = w.table.draw_epoch(epoch, 100 * round + seen.size(), 4, shape, true, false);
       EXPECT(drawn.windows.size() <= 4);
       for (const Window& window : drawn.windows) seen.push_back(w.episode(w.rows_of(window)[0]));
-    } while (pass.visited < pass.count);
+    } while (epoch.visited < epoch.count);
     EXPECT_EQ(seen.size(), 10);
     EXPECT_EQ(std::set<std::uint64_t>(seen.begin(), seen.end()).size(), 10);
     orders.insert(seen);
   }
   EXPECT(orders.size() > 8);
-  // In order; too short ones are left out; a rest is skipped; a write begins anew.
+  // In order; too short ones are left out; a rest is skipped; a write starts again.
   Indices found;
-  pass = {};
-  for (const Window& window : w.table.draw_pass(pass, 1, 10, {4}, false, false).windows) {
+  epoch = {};
+  for (const Window& window : w.table.draw_epoch(epoch, 1, 10, {4}, false, false).windows) {
     found.push_back(static_cast<std::int64_t>(w.episode(w.rows_of(window)[0])));
   }
   EXPECT((found == Indices{1, 4, 6, 7, 10}));
-  pass = {};
-  EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, true).windows.size(), 4);
-  EXPECT_EQ(pass.visited, 4);
-  EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, true).windows.size(), 4);
-  EXPECT_EQ(pass.visited, 10);
-  EXPECT_EQ(w.table.draw_pass(pass, 1, 3, shape, true, true).windows.size(), 3);
-  EXPECT_EQ(w.table.draw_pass(pass, 1, 8, shape, true, true).windows.size(), 8);  // of a new pass: 7 were left
-  EXPECT_EQ(pass.visited, 10);
-  EXPECT(w.table.draw_pass(pass, 1, 11, shape, true, true).windows.empty());
-  pass = {};
-  for (const std::uint64_t n : {4, 2, 5, 3}) {  // with 4 left a batch of 5 begins a pass
-    EXPECT_EQ(w.table.draw_pass(pass, 1, n, shape, true, true).windows.size(), n);
+  epoch = {};
+  EXPECT_EQ(w.table.draw_epoch(epoch, 1, 4, shape, true, true).windows.size(), 4);
+  EXPECT_EQ(epoch.visited, 4);
+  EXPECT_EQ(w.table.draw_epoch(epoch, 1, 4, shape, true, true).windows.size(), 4);
+  EXPECT_EQ(epoch.visited, 10);
+  EXPECT_EQ(w.table.draw_epoch(epoch, 1, 3, shape, true, true).windows.size(), 3);
+  EXPECT_EQ(w.table.draw_epoch(epoch, 1, 8, shape, true, true).windows.size(), 8);  // of a new epoch: 7 were left
+  EXPECT_EQ(epoch.visited, 10);
+  EXPECT(w.table.draw_epoch(epoch, 1, 11, shape, true, true).windows.empty());
+  epoch = {};
+  for (const std::uint64_t n : {4, 2, 5, 3}) {  // with 4 left a batch of 5 begins an epoch
+    EXPECT_EQ(w.table.draw_epoch(epoch, 1, n, shape, true, true).windows.size(), n);
   }
-  EXPECT_EQ(pass.visited, 10);
-  EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, false).windows.size(), 4);
+  EXPECT_EQ(epoch.visited, 10);
+  EXPECT_EQ(w.table.draw_epoch(epoch, 1, 4, shape, true, false).windows.size(), 4);
   write_episodes(w, {3}, 1);
-  EXPECT_EQ(w.table.draw_pass(pass, 1, 4, shape, true, false).windows.size(), 4);
-  EXPECT_EQ(pass.count, 11);
-  EXPECT_EQ(pass.visited, 4);
+  EXPECT_EQ(w.table.draw_epoch(epoch, 1, 4, shape, true, false).windows.size(), 4);
+  EXPECT_EQ(epoch.count, 11);
+  EXPECT_EQ(epoch.visited, 4);
 }
 
 TEST(a_row_in_the_making_stops_the_table_and_a_lap_before_is_not_taken_for_this_one) {

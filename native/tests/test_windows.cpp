@@ -66,7 +66,7 @@ struct World {
   Priorities priorities;
 };
 
-/// Room for windows, and what they must hold.
+/// OutputBuffer for windows, and what they must hold.
 struct Read {
   Read(World& w, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded) {
     lengths = read_windows(w.store, w.store.all(), choose, n, length, padded, [&](std::uint64_t places) {
@@ -74,7 +74,7 @@ struct Read {
       batch.emplace(w.heap.fields, places);
       rows.assign(places, -7);
       numbers.assign(places, -7);
-      return WindowRoom{batch->out, rows.data(), numbers.data()};
+      return WindowMemory{batch->out, rows.data(), numbers.data()};
     });
     std::uint64_t at = 0;
     for (const std::uint64_t steps : lengths) {
@@ -178,7 +178,7 @@ TEST(of_fields_that_are_not_asked_for_only_the_tickets_are_looked_at) {
       rows.assign(places, -7);
       numbers.assign(places, -7);
       out = {episodes.data()};
-      return WindowRoom{Batch(out).first(which.size()), rows.data(), numbers.data()};
+      return WindowMemory{Batch(out).first(which.size()), rows.data(), numbers.data()};
     });
     EXPECT((lengths == std::vector<std::uint64_t>{4, 4, 3}));
     EXPECT((Indices(rows.begin(), rows.begin() + 11) == Indices{0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11}));

@@ -291,7 +291,7 @@ std::vector<Operation> operations() {
          h.priorities.sample(h.store, 5, 4, batch->out, at, numbers, weights);
        }},
       {"empty", Operation::forgets, [](Handle& h, Outcome&) { h.store.empty(true); }},
-      {"bury a dead writer", Operation::writes,
+      {"recover a dead writer", Operation::writes,
        [](Handle& h, Outcome&) {
          h.store.repair(h.control.participant(0));
          h.control.participant(0).state = 0;

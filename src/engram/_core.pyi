@@ -60,7 +60,7 @@ class Trajectories:
         numbered: bool,
         marks: Marks,
     ) -> list[Tensor]: ...
-    def sample_pass(
+    def sample_epoch(
         self,
         store: Any,
         layout: Layout,

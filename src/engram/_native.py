@@ -20,33 +20,33 @@ _core: Any = _extension
 
 __all__ = [
     "BadPriority",
+    "Epoch",
     "Expansion",
     "Layout",
     "Marks",
     "NothingLive",
     "Participants",
-    "Pass",
     "Priorities",
     "Ranking",
     "Shape",
     "Store",
     "Trajectories",
-    "check_words",
+    "check_state",
     "control_bytes",
     "empty_rows",
+    "epoch_bytes",
     "folder_lock",
     "format_control",
-    "format_pass",
+    "format_epoch",
     "format_priorities",
     "making",
     "num_threads",
-    "pass_bytes",
     "permute",
     "pid_namespace",
     "place_runs",
     "prefetch",
     "priority_bytes",
-    "reset_pass_mutex",
+    "reset_epoch_mutex",
     "reset_priorities_mutex",
     "set_num_threads",
     "stack",
@@ -61,7 +61,7 @@ Layout = _extension.Layout
 Marks = _extension.Marks
 Participants = _core.Participants
 NothingLive = _core.NothingLive
-Pass = _core.Pass
+Epoch = _core.Epoch
 Priorities = _core.Priorities
 Ranking = _extension.Ranking
 Shape = _extension.Shape
@@ -70,17 +70,17 @@ Trajectories = _extension.Trajectories
 control_bytes = _core.control_bytes
 empty_rows = _core.empty_rows
 folder_lock = _core.folder_lock
-check_words = _core.check_words
+check_state = _core.check_state
 format_control = _core.format_control
-format_pass = _core.format_pass
+format_epoch = _core.format_epoch
 format_priorities = _core.format_priorities
-pass_bytes: int = _core.pass_bytes
+epoch_bytes: int = _core.epoch_bytes
 permute = _core.permute
 pid_namespace = _core.pid_namespace
 place_runs = _core.place_runs
 prefetch = _core.prefetch
 priority_bytes = _core.priority_bytes
-reset_pass_mutex = _core.reset_pass_mutex
+reset_epoch_mutex = _core.reset_epoch_mutex
 reset_priorities_mutex = _core.reset_priorities_mutex
 stack = _core.stack
 start_time_of = _core.start_time_of
@@ -122,11 +122,11 @@ def making(empty: MakeTensor | None) -> Iterator[None]:
     def make(shape: tuple[int, ...], code: int, bits: int) -> torch.Tensor:
         return empty(shape, _DTYPES[code, bits])
 
-    previous = _core.set_maker(make)
+    previous = _core.set_allocator(make)
     try:
         yield
     finally:
-        _core.set_maker(previous)
+        _core.set_allocator(previous)
 
 
 def set_num_threads(n: int) -> None:

@@ -767,7 +767,7 @@ class Store:
         try:
             for to, tensor in zip(made.tensors, self.tensors, strict=True):
                 to.copy_(tensor)
-            made.core.take_words(self.core)
+            made.core.copy_state(self.core)
             for (name, kind), index in self.indexes.items():
                 copied = index.block.tensor
 
@@ -857,7 +857,7 @@ class Store:
                 f"replace: expected {self.lanes} lanes and {self.capacity} rows, got shapes {list(lanes.shape)} and "
                 f"{list(numbers.shape)}."
             )
-        _native.check_words(self.lane_length, state.clock, lanes.data_ptr(), self.lanes, numbers.data_ptr())
+        _native.check_state(self.lane_length, state.clock, lanes.data_ptr(), self.lanes, numbers.data_ptr())
         # No plan of a writer that looks first may outlive the rows it is about.
         with self.placing(), self.paused(), self.core.replacing():
             fill(self.tensors)
@@ -1333,7 +1333,7 @@ class Store:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
         rows = _as_rows(rows, "numbers_of")
         numbers = torch.empty_like(rows)
-        self.core.numbers_of(rows.data_ptr(), rows.numel(), numbers.data_ptr())
+        self.core.tickets_of(rows.data_ptr(), rows.numel(), numbers.data_ptr())
         return numbers
 
     def hold_nothing(self, rows: Tensor) -> Tensor:
@@ -1691,7 +1691,7 @@ def _close(core: Any, participants: Any, alive: _Alive, control: Block, place: t
         with _alone(directory):
             last = participants.joined and not _others_are_there(participants, directory)
             if last:
-                core.mend()
+                core.reclaim()
                 core.clean = core.in_flight == 0  # a thread may be writing still: then the next open looks at the rows
             if participants.joined:
                 participants.leave()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram import _native
-from engram.passes import KIND, PassIndex, checked_walk
+from engram.epochs import KIND, EpochIndex, checked_progress
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.state import check_keys, typed
 from engram.store import check_index_name
@@ -62,27 +62,27 @@ class SamplerWithoutReplacement(NativeSampler):
         self.drop_last = drop_last
         self.shuffle = shuffle
         self.index_name = index
-        self._own = PassIndex.own()
-        self._met: tuple[Store | None, PassIndex] = (None, self._own)
+        self._own = EpochIndex.own()
+        self._met: tuple[Store | None, EpochIndex] = (None, self._own)
         """What was drawn from last, and its pass: the own one, or that of a directory store. One value, as threads draw."""
         self._ran_out = False
         self._drawn_from: int | None = None
 
     # ---- which pass ----------------------------------------------------------------------------------------------------
 
-    def _meet(self, store: Store | None) -> PassIndex:
+    def _meet(self, store: Store | None) -> EpochIndex:
         """The pass that samplers of this storage walk."""
         met, walked = self._met
         if store is not met:
             if store is None or store.directory is None:
                 walked = self._own
             else:
-                walked = PassIndex.of_store(store, self.index_name, self._own.walk)
+                walked = EpochIndex.of_store(store, self.index_name, self._own.progress)
             self._met = (store, walked)
         return walked
 
     @property
-    def _pass(self) -> PassIndex:
+    def _pass(self) -> EpochIndex:
         return self._met[1]
 
     def bind(self, storage: Any) -> None:
@@ -95,14 +95,14 @@ class SamplerWithoutReplacement(NativeSampler):
     def observe(self, write: Write | None, data: Any) -> None:
         """An emptied buffer: the pass is over."""
         if write is None:
-            self._own.walk = (0, 0, 0)
+            self._own.progress = (0, 0, 0)
 
     @property
     def ran_out(self) -> bool:
         """Whether the pass is over that the last batch came from: another process may have taken the rest of it."""
         if self._ran_out or self._drawn_from is None or self._pass is self._own:
             return self._ran_out
-        key, rows, visited = self._pass.walk
+        key, rows, visited = self._pass.progress
         return key != self._drawn_from or visited == rows
 
     @ran_out.setter
@@ -111,7 +111,7 @@ class SamplerWithoutReplacement(NativeSampler):
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def _advance(self, walked: PassIndex, size: int, batch_size: int, key: int) -> tuple[int, int, int]:
+    def _advance(self, walked: EpochIndex, size: int, batch_size: int, key: int) -> tuple[int, int, int]:
         """The next batch of the pass: ``(key of the order, first rank, ranks)``."""
         check_drawable(size)
         if self.drop_last and size < batch_size:
@@ -153,11 +153,11 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
         check_keys(state_dict, ("key", "rows", "visited", "ran_out"), "SamplerWithoutReplacement")
-        walk = checked_walk(state_dict, "SamplerWithoutReplacement")
+        walk = checked_progress(state_dict, "SamplerWithoutReplacement")
         ran_out = typed(state_dict, "ran_out", bool, "SamplerWithoutReplacement")
 
         def take() -> None:
-            self._pass.walk = walk
+            self._pass.progress = walk
             self._ran_out, self._drawn_from = ran_out, None if ran_out or not walk[2] else walk[0]
 
         return take
@@ -181,11 +181,11 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_met")}
-        return state | {"walk": self._own.walk}
+        return state | {"walk": self._own.progress}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         walk = state.pop("walk")
         self.__dict__.update(state)
-        self._own = PassIndex.own()
-        self._own.walk = walk
+        self._own = EpochIndex.own()
+        self._own.progress = walk
         self._met = (None, self._own)

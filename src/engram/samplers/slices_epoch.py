@@ -71,7 +71,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
 
     def _choose(self, table: _native.Trajectories, arguments: Arguments) -> list[Tensor]:
         with self._lock:
-            state, drawn = table.sample_pass(*arguments, self._epoch, self.shuffle, self.drop_last)
+            state, drawn = table.sample_epoch(*arguments, self._epoch, self.shuffle, self.drop_last)
             _, _, visited, found = state
             count = arguments[3]
             if self.drop_last and 0 < found < count:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from engram import _native
+from engram.epochs import KIND as EPOCHS
+from engram.epochs import EpochIndex, checked_progress
 from engram.format import schema as schemas
-from engram.passes import KIND as PASSES
-from engram.passes import PassIndex, checked_walk
 from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
@@ -67,7 +67,7 @@ def describe_store(
         without: names and kinds of those that are left out.
         zeroed: memory for the leaves of priorities, by name.
     """
-    passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == PASSES}
+    passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == EPOCHS}
     clock, lanes = int(store.core.next_ticket) - store.base, store.lane_words()
     return {
         "schema": schemas.encode(store.schema).decode(),
@@ -75,7 +75,7 @@ def describe_store(
         "lanes": lanes,
         "write_count": int(store.core.write_count),
         "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, store.rows_in_use(lanes), zeroed),
-        "passes": {name: walk for name, walk in passes.items() if (name, PASSES) not in without},
+        "passes": {name: walk for name, walk in passes.items() if (name, EPOCHS) not in without},
         "windows": dict(store.windows),
     }
 
@@ -175,7 +175,7 @@ class RowsState(NamedTuple):
             numbers[: len(saved)] = saved
         length = schema.capacity // schema.lanes
         try:
-            _native.check_words(length, clock, lanes.data_ptr(), schema.lanes, numbers.data_ptr())
+            _native.check_state(length, clock, lanes.data_ptr(), schema.lanes, numbers.data_ptr())
         except ValueError as error:
             raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)
@@ -185,7 +185,7 @@ class RowsState(NamedTuple):
         walks = typed(state, "passes", dict, where)
         for name in check_names(walks, where):
             check_keys(walks[name], ("key", "rows", "visited"), f"{where}: passes: {name!r}")
-        passes = {name: checked_walk(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
+        passes = {name: checked_progress(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
         indexes = {} if store is None else _of_kind(store.all_indexes(), PRIORITIES)
         priorities = checked_priorities(state["priorities"], indexes, schema.capacity, f"{where}: priorities")
         configs = {name: config for name, (config, _) in priorities.items()}
@@ -196,14 +196,14 @@ class RowsState(NamedTuple):
         trees = {name: PriorityIndex.of_store(store, name, config)[0] for name, config in self.priorities.items()}
         walked = {}
         if store.directory is not None:  # elsewhere a sampler keeps its own
-            walked = {name: PassIndex.of_store(store, name, (0, 0, 0)) for name in self.passes}
+            walked = {name: EpochIndex.of_store(store, name, (0, 0, 0)) for name in self.passes}
         store.replace(self.rows, source.fill)
         store.replaced = (self.rows.clock, int(store.core.next_ticket))
         store.count_windows(self.windows)
         for name, tree in trees.items():
             tree.restore(self.entries["priorities"][name])
         for name, index in walked.items():
-            index.walk = self.passes[name]
+            index.progress = self.passes[name]
 
 
 class Loaded(Protocol):

@@ -1,4 +1,4 @@
-// A pass: its stretches against a model, and in threads.
+// An epoch: its stretches against a model, and in threads.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -8,53 +8,53 @@
 
 #include "blocks.h"
 #include "expect.h"
-#include "passes.h"
+#include "epochs.h"
 
-using engram::RowPass;
-using engram::Walk;
+using engram::RowEpoch;
+using engram::EpochState;
 
 TEST(every_row_comes_once_in_a_walk) {
   Dice dice(3);
   for (int round = 0; round < 300; ++round) {
-    PassRoom room;
-    RowPass pass(room.bytes());
+    SharedEpoch shared;
+    RowEpoch epoch(shared.bytes());
     std::uint64_t rows = 1 + dice.below(40), left = 0, key = 0;
     for (std::uint64_t draw = 1; draw < 60; ++draw) {
       if (dice.below(20) == 0) {
         const std::uint64_t before = std::exchange(rows, 1 + dice.below(40));
         if (rows != before) left = 0;
       }
-      if (dice.below(30) == 0) pass.emptied(), left = 0;
+      if (dice.below(30) == 0) epoch.emptied(), left = 0;
       const bool whole = dice.below(3) == 0;
       const std::uint64_t n = 1 + dice.below(whole ? rows : 12);
       if (left == 0 || (whole && left < n)) left = rows, key = draw;
-      const RowPass::Stretch got = pass.next(draw, rows, n, whole);
+      const RowEpoch::Stretch got = epoch.next(draw, rows, n, whole);
       EXPECT_EQ(got.key, key);
       EXPECT_EQ(got.start, rows - left);
       EXPECT_EQ(got.count, std::min(n, left));
       left -= got.count;
       if (whole && left < n) left = 0;
       EXPECT_EQ(got.last, left == 0);
-      EXPECT(same(pass.walk(), {key, rows, rows - left}));
+      EXPECT(same(epoch.state(), {key, rows, rows - left}));
     }
   }
 }
 
 TEST(threads_walk_together) {
-  PassRoom room;
+  SharedEpoch shared;
   constexpr std::uint64_t kRows = 1000, kDraws = 2000;
-  std::vector<std::vector<RowPass::Stretch>> got(3);
+  std::vector<std::vector<RowEpoch::Stretch>> got(3);
   std::vector<std::thread> threads;
   for (std::uint64_t t = 0; t < got.size(); ++t) {
     threads.emplace_back([&, t] {
-      RowPass pass(room.bytes());
-      for (std::uint64_t i = 0; i < kDraws; ++i) got[t].push_back(pass.next(t << 32 | i, kRows, 7 + t, false));
+      RowEpoch epoch(shared.bytes());
+      for (std::uint64_t i = 0; i < kDraws; ++i) got[t].push_back(epoch.next(t << 32 | i, kRows, 7 + t, false));
     });
   }
   for (std::thread& thread : threads) thread.join();
   std::map<std::uint64_t, std::vector<std::uint64_t>> visited;
   for (const auto& stretches : got) {
-    for (const RowPass::Stretch& s : stretches) {
+    for (const RowEpoch::Stretch& s : stretches) {
       auto& of = visited[s.key];
       of.resize(kRows);
       for (std::uint64_t i = s.start; i < s.start + s.count; ++i) ++of[i];
@@ -70,27 +70,27 @@ TEST(threads_walk_together) {
 }
 
 TEST(what_is_no_pass_is_refused) {
-  std::vector<std::uint64_t> words(RowPass::kBytes / 8);
+  std::vector<std::uint64_t> words(RowEpoch::kBytes / 8);
   const auto memory = std::as_writable_bytes(std::span(words));
-  EXPECT_THROWS(std::invalid_argument, (void)RowPass(memory));
-  EXPECT_THROWS(std::invalid_argument, RowPass::format(memory.first(64)));
-  RowPass::format(memory);
-  EXPECT_THROWS(std::invalid_argument, (void)RowPass(memory.first(64)));
-  RowPass pass(memory);
-  EXPECT_THROWS(std::invalid_argument, pass.set({0, 3, 4}));
-  EXPECT_THROWS(std::invalid_argument, pass.next(0, 0, 1, false));
-  EXPECT_THROWS(std::invalid_argument, pass.next(0, 3, 4, true));
-  EXPECT(same(pass.walk(), {0, 0, 0}));
+  EXPECT_THROWS(std::invalid_argument, (void)RowEpoch(memory));
+  EXPECT_THROWS(std::invalid_argument, RowEpoch::format(memory.first(64)));
+  RowEpoch::format(memory);
+  EXPECT_THROWS(std::invalid_argument, (void)RowEpoch(memory.first(64)));
+  RowEpoch epoch(memory);
+  EXPECT_THROWS(std::invalid_argument, epoch.set({0, 3, 4}));
+  EXPECT_THROWS(std::invalid_argument, epoch.next(0, 0, 1, false));
+  EXPECT_THROWS(std::invalid_argument, epoch.next(0, 3, 4, true));
+  EXPECT(same(epoch.state(), {0, 0, 0}));
 }
 
 TEST(a_walk_that_makes_no_sense_begins_anew) {
-  // Damage, or what somebody sees of a walk without the mutex while others go on: no reason to refuse the pass.
-  std::vector<std::uint64_t> words(RowPass::kBytes / 8);
+  // Damage, or what somebody sees of a state without the mutex while others go on: no reason to refuse the epoch.
+  std::vector<std::uint64_t> words(RowEpoch::kBytes / 8);
   const auto memory = std::as_writable_bytes(std::span(words));
-  RowPass::format(memory);
-  reinterpret_cast<engram::PassPage*>(memory.data())->walks[0] = {7, 3, 4};
-  RowPass pass(memory);
-  const RowPass::Stretch stretch = pass.next(8, 3, 2, true);
+  RowEpoch::format(memory);
+  reinterpret_cast<engram::EpochPage*>(memory.data())->states[0] = {7, 3, 4};
+  RowEpoch epoch(memory);
+  const RowEpoch::Stretch stretch = epoch.next(8, 3, 2, true);
   EXPECT_EQ(stretch.key, 8u);
   EXPECT_EQ(stretch.start, 0u);
   EXPECT_EQ(stretch.count, 2u);

@@ -5,6 +5,6 @@
 namespace engram {
 
 /// Needs the class Index to be bound.
-void bind_pass(nanobind::module_& m);
+void bind_epoch(nanobind::module_& m);
 
 }  // namespace engram

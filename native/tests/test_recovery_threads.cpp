@@ -1,4 +1,4 @@
-// Threads of one process that bury the dead, beside others that write, draw and update: what processes do to each other, on one
+// Threads of one process that recover the dead, beside others that write, draw and update: what processes do to each other, on one
 // mapping, where the thread sanitizer sees it.
 #include <atomic>
 #include <chrono>
@@ -38,7 +38,7 @@ TEST(the_dead_are_buried_beside_threads_that_go_on) {
   }
 
   std::atomic<bool> stop{false};
-  std::atomic<std::uint64_t> buried{0}, drawn{0}, torn{0};
+  std::atomic<std::uint64_t> recovered{0}, drawn{0}, torn{0};
   std::vector<std::thread> threads;
   const auto crew = [&](auto step) {
     threads.emplace_back([&, step]() mutable {
@@ -70,7 +70,7 @@ TEST(the_dead_are_buried_beside_threads_that_go_on) {
   });
   for (int m = 0; m < 2; ++m) {
     crew([&] {
-      buried += store.mend();
+      recovered += store.reclaim();
       std::this_thread::yield();
     });
   }
@@ -101,6 +101,6 @@ TEST(the_dead_are_buried_beside_threads_that_go_on) {
     EXPECT(state_of(control.word(row)) != State::writing);
     EXPECT_EQ(sums.leaf(row) > 0, is_committed(control.word(row)));
   }
-  std::printf("burials beside threads: %s, %s rows drawn meanwhile\n", stress::count(buried).c_str(), stress::count(drawn).c_str());
-  EXPECT(buried > 0);
+  std::printf("recoveries beside threads: %s, %s rows drawn meanwhile\n", stress::count(recovered).c_str(), stress::count(drawn).c_str());
+  EXPECT(recovered > 0);
 }

@@ -1,0 +1,76 @@
+#include "epoch.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "check.h"
+
+namespace engram {
+namespace {
+
+constexpr char kMagic[8] = {'e', 'n', 'g', 'p', 'a', 's', 's', '\1'};
+
+EpochPage* page_in(std::span<std::byte> memory) {
+  check(memory.size() == RowEpoch::kBytes, "an epoch in memory of another size");
+  check(std::memcmp(memory.data(), kMagic, sizeof kMagic) == 0, "not an epoch, or of another format");
+  return reinterpret_cast<EpochPage*>(memory.data());
+}
+
+constexpr auto nothing_to_recover = [] {};
+
+}  // namespace
+
+void RowEpoch::format(std::span<std::byte> memory) {
+  check(memory.size() == kBytes, "an epoch in memory of another size");
+  auto* page = new (memory.data()) EpochPage{};
+  page->mutex.format();
+  std::memcpy(page->magic, kMagic, sizeof kMagic);
+}
+
+void RowEpoch::reset_mutex(std::span<std::byte> memory) { page_in(memory)->mutex.format(); }
+
+// Does not check the state: without the mutex it may be torn, and next() begins a new epoch where it is not plausible.
+RowEpoch::RowEpoch(std::span<std::byte> memory) : page_(page_in(memory)) {}
+
+void RowEpoch::put(const EpochState& state) {
+  const std::uint64_t other = ~page_->current.load(std::memory_order_relaxed) & 1;
+  page_->states[other] = state;
+  page_->current.store(other, std::memory_order_release);
+}
+
+RowEpoch::Stretch RowEpoch::next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole) {
+  check(rows > 0 && n > 0 && (!whole || n <= rows), "an epoch over at least one row, and a batch that it can fill");
+  const SharedLock lock(page_->mutex, nothing_to_recover);
+  EpochState state = current();
+  if (state.rows != rows || state.visited > rows || rows - state.visited < (whole ? n : 1)) state = {key, rows, 0};
+  const std::uint64_t start = state.visited, count = std::min(n, rows - start);
+  state.visited += count;
+  if (whole && rows - state.visited < n) state.visited = rows;  // the rest is skipped, whatever the next call asks for
+  put(state);
+  return {state.key, rows, start, count, state.visited == rows};
+}
+
+EpochState RowEpoch::state() const {
+  const SharedLock lock(page_->mutex, nothing_to_recover);
+  const EpochState state = current();
+  intact(state.visited <= state.rows && state.rows >> 62 == 0 && state.key >> 63 == 0, "an epoch: expected no more rows visited than there are");
+  return state;
+}
+
+EpochState RowEpoch::current() const {
+  const EpochState& state = page_->states[page_->current.load(std::memory_order_acquire) & 1];
+  return {copied(state.key), copied(state.rows), copied(state.visited)};
+}
+
+void RowEpoch::set(const EpochState& state) {
+  check(state.visited <= state.rows, "no more rows visited than there are");
+  const SharedLock lock(page_->mutex, nothing_to_recover);
+  put(state);
+}
+
+void RowEpoch::after_fork() {
+  if (page_->mutex.held()) page_->mutex.format();  // its owner does not exist here
+}
+
+}  // namespace engram

@@ -1,0 +1,109 @@
+"""An epoch over the live rows, in which each comes once: a sampler's own, or one of a store that its processes share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from engram import _fork, _native
+from engram.errors import IncompatibleStore
+from engram.state import integer
+from engram.store import INDEX_KINDS, check_index_name, private_block
+
+if TYPE_CHECKING:
+    from engram.store import Block, Store
+
+__all__ = ["KIND", "EpochIndex", "Progress", "checked_progress"]
+
+#: Names the kind of index in a store's folder: never changes.
+KIND = "pass"
+
+#: Key of the order, rows of the epoch, and how many of them were visited.
+Progress: TypeAlias = tuple[int, int, int]
+
+
+class EpochIndex:
+    """Each call of :meth:`next` takes the next stretch of rows. Made by :meth:`of_store` and :meth:`own`."""
+
+    def __init__(self, block: Block, store: Store | None) -> None:
+        """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
+        try:
+            self.core = _native.Epoch(block.address, block.nbytes, block.tensor)
+        except ValueError as error:
+            raise IncompatibleStore(f"index: {error}.") from error
+        self.block = block
+        """Its memory."""
+        if store is None:  # a process that holds the lock of a shared one still exists after a fork
+            _fork.mended(self.core)
+
+    @staticmethod
+    def free_lock(block: Block) -> None:
+        """As :meth:`PriorityIndex.free_lock`."""
+        try:
+            _native.reset_epoch_mutex(block.address, block.nbytes)
+        except ValueError as error:
+            raise IncompatibleStore(f"index: {error}.") from error
+
+    def put_in_order(self) -> None:
+        """Does nothing: an epoch is whole after any death."""
+
+    @classmethod
+    def own(cls) -> EpochIndex:
+        """One in private memory."""
+        block = private_block(_native.epoch_bytes)
+        _native.format_epoch(block.address, block.nbytes)
+        return cls(block, None)
+
+    @classmethod
+    def of_store(cls, store: Store, name: str, begun: Progress) -> EpochIndex:
+        """The index of a directory store under a name. A new one continues from ``begun``.
+
+        Raises:
+            ValueError: not a name of an index.
+            OSError: no space for its file.
+        """
+        check_index_name(name)
+
+        def make(block: Block) -> None:
+            _native.format_epoch(block.address, block.nbytes)
+            _native.Epoch(block.address, block.nbytes, block.tensor).state = begun
+
+        index: EpochIndex = store.lasting_index(name, KIND, _native.epoch_bytes, make)[0]
+        return index
+
+    def next(self, key: int, rows: int, n: int, *, whole: bool) -> tuple[int, int, int, bool]:
+        """The next ``n`` of ``rows`` rows, or fewer at the end: ``(key of the order, first rank, ranks, whether that was the end)``.
+
+        Args:
+            key: of the order, if a new epoch begins: at the end of one, or when the number of rows has changed.
+            rows: at least one. n: at least one.
+            whole: skip a rest smaller than ``n``; then ``n <= rows``.
+
+        Raises:
+            WriterStalled: another process has held the epoch for 5 s.
+        """
+        taken: tuple[int, int, int, bool] = self.core.next(key, rows, n, whole)
+        return taken
+
+    @property
+    def progress(self) -> Progress:
+        """Key of the order, rows, and how many of them were visited."""
+        progress: Progress = self.core.state
+        return progress
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        self.core.state = progress
+
+    def state(self) -> dict[str, int]:
+        """The :attr:`progress`, under ``key, rows`` and ``visited``."""
+        return dict(zip(("key", "rows", "visited"), self.progress, strict=True))
+
+
+def checked_progress(state: dict[str, Any], where: str) -> Progress:
+    """The progress of an :meth:`EpochIndex.state`; ``state`` may hold more. Raises ``TypeError``, ``ValueError``."""
+    key = integer(state, "key", 0, 1 << 63, where)
+    rows = integer(state, "rows", 0, 1 << 62, where)
+    return key, rows, integer(state, "visited", 0, rows + 1, where)
+
+
+INDEX_KINDS[KIND] = EpochIndex
