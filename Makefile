@@ -132,8 +132,8 @@ $(NEWEST)/.installed: $(VENV)/.torch
 	@touch $@
 
 # The tests that meet tensordict; the others do not care which one is there.
-TENSORDICT_TESTS := tests/storages tests/format/test_layout.py tests/test_tensordict_shortcuts.py \
-  tests/test_tensordict_buffer.py tests/test_collate.py tests/test_rfc.py tests/test_buffer_open.py tests/test_docs.py
+TENSORDICT_TESTS := tests/storages tests/format/test_layout.py tests/buffer/test_tensordict_shortcuts.py \
+  tests/buffer/test_tensordict.py tests/test_collate.py tests/buffer/test_basic_use.py tests/buffer/test_open.py tests/test_docs.py
 test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import tensordict as t; assert t.__version__ == "$(TENSORDICT_NEWEST)", t.__version__; print("==> Testing with tensordict", t.__version__)'
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(WORKERS) $(TENSORDICT_TESTS) $(ARGS)

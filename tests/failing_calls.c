@@ -1,5 +1,5 @@
 // Makes the n-th call of one function of libc fail, in the process that asks for it. Loaded with LD_PRELOAD by
-// tests/test_failing_calls.py; calls that libc makes of itself are not seen.
+// tests/store/test_failing_calls.py; calls that libc makes of itself are not seen.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -33,10 +33,10 @@ from engram.format.checkpoints import Checkpoint, rank_folder
 from engram.format.verify import verify
 from engram.persist.snapshot import RowsSnapshot
 from tests import stress
+from tests.buffer.test_dumps import Writers, check_marked, marked
+from tests.buffer.test_state import L, twins
 from tests.format.checkpoint_folders import rewrite, tree
 from tests.ranks.jobs import done, job
-from tests.test_dumps import Writers, check_marked, marked
-from tests.test_state import L, twins
 from tests.twins import bits, contents, rows
 
 CAPACITY = 1024

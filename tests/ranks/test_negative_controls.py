@@ -1,7 +1,7 @@
 """What makes a job's checkpoints right, left out piece by piece: the oracles must notice.
 
 Others are beside what they test: fsync of folders and files (tests/format/test_crashes.py); sums, digests and sizes of a folder
-(tests/format/test_damage.py); the rewriting of ``env_id``, priorities, counts and who is saved (tests/test_known_failings.py).
+(tests/format/test_damage.py); the rewriting of ``env_id``, priorities, counts and who is saved (tests/ranks/test_mutants.py).
 """
 
 import os

@@ -43,7 +43,7 @@ from engram import (
 from engram.priorities import PriorityIndex
 from engram.state import copied, mapped
 from tests.components import Backwards, Newest
-from tests.test_store_device import OnDevice
+from tests.store.test_device import OnDevice
 from tests.twins import Twins, bits, contents, rows, through_a_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:sample. batch_size", "ignore:.* has no priorities")

@@ -32,9 +32,9 @@ from engram import (
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.format.verify import verify
 from engram.persist import rows as rows_module
+from tests.buffer.test_state import STORAGES, Counting, L, buffer, items, kinds, twins
 from tests.format.checkpoint_folders import tree
 from tests.format.system_calls import counted, killed_at, settled
-from tests.test_state import STORAGES, Counting, L, buffer, items, kinds, twins
 from tests.twins import bits, contents, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:sample. batch_size", "ignore:.* has no priorities")

@@ -407,3 +407,11 @@ def test_existing_data_is_edited_in_place():
     assert data.tolist() == [0, 1, 20, 3, 4]
     assert rb.add(torch.tensor(9)) == 0
     assert data[0] == 9
+
+
+def test_update_refuses_keys_that_are_not_there():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    rb.extend({"a": torch.arange(4)})
+    with pytest.raises(KeyError, match="typo"):
+        rb.update_({"a": torch.zeros(4, dtype=torch.int64)}, keys_to_update=["typo"])
+    assert rb["a"].tolist() == [0, 1, 2, 3]

@@ -58,7 +58,7 @@ def library(tmp_path_factory):
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs Linux and a C compiler")
     made = tmp_path_factory.mktemp("library") / "failing_calls.so"
-    source = Path(__file__).parent / "failing_calls.c"
+    source = Path(__file__).parents[1] / "failing_calls.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", made, source, "-ldl"], check=True)
     return made
 
@@ -75,7 +75,7 @@ def run(library, folder, cases, *control):
     environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "tests.failing_calls", folder, json.dumps(cases), *control],
-        env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 

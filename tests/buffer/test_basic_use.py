@@ -1,4 +1,4 @@
-"""The examples that the buffer was first proposed with, as they were written."""
+"""The shortest uses: rows of a plain tensor, of nested dictionaries, in files; and what is logged of a new storage."""
 
 import re
 from types import SimpleNamespace

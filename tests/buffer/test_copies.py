@@ -1,7 +1,9 @@
 """Copies of buffers: copy, deepcopy, pickle, fork."""
 
 import copy
+import os
 import pickle
+import threading
 
 import pytest
 import torch
@@ -243,3 +245,54 @@ def test_a_forked_child_does_not_remove_its_parents_files():
     )
     assert out.splitlines()[0] == "True [0, 1, 2]"
     assert out.splitlines()[-1] == "False"
+
+
+def test_a_copy_made_while_threads_write_is_whole_and_writable():
+    rb = ReplayBuffer(storage=LazyTensorStorage(256))
+    rb.extend(torch.zeros(256, 512, dtype=torch.int64))
+    stop = threading.Event()
+
+    def write(number):
+        block = torch.full((32, 512), number)
+        while not stop.is_set():
+            rb.extend(block)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    try:
+        copies = [copy.deepcopy(rb) for _ in range(5)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    for other in copies:
+        rows = other[:]
+        assert bool((rows == rows[:, :1]).all())
+        assert len(rows) == len(other)
+        other.extend(torch.ones(300, 512, dtype=torch.int64))
+        assert len(other) == 256
+
+
+def test_a_child_forked_while_a_thread_writes_can_write():
+    rb = ReplayBuffer(storage=LazyTensorStorage(64))
+    block = torch.zeros(64, 4096, dtype=torch.int64)
+    rb.extend(block)
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            rb.extend(block)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                core = rb.storage.store.core
+                os._exit(0 if core.in_flight == 0 else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        thread.join()

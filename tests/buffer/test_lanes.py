@@ -19,6 +19,8 @@ from engram import (
     TensorStorage,
 )
 from engram.checkpoint.checkpointer import Checkpointer
+from engram.store import DeviceStore
+from engram.types import Plan
 
 # ---- lanes that are not named --------------------------------------------------------------------------------------------
 
@@ -274,3 +276,26 @@ def test_a_read_only_buffer_says_so_first():
             call()
     with pytest.raises(RuntimeError, match="read-only"):
         rb.extend(torch.arange(3))
+
+
+def test_existing_data_fills_every_lane_of_a_device():
+    data = torch.arange(8)
+    cpu = TensorStorage(data.clone(), lanes=2)
+    store = DeviceStore.on(cpu.store.schema, torch.device("cpu"))
+    store.tensors[0].copy_(data)
+    store.core.fill()
+    assert store.extent().filled == (4, 4)
+    assert store.write(Plan(lane=1), [torch.tensor([9])], 1).rows.tolist() == [4]
+
+
+def test_refused_lanes_allocate_nothing():
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, lanes=2))
+    with pytest.raises(RuntimeError, match="one dimension"):
+        rb.extend(torch.arange(4), lane=torch.zeros(4, 1, dtype=torch.int64))
+    assert not rb.storage.initialized
+
+
+def test_another_storage_has_its_own_lanes():
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, lanes=4)).on_lane(3)
+    rb.set_storage(LazyTensorStorage(8))
+    assert rb.add(torch.tensor(1)) == 0

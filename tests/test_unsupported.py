@@ -1,3 +1,5 @@
+"""Arguments that are not supported: they are named, with what will carry them."""
+
 import pytest
 
 from engram._later import refuse

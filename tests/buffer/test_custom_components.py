@@ -468,3 +468,31 @@ def test_a_sampler_may_refine_the_uniform_one():
     rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=FirstRow())
     rb.extend(torch.arange(9))
     assert rb.sample(5).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_a_batch_that_no_memory_holds_is_an_error(storage):
+    rb = ReplayBuffer(storage=storage(4))
+    rb.extend([torch.zeros(1 << 18) for _ in range(2)])
+    for n in (1 << 44, 1 << 61):
+        with pytest.raises((MemoryError, ValueError)):
+            rb.sample(n)
+    assert len(rb.sample(3)) == 3
+
+
+def chosen(rows):
+    return Listener(lambda extent, batch_size, key: Draw(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])
+def test_rows_of_any_integers_are_the_rows_meant(dtype):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=chosen(torch.tensor([1, 0, 3], dtype=dtype)))
+    rb.extend(torch.arange(10))
+    assert rb.sample(3).tolist() == [1, 0, 3]
+
+
+def test_rows_that_are_no_integers_are_refused():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=chosen(torch.tensor([1.0, 0.0])))
+    rb.extend(torch.arange(10))
+    with pytest.raises(TypeError, match="int64 rows"):
+        rb.sample(2)

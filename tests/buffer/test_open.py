@@ -444,3 +444,17 @@ def test_ram_storages_cannot_be_opened(tmp_path):
     rb.extend({"a": torch.arange(3)})
     rb.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_in_flight_at_close_is_looked_at_by_the_next_open(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path / "r"))
+    rb.extend(torch.arange(8))
+    at = 12288 + 32  # t0 of the first claim of the first participant (docs/store-format.md)
+    rb.close()
+    with (tmp_path / "r" / ".engram" / "control").open("r+b") as file:
+        file.seek(at)
+        file.write((99).to_bytes(8, "little"))
+    again = ReplayBuffer.open(tmp_path / "r")
+    assert again.storage.store.repair.claims == 1
+    again.close()
+    assert ReplayBuffer.open(tmp_path / "r").storage.store.repair is None
