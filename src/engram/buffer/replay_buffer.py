@@ -1552,7 +1552,8 @@ class ReplayBuffer:
         self, checkpoint: Checkpoint, rank: int, where: str, default_rng: bool, close_open: bool, convert: bool
     ) -> Commit:
         reader = saved_parts.open_storage(checkpoint, rank)
-        states = saved_parts.read_parts(checkpoint, rank, self._kinds())
+        found = saved_parts.read_parts(checkpoint, rank)
+        states = saved_parts.checked_states(found, checkpoint.shard_folder(rank), self._kinds())
         if saved_parts.INDEX in states["sampler"]:
             states["sampler"] = saved_parts.index_state(reader, states["sampler"])
         of_storage: dict[str, Any] = reader.state
@@ -1585,7 +1586,8 @@ class ReplayBuffer:
             load = self._storage.prepare_rows(placed.state, placed.source)
             seed = seed_of(checkpoint, len(made.targets), rank)
             generator = torch.Generator().manual_seed(seed).get_state()
-            read = saved_parts.read_parts(checkpoint, made.leader, self._kinds())
+            shard = checkpoint.shard_folder(made.leader)
+            read = saved_parts.checked_states(made.leader_parts(checkpoint), shard, self._kinds())
             self._state_of_parts(read, where)  # they have what is replaced
             states = {part: saved_parts.reset(part, state, seed, generator) for part, state in read.items()}
             if saved_parts.INDEX in states["sampler"]:

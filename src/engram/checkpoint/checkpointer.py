@@ -457,6 +457,8 @@ class Checkpointer:
         Raises:
             ValueError: below 1. RuntimeError: a later process has taken this folder over. OSError: something cannot be removed.
         """
-        removed = series.prune(self.root, self._job.options.keep if keep is None else keep, self._job.protocol.epoch)
+        removed = series.prune(
+            self.root, self._job.options.keep if keep is None else keep, self._job.protocol.epoch, self._job.known
+        )
         forget_reports(self.root, removed)
         return removed

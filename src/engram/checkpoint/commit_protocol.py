@@ -37,10 +37,11 @@ class Attempts:
     Args:
         root: of the series; the same folder for all ranks.
         ranks: of the job. Each makes this in the same order, if there are several.
+        known: what this process knows of the series.
     """
 
-    def __init__(self, root: Path, ranks: Ranks) -> None:
-        self.root, self.ranks = root, ranks
+    def __init__(self, root: Path, ranks: Ranks, known: series.Known) -> None:
+        self.root, self.ranks, self.known = root, ranks, known
         self.section = ranks.section()
         """Before all of its keys in the store."""
         self._epoch: int | None = None
@@ -150,7 +151,9 @@ class Attempts:
             made = series.decision(folder)
             if made is None and (first or late or now - asked > _TRY_S):
                 asked = now
-                made = series.decide(folder, self.epoch, give_up=f"after {timeout:g} s" if late else None)
+                made = series.decide(
+                    folder, self.epoch, give_up=f"after {timeout:g} s" if late else None, known=self.known
+                )
             if made is not None:
                 return made
             time.sleep(pause)

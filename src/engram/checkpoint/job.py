@@ -10,7 +10,7 @@ from engram._words import warn
 from engram.checkpoint.commit_protocol import Attempts
 from engram.checkpoint.options import Heard
 from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint, rank_folder
+from engram.format.checkpoints import rank_folder
 from engram.persist import parts
 from engram.persist.roles import doubts
 
@@ -48,7 +48,9 @@ class Job:
 
     def __init__(self, root: Path, buffer: Checkpointable, ranks: Ranks, options: Options, *, doubtful: bool) -> None:
         self.root, self.buffer, self.ranks, self.options = root, buffer, ranks, options
-        self.protocol = Attempts(root, ranks)
+        self.known = series.Known()
+        """What this process read and wrote of the series, so that no document is decoded twice."""
+        self.protocol = Attempts(root, ranks, self.known)
         self.heard = Heard()
         self.parent: Parent | None = None
         self._since_full = 0
@@ -76,7 +78,7 @@ class Job:
         due = every is not None and self._since_full + 1 >= every
         if parent is None or due or snapshot.form.lineage is None or parent.lineage != snapshot.form.lineage:
             return None
-        return None if series.look(parent.path) else parent
+        return None if series.look(parent.path, self.known) else parent
 
     def saved(self, path: Path, snapshot: Snapshot, parent: Parent | None) -> None:
         """There is a new checkpoint, which had this parent."""
@@ -98,6 +100,7 @@ class Job:
             totals=rows.totals,
             schema_sum=rows.schema_sum,
             step=step,
+            known=self.known,
         )
 
     def write_parts(self, folder: Path, snapshot: Snapshot, parent: Parent | None) -> tuple[SavedRows, list[PartInfo]]:
@@ -106,7 +109,7 @@ class Job:
         with contextlib.ExitStack() as stack, disk.batched_fsync():
             reader: PartReader | None = None
             if parent is not None:
-                checkpoint = stack.enter_context(Checkpoint(parent.path))
+                checkpoint = stack.enter_context(self.known.open(parent.path))
                 reader = stack.enter_context(checkpoint.part(self.ranks.rank, parts.STORAGE))
             progress = stack.enter_context(bytes_bar("saving", snapshot.rows.nbytes))
             rows = snapshot.rows.save_segments(

@@ -63,6 +63,8 @@ class Restore:
     def __init__(self, job: Job, wanted: Wanted, options: RestoreOptions) -> None:
         self._job, self._ranks, self._wanted, self._options = job, job.ranks, wanted, options
         self._started = time.perf_counter()
+        self._known = series.Known()
+        """Each restore reads documents itself: what this process wrote may have been damaged since."""
         self._passed_over: list[Problem] = []
         """Newer checkpoints that were damaged or not complete."""
 
@@ -72,7 +74,8 @@ class Restore:
             path = self._choose()
             try:
                 with contextlib.ExitStack() as stack:
-                    return _Load(self._job, self._options, path, stack).run(self._passed_over, self._started)
+                    load = _Load(self._job, self._options, path, self._known, stack)
+                    return load.run(self._passed_over, self._started)
             except (CorruptCheckpoint, RankFailed) as error:
                 # All ranks heard of the same, so all of them go on alike.
                 if not self._wanted.is_open or not _is_damage(error):
@@ -100,7 +103,7 @@ class Restore:
         except (OSError, RuntimeError) as error:  # it may be a folder that is only read, or one where a job begins
             _log.warning("restore: what is undecided stays so: %s", error)
         try:
-            path, problems = self._wanted.find()
+            path, problems = self._wanted.find(self._known)
         except (FileNotFoundError, CorruptCheckpoint) as error:
             return [], json.dumps([type(error).__name__, str(error)]).encode()
         return problems, json.dumps(["", path.name]).encode()
@@ -112,11 +115,15 @@ class _Load:
     Args:
         job, options: of the restore.
         path: of the checkpoint, the same on all ranks.
+        known: documents that were read when it was chosen.
         stack: closes what was opened.
     """
 
-    def __init__(self, job: Job, options: RestoreOptions, path: Path, stack: contextlib.ExitStack) -> None:
-        self._job, self._ranks, self._options, self._path, self._stack = job, job.ranks, options, path, stack
+    def __init__(
+        self, job: Job, options: RestoreOptions, path: Path, known: series.Known, stack: contextlib.ExitStack
+    ) -> None:
+        self._job, self._ranks, self._options, self._path = job, job.ranks, options, path
+        self._known, self._stack = known, stack
         self._checkpoint: Checkpoint
         self._targets: list[Target] = []
         """Of all ranks, where trajectories are redistributed; empty: every rank gets back its shard."""
@@ -167,9 +174,11 @@ class _Load:
         """The checkpoint; whether this rank can get back its shard, whether it holds rows, and what it has room for."""
         path, options = self._path, self._options
         try:
-            checkpoint = self._stack.enter_context(
-                series.open_partial(path) if series.is_partial(path) else Checkpoint(path)
-            )
+            if series.is_partial(path):
+                checkpoint = series.open_partial(path)
+            else:  # to verify is to read all again
+                checkpoint = Checkpoint(path) if options.verify == "full" else self._known.open(path)
+            self._stack.enter_context(checkpoint)
         except CorruptCheckpoint as error:  # rank 0 has looked at it: no damage that an older one would be better than
             raise RankFailed(f"expected {path.name} as rank 0 sees it, got {error}") from error
         if options.verify == "full" and self._ranks.rank == 0:

@@ -15,7 +15,6 @@ from engram.checkpoint.options import Asked
 from engram.checkpoint.reports import SaveReport, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint
 from engram.reshard.shards import has_ends, saved_fields
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ class SaveAttempt(SaveHandle):
                     sorted(agreed.user),
                 )
             job.write_shard(attempt, self._asked.step, self._snapshot, self._parent)
-            series.decide(attempt, job.protocol.epoch)  # the last rank to vote decides
+            series.decide(attempt, job.protocol.epoch, known=job.known)  # the last rank to vote decides
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
                 if series.decision(attempt) is None:
@@ -202,7 +201,7 @@ class SaveAttempt(SaveHandle):
         shards: list[Shard] = []
         drops = False
         try:
-            with Checkpoint(attempt) as checkpoint:
+            with self._job.known.open(attempt) as checkpoint:
                 shards = [checkpoint.shard(rank) for rank in range(checkpoint.manifest.world)]
                 fields = saved_fields(checkpoint)
                 drops = snapshot.form.ranking is None and has_ends(fields)
@@ -234,12 +233,12 @@ class SaveAttempt(SaveHandle):
             job.protocol.forget()
             series.set_latest(root, name, epoch)
             if series.names(root)[:1] != [series.Name.parse(name)]:  # else no file need be looked at
-                newest = series.latest(root)[0]
+                newest = series.latest(root, known=job.known)[0]
                 if newest is not None and newest.name != name:
                     _log.warning(
                         "save: %s is there, but restore() takes %s, which is of a later step", name, newest.name
                     )
-            forget_reports(root, series.retire(root, job.options.keep, epoch))
+            forget_reports(root, series.retire(root, job.options.keep, epoch, job.known))
         except (OSError, RuntimeError) as error:  # RankFailed is one
             _log.warning("save: %s is there; LATEST and old ones stay as they are until the next save: %s", name, error)
         else:

@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
         """Whether another checkpoint will do where one is damaged."""
         return self.step is None and self.name is None
 
-    def find(self) -> tuple[Path, list[Problem]]:
+    def find(self, known: series.Known) -> tuple[Path, list[Problem]]:
         """The checkpoint to load, and what was passed over.
 
         Raises:
@@ -51,29 +51,29 @@ class Wanted(NamedTuple):
         """
         if self.name is not None and self.at_most is not None:
             try:
-                return self._replace(at_most=None).find()
+                return self._replace(at_most=None).find(known)
             except (FileNotFoundError, CorruptCheckpoint) as error:
-                path, problems = self._replace(name=None).find()
+                path, problems = self._replace(name=None).find(known)
                 why = str(error).removeprefix("restore: ")
                 warn(f"restore: {path.name} is loaded, as: {why}")
                 return path, problems
-        if self.partial and (left := self._incomplete()) is not None:
+        if self.partial and (left := self._incomplete(known)) is not None:
             return left, []
         if self.name is not None:
             if self.name not in map(str, series.names(self.root)):
                 raise FileNotFoundError(
                     f"restore: {self.root}: expected a checkpoint called {self.name!r}, found none."
                 )
-            wrong = series.look(self.root / self.name)
+            wrong = series.look(self.root / self.name, known)
             if wrong is not None:
                 raise corrupt(*wrong)
             return self.root / self.name, []
-        return self._newest() if self.step is None else self._of_step(self.step)
+        return self._newest(known) if self.step is None else self._of_step(self.step, known)
 
-    def _newest(self) -> tuple[Path, list[Problem]]:
+    def _newest(self, known: series.Known) -> tuple[Path, list[Problem]]:
         """The newest that is whole, and what was passed over."""
         at_most, damaged = self.at_most, [problem.path.name for problem in self.damaged]
-        path, problems = series.latest(self.root, at_most=at_most, without=damaged)
+        path, problems = series.latest(self.root, at_most=at_most, without=damaged, known=known)
         passed_over = [*self.damaged, *problems]
         if path is None:
             what = "a checkpoint" if at_most is None else f"a checkpoint of a step of at most {at_most}"
@@ -89,7 +89,7 @@ class Wanted(NamedTuple):
             warn(f"restore: {path.name} is loaded, and not: {problem}")
         return path, passed_over
 
-    def _incomplete(self) -> Path | None:
+    def _incomplete(self, known: series.Known) -> Path | None:
         """The newest that is whole, or of which shards are there."""
         for name in series.names(self.root):
             path = self.root / str(name)
@@ -99,11 +99,11 @@ class Wanted(NamedTuple):
                 and (self.at_most is None or name.step <= self.at_most)
             )
             damaged = any(path == problem.path for problem in self.damaged)
-            if meant and not damaged and (series.look(path) is None or series.is_partial(path)):
+            if meant and not damaged and (series.look(path, known) is None or series.is_partial(path)):
                 return path
         return None
 
-    def _of_step(self, step: int) -> tuple[Path, list[Problem]]:
+    def _of_step(self, step: int, known: series.Known) -> tuple[Path, list[Problem]]:
         named = [name for name in series.names(self.root) if name.step == step]
         if not named:
             steps = sorted({name.step for name in series.names(self.root)})
@@ -112,7 +112,7 @@ class Wanted(NamedTuple):
             )
         problems: list[Problem] = []
         for name in named:
-            wrong = series.look(self.root / str(name))
+            wrong = series.look(self.root / str(name), known)
             if wrong is None:
                 return self.root / str(name), problems
             problems.append(wrong)

@@ -185,7 +185,7 @@ class Watchdog:
         """Wait for those that live; commit if all voted."""
         until = time.monotonic() + self._grace
         while True:
-            made = series.decide(folder, self._attempts.epoch)
+            made = series.decide(folder, self._attempts.epoch, known=self._attempts.known)
             if made is not None:
                 _log.warning("saved %s: %s", folder.name, made.status)
                 if made.status == "complete":

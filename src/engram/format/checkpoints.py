@@ -25,7 +25,7 @@ from engram.format.part_reader import Level, PartReader, is_part
 from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from typing import Self
 
     from engram.format.listing import Listing
@@ -515,11 +515,15 @@ class Checkpoint:
                 return self._opened[-1]
         raise KeyError(folder)
 
-    def parts(self, rank: int) -> Iterator[PartReader]:
-        """All parts of a rank's shard, one after another; each is closed when the next is asked for. Raises as ``part``."""
+    def parts(self, rank: int, *, without: Collection[str] = ()) -> Iterator[PartReader]:
+        """The parts of a rank's shard, one after another; each is closed when the next is asked for. Raises as ``part``.
+
+        ``without``: folders of those that are not wanted.
+        """
         for entry in self.shard(rank).parts:
-            with self._open_part(rank, entry).complete() as part:
-                yield part
+            if entry.folder not in without:
+                with self._open_part(rank, entry).complete() as part:
+                    yield part
 
     def problems(self, level: Level) -> Iterator[Problem]:
         """What is wrong with it. ``meta``: digests and sizes. ``read``: every block too. ``full``: and what else lies there."""

@@ -143,7 +143,18 @@ class Dumpable:
     load = loads
 
 
-def check_kind(reader: PartReader, part: str, *kinds: str) -> None:
+class Kind(Protocol):
+    """What says of which kind a part is."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def part(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+
+
+def check_kind(reader: Kind, part: str, *kinds: str) -> None:
     """Raise ``IncompatibleCheckpoint`` unless that part is one of these kinds."""
     if reader.part != part or reader.type not in kinds:
         raise IncompatibleCheckpoint(

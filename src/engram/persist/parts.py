@@ -9,7 +9,7 @@ from engram.format.problems import corrupt
 from engram.persist.components import check_kind, read_state, write_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from engram.format.checkpoints import Checkpoint
@@ -23,7 +23,9 @@ __all__ = [
     "INDEX",
     "STORAGE",
     "Parts",
+    "SavedPart",
     "Snapshot",
+    "checked_states",
     "index_state",
     "open_storage",
     "read_parts",
@@ -75,23 +77,49 @@ def write_parts(folder: Path, parts: Parts) -> Iterator[PartInfo]:
         yield write_part(folder / name, name, parts.kinds[name], state)
 
 
-def read_parts(checkpoint: Checkpoint, rank: int, kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The states of all parts but the storage, every block checked.
+class SavedPart(NamedTuple):
+    """A part that was read, every block of it checked."""
+
+    folder: Path
+    part: str
+    type: str
+    """The class that wrote it."""
+    state: dict[str, Any]
+
+
+def read_parts(checkpoint: Checkpoint, rank: int, *, without: Collection[str] = (STORAGE,)) -> dict[str, SavedPart]:
+    """The parts of a rank, by the name of their folder.
 
     Raises:
-        CorruptCheckpoint: one is missing or damaged.
+        CorruptCheckpoint: one is damaged.
+    """
+    return {
+        reader.folder.name: SavedPart(reader.folder, reader.part, reader.type, read_state(reader))
+        for reader in checkpoint.parts(rank, without=without)
+    }
+
+
+def checked_states(parts: Mapping[str, SavedPart], shard: Path, kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The states of all parts but the storage, by the name of the part.
+
+    Args:
+        parts: as :func:`read_parts` found them.
+        shard: the folder that they lie in.
+        kinds: the class of each part here.
+
+    Raises:
+        CorruptCheckpoint: one is missing.
         IncompatibleCheckpoint: one is of another class than here.
     """
     states = {}
     for name, kind in kinds.items():
-        try:
-            with checkpoint.part(rank, name) as reader:
-                check_kind(reader, name, kind)
-                states[name] = read_state(reader)
-        except KeyError as error:
-            if name not in EMPTY:
-                raise corrupt(_shard(checkpoint, rank), _no_part(name)) from error
+        if name in parts:
+            check_kind(parts[name], name, kind)
+            states[name] = parts[name].state
+        elif name in EMPTY:
             states[name] = dict(EMPTY[name])
+        else:
+            raise corrupt(shard / "shard.json", _no_part(name))
     return states
 
 
@@ -148,11 +176,7 @@ def open_storage(checkpoint: Checkpoint, rank: int) -> PartReader:
     try:
         return checkpoint.part(rank, STORAGE)
     except KeyError as error:
-        raise corrupt(_shard(checkpoint, rank), _no_part(STORAGE)) from error
-
-
-def _shard(checkpoint: Checkpoint, rank: int) -> Path:
-    return checkpoint.shard_folder(rank) / "shard.json"
+        raise corrupt(checkpoint.shard_folder(rank) / "shard.json", _no_part(STORAGE)) from error
 
 
 def _no_part(name: str) -> str:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram.errors import IncompatibleCheckpoint
-from engram.persist.components import read_state
-from engram.persist.parts import STORAGE, reset
+from engram.persist.parts import STORAGE, read_parts, reset
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from engram.format.checkpoints import Checkpoint
+    from engram.persist.parts import SavedPart
     from engram.reshard.driver import Reshard
+    from engram.reshard.shards import SavedShard
 
 __all__ = ["disagreements"]
 
@@ -38,11 +39,13 @@ def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
     if len(written) < 2:
         return []
     taken = made.leader
-    ours = _state(checkpoint, made, taken)
+    ours = _state(made.shards[taken], made.leader_parts(checkpoint))
     found: dict[str, list[str]] = {}
     names = checkpoint.ranks
     for rank in written:
-        theirs = _state(checkpoint, made, rank)
+        if rank == taken:
+            continue
+        theirs = _state(made.shards[rank], read_parts(checkpoint, rank, without=(STORAGE, *_RESET)))
         for where, here, there in _differences(ours, theirs, ""):
             if where not in found:
                 found[where] = [f"rank {names[taken]}{_said(here)}"]
@@ -60,18 +63,15 @@ def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
     ]
 
 
-def _state(checkpoint: Checkpoint, made: Reshard, rank: int) -> dict[str, Any]:
+def _state(shard: SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, Any]:
     """All of it that could matter to others."""
-    storage = made.shards[rank].head
+    storage = shard.head
     state: dict[str, Any] = {
         "priorities": {name: {_OF_PRIORITIES: it[_OF_PRIORITIES]} for name, it in storage["priorities"].items()},
         "windows": storage["windows"],
         "transforms": {},
     }
-    for reader in checkpoint.parts(rank):
-        if reader.part not in (STORAGE, *_RESET):
-            state[reader.part] = reset(reader.part, read_state(reader), 0, None)
-    return state
+    return state | {name: reset(name, it.state, 0, None) for name, it in parts.items() if name not in _RESET}
 
 
 def _differences(ours: Any, theirs: Any, where: str) -> Iterator[tuple[str, Any, Any]]:

@@ -17,7 +17,7 @@ from engram._words import count
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.persist import parts
-from engram.persist.components import check_kind, read_state
+from engram.persist.components import check_kind
 from engram.persist.rows import SavedRowsSource, read_rows_state
 from engram.reshard.by_rank import plan_by_rank
 from engram.reshard.by_trajectory import plan_by_trajectory
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartField
     from engram.format.schema import Schema
+    from engram.persist.parts import SavedPart
     from engram.reshard.plan import ReshardPlan
     from engram.reshard.shards import SavedShard
     from engram.types import Ranking, RowsSource
@@ -84,12 +85,12 @@ class _NoRows:
         """There is nothing to fill."""
 
 
-class Reshard(NamedTuple):
+class Reshard:
     """Shards, and where their trajectories go."""
 
-    shards: list[SavedShard]
-    plan: ReshardPlan
-    targets: list[Target]
+    def __init__(self, shards: Sequence[SavedShard], plan: ReshardPlan, targets: Sequence[Target]) -> None:
+        self.shards, self.plan, self.targets = list(shards), plan, list(targets)
+        self._leader_parts: dict[str, SavedPart] | None = None
 
     @property
     def leader(self) -> int:
@@ -132,11 +133,16 @@ class Reshard(NamedTuple):
         seed = seed_of(checkpoint, len(self.targets), rank)
         generator = torch.Generator().manual_seed(seed).get_state()
         others = [
-            (reader.part, reader.type, parts.reset(reader.part, read_state(reader), seed, generator))
-            for reader in checkpoint.parts(self.leader)
-            if reader.part != parts.STORAGE
+            (name, it.type, parts.reset(name, it.state, seed, generator))
+            for name, it in self.leader_parts(checkpoint).items()
         ]
         return [(part, kind, state) for part, kind, state in others if state != parts.EMPTY.get(part)]
+
+    def leader_parts(self, checkpoint: Checkpoint) -> dict[str, SavedPart]:
+        """The parts of the leader that are not of rows, which are read once. Raises ``CorruptCheckpoint``: one is damaged."""
+        if self._leader_parts is None:
+            self._leader_parts = parts.read_parts(checkpoint, self.leader)
+        return self._leader_parts
 
     def check_dropped(self, most: float, where: str, ways: Mapping[str, str], otherwise: str) -> None:
         """Raise unless enough of the steps are kept. What there is no room for is not counted: smaller targets mean that.
@@ -199,7 +205,7 @@ def _in_blocks_or_trajectories(shards: Sequence[SavedShard], targets: Sequence[T
         )
     whole = in_blocks(shards, min(target.lane_length for target in targets))
     plan = plan_by_trajectory([one.source for one in whole], targets, policy.incomplete, policy.overflow)
-    return Reshard(whole, plan, list(targets))
+    return Reshard(whole, plan, targets)
 
 
 def _in_single_rows(shards: Sequence[SavedShard], targets: Sequence[Target], policy: Policy) -> Reshard:
@@ -214,7 +220,7 @@ def _in_single_rows(shards: Sequence[SavedShard], targets: Sequence[Target], pol
     values = [
         ranking.values(read_first_steps(one, ranking.key)) if len(one.source.runs) else np.empty(0) for one in rows
     ]
-    return Reshard(rows, plan_by_rank([one.source for one in rows], values, targets), list(targets))
+    return Reshard(rows, plan_by_rank([one.source for one in rows], values, targets), targets)
 
 
 class Converted(NamedTuple):
