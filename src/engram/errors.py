@@ -6,18 +6,18 @@
     ├── RowError           IndexError     a row or lane outside the store, or a row that is not live
     ├── NoSampleable       RuntimeError   nothing can be drawn
     ├── PriorityError      ValueError     a priority that is negative, not finite or too large
-    ├── WriterStalled      TimeoutError   a bounded wait for another writer, or for a row that keeps moving, ended
-    ├── StoreInUse         RuntimeError   other live processes have the directory open, and this needs it alone
+    ├── WriterStalled      TimeoutError   a wait for another writer, or for a row that keeps changing, timed out
+    ├── StoreInUse         RuntimeError   another process has the directory open, or 256 processes have
     ├── ForkedHandle       RuntimeError   a store that a forked child could not share with its parent
     ├── IncompatibleStore  ValueError     another schema, geometry, format version or platform
     ├── CorruptStore       RuntimeError   a missing, truncated or changed file
-    ├── UncleanStore       RuntimeError   left open when the machine went down
+    ├── UncleanStore       RuntimeError   the store was open when the machine crashed
     ├── IncompatibleCheckpoint  ValueError     another schema or geometry, or a newer format version
     ├── CorruptCheckpoint       RuntimeError   a missing, truncated, changed or hostile file
     └── RankFailed         RuntimeError   a rank of the job failed, died or did not answer in time
 
 Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, ``ValueError``, ``RuntimeError``,
-``OSError``), as PyTorch RL users know them. Whatever raises has changed nothing, unless it says so.
+``OSError``), as PyTorch RL users know them. A call that raises has changed nothing, unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class PriorityError(EngramError, ValueError):
 
 
 class WriterStalled(EngramError, TimeoutError):
-    """A bounded wait ended: another writer holds the row, or the row moved at every try."""
+    """A wait timed out: another writer holds the row, or the row was rewritten at every attempt."""
 
 
 class StoreInUse(EngramError, RuntimeError):
-    """Other live processes have this directory open, and the call needs it alone; or as many as can have it open."""
+    """The call needs exclusive access and another process has the directory open, or the limit of 256 processes is reached."""
 
 
 class ForkedHandle(EngramError, RuntimeError):
-    """A handle in a forked child that could not become a participant of the store of its parent. Open the store anew."""
+    """A handle in a forked child that could not become a participant of its parent's store. Open the store again."""
 
 
 class IncompatibleStore(EngramError, ValueError):
-    """A store with another schema, geometry or format version, or made on another platform."""
+    """A store with another schema, geometry or format version, or created on another platform."""
 
 
 class CorruptStore(EngramError, RuntimeError):
@@ -81,9 +81,9 @@ class CorruptStore(EngramError, RuntimeError):
 
 
 class UncleanStore(EngramError, RuntimeError):
-    """A store that was open when its machine went down: nothing is promised of its rows.
+    """A store that was open when its machine crashed: its rows may be damaged.
 
-    ``ReplayBuffer.open(dir, unclean="accept")`` takes it as it is.
+    ``ReplayBuffer.open(dir, unclean="accept")`` opens it nevertheless.
     """
 
 
@@ -92,18 +92,18 @@ class IncompatibleCheckpoint(EngramError, ValueError):
 
 
 class CorruptCheckpoint(EngramError, RuntimeError):
-    """A checkpoint with a missing, truncated or changed file, or one that no engram wrote. Names the file, and where in it.
+    """A checkpoint with a missing, truncated or changed file, or a file that engram did not write. Names file and byte.
 
-    Nothing was changed, neither the checkpoint nor what was to be loaded.
+    Neither the checkpoint nor the object to load it into was changed.
     """
 
 
 class RankFailed(EngramError, RuntimeError):
-    """A rank failed, died or did not answer in time. The same on all ranks, and names those that failed.
+    """A rank failed, died or did not answer in time. All ranks raise the same error, which names the failed ones.
 
     Args:
         message: what happened.
-        causes: by rank, the name of the exception that it raised; empty where no exception is known.
+        causes: for each failed rank, the name of the exception that it raised, if it is known.
     """
 
     def __init__(self, message: str, causes: Mapping[int, str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Batches on the learner's device, copied while it works on the ones before."""
+"""Batches on the learner's device, copied while it works on the previous ones."""
 
 from __future__ import annotations
 
@@ -21,42 +21,45 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Self
 
+    from tensordict import TensorDictBase
+
 __all__ = ["DeviceLoader", "Streams"]
 
 
 class Streams:
-    """What the loader asks of an accelerator: two streams beside the consumer's, and copies to and from the host."""
+    """An accelerator as the loader uses it: two streams besides the consumer's, and copies to and from the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memory = HostMemory()
         self._module: Any = torch.get_device_module(device)
-        #: Towards the device, and back.
+        #: The streams of copies to the device, and from it.
         self.up, self.down = self._module.Stream(device), self._module.Stream(device)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the device."""
         return tensor.device == self.device
 
-    def current(self) -> Any:
+    def current(self) -> torch.Stream:
         """The calling thread's stream."""
-        return self._module.current_stream(self.device)
+        stream: torch.Stream = self._module.current_stream(self.device)
+        return stream
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """In this block, work is queued on a stream."""
-        context: AbstractContextManager[Any] = self._module.stream(stream)
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """A context in which work is queued on a stream."""
+        context: AbstractContextManager[object] = self._module.stream(stream)
         return context
 
-    def mark(self, stream: Any) -> Any:
-        """An event behind all that is queued on a stream."""
+    def mark(self, stream: torch.Stream) -> torch.Event:
+        """An event after all work that is queued on a stream."""
         return stream.record_event()
 
-    def wait(self, stream: Any, event: Any) -> None:
-        """Let what is queued on a stream from now on wait for an event. The host goes on."""
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        """Make work that is queued on a stream from now on wait for an event. The host does not wait."""
         stream.wait_event(event)
 
-    def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Do not reuse a tensor's memory before what is queued on a stream now is done."""
+    def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
+        """Do not reuse a tensor's memory before the work that is now queued on a stream has ended."""
         tensor.record_stream(stream)
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -70,39 +73,41 @@ class Streams:
 
 class _Ready(NamedTuple):
     batch: Any
-    events: tuple[Any, ...]
-    """The batch is there when these have come."""
+    events: tuple[torch.Event, ...]
+    """The batch is complete when these have occurred."""
 
 
 class _Update(NamedTuple):
-    event: Any
-    """The values are there when it has come; None: they were on the host."""
-    index: Any
-    priority: Any
-    generation: Any
+    event: torch.Event | None
+    """The values are complete when it has occurred; None: they were on the host."""
+    rows: object
+    priority: object
+    generation: object
 
 
 class DeviceLoader:
-    """Iterates over the batches of a buffer, on ``device``: the same ones in the same order as ``iter(rb)``.
+    """Iterates over the batches of a buffer on ``device``: the same batches in the same order as ``iter(rb)``.
 
-    On an accelerator a thread draws ahead and copies from pinned memory on a stream of its own. The consumer's stream waits for the
-    copy, the host does not; and the batch's memory is not reused before the consumer's work on it is done, whatever becomes of the
-    Python objects. On the CPU it passes ``iter(rb)`` through: no thread, nothing ahead.
+    On an accelerator, a thread draws ahead and copies from pinned memory on its own stream. The consumer's stream waits for the
+    copy; the host does not. The memory of a batch is not reused before the consumer's work on it has ended, even if the batch
+    goes out of scope. On the CPU, the loader passes ``iter(rb)`` through, without a thread and without drawing ahead.
 
     Args:
-        rb: a buffer with a ``batch_size``. ``pin_memory=True`` saves a copy on the host; without, the loader pins.
-        device: where batches are to be. Leaves that are there already stay; other objects than tensors stay as they are.
-        depth: batches drawn ahead of the consumer.
+        rb: a buffer with a ``batch_size``. ``pin_memory=True`` saves a copy on the host; without it, the loader pins.
+        device: the device of the batches. Leaves that are already there are not copied; objects other than tensors are not
+            changed.
+        depth: the number of batches drawn ahead of the consumer.
         return_info: yield ``(batch, info)``, as ``rb.sample(return_info=True)``.
 
     Raises:
-        RuntimeError: no such device; no ``batch_size``.
-        ValueError: ``depth`` below 1.
+        RuntimeError: there is no such device, or the buffer has no ``batch_size``.
+        TypeError: ``depth`` is not an int.
+        ValueError: ``depth`` is below 1.
 
-    A batch shows the rows, and is drawn by the priorities, of up to ``depth`` batches before it is handed out. An iteration that is
-    left early has drawn up to ``depth`` batches that nobody sees; the next one draws anew. What drawing raises is raised in its turn,
-    and ends the iteration. The draws of a buffer with a ``generator`` are those it would make without the loader; draws from
-    torch's default generator come from another thread beside yours. One consumer thread.
+    A batch shows the rows and follows the priorities of up to ``depth`` batches before it is returned. An iteration that is left
+    early has drawn up to ``depth`` batches that are discarded; the next iteration draws new ones. An error while drawing is
+    raised when its batch is due, and ends the iteration. A buffer with a ``generator`` draws what it would draw without the
+    loader; draws from torch's default generator happen in the loader's thread. Only one thread may consume.
 
     >>> import torch
     >>> from engram import DeviceLoader, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -130,7 +135,7 @@ class DeviceLoader:
     # ---- batches -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches from now on. Priorities whose copies have arrived are applied before each."""
+        """Iterate over new batches. Before each, priorities whose copies have arrived are applied."""
         if self._streams is None:
             return self._passed_through()
         run = _Run(self._drawn, self._streams, self.depth)
@@ -138,7 +143,7 @@ class DeviceLoader:
         return self._handed_out(run)
 
     def _drawn(self) -> Iterator[Any]:
-        """Batches as the buffer makes them."""
+        """Batches as the buffer returns them."""
         if not self.return_info:
             yield from self.rb
             return
@@ -177,18 +182,19 @@ class DeviceLoader:
 
     # ---- priorities ----------------------------------------------------------------------------------------------------
 
-    def update_priority(self, index: Any, priority: Any, *, generation: Any = None) -> None:
-        """``rb.update_priority`` of values that may be on the device, without waiting for them.
+    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+        """``rb.update_priority`` with values that may be on the device, without waiting for them.
 
-        They are copied to pinned memory behind the work that computes them, and applied, in the order of the calls, once they have
-        arrived: by the next batch, update or :meth:`flush` after that. Values on the host with none before them are applied at once.
+        The values are copied to pinned memory after the work that computes them. They are applied in the order of the calls,
+        once they have arrived: by the next batch, update or :meth:`flush`. Values on the host are applied at once if no earlier
+        update is pending.
 
         Args:
             index, priority, generation: as for ``rb.update_priority``. They may be changed or freed afterwards.
 
         Raises:
-            PriorityError, RowError, RuntimeError: what an update raised that is applied now, this one or one before; that update
-                is dropped, the others stay.
+            PriorityError, RowError, RuntimeError: an update that is applied now, this one or an earlier one, failed. It is
+                dropped; the others stay.
         """
         streams = self._streams
         values = (index, priority, generation)
@@ -210,11 +216,12 @@ class DeviceLoader:
         self._updates.append(_Update(event, *values))
         self._apply()
 
-    def update_tensordict_priority(self, data: Any) -> None:
-        """``rb.update_tensordict_priority`` of a batch on the device, as :meth:`update_priority`.
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """``rb.update_tensordict_priority`` with a batch on the device, as :meth:`update_priority`.
 
         Raises:
-            KeyError: no ``priority_key``.
+            KeyError: the batch has no ``priority_key``.
+            PriorityError, RowError, RuntimeError: as :meth:`update_priority`.
         """
         key = self.rb.priority_key
         priority = data.get(key, None)
@@ -225,11 +232,11 @@ class DeviceLoader:
         self.update_priority(data.get("index"), priority, generation=data.get("index_generation", None))
 
     def flush(self) -> None:
-        """Wait for all priorities that were handed over, and apply them. Raises: as :meth:`update_priority`."""
+        """Wait for all pending priorities, and apply them. Raises: as :meth:`update_priority`."""
         self._apply(wait=True)
 
     def _apply(self, *, wait: bool = False) -> None:
-        """Apply updates in order, until one has not arrived."""
+        """Apply the updates that have arrived, in order."""
         while self._updates:
             event = self._updates[0].event
             if event is not None:
@@ -238,7 +245,7 @@ class DeviceLoader:
                 elif not event.query():
                     return
             update = self._updates.popleft()
-            self.rb.update_priority(update.index, update.priority, generation=update.generation)
+            self.rb.update_priority(update.rows, update.priority, generation=update.generation)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -263,11 +270,11 @@ class _Run:
         self._work = work
         self._thread = threading.Thread(target=work.run, name="engram-device-loader", daemon=True)
         self._thread.start()
-        # Before the interpreter goes, too: a thread that is drawing then must not be cut off.
+        # Also runs before the interpreter ends, which must not interrupt a thread that is drawing.
         self._end = weakref.finalize(self, _end, work, self._thread)
 
     def take(self) -> _Ready | None:
-        """The next batch, once it was queued for copying; None at the end."""
+        """The next batch, whose copy is queued; None at the end."""
         if not self._end.alive:
             return None
         found = self._work.ready.get()
@@ -282,7 +289,7 @@ class _Run:
 
 
 class _Work:
-    """What the thread does; it does not know its iteration, which ends when nobody refers to that."""
+    """The work of the thread. It has no reference to its iteration, so that the iteration can be garbage-collected."""
 
     def __init__(self, drawn: Callable[[], Iterator[Any]], streams: Streams, depth: int) -> None:
         self.drawn = drawn
@@ -310,7 +317,7 @@ class _Work:
 
     def _sent(self, batch: Any) -> _Ready:
         streams = self.streams
-        # What is on the device already was made on this thread's stream, which the stream of the copies does not wait for.
+        # Leaves that are already on the device were computed on this thread's stream; the stream of the copies does not wait for it.
         there = any(streams.holds(leaf) for leaf in tensors(batch))
         events = [streams.mark(streams.current())] if there else []
         pinned = self.pinning(batch)

@@ -1,8 +1,8 @@
-"""What a storage would take, before it is allocated."""
+"""The size of a storage, before it is allocated."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engram._words import said_bytes
 from engram.format import layout
@@ -16,7 +16,7 @@ __all__ = ["StoragePlan", "plan"]
 
 
 class StoragePlan(NamedTuple):
-    """What :func:`plan` found. ``print`` it."""
+    """The result of :func:`plan`. ``print`` shows it as a table."""
 
     capacity: int
     fields: tuple[Field, ...]
@@ -33,15 +33,19 @@ class StoragePlan(NamedTuple):
         return "\n".join([*lines, f"{total}, and {said_bytes(self.overhead)} beside them"])
 
 
-def plan(example: Any, capacity: int) -> StoragePlan:
-    """What the creation log of a tensor storage would say, before anything is allocated.
+def plan(example: object, capacity: int) -> StoragePlan:
+    """Compute how much space a tensor storage needs, without allocating anything.
 
     Args:
         example: one row, as for ``add``.
-        capacity: rows.
+        capacity: number of rows, at least 1.
+
+    Returns:
+        A :class:`StoragePlan` with the fields, and the bytes of a row, of all rows and of the metadata.
 
     Raises:
-        TypeError, ValueError: the row could not be stored; names the field.
+        TypeError: the row cannot be stored; the message names the field. ``capacity`` is not an int.
+        ValueError: a field has an unsupported value; ``capacity`` is below 1.
 
     >>> import torch, engram
     >>> print(engram.plan({"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "reward": torch.zeros(1)}, 1_000_000))

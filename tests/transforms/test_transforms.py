@@ -252,9 +252,9 @@ def test_a_key_of_something_else_than_a_tensor(make):
     [
         (lambda: DTypeCastTransform("float32", torch.float64), TypeError, "dtype_in.*float32"),
         (lambda: DTypeCastTransform(torch.float32, torch.float64, out_keys=["a"]), ValueError, "out_keys"),
-        (lambda: DTypeCastTransform(torch.float32, torch.float64, ["a"], ["a", "b"]), ValueError, "as many"),
-        (lambda: RenameTransform(["a"], ["b", "c"]), ValueError, "as many"),
-        (lambda: RenameTransform(["a"], [], ["c"], []), ValueError, "as many"),
+        (lambda: DTypeCastTransform(torch.float32, torch.float64, ["a"], ["a", "b"]), ValueError, "equally many"),
+        (lambda: RenameTransform(["a"], ["b", "c"]), ValueError, "equally many"),
+        (lambda: RenameTransform(["a"], [], ["c"], []), ValueError, "equally many"),
         (lambda: RenameTransform(["a", "b"], ["b", "c"]), ValueError, "both.*'b'"),
         (lambda: RenameTransform([3], ["b"]), TypeError, "in_keys.*3"),
         (lambda: SelectTransform(3), TypeError, "selected_keys.*3"),

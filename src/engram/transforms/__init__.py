@@ -1,7 +1,8 @@
-"""Transforms: forward on what is read, inverse on what is written.
+"""Transforms: ``forward`` changes batches that are read, ``inv`` rows that are written.
 
-Any object with ``forward`` and/or ``inv`` is one, and so is a callable. Those here have TorchRL's names, arguments and results, and
-take TensorDicts, nested dicts and, where keys do not matter, one tensor. None of them changes what it is given.
+Any object with ``forward``, ``inv`` or both is a transform, and so is a callable. The transforms here have TorchRL's names,
+arguments and results. They take TensorDicts, nested dicts and, where keys do not matter, one tensor. They do not modify their
+argument.
 """
 
 from engram.transforms._base import Transform

@@ -1,48 +1,53 @@
-"""What engram's transforms share: keys, and looking into TensorDicts and nested dicts alike."""
+"""Shared by the transforms: keys, and access to entries of TensorDicts and nested dicts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from engram import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
 
 __all__ = ["KeyedTransform", "Transform"]
 
 Key: TypeAlias = str | tuple[str, ...]
-"""Of an entry: a name, or names on the way to a nested one."""
+"""Of an entry: its name, or the path of names to a nested entry."""
+Keys: TypeAlias = "Sequence[Key] | None"
+"""Keys as a user gives them, a list or one key. A tuple is one key, as in TorchRL; None is no key."""
+Array: TypeAlias = "Tensor | NDArray[np.generic]"
 
 
 class Transform:
-    """Base of engram's transforms. One of your own needs no base class: ``forward`` and ``inv`` are enough."""
+    """Base of engram's transforms. Your own transform needs no base class: ``forward`` and ``inv`` are enough."""
 
-    #: Whether :meth:`forward` does anything, and :meth:`inv`: a direction that does not is passed over.
+    #: Whether :meth:`forward` and :meth:`inv` do anything. A direction that does nothing is skipped.
     reads = True
     writes = True
 
-    def forward(self, data: Any) -> Any:
-        """What the user gets for data that was read."""
+    def forward(self, data: object) -> Any:
+        """Transform a batch that was read, and return it."""
         return data
 
-    def inv(self, data: Any) -> Any:
-        """What is stored for data that is written."""
+    def inv(self, data: object) -> Any:
+        """Transform rows that will be written, and return them."""
         return data
 
-    def __call__(self, data: Any) -> Any:
+    def __call__(self, data: object) -> Any:
         return self.forward(data)
 
 
 class KeyedTransform(Transform):
-    """Computes an entry from an entry: ``out_keys`` from ``in_keys`` on reading, ``in_keys_inv`` from ``out_keys_inv`` on writing."""
+    """Computes ``out_keys`` from ``in_keys`` on reading, and ``in_keys_inv`` from ``out_keys_inv`` on writing."""
 
-    def __init__(self, in_keys: Any, out_keys: Any, in_keys_inv: Any, out_keys_inv: Any) -> None:
+    def __init__(self, in_keys: Keys, out_keys: Keys, in_keys_inv: Keys, out_keys_inv: Keys) -> None:
         name = type(self).__name__
         self.in_keys = as_keys(in_keys, f"{name}: in_keys")
         self.out_keys = self.in_keys if out_keys is None else as_keys(out_keys, f"{name}: out_keys")
@@ -53,35 +58,37 @@ class KeyedTransform(Transform):
         self.reads, self.writes = bool(self.in_keys), bool(self.in_keys_inv)
 
     def apply(self, value: Tensor) -> Tensor:
-        """An entry as it is read."""
+        """Transform one entry on reading."""
         raise NotImplementedError
 
     def apply_inv(self, value: Tensor) -> Tensor:
-        """An entry as it is written."""
+        """Transform one entry on writing."""
         raise NotImplementedError
 
-    def forward(self, data: Any) -> Any:
+    def forward(self, data: object) -> Any:
         return self._mapped(data, self.in_keys, self.out_keys, self.apply)
 
-    def inv(self, data: Any) -> Any:
+    def inv(self, data: object) -> Any:
         return self._mapped(data, self.out_keys_inv, self.in_keys_inv, self.apply_inv)
 
-    def _mapped(self, data: Any, sources: list[Key], targets: list[Key], change: Callable[[Tensor], Tensor]) -> Any:
+    def _mapped(
+        self, data: object, sources: list[Key], targets: list[Key], change: Callable[[Tensor], Tensor]
+    ) -> object:
         if not sources:
             return data
         if is_tensor(data):
             return change(torch.as_tensor(data))
-        made = shallow(data, type(self).__name__)
+        copied = shallow(data, type(self).__name__)
         for source, target in zip(sources, targets, strict=True):
-            put(made, target, change(torch.as_tensor(entry(data, source, type(self).__name__))))
-        return made
+            put(copied, target, change(torch.as_tensor(entry(data, source, type(self).__name__))))
+        return copied
 
 
-def as_keys(keys: Any, name: str) -> list[Key]:
-    """Keys of the user's as a list; None is none, and a tuple is one key, as in TorchRL.
+def as_keys(keys: object, name: str) -> list[Key]:
+    """A user's keys as a list. None is no key; a tuple is one key, as in TorchRL.
 
     Raises:
-        TypeError: neither a string nor a tuple of strings is among them.
+        TypeError: a key is neither a string nor a tuple of strings.
     """
     if keys is None:
         return []
@@ -98,29 +105,36 @@ def as_keys(keys: Any, name: str) -> list[Key]:
 
 def check_pairs(sources: list[Key], targets: list[Key], name: str) -> None:
     if len(sources) != len(targets):
-        raise ValueError(f"{name}: expected as many of the one as of the other, got {sources} and {targets}.")
+        raise ValueError(
+            f"{name}: expected equally many keys, got {len(sources)} and {len(targets)}: {sources} and {targets}."
+        )
 
 
 def path_of(key: Key) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key
 
 
-def is_tensor(data: Any) -> bool:
+def is_tensor(data: object) -> TypeGuard[Array]:
     """Whether data is one tensor or array."""
     return isinstance(data, Tensor | np.ndarray | np.generic) and not is_tensor_collection(data)
 
 
-def find(data: Any, key: Key) -> Any:
+def is_tensordict(data: object) -> TypeGuard[TensorDictBase]:
+    """Whether data is a TensorDict or a tensorclass, which has its methods."""
+    return bool(is_tensor_collection(data))
+
+
+def find(data: object, key: Key) -> Any:
     """The entry of a nested dict or TensorDict under a key, or None."""
     return nested.find(data, path_of(key))
 
 
-def entry(data: Any, key: Key, call: str) -> Any:
+def entry(data: object, key: Key, call: str) -> Array:
     """The tensor or array under a key.
 
     Raises:
-        KeyError: there is none.
-        TypeError: something else is there.
+        KeyError: there is no such entry.
+        TypeError: the entry is not a tensor.
     """
     value = find(data, key)
     if value is None:
@@ -130,30 +144,28 @@ def entry(data: Any, key: Key, call: str) -> Any:
     return value
 
 
-def described(data: Any) -> str:
+def described(data: object) -> str:
     """The keys of data, for messages."""
-    return (
-        f"the keys {[str(key) for key in data]}"
-        if isinstance(data, dict)
-        else f"the keys {sorted(map(str, data.keys()))}"
-    )
+    if isinstance(data, dict):
+        return f"the keys {[str(key) for key in data]}"
+    return f"the keys {sorted(map(str, data.keys()))}" if is_tensordict(data) else type(data).__name__
 
 
-def shallow(data: Any, call: str) -> Any:
-    """Containers anew, around the same tensors, so that entries can be set in them.
+def shallow(data: object, call: str) -> Any:
+    """New containers around the same tensors, so that entries can be set in them.
 
     Raises:
-        TypeError: no TensorDict, tensorclass or dict.
+        TypeError: ``data`` is not a TensorDict, tensorclass or dict.
     """
-    if is_tensor_collection(data):
+    if is_tensordict(data):
         return data.copy()
     if isinstance(data, dict):
         return {key: shallow(value, call) if nested.has_entries(value) else value for key, value in data.items()}
     raise TypeError(f"{call}: expected a TensorDict, a tensorclass or a nested dict, got {type(data).__name__}.")
 
 
-def put(data: Any, key: Key, value: Any) -> None:
-    """Set an entry in containers of ours, making those on the way."""
+def put(data: Any, key: Key, value: object) -> None:
+    """Set an entry in containers that :func:`shallow` returned, creating the containers on its path."""
     *way, last = path_of(key)
     for part in way:
         inner = data.get(part, None)
@@ -165,20 +177,20 @@ def put(data: Any, key: Key, value: Any) -> None:
     _set(data, last, value)
 
 
-def _set(data: Any, name: str, value: Any) -> None:
+def _set(data: dict[str, object] | TensorDictBase, name: str, value: object) -> None:
     if isinstance(data, dict):
         data[name] = value
     else:
         data.set(name, value)
 
 
-def map_tensors(data: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Every tensor and array of nested data changed, containers anew; other objects stay."""
+def map_tensors(data: object, change: Callable[[Tensor], Tensor]) -> Any:
+    """New containers around ``change(tensor)`` of every tensor and array. Other objects stay."""
     return nested.map_tensors(nested.map_leaves(data, lambda x: torch.as_tensor(x) if is_tensor(x) else x), change)
 
 
-def arguments(transform: Any, names: Iterable[str]) -> str:
-    """What ``repr`` shows."""
+def arguments(transform: Transform, names: Iterable[str]) -> str:
+    """The text of ``repr``."""
     shown = ", ".join(
         f"{name}={getattr(transform, name)!r}" for name in names if getattr(transform, name) not in (None, [])
     )

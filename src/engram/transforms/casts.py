@@ -1,35 +1,38 @@
-"""Other dtypes and devices outside of the buffer than inside."""
+"""Transforms between the dtypes and devices of the buffer and those of batches."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import is_tensor_collection
 
 from engram._devices import existing_device
-from engram.transforms._base import KeyedTransform, arguments, is_tensor, map_tensors, shallow
+from engram.transforms._base import KeyedTransform, arguments, is_tensor, is_tensordict, map_tensors, shallow
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from engram.transforms._base import Keys
 
 __all__ = ["DTypeCastTransform", "DeviceCastTransform", "DoubleToFloat"]
 
 
 class DTypeCastTransform(KeyedTransform):
-    """``dtype_in`` in the buffer, ``dtype_out`` outside: entries are cast on reading, and back on writing.
+    """Casts entries from ``dtype_in`` to ``dtype_out`` on reading, and back on writing.
 
     Args:
-        dtype_in: the dtype inside.
-        dtype_out: the dtype outside.
-        in_keys: what to cast on reading; None: every tensor of ``dtype_in``.
-        out_keys: where to; default ``in_keys``.
-        in_keys_inv: what to cast to ``dtype_in`` on writing. Default: every tensor of ``dtype_out``; nothing if ``in_keys`` are given.
-        out_keys_inv: the names of these entries in what is written; default ``in_keys_inv``.
+        dtype_in: the dtype in the buffer.
+        dtype_out: the dtype in batches.
+        in_keys: the entries to cast on reading; None: every tensor of ``dtype_in``.
+        out_keys: the names of the results; default ``in_keys``.
+        in_keys_inv: the entries to cast to ``dtype_in`` on writing. Default: every tensor of ``dtype_out``, or none if
+            ``in_keys`` is given.
+        out_keys_inv: the names of these entries in the written data; default ``in_keys_inv``.
 
     Raises:
-        TypeError: no dtypes, no keys. ValueError: ``out_keys`` without ``in_keys``.
-        KeyError: on use: no such entry.
+        TypeError: an argument is not a dtype, or not a key.
+        ValueError: ``out_keys`` without ``in_keys``.
+        KeyError: on use: there is no such entry.
 
     >>> import torch
     >>> from engram import DTypeCastTransform, LazyTensorStorage, ReplayBuffer
@@ -43,10 +46,10 @@ class DTypeCastTransform(KeyedTransform):
         self,
         dtype_in: torch.dtype,
         dtype_out: torch.dtype,
-        in_keys: Any = None,
-        out_keys: Any = None,
-        in_keys_inv: Any = None,
-        out_keys_inv: Any = None,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
     ) -> None:
         name = type(self).__name__
         for argument, value in (("dtype_in", dtype_in), ("dtype_out", dtype_out)):
@@ -66,12 +69,12 @@ class DTypeCastTransform(KeyedTransform):
     def apply_inv(self, value: Tensor) -> Tensor:
         return value.to(self.dtype_in)
 
-    def forward(self, data: Any) -> Any:
+    def forward(self, data: object) -> Any:
         if not self._all:
             return super().forward(data)
         return map_tensors(data, lambda x: x.to(self.dtype_out) if x.dtype is self.dtype_in else x)
 
-    def inv(self, data: Any) -> Any:
+    def inv(self, data: object) -> Any:
         if not self._all_inv:
             return super().inv(data)
         return map_tensors(data, lambda x: x.to(self.dtype_in) if x.dtype is self.dtype_out else x)
@@ -90,7 +93,7 @@ class DoubleToFloat(DTypeCastTransform):
     """
 
     def __init__(
-        self, in_keys: Any = None, out_keys: Any = None, in_keys_inv: Any = None, out_keys_inv: Any = None
+        self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
     ) -> None:
         super().__init__(torch.float64, torch.float32, in_keys, out_keys, in_keys_inv, out_keys_inv)
 
@@ -99,21 +102,21 @@ class DoubleToFloat(DTypeCastTransform):
 
 
 class DeviceCastTransform(KeyedTransform):
-    """Moves what is read to ``device``, and what is written to ``orig_device``.
+    """Moves batches to ``device``, and written rows to ``orig_device``.
 
     Args:
-        device: where batches go.
-        orig_device: where written data goes; None: it stays (the storage takes data from any device).
-        in_keys: what to move on reading; default everything. A TensorDict of which only parts move has no device any more.
-        out_keys: where to; default ``in_keys``, otherwise the entry moved is a second one.
+        device: the device of batches.
+        orig_device: the device of written rows; None: they are not moved (a storage takes data from any device).
+        in_keys: the entries to move on reading; default all. If only some entries move, the TensorDict has no ``device``.
+        out_keys: the names of the moved entries; default ``in_keys``. With another name, the original entry stays.
         in_keys_inv, out_keys_inv: the same for writing.
 
     Raises:
-        RuntimeError: no such device on this machine.
-        KeyError: on use: no such entry.
+        RuntimeError: this machine has no such device.
+        KeyError: on use: there is no such entry.
 
-    Copies are asynchronous for the host where the source is pinned and the target an accelerator, and complete for the stream
-    of the caller. See :class:`engram.DeviceLoader` for copies beside the learner's work.
+    A copy from pinned memory to an accelerator is asynchronous for the host, and ordered on the caller's stream.
+    :class:`engram.DeviceLoader` copies while the learner works.
 
     >>> import torch
     >>> from engram import DeviceCastTransform
@@ -126,10 +129,10 @@ class DeviceCastTransform(KeyedTransform):
         device: torch.device | str | int,
         orig_device: torch.device | str | int | None = None,
         *,
-        in_keys: Any = None,
-        out_keys: Any = None,
-        in_keys_inv: Any = None,
-        out_keys_inv: Any = None,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         self.device = existing_device(device, "DeviceCastTransform: device")
@@ -144,13 +147,13 @@ class DeviceCastTransform(KeyedTransform):
         return _moved(value, self.device)
 
     def apply_inv(self, value: Tensor) -> Tensor:
-        assert self.orig_device is not None  # or it is not asked
+        assert self.orig_device is not None  # else writes is False
         return _moved(value, self.orig_device)
 
-    def forward(self, data: Any) -> Any:
+    def forward(self, data: object) -> Any:
         return _everything(data, self.device) if self._all else super().forward(_without_device(data))
 
-    def inv(self, data: Any) -> Any:
+    def inv(self, data: object) -> Any:
         if self.orig_device is None:
             return data
         return _everything(data, self.orig_device) if self._all else super().inv(_without_device(data))
@@ -160,18 +163,18 @@ class DeviceCastTransform(KeyedTransform):
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:
-    # To the host a copy must have ended before anybody looks.
+    # A copy to the host must have ended before its result is read.
     return value.to(device, non_blocking=device.type != "cpu")
 
 
-def _everything(data: Any, device: torch.device) -> Any:
-    if is_tensor_collection(data):
-        return data.to(device, non_blocking=device.type != "cpu")  # by itself it would wait at the end
+def _everything(data: object, device: torch.device) -> object:
+    if is_tensordict(data):
+        return data.to(device, non_blocking=device.type != "cpu")  # without non_blocking=, it waits at the end
     return map_tensors(data, lambda x: _moved(x, device))
 
 
-def _without_device(data: Any) -> Any:
+def _without_device(data: object) -> object:
     """A TensorDict that may hold entries of several devices."""
-    if is_tensor(data) or not is_tensor_collection(data) or data.device is None:
+    if is_tensor(data) or not is_tensordict(data) or data.device is None:
         return data
     return shallow(data, "DeviceCastTransform").clear_device_()

@@ -16,13 +16,15 @@ __all__ = ["Compose"]
 
 
 class _Step:
-    """One transform with its two directions."""
+    """A transform and its two directions."""
 
-    def __init__(self, transform: Any, *, invert: bool) -> None:
+    def __init__(self, transform: object, *, invert: bool) -> None:
         forward: Callable[[Any], Any] | None
         inverse: Callable[[Any], Any] | None
         if isinstance(transform, type) and (hasattr(transform, "forward") or hasattr(transform, "inv")):
-            raise RuntimeError(f"transform: expected a transform, got the class {transform.__name__}. Make one of it.")
+            raise RuntimeError(
+                f"transform: expected a transform, got the class {transform.__name__}. Pass an instance of it."
+            )
         if hasattr(transform, "forward") or hasattr(transform, "inv"):
             forward = transform if isinstance(transform, torch.nn.Module) else getattr(transform, "forward", None)
             inverse = getattr(transform, "inv", None)
@@ -34,7 +36,7 @@ class _Step:
             )
         if isinstance(transform, torch.nn.Module):
             transform.eval()
-        if isinstance(transform, Transform):  # ours say which direction does nothing
+        if isinstance(transform, Transform):  # engram's transforms say which direction does nothing
             forward = forward if transform.reads else None
             inverse = inverse if transform.writes else None
         self.transform = transform
@@ -44,22 +46,22 @@ class _Step:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return getattr(self.transform, "__name__", None) or type(self.transform).__name__
 
 
 class Compose:
-    """A list of transforms: :meth:`forward` applies them in order to what is read, :meth:`inv` in reverse to what is written.
+    """A list of transforms. :meth:`forward` applies them in order to batches, :meth:`inv` in reverse to written rows.
 
-    A transform is an object with ``forward`` and/or ``inv`` (TorchRL's are, and so is another ``Compose``), a ``torch.nn.Module``,
-    which is called, or a callable, which is for reading unless ``invert``. Modules are put into evaluation mode. ``rb.transform``
-    is such a list.
+    A transform is an object with ``forward``, ``inv`` or both (such as TorchRL's, or another ``Compose``), a
+    ``torch.nn.Module``, which is called, or any other callable, which is applied on reading unless ``invert``. Modules are put
+    into evaluation mode. ``rb.transform`` is such a list.
 
     Args:
-        *transforms: the first is applied first on reading, last on writing.
+        *transforms: the first is applied first on reading, and last on writing.
 
     Raises:
-        RuntimeError: no transform.
+        RuntimeError: an argument is not a transform.
 
     >>> import torch
     >>> from engram import Compose, DTypeCastTransform, LazyTensorStorage, ReplayBuffer
@@ -72,49 +74,51 @@ class Compose:
     (tensor([1., 1.]), 2)
     """
 
-    def __init__(self, *transforms: Any) -> None:
+    def __init__(self, *transforms: object) -> None:
         self._steps = [_Step(transform, invert=False) for transform in transforms]
-        self._look()
+        self._update_directions()
 
     @classmethod
-    def of(cls, transform: Any) -> Compose:
-        """A list of what a user gave a buffer: None, a transform, or a list of them, which is copied."""
-        made = cls()
+    def of(cls, transform: object) -> Compose:
+        """The list for what a user passed to a buffer: None, a transform, or a list of them, which is copied."""
         if isinstance(transform, Compose):
-            made._steps = list(transform._steps)  # noqa: SLF001 - of our own class
-            made._look()
-        elif transform is not None:
-            made.append(transform)
-        return made
+            copy: Compose = transform[:]
+            return copy
+        return cls() if transform is None else cls(transform)
 
-    def append(self, transform: Any, *, invert: bool = False) -> None:
-        """Add a transform at the end. ``invert`` swaps its directions. Raises ``RuntimeError`` for anything else."""
+    def append(self, transform: object, *, invert: bool = False) -> None:
+        """Add a transform at the end. ``invert`` swaps its directions.
+
+        Raises:
+            RuntimeError: ``transform`` is not a transform.
+        """
         self._steps.append(_Step(transform, invert=invert))
-        self._look()
+        self._update_directions()
 
-    def insert(self, index: int, transform: Any, *, invert: bool = False) -> None:
+    def insert(self, index: int, transform: object, *, invert: bool = False) -> None:
         """Add a transform before position ``index``.
 
         Raises:
-            ValueError: no such position. RuntimeError: no transform.
+            ValueError: there is no such position.
+            RuntimeError: ``transform`` is not a transform.
         """
         if not -len(self) <= index <= len(self):
             raise ValueError(f"insert_transform: index: expected one in [{-len(self)}, {len(self)}], got {index}.")
         self._steps.insert(index, _Step(transform, invert=invert))
-        self._look()
+        self._update_directions()
 
-    def _look(self) -> None:
-        # A list within counts for both directions: it may grow later.
-        #: Whether :meth:`forward` does anything, and :meth:`inv`.
+    def _update_directions(self) -> None:
+        # A nested Compose counts for both directions, because it may grow later.
+        #: Whether :meth:`forward` and :meth:`inv` do anything.
         self.reads = any(step.forward is not None for step in self._steps)
         self.writes = any(step.inverse is not None for step in self._steps)
 
     def forward(self, data: Any) -> Any:
-        """What the user gets for rows read.
+        """Apply the transforms in order to a batch, and return the result.
 
         Raises:
             RuntimeError: a transform returned None.
-            Exception: whatever a transform raises, with a note which one it was.
+            Exception: what a transform raises, with a note that names the transform.
         """
         for number, step in enumerate(self._steps):
             if step.forward is None:
@@ -131,10 +135,10 @@ class Compose:
         return data
 
     def inv(self, data: Any) -> Any:
-        """What is stored for rows written; None if a transform held everything back.
+        """Apply the inverse transforms in reverse order to rows. None if a transform kept all of them back.
 
         Raises:
-            Exception: whatever a transform raises, with a note which one it was.
+            Exception: what a transform raises, with a note that names the transform.
         """
         for number, step in reversed(list(enumerate(self._steps))):
             if step.inverse is None or data is None:
@@ -146,14 +150,14 @@ class Compose:
                 raise
         return data
 
-    def __call__(self, data: Any) -> Any:
+    def __call__(self, data: object) -> Any:
         return self.forward(data)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The states of those that have one, under their positions: copies.
+        """The states of the transforms that have one, by position. Copies.
 
         Raises:
-            TypeError: one holds something else than tensors and plain values; names the way to it.
+            TypeError: a state contains something other than tensors and plain values; the message names the path to it.
         """
         return {number: saved(transform, f"transform {number}") for number, transform in self._with_states().items()}
 
@@ -166,7 +170,7 @@ class Compose:
 
     @property
     def functions(self) -> list[str]:
-        """Names of the transforms without a state, which only a program can make again; of lists within, theirs."""
+        """Names of the transforms without a state, which only a program can create again; also those of nested lists."""
         named = []
         for step in self._steps:
             if isinstance(step.transform, Compose):
@@ -176,7 +180,7 @@ class Compose:
         return named
 
     def checked_state(self, state_dict: dict[str, dict[str, Any]]) -> Callable[[], None]:
-        """Check the states of all; what makes the transforms take them over."""
+        """Check the states of all transforms. The returned function loads them."""
         transforms = self._with_states()
         check_keys(state_dict, transforms, "Compose")
         takes = [
@@ -190,10 +194,11 @@ class Compose:
         return take
 
     def load_state_dict(self, state_dict: dict[str, dict[str, Any]]) -> None:
-        """Hand every transform its state.
+        """Load the state of every transform.
 
         Raises:
-            KeyError: states at other positions than here. Whatever a transform raises for its own. Nothing is changed.
+            KeyError: the positions of the states are not those of the transforms.
+            Exception: what a transform raises for its state. Nothing is changed.
         """
         self.checked_state(state_dict)()
 
@@ -201,12 +206,12 @@ class Compose:
         return len(self._steps)
 
     def __getitem__(self, index: int | slice) -> Any:
-        """A transform; of a slice, a list of those, with their directions."""
+        """A transform; for a slice, a new ``Compose`` of those, with their directions."""
         if isinstance(index, slice):
-            made = Compose()
-            made._steps = self._steps[index]
-            made._look()
-            return made
+            some = Compose()
+            some._steps = self._steps[index]
+            some._update_directions()
+            return some
         return self._steps[index].transform
 
     def __iter__(self) -> Iterator[Any]:

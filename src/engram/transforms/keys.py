@@ -1,10 +1,8 @@
-"""Other entries, or other names, outside of the buffer than inside."""
+"""Transforms that rename, select and exclude entries."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-from tensordict import is_tensor_collection
 
 from engram.nested import has_entries
 from engram.transforms._base import (
@@ -14,13 +12,16 @@ from engram.transforms._base import (
     check_pairs,
     described,
     find,
+    is_tensordict,
     path_of,
     put,
     shallow,
 )
 
 if TYPE_CHECKING:
-    from engram.transforms._base import Key
+    from tensordict import TensorDictBase
+
+    from engram.transforms._base import Key, Keys
 
 __all__ = ["ExcludeTransform", "RenameTransform", "SelectTransform"]
 
@@ -29,13 +30,14 @@ class RenameTransform(Transform):
     """Renames entries: ``in_keys`` become ``out_keys`` on reading, ``out_keys_inv`` become ``in_keys_inv`` on writing.
 
     Args:
-        in_keys, out_keys: names inside and outside, in pairs.
-        in_keys_inv, out_keys_inv: the same for writing; default nothing is renamed.
-        create_copy: the entry keeps its old name, too.
+        in_keys, out_keys: names in the buffer and in batches, in pairs.
+        in_keys_inv, out_keys_inv: the same for writing. By default, nothing is renamed.
+        create_copy: keep the entry under its old name as well.
 
     Raises:
-        ValueError: not in pairs; a key on both sides, as the order would matter: use two transforms.
-        KeyError: on use: no such entry. TypeError: on use: neither TensorDict nor dict.
+        ValueError: the lists differ in length, or a key is in both of them (the order would matter: use two transforms).
+        KeyError: on use: there is no such entry.
+        TypeError: on use: the data is neither a TensorDict nor a dict.
 
     >>> import torch
     >>> from engram import RenameTransform
@@ -44,7 +46,12 @@ class RenameTransform(Transform):
     """
 
     def __init__(
-        self, in_keys: Any, out_keys: Any, in_keys_inv: Any = None, out_keys_inv: Any = None, create_copy: bool = False
+        self,
+        in_keys: Keys,
+        out_keys: Keys,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
+        create_copy: bool = False,
     ) -> None:
         self.in_keys = as_keys(in_keys, "RenameTransform: in_keys")
         self.out_keys = as_keys(out_keys, "RenameTransform: out_keys")
@@ -60,13 +67,13 @@ class RenameTransform(Transform):
             raise ValueError(f"RenameTransform: expected no key among both in_keys and out_keys, got {both}. Use two.")
         self.reads, self.writes = bool(self.in_keys), bool(self.in_keys_inv)
 
-    def forward(self, data: Any) -> Any:
+    def forward(self, data: object) -> Any:
         return self._renamed(data, self.in_keys, self.out_keys)
 
-    def inv(self, data: Any) -> Any:
+    def inv(self, data: object) -> Any:
         return self._renamed(data, self.out_keys_inv, self.in_keys_inv)
 
-    def _renamed(self, data: Any, old: list[Key], new: list[Key]) -> Any:
+    def _renamed(self, data: object, old: list[Key], new: list[Key]) -> object:
         made = shallow(data, "RenameTransform")
         for source in old:
             if find(data, source) is None:
@@ -83,14 +90,14 @@ class RenameTransform(Transform):
 
 
 class SelectTransform(Transform):
-    """Leaves only some entries of what is read.
+    """Keeps only some entries of a batch.
 
     Args:
-        *selected_keys: what stays, where it is there; a key of a nested TensorDict or dict means all of it.
-        keep_rewards, keep_dones: ``"reward"`` and ``"done"`` stay, too.
+        *selected_keys: the entries to keep, if they exist. The key of a nested TensorDict or dict selects all of it.
+        keep_rewards, keep_dones: keep ``"reward"`` and ``"done"`` as well.
 
     Raises:
-        TypeError: no keys; on use: neither TensorDict nor dict.
+        TypeError: a key is not a string or a tuple of strings; on use: the data is neither a TensorDict nor a dict.
 
     >>> import torch
     >>> from engram import SelectTransform
@@ -100,35 +107,35 @@ class SelectTransform(Transform):
 
     writes = False
 
-    def __init__(self, *selected_keys: Any, keep_rewards: bool = True, keep_dones: bool = True) -> None:
+    def __init__(self, *selected_keys: Key, keep_rewards: bool = True, keep_dones: bool = True) -> None:
         self.selected_keys = as_keys(list(selected_keys), "SelectTransform: selected_keys")
         self.keep_rewards, self.keep_dones = bool(keep_rewards), bool(keep_dones)
         self._kept = [*self.selected_keys, *["reward"] * self.keep_rewards, *["done"] * self.keep_dones]
 
-    def forward(self, data: Any) -> Any:
-        if is_tensor_collection(data):
+    def forward(self, data: object) -> Any:
+        if is_tensordict(data):
             return data.select(*self._kept, strict=False)
-        shallow(data, "SelectTransform")  # refuses what has no keys
-        made: dict[str, Any] = {}
+        shallow(data, "SelectTransform")  # rejects data without keys
+        selected: dict[str, object] = {}
         for key in self._kept:
             value = find(data, key)
             if value is not None:
-                put(made, key, shallow(value, "SelectTransform") if has_entries(value) else value)
-        return made
+                put(selected, key, shallow(value, "SelectTransform") if has_entries(value) else value)
+        return selected
 
     def __repr__(self) -> str:
         return f"SelectTransform({', '.join(map(repr, self.selected_keys))})"
 
 
 class ExcludeTransform(Transform):
-    """Leaves out some entries of what is read, or of what is written.
+    """Removes some entries of a batch, or of rows that are written.
 
     Args:
-        *excluded_keys: what goes, where it is there.
-        inverse: on writing, instead of on reading.
+        *excluded_keys: the entries to remove, if they exist.
+        inverse: remove them on writing instead of on reading.
 
     Raises:
-        TypeError: no keys; on use: neither TensorDict nor dict.
+        TypeError: a key is not a string or a tuple of strings; on use: the data is neither a TensorDict nor a dict.
 
     >>> import torch
     >>> from engram import ExcludeTransform
@@ -136,19 +143,19 @@ class ExcludeTransform(Transform):
     ['obs']
     """
 
-    def __init__(self, *excluded_keys: Any, inverse: bool = False) -> None:
+    def __init__(self, *excluded_keys: Key, inverse: bool = False) -> None:
         self.excluded_keys = as_keys(list(excluded_keys), "ExcludeTransform: excluded_keys")
         self.inverse = bool(inverse)
         self.reads, self.writes = not self.inverse, self.inverse
 
-    def forward(self, data: Any) -> Any:
+    def forward(self, data: object) -> Any:
         return data if self.inverse else self._without(data)
 
-    def inv(self, data: Any) -> Any:
+    def inv(self, data: object) -> Any:
         return self._without(data) if self.inverse else data
 
-    def _without(self, data: Any) -> Any:
-        if is_tensor_collection(data):
+    def _without(self, data: object) -> object:
+        if is_tensordict(data):
             return data.exclude(*self.excluded_keys)
         made = shallow(data, "ExcludeTransform")
         for key in self.excluded_keys:
@@ -161,7 +168,7 @@ class ExcludeTransform(Transform):
         return f"ExcludeTransform({', '.join(map(repr, self.excluded_keys))}{inverse})"
 
 
-def _remove(data: Any, key: Key) -> None:
+def _remove(data: dict[str, Any] | TensorDictBase, key: Key) -> None:
     *way, last = path_of(key)
     for part in way:
         data = data.get(part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,27 +13,29 @@ from engram.transforms._base import KeyedTransform, arguments
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engram.transforms._base import Keys
+
 __all__ = ["ObservationNorm", "RewardScaling"]
 
 
 class ObservationNorm(KeyedTransform):
-    """``x * scale + loc``; with ``standard_normal`` ``(x - loc) / scale``. On writing the other way round.
+    """Computes ``x * scale + loc``, or ``(x - loc) / scale`` with ``standard_normal``. On writing, the inverse.
 
     Args:
-        loc, scale: a number, or a tensor that broadcasts against the entries. ``scale`` is at least ``eps``.
-        in_keys: what to transform on reading. A batch that is one tensor is transformed whatever the keys.
-        out_keys: where to; default ``in_keys``.
-        in_keys_inv: what to transform back on writing; default nothing.
-        out_keys_inv: the names of these entries in what is written; default ``in_keys_inv``.
-        standard_normal: which of the two.
-        eps: default that of the dtype of ``scale``, 1e-6 for a number.
+        loc, scale: a number, or a tensor that broadcasts against the entries. ``scale`` is raised to at least ``eps``.
+        in_keys: the entries to transform on reading. A batch that is one tensor is always transformed.
+        out_keys: the names of the results; default ``in_keys``.
+        in_keys_inv: the entries to transform back on writing; default none.
+        out_keys_inv: the names of these entries in the written data; default ``in_keys_inv``.
+        standard_normal: which of the two formulas.
+        eps: default the ``eps`` of the dtype of ``scale``, or 1e-6 for a number.
 
     Raises:
-        ValueError: ``scale`` is not positive, or not finite.
-        TypeError: neither numbers nor tensors, no keys.
-        KeyError: on use: no such entry.
+        ValueError: ``loc`` or ``scale`` is not finite, or ``scale`` is not positive.
+        TypeError: ``loc`` or ``scale`` is neither a number nor a tensor, or there are no keys.
+        KeyError: on use: there is no such entry.
 
-    Integers become floats. Values are computed in the dtype of entry and ``loc`` together, on the entry's device.
+    Integers become floats. The dtype of a result is the common dtype of the entry and ``loc``; its device is the entry's.
 
     >>> import torch
     >>> from engram import ObservationNorm
@@ -45,10 +47,10 @@ class ObservationNorm(KeyedTransform):
         self,
         loc: float | Tensor,
         scale: float | Tensor,
-        in_keys: Any = None,
-        out_keys: Any = None,
-        in_keys_inv: Any = None,
-        out_keys_inv: Any = None,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
         standard_normal: bool = False,
         eps: float | None = None,
     ) -> None:
@@ -100,11 +102,11 @@ class ObservationNorm(KeyedTransform):
         return take
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Take over a saved state.
+        """Load a saved state.
 
         Raises:
-            KeyError: other entries than those of :meth:`state_dict`. TypeError, ValueError: one that is no such tensor, or out of
-                range. Nothing is changed.
+            KeyError: the entries are not those of :meth:`state_dict`.
+            TypeError, ValueError: an entry is not such a tensor, or out of range. Nothing is changed.
         """
         self.checked_state(state_dict)()
 
@@ -117,7 +119,7 @@ class RewardScaling(ObservationNorm):
 
     Args:
         loc, scale: a number, or a tensor that broadcasts against the entries. ``scale`` is at least 1e-6.
-        in_keys: default ``"reward"``, which is the root's: that of a transition is ``("next", "reward")``.
+        in_keys: default ``"reward"`` at the root. The reward of a transition is ``("next", "reward")``.
         out_keys: default ``in_keys``.
         standard_normal: ``(x - loc) / scale`` instead of ``x * scale + loc``.
 
@@ -133,15 +135,15 @@ class RewardScaling(ObservationNorm):
         self,
         loc: float | Tensor,
         scale: float | Tensor,
-        in_keys: Any = None,
-        out_keys: Any = None,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
         standard_normal: bool = False,
     ) -> None:
         keys = ["reward"] if in_keys is None else in_keys
         super().__init__(loc, scale, keys, out_keys, standard_normal=standard_normal, eps=1e-6)
 
 
-def _constant(value: Any, name: str) -> Tensor:
+def _constant(value: object, name: str) -> Tensor:
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}.")
     made = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")

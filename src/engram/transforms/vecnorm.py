@@ -1,4 +1,4 @@
-"""Normalisation by running statistics."""
+"""Normalization by running statistics."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram.state import tensor_in
-from engram.transforms._base import KeyedTransform, arguments, entry, find, is_tensor, put, shallow
+from engram.transforms._base import KeyedTransform, arguments, entry, find, is_tensor, is_tensordict, put, shallow
 from engram.transforms.compose import Compose
 from engram.transforms.scaling import ObservationNorm
 
@@ -19,20 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
-    from engram.transforms._base import Key
+    from engram.transforms._base import Key, Keys
 
 __all__ = ["VecNorm"]
 
 
 class _Moments(NamedTuple):
-    """float64: how many values (earlier ones count less), their mean, and the sum of squared distances to it."""
+    """float64: the number of values (earlier ones weigh less), their mean, and the sum of squared distances to it."""
 
     weight: Tensor
     mean: Tensor
     squares: Tensor
 
     def joined(self, other: _Moments) -> _Moments:
-        """Of both together (Chan et al.): nothing large is subtracted from something large."""
+        """The moments of both sets of values (Chan et al.), without subtracting large numbers from each other."""
         weight = self.weight + other.weight
         share = other.weight / weight
         delta = other.mean - self.mean
@@ -42,26 +41,26 @@ class _Moments(NamedTuple):
 
 
 class VecNorm(KeyedTransform):
-    """``(x - mean) / std`` on reading, by statistics of all that was read so far; later batches count more.
+    """Computes ``(x - mean) / std`` on reading, from statistics of everything read so far. Later batches weigh more.
 
-    As TorchRL's: each call first takes its batch into the statistics, then normalises by them. What is written stays as it is.
-    ``append_transform(VecNorm(…), invert=True)`` does the same to what is written instead.
+    As in TorchRL, each call first adds its batch to the statistics, then normalizes with them. Written rows are not changed.
+    ``append_transform(VecNorm(…), invert=True)`` normalizes written rows instead.
 
     Args:
-        in_keys: default ``["observation", "reward"]``; those that are not there are passed over. A batch that is one tensor is
-            the first.
-        out_keys: where to; default ``in_keys``.
-        decay: weight of earlier batches at each call, in ``(0, 1]``; 1: all count the same.
-        eps: variance and standard deviation are at least this.
-        shapes: shape of one value per key; default what is behind the batch dimensions (one, for a dict or a tensor).
+        in_keys: default ``["observation", "reward"]``. Missing entries are skipped. A batch that is one tensor uses the first.
+        out_keys: the names of the results; default ``in_keys``.
+        decay: the weight of earlier batches at each call, in ``(0, 1]``. With 1 all batches weigh the same.
+        eps: a lower bound of variance and standard deviation.
+        shapes: the shape of one value, per key. Default: the dimensions after the batch dimensions (one, for a dict or a
+            tensor).
 
     Raises:
-        ValueError: ``decay`` or ``eps`` out of range; another number of ``shapes`` than of keys. On use: NaN or infinite values; the
-            statistics stay as they were, of all keys.
-        RuntimeError: on use: values of another shape than before.
+        ValueError: ``decay`` or ``eps`` is out of range, or the number of ``shapes`` is not that of keys. On use: values are
+            NaN or infinite; then the statistics of all keys stay unchanged.
+        RuntimeError: on use: values have another shape than before.
 
-    Statistics are float64 (also of float16 and integer entries), on the device of the first batch. Checking for NaN waits
-    for an accelerator. Several threads may use it; processes have statistics of their own.
+    Statistics are float64, also for float16 and integer entries, on the device of the first batch. The check for NaN waits
+    for an accelerator. Several threads may use one ``VecNorm``; every process has its own statistics.
 
     >>> import torch
     >>> from engram import VecNorm
@@ -76,8 +75,8 @@ class VecNorm(KeyedTransform):
 
     def __init__(
         self,
-        in_keys: Any = None,
-        out_keys: Any = None,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
         *,
         decay: float = 0.9999,
         eps: float = 1e-4,
@@ -96,30 +95,30 @@ class VecNorm(KeyedTransform):
         self._moments: list[_Moments | None] = [None] * len(self.in_keys)
         self._lock = threading.Lock()
 
-    def forward(self, data: Any) -> Any:
+    def forward(self, data: object) -> Any:
         if is_tensor(data):
             value = torch.as_tensor(data)
             with self._lock:
-                self._take({0: (value, value.shape[1:])})
+                self._add({0: (value, value.shape[1:])})
                 return self._normalized(0, value)
-        made = shallow(data, "VecNorm")
+        normalized = shallow(data, "VecNorm")
         found = {}
         for i, key in enumerate(self.in_keys):
             if find(data, key) is not None:
                 value = torch.as_tensor(entry(data, key, "VecNorm"))
-                found[i] = (value, value.shape[len(data.batch_size) if is_tensor_collection(data) else 1 :])
+                found[i] = (value, value.shape[len(data.batch_size) if is_tensordict(data) else 1 :])
         with self._lock:
-            self._take(found)
+            self._add(found)
             for i, (value, _) in found.items():
-                put(made, self.out_keys[i], self._normalized(i, value))
-        return made
+                put(normalized, self.out_keys[i], self._normalized(i, value))
+        return normalized
 
-    def inv(self, data: Any) -> Any:
-        """Data as it is: statistics come from what is read. :meth:`denorm` undoes the normalisation."""
+    def inv(self, data: object) -> Any:
+        """Return data unchanged. :meth:`denorm` undoes the normalization."""
         return data
 
-    def _take(self, found: dict[int, tuple[Tensor, torch.Size]]) -> None:
-        """Values of some keys join the statistics: all, or after an error none."""
+    def _add(self, found: dict[int, tuple[Tensor, torch.Size]]) -> None:
+        """Add values of some keys to the statistics: all of them, or none after an error."""
         if self.frozen:
             return
         new = {i: self._after(i, value, shape) for i, (value, shape) in found.items()}
@@ -158,7 +157,7 @@ class VecNorm(KeyedTransform):
     def _loc_scale(self, i: int) -> tuple[Tensor, Tensor]:
         moments = self._moments[i]
         if moments is None:
-            raise RuntimeError(f"VecNorm: expected statistics of {self.in_keys[i]!r}: nothing was read yet.")
+            raise RuntimeError(f"VecNorm: expected statistics of {self.in_keys[i]!r}, but nothing was read yet.")
         return moments.mean, (moments.squares / moments.weight).clamp_min(self.eps).sqrt().clamp_min(self.eps)
 
     # ---- looking at the statistics -------------------------------------------------------------------------------------
@@ -176,42 +175,43 @@ class VecNorm(KeyedTransform):
         return {key: self._loc_scale(i)[1] for i, key in enumerate(self.in_keys) if self._moments[i] is not None}
 
     def freeze(self) -> Self:
-        """Leave the statistics as they are from now on. Returns the transform."""
+        """Stop updating the statistics. Returns the transform."""
         self.frozen = True
         return self
 
     def unfreeze(self) -> Self:
-        """Take batches into the statistics again. Returns the transform."""
+        """Update the statistics again. Returns the transform."""
         self.frozen = False
         return self
 
     def frozen_copy(self) -> VecNorm:
-        """A frozen one, with the statistics of now."""
+        """A frozen copy with the current statistics."""
         return copy.deepcopy(self).freeze()
 
-    def denorm(self, data: Any) -> Any:
-        """Undo the normalisation: ``out_keys`` back into ``in_keys``, by the statistics of now.
+    def denorm(self, data: object) -> Any:
+        """Undo the normalization with the current statistics: compute ``in_keys`` from ``out_keys``.
 
         Raises:
             RuntimeError: nothing was read yet.
         """
         if is_tensor(data):
             loc, scale = self._loc_scale(0)
-            return data * scale.to(data.device, data.dtype) + loc.to(data.device, data.dtype)
-        made = shallow(data, "VecNorm")
+            value = torch.as_tensor(data)
+            return value * scale.to(value.device, value.dtype) + loc.to(value.device, value.dtype)
+        restored = shallow(data, "VecNorm")
         for i, key in enumerate(self.out_keys):
             value = find(data, key)
             if value is not None:
                 loc, scale = self._loc_scale(i)
                 put(
-                    made,
+                    restored,
                     self.in_keys[i],
                     value * scale.to(value.device, value.dtype) + loc.to(value.device, value.dtype),
                 )
-        return made
+        return restored
 
     def to_observation_norm(self) -> ObservationNorm | Compose:
-        """The transform by the statistics of now, without any of its own; a :class:`Compose` for several keys."""
+        """A fixed transform with the current statistics; a :class:`Compose` if there are several keys."""
         norms = []
         for i, (key, out_key) in enumerate(zip(self.in_keys, self.out_keys, strict=True)):
             loc, scale = (part.to(torch.get_default_dtype()) for part in self._loc_scale(i))
@@ -221,7 +221,7 @@ class VecNorm(KeyedTransform):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``frozen``, and for the i-th key that was read ``i.weight``, ``i.mean`` and ``i.squares``: tensors only."""
+        """Tensors: ``frozen``, and ``i.weight``, ``i.mean`` and ``i.squares`` for the i-th key, if it was read."""
         state = {"frozen": torch.tensor(self.frozen, device="cpu")}
         with self._lock:
             for i, moments in enumerate(self._moments):
@@ -230,7 +230,7 @@ class VecNorm(KeyedTransform):
         return state
 
     def checked_state(self, state_dict: dict[str, Tensor]) -> Callable[[], None]:
-        """Check a state; what takes it over."""
+        """Check a state. The returned function loads it."""
         if not isinstance(state_dict, dict):
             raise TypeError(f"VecNorm: expected a dict, got a {type(state_dict).__name__}.")
         left = set(state_dict) - {"frozen"}
@@ -252,7 +252,7 @@ class VecNorm(KeyedTransform):
         return take
 
     def _checked_moments(self, i: int, names: list[str], state: dict[str, Any]) -> _Moments:
-        """The statistics of a key, in tensors of their own."""
+        """The statistics of a key, copied."""
         if any(name not in state for name in names):
             raise KeyError(f"VecNorm: expected {', '.join(names)} of key {i}, got {sorted(state)}.")
         known = self._shapes[i]
@@ -263,20 +263,20 @@ class VecNorm(KeyedTransform):
                 raise TypeError(f"VecNorm: {name}: expected a tensor of floats, got {type(value).__name__}.")
             if value.shape != torch.Size(expected):
                 raise ValueError(f"VecNorm: {name}: expected the shape {list(expected)}, got {list(value.shape)}.")
-        made = _Moments(*(state[name].detach().to(torch.float64).clone() for name in names))
-        finite = all(bool(torch.isfinite(part).all()) for part in made)
-        if not finite or not float(made.weight) > 0 or bool((made.squares < 0).any()):
+        moments = _Moments(*(state[name].detach().to(torch.float64).clone() for name in names))
+        finite = all(bool(torch.isfinite(part).all()) for part in moments)
+        if not finite or not float(moments.weight) > 0 or bool((moments.squares < 0).any()):
             raise ValueError(
-                f"VecNorm: {names}: expected finite statistics, of a positive weight and squares of at least 0."
+                f"VecNorm: {names}: expected finite statistics with a positive weight and squares of at least 0."
             )
-        return made
+        return moments
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Go on with the statistics of a saved state.
+        """Load the statistics of a saved state.
 
         Raises:
-            KeyError: missing or unknown entries. TypeError, ValueError: one that is no statistic, or of another shape than
-                ``shapes``. Nothing is changed.
+            KeyError: entries are missing or unknown.
+            TypeError, ValueError: an entry is not a statistic, or has another shape than ``shapes``. Nothing is changed.
         """
         self.checked_state(state_dict)()
 
