@@ -26,21 +26,25 @@ __all__ = ["Expander", "check_count", "check_discount"]
 
 
 class Expander(Declared, Dumpable):
-    """A sampler around a sampler. The inner one draws the rows; then every batch gets what the steps around them say.
+    """A sampler around a sampler. The inner one draws the rows; the expander adds what it computes from the steps
+    around them.
 
-    Rows, ``"index"``, ``"index_generation"`` and ``"priority_weight"`` are the inner sampler's, so priorities are updated as
-    without an expander. Attributes that an expander does not have are those of :attr:`sampler`, in both directions:
-    ``rb.sampler.beta = 0.5`` sets that of the ``PrioritizedSampler`` inside. Expanders can wrap expanders, in any order.
+    Rows, ``"index"``, ``"index_generation"`` and ``"priority_weight"`` are those of the inner sampler, so
+    priorities are updated as without an expander. Attributes that an expander does not have are those of
+    :attr:`sampler`, for reading and for setting: ``rb.sampler.beta = 0.5`` sets ``beta`` of the
+    ``PrioritizedSampler`` inside. Expanders can wrap expanders, in any order.
 
-    Steps belong together as for a :class:`SliceSampler`: to one trajectory in one lane (with ``ndim > 1`` one column), never
-    across the seam of a ring, where the newest row lies before the oldest. The rows around a drawn one are read under their
-    tickets together with it: if one of them is overwritten meanwhile, all are read or drawn again.
+    Steps belong together as for a :class:`SliceSampler`: to one trajectory in one lane (with ``ndim > 1``, in one
+    column), never across the seam of a ring, where the newest row precedes the oldest. The rows around a drawn row
+    are read together with it and compared with their tickets. If one of them is overwritten meanwhile, all are read
+    or drawn again.
 
-    Around a slice sampler every step of every window is expanded as if it had been drawn alone, so what it says may come from
-    behind the window, or before it, but never from another trajectory. Windows and their marks stay: ``("next", "truncated")`` is
-    true at the last step of a window, and ``("next", "done")`` there and where the expanded entry is.
+    Around a slice sampler, every step of every window is expanded as if it had been drawn alone. It may therefore
+    include steps before or after the window, but never of another trajectory. Windows and their marks stay:
+    ``("next", "truncated")`` is true at the last step of a window, and ``("next", "done")`` there and where the
+    expanded entry is true.
 
-    Entries that are not stored stand in the batches of TensorDict buffers, and in the ``info`` of all buffers.
+    Computed entries are in the batches of TensorDict buffers, and in the ``info`` of all buffers.
     """
 
     part = "sampler"
@@ -59,12 +63,12 @@ class Expander(Declared, Dumpable):
 
     @property
     def stacked(self) -> tuple[FieldPath, ...]:
-        """Fields of which a batch holds several steps in one."""
+        """Fields of which each entry of a batch holds several steps."""
         return ()
 
     @property
     def followed(self) -> tuple[FieldPath, ...]:
-        """Fields whose next observation is one following row."""
+        """Fields whose next observation is read from the following row."""
         return ()
 
     def __init_subclass__(cls) -> None:
@@ -128,11 +132,16 @@ class Expander(Declared, Dumpable):
 
     @property
     def innermost(self) -> DeclaredSampler:
-        """The sampler that all of them are around."""
+        """The innermost sampler, which is not an expander."""
         return self._innermost
 
     def change(self, reading: Reading) -> None:
-        """Say what batches hold. Raises ``KeyError`` and ``TypeError`` for fields that are missing or of the wrong kind."""
+        """Declare what batches contain.
+
+        Raises:
+            KeyError: a field is not stored.
+            TypeError: a field is of the wrong kind.
+        """
         raise NotImplementedError
 
     # ---- the sampler inside ------------------------------------------------------------------------------------------

@@ -18,34 +18,35 @@ __all__ = ["FrameStack"]
 
 
 class FrameStack(Expander):
-    """Puts every sampled frame behind the ``n - 1`` frames before it, so that each frame need be stored only once.
+    """Stacks every sampled frame with the ``n - 1`` frames before it, so that each frame needs to be stored only once.
 
-    A field ``[*shape]`` under one of the ``in_keys`` becomes ``[..., n * shape[dim], ...]`` in the batch: the frames of steps
-    ``t - n + 1 ... t`` of the trajectory of the drawn row ``t``, oldest first. Where the trajectory has fewer, at its beginning
-    or where its older steps were overwritten, its first frame stands for those that are missing (``padding="same"``), or
-    ``padding_value`` (``"constant"``): TorchRL's ``CatFrames``.
+    A field ``[*shape]`` under one of the ``in_keys`` becomes ``[..., n * shape[dim], ...]`` in the batch: the frames of
+    steps ``t - n + 1 ... t`` of the trajectory of the drawn row ``t``, oldest first. If the trajectory has fewer, at
+    its beginning or where its older steps were overwritten, its first frame (``padding="same"``) or ``padding_value``
+    (``"constant"``) replaces the missing ones. This is TorchRL's ``CatFrames``.
 
-    A key ``("next", k)`` gives the frames up to the next one: those of ``("next", k)`` of steps ``t - n + 1 ... t``. The frame
-    before the first of them is ``k`` of the trajectory's first step, where that is stored in the same shape and dtype. Around an
-    :class:`NStep` they end with the frame that comes ``k`` steps later. (Mnih et al. 2015, "Human-level control through deep
-    reinforcement learning", preprocessing.)
+    A key ``("next", k)`` gives the frames up to the next one: ``("next", k)`` of steps ``t - n + 1 ... t``. The frame
+    before the first of them is ``k`` of the trajectory's first step, if that is stored in the same shape and dtype.
+    Around an :class:`NStep` they end with the frame that comes ``k`` steps later. (Mnih et al. 2015, "Human-level
+    control through deep reinforcement learning", preprocessing.)
 
     Args:
-        sampler: what draws the rows: a sampler, also of slices, a class of one, or another expander.
-        n: frames, at least 1.
-        dim: dimension of a frame along which they are put together, negative: -3 for ``[C, H, W]``, -1 for ``[features]``. The
-            first dimension of a frame costs no further copy.
-        in_keys: fields.
+        sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
+        n: number of frames, at least 1.
+        dim: the dimension of a frame along which frames are concatenated, negative: -3 for ``[C, H, W]``, -1 for
+            ``[features]``. The first dimension of a frame needs no further copy.
+        in_keys: the fields.
         padding: ``"same"`` or ``"constant"``.
         padding_value: for ``"constant"``.
         traj_key, end_keys, index: as for :class:`NStep`.
 
-    Raises: as :class:`NStep`.
-        ValueError: ``dim`` not negative; another ``padding``; when drawing, no such dimension.
-        KeyError when drawing: a field that is not stored. TypeError: one that an expander inside has changed already.
-        TypeError when a buffer takes it: a field whose next observations a :class:`NextFromFollowing` takes from following rows.
+    Raises: as :class:`NStep`, and
+        ValueError: ``dim`` is not negative, or ``padding`` is unknown; when drawing: a frame has no such dimension.
+        KeyError: when drawing: a field is not stored.
+        TypeError: when drawing: an expander inside has already changed a field; when a buffer takes it: a
+            :class:`NextFromFollowing` takes the next observations of a field from following rows.
 
-    Cost: a draw of ``B`` rows copies ``B * n`` frames. The first one looks at every row once, and every write notes where
+    Cost: drawing ``B`` rows copies ``B * n`` frames. The first draw scans every row once, and every write records where
     trajectories end, as for slice samplers.
 
     >>> import torch

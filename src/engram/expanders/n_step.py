@@ -17,54 +17,59 @@ __all__ = ["NStep"]
 
 
 class NStep(Expander):
-    """Turns every sampled step into one of ``n`` steps: rewards are summed, what comes next is what comes ``n`` steps later.
+    """Turns every sampled step into one of ``n`` steps: sums rewards and takes the observation ``n`` steps later.
 
-    Let ``t`` be the drawn row, and ``k`` the number of steps from it, itself included, up to the ``n``-th, the last one of its
-    trajectory or the newest one of its lane, whichever comes first: ``1 <= k <= n``. Then a batch holds, ``[B, ...]``::
+    Let ``t`` be the drawn row, and ``k`` the number of steps from ``t`` (included) to the ``n``-th, to the last step of
+    its trajectory, or to the newest step of its lane, whichever comes first: ``1 <= k <= n``. A batch then has,
+    ``[B, ...]``::
 
         reward              sum of gamma ** i * reward[t + i] for i in 0 ... k - 1
         next.*              that of step t + k - 1: observation, done, terminated, truncated
         steps_to_next_obs   k, int64 [B, 1]
         gamma               gamma ** k, float32 [B, 1]
-        original_reward     reward[t], beside the reward
+        original_reward     reward[t], next to the reward
 
-    and the target of a value function is ``reward + gamma * (1 - next.terminated) * V(next.observation)``. Nothing is summed
-    across the end of a trajectory: at a termination ``V`` is left out; at a truncation, and at the newest row, ``k`` is smaller, and
-    with the discount ``gamma ** k`` the target is still exact. (Sutton 1988, n-step returns; Hessel et al., "Rainbow",
-    AAAI 2018; Pardo et al., "Time limits in reinforcement learning", ICML 2018, on truncation.) The last rows of a lane can be
-    drawn at once, and give longer returns when more has been written.
+    The target of a value function is ``reward + gamma * (1 - next.terminated) * V(next.observation)``. Nothing is
+    summed across the end of a trajectory. At a termination, ``V`` has no weight. At a truncation, and at the newest
+    row, ``k`` is smaller, and the discount ``gamma ** k`` keeps the target exact. (Sutton 1988, n-step returns; Hessel
+    et al., "Rainbow", AAAI 2018; Pardo et al., "Time limits in reinforcement learning", ICML 2018, on truncation.) The
+    last rows of a lane can be drawn at once; their returns grow longer when more rows are written.
 
-    Rows stay as they were written: other expanders, or another ``n``, read the same storage. Rewards are summed in double
-    precision. ``steps_to_next_obs``, ``gamma`` and ``original_reward`` are the names that TorchRL's ``MultiStepTransform``
-    writes. Unlike there they are ``[B, 1]``, as rewards are; ``done``, ``terminated`` and ``truncated`` are those of the last step that
-    is summed; and there is no ``nonterminal``, as it is false for every return of one step.
+    Rows stay as they were written, so other expanders, or another ``n``, can read the same storage. Rewards are summed
+    in double precision. ``steps_to_next_obs``, ``gamma`` and ``original_reward`` are the names of TorchRL's
+    ``MultiStepTransform``. Unlike there, they are ``[B, 1]``, as rewards are; ``done``, ``terminated`` and
+    ``truncated`` are those of the last summed step; and there is no ``nonterminal``, which would be false for every
+    return of one step.
 
     Args:
-        sampler: what draws the rows: a sampler, also of slices, a class of one, or another expander.
-        n: steps, at least 1.
+        sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
+        n: number of steps, at least 1.
         gamma: discount in [0, 1].
-        reward_key: float32 or float64 field of any shape.
-        next_keys: fields that come from the last step; each names a field, or all below it.
-        traj_key: field that is constant within a trajectory. Default ``("collector", "traj_ids")``, else ``"episode"``, if one is
-            stored and no ``end_keys`` are given.
-        end_keys: fields that are not zero at the last step of a trajectory; those that are not stored are skipped. Default
-            ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``. They count beside a ``traj_key``, too.
-            Step types are understood as by :class:`SliceSampler`.
-        index: name of the store's table of trajectories, ``"main"`` by default; slice samplers of the same name share it. Around one
-            of those, keys and name are its own, if none of them is given.
+        reward_key: a float32 or float64 field of any shape.
+        next_keys: the fields to take from the last step; each names a field, or all fields below it.
+        traj_key: a field that is constant within a trajectory. Default: ``("collector", "traj_ids")``, else
+            ``"episode"``, if one is stored and ``end_keys`` is not given.
+        end_keys: fields that are nonzero at the last step of a trajectory; those that are not stored are skipped.
+            Default: ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``. They also count
+            together with a ``traj_key``. Step types are understood as by :class:`SliceSampler`.
+        index: the name of the store's trajectory table, ``"main"`` by default; slice samplers of the same name share
+            it. Around a slice sampler, keys and name are those of the slice sampler, if none is given.
 
     Raises:
-        TypeError: no sampler, or one of slices with static boundaries; arguments of the wrong type.
-        ValueError: ``n`` or ``gamma`` out of range; other boundaries than those of an expander inside.
+        TypeError: ``sampler`` is not a sampler, or a slice sampler with static boundaries; an argument has the wrong
+            type.
+        ValueError: ``n`` or ``gamma`` is out of range; the boundaries differ from those of an expander inside.
 
-    Raises (when it meets a storage, or when drawing):
-        RuntimeError: a storage that is a list or on an accelerator; rows without keys; neither ids nor end flags.
-        KeyError: no such field. TypeError: a reward that is neither float32 nor float64.
-        IncompatibleStore: ``index`` is the name of a table with other boundaries.
-        WriterStalled: a row, or a step around it, moved at every try for 5 s.
+    Raises (when a buffer takes it, or when drawing):
+        RuntimeError: the storage is a list or on an accelerator; rows have no keys; there are neither ids nor end
+            flags.
+        KeyError: a field is not stored.
+        TypeError: the reward is neither float32 nor float64.
+        IncompatibleStore: ``index`` names a table with other boundaries.
+        WriterStalled: for 5 s, a row or a step around it was rewritten at every attempt.
 
-    Cost: a draw of ``B`` rows reads ``B * n`` rewards and flags besides the rows. The first one looks at every row once, and
-    every write notes where trajectories end, as for slice samplers: 16 bytes per row.
+    Cost: drawing ``B`` rows also reads ``B * n`` rewards and flags. The first draw scans every row once, and every
+    write records where trajectories end, as for slice samplers: 16 bytes per row.
 
     >>> import torch
     >>> from tensordict import TensorDict

@@ -35,26 +35,31 @@ _MARK: FieldPath = ("next", "final")
 
 
 class FinalObservations:
-    """A write transform that keeps next observations aside where no row follows, and takes all others out of what is written.
+    """A write transform that removes next observations from rows, and keeps those that no row follows in a storage of
+    its own.
 
-    The next observation of a step is the observation of the step after it, but for the last step of an episode. What is written
-    must have both, ``k`` and ``("next", k)``. Of rows with an end flag ``("next", k)`` goes to ``storage``; and every row is stored
-    without it, with ``("next", "final")``, int64 ``[2]``, instead: where its final observation lies and a random number that both
-    have, or -1. So frames are stored once, and 16 bytes per row. :class:`NextFromFollowing` puts them together.
+    The next observation of a step is the observation of the following step, except for the last step of an episode.
+    Written rows must have both ``k`` and ``("next", k)``. For rows with an end flag, ``("next", k)`` is written to
+    ``storage``. Every row is stored without ``("next", k)`` and with ``("next", "final")``, int64 ``[2]``: the row
+    of its final observation and a random number that both have, or -1. Frames are therefore stored once, at 16
+    bytes per row. :class:`NextFromFollowing` puts them together again.
 
     Args:
-        keys: observations: those that rows have under ``k`` and ``("next", k)``.
-        storage: a ``LazyTensorStorage`` or ``LazyMemmapStorage`` for final observations: one row per episode that the buffer holds;
-            the oldest are overwritten. As processes share the buffer, so they must share it: memory-mapped, or after ``share()``.
-        end_keys: fields that are not zero at the last step of an episode; those that are not there are skipped. Default
-            ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``.
+        keys: the observations, which rows have under ``k`` and ``("next", k)``.
+        storage: a ``LazyTensorStorage`` or ``LazyMemmapStorage`` for final observations, with one row per episode
+            in the buffer. The oldest are overwritten. If processes share the buffer, they must share this storage:
+            memory-mapped, or after ``share()``.
+        end_keys: fields that are nonzero at the last step of an episode; those that do not exist are skipped.
+            Default: ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``.
 
     Raises:
-        TypeError: keys that are none; another storage.
+        TypeError: a key is not a key, or the storage is of another kind.
 
     Raises (when rows are written; nothing is stored):
-        TypeError: rows that are neither TensorDicts nor dicts. KeyError: no such entry, or no end flag.
-        RuntimeError: more than one batch dimension; an observation and the next one differ in shape or dtype.
+        TypeError: rows are neither TensorDicts nor dicts.
+        KeyError: an entry is missing, or there is no end flag.
+        RuntimeError: there is more than one batch dimension; an observation and the next one differ in shape or
+            dtype.
 
     >>> import torch
     >>> from engram import FinalObservations, LazyTensorStorage
@@ -83,7 +88,7 @@ class FinalObservations:
         self.end_keys = as_paths(end_keys, "FinalObservations: end_keys") or END_KEYS
 
     def inv(self, data: Any) -> Any:
-        """Rows as they are stored. The caller's data is not changed."""
+        """Rows as they are stored. The argument is not changed."""
         if not (isinstance(data, dict) or (is_tensor_collection(data) and isinstance(data, TensorDict))):
             raise TypeError(f"FinalObservations: expected TensorDicts or dicts of rows, got {type(data).__name__}.")
         if not isinstance(data, dict) and len(data.batch_size) != 1:
@@ -149,29 +154,32 @@ class FinalObservations:
 
 
 class NextFromFollowing(Expander):
-    """Adds to every sampled step the observation that came next, which is not stored: that of the following row.
+    """Adds to every sampled step the next observation, which is not stored: it is the observation of the following row.
 
-    Frames are then stored once and not twice. For a drawn row ``t``, and each of the keys ``k``, ``("next", k)`` is ``k`` of row
-    ``t + 1``, the next step of the same lane, or what :class:`FinalObservations` kept of it where ``t`` is the last step of its
-    episode: exact at terminations, truncations and across the end of the ring. The newest row of a lane that does not end an
-    episode has no next observation yet: another row is drawn in its place, until the next step is written. (With a
-    ``PrioritizedSampler`` the others are drawn in proportion to their priorities; weights stay those of all rows.)
-    An :class:`NStep` inside or around it takes the observation that comes ``k`` steps later, from the same rows.
+    Frames are then stored once and not twice. For a drawn row ``t`` and each of the keys ``k``, ``("next", k)`` is
+    ``k`` of row ``t + 1``, the next step of the same lane. If ``t`` is the last step of its episode, it is what
+    :class:`FinalObservations` kept. This is exact at terminations, truncations and across the end of the ring. The
+    newest row of a lane has no next observation yet, unless it ends an episode: another row is drawn in its place,
+    until the next step is written. (With a ``PrioritizedSampler``, the others are drawn in proportion to their
+    priorities; weights stay those of all rows.) An :class:`NStep` inside or around it takes the observation that comes
+    ``k`` steps later, from the same rows.
 
     Args:
-        sampler: what draws the rows, with replacement: a sampler of rows, a class of one, or another expander.
-        finals: the buffer's write transform, too: ``ReplayBuffer(..., transform=finals)``.
+        sampler: draws the rows, with replacement: a sampler of rows, a sampler class, or another expander.
+        finals: also the buffer's write transform: ``ReplayBuffer(..., transform=finals)``.
         traj_key, end_keys, index: as for :class:`NStep`.
 
-    Raises: as :class:`NStep`.
-        TypeError when a buffer takes it: a :class:`FrameStack` of one of the keys is around or inside it.
-        TypeError: ``finals`` is none; a ``SamplerWithoutReplacement`` or a slice sampler, which cannot draw another row.
-        KeyError when drawing: rows that were written without the transform.
-        RuntimeError when drawing: a final observation is not there any more (its storage is too small), or lies in another storage;
-            an episode ends, by its id, at a row without end flag; the buffer is shared and ``finals.storage`` is not.
+    Raises: as :class:`NStep`, and
+        TypeError: ``finals`` is not a ``FinalObservations``; ``sampler`` is a ``SamplerWithoutReplacement`` or a slice
+            sampler, which cannot draw another row; when a buffer takes it: a :class:`FrameStack` of one of the keys is
+            around or inside it.
+        KeyError: when drawing: rows were written without the transform.
+        RuntimeError: when drawing: a final observation was overwritten (its storage is too small), or is in another
+            storage; an episode ends, by its id, at a row without end flag; the buffer is shared and ``finals.storage``
+            is not.
         NoSampleable: no row has a next observation yet.
 
-    Cost: as a plain sample of rows that store both, and a further read for the rows that end an episode.
+    Cost: that of a plain sample of rows that store both, and another read for rows that end an episode.
 
     >>> import torch
     >>> from tensordict import TensorDict

@@ -22,28 +22,29 @@ _TO_THE_END = (1 << 64) - 1
 class RewardToGo(Expander):
     """Adds to every sampled step the discounted sum of the rewards from it to the end of its trajectory.
 
-    Let ``t`` be the drawn row and ``T`` the last step of its trajectory that is stored. Then a batch holds::
+    Let ``t`` be the drawn row and ``T`` the last stored step of its trajectory. A batch then has::
 
         reward_to_go            sum of gamma ** i * reward[t + i] for i in 0 ... T - t, as reward: [B, ...]
         reward_to_go_complete   whether the trajectory ends with T, bool [B, 1]
 
-    Of a trajectory that is still being written only a part of the return is known; it is false there, and grows true when the
-    end is written. It is true where ``T`` has an end flag, a truncation too, and where another trajectory follows. The rewards
-    are those stored, whatever an :class:`NStep` inside makes of them. (Return, Sutton and Barto 2018, eq. 3.8; as an input:
-    Chen et al., "Decision Transformer", NeurIPS 2021.)
+    Of a trajectory that is still being written, only a part of the return is known. The flag is false there, and
+    becomes true when the end is written. It is true if ``T`` has an end flag, also of a truncation, or if another
+    trajectory follows. The rewards are the stored ones, even if an :class:`NStep` inside changes them. (Return: Sutton
+    and Barto 2018, eq. 3.8; as an input: Chen et al., "Decision Transformer", NeurIPS 2021.)
 
     Args:
-        sampler: what draws the rows: a sampler, also of slices, a class of one, or another expander.
+        sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         gamma: discount in [0, 1].
-        reward_key: float32 or float64 field of any shape. Summed in double precision.
-        out_key: name of the sum; that of the flag is the same with ``_complete`` behind it.
+        reward_key: a float32 or float64 field of any shape. Summed in double precision.
+        out_key: the name of the sum. The name of the flag is the same followed by ``_complete``.
         traj_key, end_keys, index: as for :class:`NStep`.
 
-    Raises: as :class:`NStep`. ValueError when drawing: the rows have a field with the name of the sum.
+    Raises: as :class:`NStep`. When drawing also
+        ValueError: the rows have a field with the name of the sum.
 
-    Cost: O(steps that are left in their trajectories) for a batch: their rewards and flags are read, with 30 bytes
-    of memory for each of 2 ** 18 of them, or of one trajectory if that is longer. Writers wait for as long as it takes to list so many
-    (about a millisecond for 10^5).
+    Cost: O(steps from the drawn rows to the ends of their trajectories) for a batch. Their rewards and flags are read,
+    with 30 bytes of memory for each of 2 ** 18 of them, or of one trajectory if that is longer. Writers wait while so
+    many are listed (about a millisecond for 10^5).
 
     >>> import torch
     >>> from tensordict import TensorDict

@@ -76,13 +76,13 @@ class NativeSampler(Declared, Dumpable):
         """No effect: this sampler has no priorities."""
 
     def add(self, index: Any) -> None:
-        """No effect: rows are known from the store."""
+        """No effect, because rows are known from the store."""
 
     def extend(self, index: Any) -> None:
-        """No effect: rows are known from the store."""
+        """No effect, because rows are known from the store."""
 
     def can_sample(self, storage: Any, batch_size: int) -> bool:
-        """Whether a draw of that size would succeed now."""
+        """Whether a draw of this size would succeed now."""
         return len(storage) > 0 and batch_size > 0
 
     def sample(self, storage: Any, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
@@ -106,26 +106,27 @@ class NativeSampler(Declared, Dumpable):
         return lambda: None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a saved state.
+        """Load a saved state.
 
         Raises:
-            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: one out of range. Nothing is
-                changed.
+            KeyError: an entry is missing or unknown.
+            TypeError: an entry has the wrong type.
+            ValueError: an entry is out of range. Nothing is changed.
         """
         self.checked_state(state_dict)()
 
     @property
     def recordable(self) -> bool:
-        """Whether :meth:`config` says all."""
+        """Whether :meth:`config` describes the sampler completely."""
         return True
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """What a store noted, made again."""
+        """Create the sampler again from what a store recorded."""
         return cls(**config)
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments, as plain values: what a store notes to make the sampler again."""
+        """The constructor's arguments as plain values, which a store records to create the sampler again."""
         return {}
 
     def __repr__(self) -> str:

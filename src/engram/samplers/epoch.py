@@ -25,23 +25,24 @@ __all__ = ["SamplerWithoutReplacement"]
 
 
 class SamplerWithoutReplacement(NativeSampler):
-    """Walks over the live rows, each once per pass, in random or in storage order.
+    """Draws each live row once per epoch, in random or in storage order.
 
-    The last batch of a pass is short, unless ``drop_last``, and sets ``ran_out``; the next draw starts a new pass. So does
-    any draw after the number of live rows changed. Overwriting a full ring does not: rows not yet visited show their new
-    content. The order is a keyed permutation that takes no memory, whatever the size.
+    The last batch of an epoch is short, unless ``drop_last``, and sets ``ran_out``; the next draw starts a new epoch.
+    So does any draw after the number of live rows changed. Overwriting a full ring does not: rows that are not visited
+    yet show their new content. The order is a keyed permutation, which takes no memory, whatever the size.
 
-    A store in a directory, or shared in RAM, has the pass itself, under the name ``index``: all its processes walk it together, so
-    that each row comes to one of them, and the next process that opens it goes on there. The rest of a batch that its process
-    did not live to use is not drawn again.
+    In a store in a directory, or shared in RAM, the epoch belongs to the store, under the name ``index``. All its
+    processes share the epoch, so each row is drawn by one of them, and the next process that opens the store continues
+    it. If a process dies, the unused part of its batch is not drawn again.
 
     Args:
-        drop_last: skip the rows of a pass that do not fill a batch.
-        shuffle: random order; else row order.
-        index: samplers of other names walk by themselves.
+        drop_last: skip the rows of an epoch that do not fill a batch.
+        shuffle: random order; otherwise row order.
+        index: samplers with different names have separate epochs.
 
     Raises (when drawing):
-        ValueError: ``drop_last`` and fewer live rows than the batch size.
+        NoSampleable: the buffer is empty.
+        ValueError: ``drop_last``, and fewer live rows than the batch size.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement

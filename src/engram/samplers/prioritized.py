@@ -30,32 +30,33 @@ _REDUCTIONS = ("max", "min", "mean", "median", "sum")
 class PrioritizedSampler(NativeSampler):
     """Draws rows with replacement, each with ``P(i) = leaf_i / sum of leaves``, ``leaf_i = (priority_i + eps) ** alpha``.
 
-    ``info`` and TensorDict batches carry ``"priority_weight"``, ``[B]``: ``(leaf_i / smallest positive leaf) ** -beta``, in
-    (0, 1], which is ``(N * P(i)) ** -beta`` over its maximum; and ``"index_generation"``, int64 ``[B]``: an update that comes
-    with it is dropped, and counted in ``stats()["priority_updates_dropped"]``, where the row was rewritten since. (Schaul et
-    al., "Prioritized Experience Replay", ICLR 2016, §3.3 and 3.4.)
+    ``info`` and TensorDict batches have ``"priority_weight"``, ``[B]``: ``(leaf_i / smallest positive leaf) ** -beta``,
+    in (0, 1], which is ``(N * P(i)) ** -beta`` over its maximum. They also have ``"index_generation"``, int64 ``[B]``:
+    if an update is given it, and the row was rewritten since, the update is dropped and counted in
+    ``stats()["priority_updates_dropped"]``. (Schaul et al., "Prioritized Experience Replay", ICLR 2016, §3.3 and 3.4.)
 
-    New rows get the largest priority of all updates so far, 1.0 before the first, so that each is drawn soon.
-    A row of priority 0 is drawn only if ``eps > 0``; if all leaves are 0, drawing raises. Priorities belong to the storage,
-    under the name ``index``: they stay when the sampler is swapped, in a directory also when the process ends, and every
-    sampler with that name shares them, with ``alpha`` and ``beta``.
+    New rows get the largest priority of all updates so far, 1.0 before the first, so that each is drawn soon. A row of
+    priority 0 is drawn only if ``eps > 0``; if all leaves are 0, drawing raises. Priorities belong to the storage,
+    under the name ``index``: they stay when the sampler is replaced, and in a directory also when the process ends. All
+    samplers with that name share them, with ``alpha`` and ``beta``.
 
     Args:
-        max_capacity: rows, at least the storage's.
-        alpha: 0 is uniform, 1 proportional. Settable: raises all leaves to ``new / old``. O(rows).
-        beta: 0 corrects nothing, 1 fully. Settable: anneal it.
+        max_capacity: number of rows, at least that of the storage.
+        alpha: 0 is uniform, 1 proportional. Setting it raises all leaves to ``new / old``, in O(rows).
+        beta: 0 corrects nothing, 1 fully. May be set at any time, for annealing.
         eps: added to every priority.
         dtype: of the weights.
-        reduction: of priorities with more dimensions than one: max, min, mean, median or sum.
+        reduction: of priorities with more than one dimension: max, min, mean, median or sum.
         max_priority_within_buffer: new rows get the largest priority of the rows that are live now.
         device: accepted; the tree is on the CPU for every storage.
-        index: name of the priorities.
+        index: the name of the priorities.
 
     Raises:
-        ValueError: a negative or infinite number; (when it meets the storage) ``max_capacity`` below its capacity.
-        NotImplementedError: another reduction.
+        ValueError: a number is negative or infinite; when a buffer takes it: ``max_capacity`` is below the storage's
+            capacity.
+        NotImplementedError: ``reduction`` is another one.
 
-    Cost: a draw or an update of ``B`` rows O(B log rows); memory 10.3 bytes per row.
+    Cost: drawing or updating ``B`` rows takes O(B log rows). Memory: 10.3 bytes per row.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer

@@ -18,24 +18,26 @@ __all__ = ["PrioritizedSliceSampler"]
 
 
 class PrioritizedSliceSampler(SliceSampler):
-    """A :class:`SliceSampler` whose windows start at rows drawn as a :class:`PrioritizedSampler` draws them.
+    """A :class:`SliceSampler` whose windows start at rows drawn as by a :class:`PrioritizedSampler`.
 
-    The first step is drawn in proportion to its priority among the rows where a window may start, so long trajectories weigh
-    more. Samples carry ``"priority_weight"``, that of the first step at every step of its window, and
-    ``"index_generation"``. Priorities are of single steps: ``update_priority`` sets those of every row of a batch. New rows,
-    ``alpha`` and ``beta`` are as there; tree and table of trajectories belong to the store under the name ``index``.
+    The first step is drawn in proportion to its priority among the rows where a window may start, so long trajectories
+    weigh more. Samples have ``"priority_weight"``, the weight of the first step at every step of its window, and
+    ``"index_generation"``. Priorities belong to single steps: ``update_priority`` sets those of every row of a batch.
+    New rows, ``alpha`` and ``beta`` are as for ``PrioritizedSampler``. Tree and trajectory table belong to the store
+    under the name ``index``.
 
     Args:
-        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for :class:`PrioritizedSampler`.
-        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, cache_values, truncated_key, init_key: as for
-            :class:`SliceSampler`.
-        strict_length: leave out shorter trajectories; False: such a one is drawn from its first step.
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for
+            :class:`PrioritizedSampler`.
+        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, cache_values, truncated_key, init_key:
+            as for :class:`SliceSampler`.
+        strict_length: skip shorter trajectories; False: draw such a trajectory from its first step.
         span: only at the right end; at the left it is ignored, with a warning.
-        compile: changes nothing.
+        compile: has no effect.
 
-    Raises: as both.
+    Raises: as :class:`SliceSampler` and :class:`PrioritizedSampler`.
 
-    Cost: that of both; where hardly any row of high priority may start a window, O(rows).
+    Cost: that of both. O(rows) if hardly any row of high priority may start a window.
 
     >>> import torch
     >>> from tensordict import TensorDict

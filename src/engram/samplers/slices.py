@@ -37,52 +37,57 @@ class SliceArguments(WindowArguments, total=False):
 
 
 class SliceSampler(WindowSampler):
-    """Windows of one trajectory each, drawn with replacement: first a trajectory, uniformly, then where it starts.
+    """Draws windows of one trajectory each, with replacement: first a trajectory, uniformly, then where the window starts.
 
-    A batch of ``B`` rows is ``num_slices`` windows of ``slice_len`` steps, one behind the other. Trajectories are found by
-    what was written: they go on across the end of a full ring, never across its seam, and each lane (with ``ndim > 1``
-    each column) has its own. Finding them costs a write what it wrote, and a sample next to nothing; the first sample
-    from a storage that holds data scans it once.
+    A batch of ``B`` rows is ``num_slices`` windows of ``slice_len`` steps, one after the other. Trajectories follow
+    from what was written. They continue across the end of a full ring, never across its seam, and each lane (with
+    ``ndim > 1`` each column) has its own. Finding them costs a write O(rows written), and a sample almost nothing; the
+    first sample from a storage that holds data scans it once.
 
     Samples have ``("next", "truncated")``, true at the last step of every window, ``("next", "done")`` (stored, or
-    truncated), ``("next", "terminated")`` (stored, or false), bool ``[B, 1]``, and where it is stored ``"is_init"``, true
-    at the first step of every window. TensorDict buffers put them into the batch, all buffers into ``info``, where
+    truncated), ``("next", "terminated")`` (stored, or false), bool ``[B, 1]``, and, if it is stored, ``"is_init"``,
+    true at the first step of every window. TensorDict buffers put them into the batch, all buffers into ``info``, where
     ``"index"`` is a tuple of int64 ``[B]``.
 
     Args:
         num_slices: windows per batch.
-        slice_len: steps per window. Exactly one of the two.
-        end_key: bool field that is true at the last step of a trajectory. Default ``("next", "done")``. An integer field called
-            ``step_type``, at any depth, holds step types as dm_env numbers them: 2 is the last step of a trajectory, and 0 the first
-            one, which begins a trajectory also where the last step before it was lost. One is looked for where nothing else is stored.
-        end_keys: several of these: any of them ends a trajectory; those that are not stored are skipped.
-        traj_key: field that is constant within a trajectory and changes with the next one. By default, and if neither end key
-            is given, ``("collector", "traj_ids")``, else ``"episode"``, if one is stored. A key given that is not stored: the
-            other kind is looked for.
-        ends, trajectories: end flags or ids of all live rows in row order, ``[N]``, instead of a stored field. They stay
-            those of their rows when a full ring is written to. Need ``cache_values=True``.
-        cache_values, compile, use_gpu: change nothing: boundaries are always kept and always fresh.
-        truncated_key: where the marks go; ``done`` and ``terminated`` stand beside it. None: no such marks.
-        init_key: the field of first steps; None: left as it is.
-        strict_length: leave out trajectories that are shorter; False: such a trajectory is drawn as a whole.
+        slice_len: steps per window. Give exactly one of the two.
+        end_key: a bool field that is true at the last step of a trajectory. Default ``("next", "done")``. An integer
+            field named ``step_type``, at any depth, holds step types as dm_env numbers them: 2 is the last step of a
+            trajectory, and 0 the first one, which begins a trajectory also if the last step before it was lost. It is
+            used if nothing else is stored.
+        end_keys: several of these: each of them ends a trajectory; those that are not stored are skipped.
+        traj_key: a field that is constant within a trajectory and changes with the next one. If neither end key is
+            given, default ``("collector", "traj_ids")``, else ``"episode"``, if one is stored. If a given key is not
+            stored, the other kind is used.
+        ends, trajectories: end flags or ids of all live rows in row order, ``[N]``, instead of a stored field. They
+            stay those of their rows when a full ring is written to. They need ``cache_values=True``.
+        cache_values, compile, use_gpu: have no effect: boundaries are always kept and always current.
+        truncated_key: the name of the marks; ``done`` and ``terminated`` are next to it. None: no such marks.
+        init_key: the field of first steps; None: it is not changed.
+        strict_length: skip trajectories that are shorter; False: draw such a trajectory as a whole.
         pad_output: repeat the last step of short windows up to the length; ``("collector", "mask")`` is false there.
-        span: ``(left, right)``, or one for both: how far a window may overhang its trajectory at that end: True: as long as one
-            step is left, an int: by so many steps. Only steps that are there are returned, so batches may be short.
-        uniform_over: ``"trajectories"``, or ``"anchors"``: every window equally likely, so that long trajectories weigh more.
+        span: ``(left, right)``, or one value for both: how far a window may extend beyond its trajectory at that end.
+            True: as long as one step is inside; an int: by so many steps. Only existing steps are returned, so batches
+            may be short.
+        uniform_over: ``"trajectories"``, or ``"anchors"``: every window is equally likely, so that long trajectories
+            weigh more.
         anchors: draws the first steps of windows by priority, as in a :class:`PrioritizedSliceSampler`.
-        index: name of the store's table of trajectories; samplers of the same name and boundaries share it.
-        replacement: False makes a :class:`SliceSamplerWithoutReplacement`.
+        index: the name of the store's trajectory table; samplers of the same name and boundaries share it.
+        replacement: False constructs a :class:`SliceSamplerWithoutReplacement`.
 
     Raises:
-        TypeError: not exactly one of ``num_slices`` and ``slice_len``; a key that is none.
-        RuntimeError: several kinds of boundaries; static ones without ``cache_values``.
-        ValueError: a number out of range; ``pad_output`` with ``strict_length``; a bad ``uniform_over`` or ``index``.
+        TypeError: not exactly one of ``num_slices`` and ``slice_len`` is given; a key is not a key.
+        RuntimeError: several kinds of boundaries are given, or static ones without ``cache_values``.
+        ValueError: a number is out of range; ``pad_output`` with ``strict_length``; ``uniform_over`` or ``index`` is
+            invalid.
 
     Raises (when drawing):
-        RuntimeError: a batch size that is not divisible; no such field; rows that are no TensorDicts.
-        NoSampleable: no trajectory is long enough; says how many there are, and how long.
-        ValueError: ``ends`` or ``trajectories`` of another length than the live rows; ``span`` of a whole window or more.
-        IncompatibleStore: ``index`` is the name of a table with other boundaries.
+        RuntimeError: the batch size is not divisible; a field is not stored; rows are not TensorDicts.
+        NoSampleable: no trajectory is long enough; the message says how many there are, and how long.
+        ValueError: the length of ``ends`` or ``trajectories`` is not the number of live rows; ``span`` is a whole
+            window or more.
+        IncompatibleStore: ``index`` names a table with other boundaries.
 
     >>> import torch
     >>> from tensordict import TensorDict

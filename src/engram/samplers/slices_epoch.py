@@ -27,22 +27,22 @@ _NO_EPOCH = (0, 0, 0, 0)
 
 
 class SliceSamplerWithoutReplacement(WindowSampler):
-    """Every trajectory at most once per epoch, one random window of it.
+    """Draws every trajectory at most once per epoch, one random window of it.
 
-    A batch takes the next ``num_slices`` trajectories of the epoch. The last batch of an epoch sets ``ran_out``, and may be short
-    unless ``drop_last`` is set. The next draw starts a new epoch. So does any draw after a write, because writes change
-    trajectories. Trajectories that are too short are skipped, which shortens their batch.
+    A batch takes the next ``num_slices`` trajectories of the epoch. The last batch of an epoch sets ``ran_out``, and
+    may be short unless ``drop_last`` is set. The next draw starts a new epoch. So does any draw after a write, because
+    writes change trajectories. Trajectories that are too short are skipped, which shortens their batch.
 
     Args:
-        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length, index:
-            as for :class:`SliceSampler`; ``ends`` and ``trajectories`` need nothing else.
+        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length,
+            index: as for :class:`SliceSampler`; ``ends`` and ``trajectories`` need nothing else.
         drop_last: skip the trajectories of an epoch that do not fill a batch.
-        shuffle: random order; else lane by lane, oldest first.
-        compile, use_gpu: change nothing.
+        shuffle: random order; otherwise lane by lane, oldest first.
+        compile, use_gpu: have no effect.
 
     Raises: as :class:`SliceSampler`, and when drawing
-        ValueError: ``drop_last`` and fewer trajectories than slices.
-        NoSampleable: a batch would be empty, as the trajectories it is made of are too short.
+        ValueError: ``drop_last``, and fewer trajectories than slices.
+        NoSampleable: a batch would be empty, because its trajectories are too short.
     """
 
     traits = WindowSampler.traits._replace(has_epochs=True, can_rewind=True)

@@ -15,10 +15,10 @@ __all__ = ["RandomSampler"]
 
 
 class RandomSampler(NativeSampler):
-    """Draws live rows uniformly, independently, with replacement; a batch may be larger than the buffer.
+    """Draws live rows uniformly, independently, with replacement. A batch may be larger than the buffer.
 
-    ``RandomSampler(replacement=False, …)`` makes a :class:`SamplerWithoutReplacement`. On tensor storages drawing and
-    copying are one native call.
+    ``RandomSampler(replacement=False, …)`` constructs a :class:`SamplerWithoutReplacement`. With tensor storages,
+    drawing and copying are one native call.
 
     >>> import torch
     >>> from engram import RandomSampler, ReplayBuffer, LazyTensorStorage

@@ -34,7 +34,7 @@ class NativeWriter(Declared, Dumpable):
         return self.traits.tracks_tickets
 
     def register_storage(self, storage: Any) -> None:
-        """The storage that :meth:`add`, :meth:`extend` and :meth:`write_at` write to."""
+        """Set the storage that :meth:`add`, :meth:`extend` and :meth:`write_at` write to."""
         self._storage = storage
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
@@ -67,15 +67,23 @@ class NativeWriter(Declared, Dumpable):
         return write
 
     def add(self, data: Any) -> int | None:
-        """Write one row to the registered storage, without transforms; its row number, None if it was rejected.
+        """Write one row to the registered storage, without transforms.
 
-        Raises ``RuntimeError`` also for a storage with several lanes: the buffer's ``add`` names one.
+        Returns:
+            The number of the row, or None if it was rejected.
+
+        Raises:
+            RuntimeError: no storage is registered, or it has several lanes (use the buffer's ``add`` with ``lane=``).
         """
         row = int(self._write("add", data, None, batched=False).rows[0])
         return None if self.traits.rejects and row < 0 else row
 
     def extend(self, data: Any) -> Tensor:
-        """Write a batch of rows to the registered storage, without transforms; int64 ``[n]``. Of several lanes each gets one."""
+        """Write a batch of rows to the registered storage, without transforms. With several lanes, each gets one row.
+
+        Returns:
+            int64 ``[n]``: the numbers of the rows.
+        """
         write = self._write("extend", data, None, batched=True)
         return write.survivors if self.traits.rejects else write.rows
 
@@ -88,7 +96,7 @@ class NativeWriter(Declared, Dumpable):
         """Ticket numbers of rows, int64, same shape; -1 if not tracked, never written or out of range.
 
         With ``ndim > 1`` the index is ``[..., ndim]`` coordinates, or a tuple of those, and the result ``[...]``. Only
-        equality and order mean anything: a rewrite gives a larger one.
+        equality and order have a meaning: a rewritten row has a larger number.
         """
         ndim = 1 if self._storage is None else self._storage.ndim
         if isinstance(index, tuple):
@@ -111,21 +119,21 @@ class NativeWriter(Declared, Dumpable):
         return lambda: None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a saved state. Raises ``KeyError`` for one that is not empty."""
+        """Load a saved state. Raises ``KeyError`` if it is not empty."""
         self.checked_state(state_dict)()
 
     @property
     def recordable(self) -> bool:
-        """Whether :meth:`config` says all."""
+        """Whether :meth:`config` describes the writer completely."""
         return True
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """What a store noted, made again."""
+        """Create the writer again from what a store recorded."""
         return cls(**config)
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments, as plain values: what a store notes to make the writer again."""
+        """The constructor's arguments as plain values, which a store records to create the writer again."""
         return {}
 
     def __repr__(self) -> str:

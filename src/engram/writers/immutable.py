@@ -16,7 +16,7 @@ __all__ = ["ImmutableDatasetWriter"]
 
 
 class ImmutableDatasetWriter(NativeWriter):
-    """Refuses every write, edit and ``empty`` with ``RuntimeError``: for data sets.
+    """Rejects every write, edit and ``empty`` with ``RuntimeError``: for data sets.
 
     >>> import torch
     >>> from engram import ImmutableDatasetWriter, ReplayBuffer, TensorStorage

@@ -47,31 +47,31 @@ _IN_NUMPY = (torch.float32, torch.float64, torch.int64)
 
 
 class TensorDictMaxValueWriter(NativeWriter):
-    """Keeps the ``max_size`` best TensorDicts: of a full storage a row replaces the worst one, if it is better.
+    """Keeps the ``max_size`` best TensorDicts. In a full storage, a row replaces the worst row if it is better.
 
-    A row's rank is its ``rank_key``, reduced to one number in float64. A row as good as the worst one is rejected, and of
-    several worst rows the one with the lowest number goes. ``add`` returns None for a rejected row; ``extend`` does what
-    adding its rows one after another would do, and reports -1 for rows that were rejected or replaced by a later one.
-    ``write_count`` counts the accepted rows, replaced ones included.
+    The rank of a row is its ``rank_key``, reduced to one number in float64. A row that is only as good as the worst row
+    is rejected. Of several worst rows, the one with the lowest number is replaced. ``add`` returns None for a rejected
+    row. ``extend`` has the result of adding the rows one by one, and returns -1 for rows that were rejected or replaced
+    by a later one. ``write_count`` counts the accepted rows, including replaced ones.
 
-    Ranks follow from what is stored: edits, ``empty`` and what other writers and buffers write count from the next write
-    on. A NaN stored that way ranks below all numbers.
+    Ranks follow from the stored rows: edits, ``empty`` and the writes of other writers and buffers count from the next
+    write on. A NaN that is stored that way ranks below all numbers.
 
     Args:
-        rank_key: entry to rank rows by. Default ``("next", "reward")``.
-        reduction: ``"sum"``, ``"max"``, ``"min"``, ``"mean"`` or ``"median"`` (of an even count the lower one), over all
-            numbers that the entry has in a row.
+        rank_key: the entry by which rows are ranked. Default ``("next", "reward")``.
+        reduction: ``"sum"``, ``"max"``, ``"min"``, ``"mean"`` or ``"median"`` (the lower one of an even count), over
+            all numbers of the entry in a row.
 
     Raises:
-        NotImplementedError: another reduction.
-        TypeError: ``rank_key`` is no string or tuple of strings.
-        ValueError: with a buffer whose storage has ``ndim > 1`` or several lanes. On writing: a rank is NaN, or a row has no
+        NotImplementedError: ``reduction`` is another one.
+        TypeError: ``rank_key`` is not a string or a tuple of strings.
+        ValueError: the buffer's storage has ``ndim > 1`` or several lanes. On writing: a rank is NaN, or a row has no
             number to rank it by.
-        RuntimeError: on writing: data is no TensorDict.
-        KeyError: on writing: no ``rank_key`` in the data.
+        RuntimeError: on writing: the data is not a TensorDict.
+        KeyError: on writing: the data has no ``rank_key``.
 
-    Cost of a write of n rows: O(n log rows); O(rows) after somebody else wrote to the storage or edited rows, when those
-    rows are read again.
+    Cost of writing n rows: O(n log rows). After another writer wrote to the storage or rows were edited, O(rows),
+    because those rows are read again.
 
     >>> import torch
     >>> from tensordict import TensorDict

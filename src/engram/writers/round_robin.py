@@ -17,11 +17,11 @@ __all__ = ["RoundRobinWriter", "TensorDictRoundRobinWriter"]
 
 
 class RoundRobinWriter(NativeWriter):
-    """Appends to the lane's ring; of a batch longer than the ring the newest rows stay.
+    """Appends to the ring of a lane. Of a batch longer than the ring, the newest rows stay.
 
     Args:
-        track_generations: samples carry ``"index_generation"``, the ticket number of each row when it was drawn: larger is
-            newer, over all rows of the store, and a row that was rewritten since has another one.
+        track_generations: samples have ``"index_generation"``, the ticket number of each row when it was drawn. Larger
+            is newer, over all rows of the store. A row that was rewritten since has another number.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
@@ -46,7 +46,7 @@ class RoundRobinWriter(NativeWriter):
         return WritePlan(lane=lane)
 
     def write_at(self, index: Any, data: Any) -> Tensor:
-        """Write given rows; the cursor stays, tickets and count advance.
+        """Write given rows. The cursor stays; tickets and the write count advance.
 
         The length grows to the highest row + 1; rows below it that were never written become zeros.
 
@@ -54,8 +54,11 @@ class RoundRobinWriter(NativeWriter):
             index: int64 ``[n]``, or a list of ints.
             data: ``n`` rows.
 
+        Returns:
+            int64 ``[n]``: the rows.
+
         Raises:
-            IndexError: a row outside ``[0, capacity)``. Nothing is written.
+            RowError: a row is outside ``[0, capacity)``. Nothing is written.
         """
         rows = torch.as_tensor(index, device="cpu").to(torch.int64).reshape(-1)
         return self._write("write_at", data, WritePlan(rows=rows), batched=True).rows
@@ -65,6 +68,6 @@ class RoundRobinWriter(NativeWriter):
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
-    """As :class:`RoundRobinWriter`; rows read back by number carry ``"index"``, their row. It is not stored."""
+    """A :class:`RoundRobinWriter` whose rows, read by number, have an ``"index"``: their number, which is not stored."""
 
     traits = Traits(appends=True, adds_index=True)
