@@ -91,7 +91,7 @@ struct Handle {
     for (std::uint64_t i = 0; i < control.participants(); ++i) {
       if (control.participant(i).state != 0 && control.participant(i).pid == static_cast<std::uint32_t>(getpid())) return i;
     }
-    return Participants::kNobody;
+    return Participants::kNoEntry;
   }
   Control control;
   Priorities priorities;

@@ -83,7 +83,7 @@ struct Member {
   }
 
   pid_t pid = -1;
-  std::uint64_t entry = Participants::kNobody;
+  std::uint64_t entry = Participants::kNoEntry;
 };
 
 void in_child(const std::function<void()>& body) {
@@ -130,7 +130,7 @@ TEST(entries_are_distinct_and_given_back) {
   here->leave();
   EXPECT_EQ(place.used(), 0u);
   here->leave();  // once more does nothing
-  EXPECT(here->join() != Participants::kNobody);
+  EXPECT(here->join() != Participants::kNoEntry);
   Member left(place, [](Participants& self) { self.leave(); });
   EXPECT(!here->others());
   EXPECT_EQ(place.used(), 1u);
@@ -295,10 +295,10 @@ TEST(a_full_table_has_no_entry_for_another_one) {
   for (std::uint64_t i = 0; i + 1 < kParticipants; ++i) place.control().participant(i).state = 1;
   EXPECT_EQ(here->join(), kParticipants - 1);
   Member member(place);
-  EXPECT_EQ(member.entry, Participants::kNobody);
+  EXPECT_EQ(member.entry, Participants::kNoEntry);
   EXPECT_EQ(recover(*here), kParticipants - 1);  // nobody has those
   EXPECT_EQ(place.used(), 1u);
-  EXPECT(Member(place).entry != Participants::kNobody);
+  EXPECT(Member(place).entry != Participants::kNoEntry);
 }
 
 TEST(entries_of_dead_ones_alone_keep_nobody_out) {
@@ -382,7 +382,7 @@ TEST(death_at_every_instruction_of_joining_leaving_and_burying) {
       const auto here = place.attach();
       EXPECT(!here->others());
       const std::uint64_t left = place.used();
-      EXPECT(here->join() != Participants::kNobody);
+      EXPECT(here->join() != Participants::kNoEntry);
       EXPECT_EQ(recover_all(*here, store), left);
       EXPECT_EQ(recover_all(*here, store), 0u);
       EXPECT_EQ(place.used(), 1u);

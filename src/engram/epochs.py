@@ -10,7 +10,7 @@ from engram.state import integer
 from engram.store import INDEX_KINDS, check_index_name, private_block
 
 if TYPE_CHECKING:
-    from engram.store import Block, Store
+    from engram.store import Block, Host, Store
 
 __all__ = ["KIND", "EpochIndex", "Progress", "checked_progress"]
 
@@ -24,7 +24,7 @@ Progress: TypeAlias = tuple[int, int, int]
 class EpochIndex:
     """Each call of :meth:`next` takes the next stretch of rows. Made by :meth:`of_store` and :meth:`own`."""
 
-    def __init__(self, block: Block, store: Store | None) -> None:
+    def __init__(self, block: Block, host: Host | None) -> None:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
         try:
             self.core = _native.Epoch(block.address, block.nbytes, block.tensor)
@@ -32,7 +32,7 @@ class EpochIndex:
             raise IncompatibleStore(f"index: {error}.") from error
         self.block = block
         """Its memory."""
-        if store is None:  # a process that holds the lock of a shared one still exists after a fork
+        if host is None:  # a process that holds the lock of a shared one still exists after a fork
             _fork.mended(self.core)
 
     @staticmethod
@@ -67,7 +67,7 @@ class EpochIndex:
             _native.format_epoch(block.address, block.nbytes)
             _native.Epoch(block.address, block.nbytes, block.tensor).state = begun
 
-        index: EpochIndex = store.lasting_index(name, KIND, _native.epoch_bytes, make)[0]
+        index: EpochIndex = store.indexes.lasting(name, KIND, _native.epoch_bytes, make)[0]
         return index
 
     def next(self, key: int, rows: int, n: int, *, whole: bool) -> tuple[int, int, int, bool]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.store import Block, Key
+    from engram.store import Block, Host, Key
 
 __all__ = [
     "KIND",
@@ -115,18 +115,18 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
 class PriorityIndex:
     """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
 
-    def __init__(self, block: Block, store: Store | None) -> None:
+    def __init__(self, block: Block, host: Host | None) -> None:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
-        keep = (block.tensor, *(() if store is None else store.words))
+        keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
         try:
-            self.core: Any = _native.Priorities(
-                block.address, block.nbytes, None if store is None else store.core, keep
-            )
+            self.core: Any = _native.Priorities(block.address, block.nbytes, None if host is None else host.core, keep)
         except ValueError as error:
             raise IncompatibleStore(f"index: {error}.") from error
         self.block = block
         """Its memory."""
-        if store is None or store.directory is None:  # else whoever holds its lock is there after a fork, too
+        if (
+            host is None or host.directory is None
+        ):  # a process that holds the lock of a shared one still exists after a fork
             _fork.mended(self.core)
 
     @staticmethod
@@ -159,7 +159,7 @@ class PriorityIndex:
             _native.format_priorities(block.address, block.nbytes, store.capacity, *config)
 
         nbytes = _native.priority_bytes(store.capacity, config.within_buffer)
-        index, made = store.lasting_index(name, KIND, nbytes, make)
+        index, made = store.indexes.lasting(name, KIND, nbytes, make)
         core = index.core
         if (core.eps, core.within_buffer) != (config.eps, config.within_buffer):
             raise IncompatibleStore(

@@ -333,7 +333,7 @@ class TestRowsOfTheDead:
     def rb(self, storage, monkeypatch):
         rb = ReplayBuffer(storage=storage(5), sampler=Listener(lambda *_: Draw(torch.tensor([1, 2, 2]))))
         rb.extend(torch.arange(5))
-        tickets = rb.storage.store.words[1].view(torch.int64)
+        tickets = rb.storage.store.control_memory[1].view(torch.int64)
         read = rb.storage.read
 
         def dies(*arguments):

@@ -170,9 +170,9 @@ def ram(monkeypatch):
     folder = Path(tempfile.mkdtemp(dir=stress.RAM, prefix="test-interrupts-"))
     home = folder / "shm"
     home.mkdir()
-    monkeypatch.setattr(engram.store, "shared_memory", lambda: home)
+    monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
     monkeypatch.setattr("engram.storages.tensor.shared_memory", lambda: home)
-    monkeypatch.setattr(engram.store, "_WAIT_S", 0.2)
+    monkeypatch.setattr(engram.store.locks, "WAIT_S", 0.2)
     before = _native.wait_limit()
     _native._core.set_wait_limit(0.2)
     gc.collect()
@@ -227,7 +227,7 @@ def test_what_is_held_is_given_back(how, ram):
     """At every bytecode, of which the first is before it is taken and the last behind."""
     rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(12, scratch_dir=ram / "store"))
     rb.extend(rows(2))
-    store, alone = rb.storage.store, engram.store._alone
+    store, alone = rb.storage.store, engram.store.locks.exclusive
     names = {"store": store, "alone": alone, "folder": store.directory}
     code = compile(f"with {how}: pass", "<a program>", "exec")
 

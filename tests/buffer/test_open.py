@@ -218,7 +218,7 @@ def test_a_store_that_another_boot_left_open(folder, monkeypatch):
         folder=str(folder),
     )
     assert program.wait() == 0
-    monkeypatch.setattr("engram.store._boot_id", lambda: "another")
+    monkeypatch.setattr("engram.store.opening._boot_id", lambda: "another")
     with pytest.raises(UncleanStore, match='unclean="accept"'):
         ReplayBuffer.open(folder)
     with pytest.raises(UncleanStore):

@@ -145,7 +145,7 @@ class Stores:
         with contextlib.closing(rb):
             state = rb.storage.store.state()
             tickets = {"numbers": state.numbers.tolist(), "lanes": state.lanes.tolist(), "clock": state.clock}
-            indexes = sorted("/".join(key) for key in rb.storage.store.all_indexes())
+            indexes = sorted("/".join(key) for key in rb.storage.store.indexes.refreshed())
             rb.set_rng(torch.Generator().manual_seed(5))  # generators are not part of a store
             return {"tickets": tickets, "indexes": indexes, **seen(rb, n=self._n)}
 

@@ -1034,19 +1034,19 @@ def test_an_index_is_not_seen_before_it_knows_all_rows(monkeypatch):
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, 1.0, 1.0))
     rb.extend(TensorDict({"a": torch.arange(10)}, [10]))
     store = rb.storage.store
-    scan, begun, go_on = type(store)._scan, threading.Event(), threading.Event()
+    scan, begun, go_on = type(store.indexes).scan, threading.Event(), threading.Event()
 
     def late(self, index, kind):
         begun.set()
         assert go_on.wait(60)
         scan(self, index, kind)
 
-    monkeypatch.setattr(type(store), "_scan", late)
+    monkeypatch.setattr(type(store.indexes), "scan", late)
     other = PrioritizedSampler(10, 1.0, 1.0, index="other")
     maker = threading.Thread(target=rb.set_sampler, args=(other,))
     maker.start()
     assert begun.wait(60)
-    assert ("other", "priorities") not in store.all_indexes()
+    assert ("other", "priorities") not in store.indexes.refreshed()
     asked = threading.Thread(target=lambda: found.append(other.priorities().leaves(10)))
     found = []
     asked.start()

@@ -636,7 +636,7 @@ def test_a_window_that_moves_in_the_last_batch_begins_no_pass(drop_last):
     sampler = SliceSamplerWithoutReplacement(slice_len=1, drop_last=drop_last)
     rb = buffer(sampler, steps([1] * 6), batch_size=3)
     first = set(rb.sample()["index"].flatten().tolist())
-    words, row = rb.storage.memory.words[1].view(torch.int64), min({*range(6)} - first)
+    words, row = rb.storage.memory.control_memory[1].view(torch.int64), min({*range(6)} - first)
     words[row] -= 1  # being written, by somebody who began before the pass did
     second = rb.sample()["index"].flatten().tolist()
     words[row] += 1

@@ -19,7 +19,7 @@ from tests.failing_calls import OPERATIONS, ROWS, buffer, forked, listing
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(stress.LIMIT_S)]
 
-SOURCE = str(Path(engram.store.__file__).parent)
+SOURCE = str(Path(engram.store.__file__).parent.parent)
 
 
 def at_step(n, what):
@@ -81,7 +81,7 @@ def test_killed_at_every_step(ram, name, monkeypatch):
     """Of the Python code; the C++ tests do that with every instruction below."""
     home = ram / "shm"
     home.mkdir()
-    monkeypatch.setattr(engram.store, "shared_memory", lambda: home)
+    monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
     monkeypatch.setattr("engram.storages.tensor.shared_memory", lambda: home)
     report = ram / "report"
     step = stress.size(149, 1)
@@ -111,7 +111,7 @@ def test_killed_at_every_step(ram, name, monkeypatch):
 
 def test_stopped_while_it_makes_a_store(ram, monkeypatch):
     """Others are told in bounded time; when it goes on, all is well."""
-    monkeypatch.setattr(engram.store, "_WAIT_S", 0.3)
+    monkeypatch.setattr(engram.store.locks, "WAIT_S", 0.3)
     for n in stress.size((300, 600), range(200, 800, 5)):
         folder = ram / f"{n}"
         folder.mkdir()
@@ -229,8 +229,8 @@ def test_the_first_opener_dies_as_soon_as_others_can_see_him(ram, monkeypatch):
     rb.close()
     pid = os.fork()
     if pid == 0:
-        join = engram.store.Store._join
-        monkeypatch.setattr(engram.store.Store, "_join", lambda *arguments: (join(*arguments), die()))
+        join = engram.store.Store.join
+        monkeypatch.setattr(engram.store.Store, "join", lambda *arguments: (join(*arguments), die()))
         ReplayBuffer.open(ram / "store")
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     rb = ReplayBuffer.open(ram / "store")
@@ -245,7 +245,7 @@ def test_exit_orders(ram, monkeypatch):
     """Three processes have a temporary store; they leave in every order and way. The last one, or the next sweep, removes it."""
     home = ram / "shm"
     home.mkdir()
-    monkeypatch.setattr(engram.store, "shared_memory", lambda: home)
+    monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
     monkeypatch.setattr("engram.storages.tensor.shared_memory", lambda: home)
     monkeypatch.setattr(tempfile, "tempdir", str(home))
     cases = list(
@@ -265,7 +265,7 @@ def test_exit_orders(ram, monkeypatch):
             if ways[k] == "close":
                 rb.close()
             else:
-                engram.store._close(*rb.storage.store._finalizer.peek()[2])  # what an exit runs
+                rb.storage.store.attachment._finalizer()  # what an exit runs
             os._exit(0)
 
         creator = os.fork()

@@ -86,7 +86,7 @@ class Handle:
         live = [row for row in range(store.capacity) if row in rb.storage]
         assert len(rb) == len(live) == len(rows)
         assert bool((rows["b"] == torch.stack([rows["a"], -rows["a"]], 1)).all())
-        store._attach_new_indexes()  # as the next write would
+        store.indexes.attach_new()  # as the next write would
         leaves = {key[0]: stress.check_priorities(index, live).tolist() for key, index in store.indexes.items()}
         assert store.core.in_flight == 0
         return dict(zip(live, rows["a"].tolist(), strict=True)), rb.write_count, leaves, rb.stats()["void_rows"]

@@ -34,7 +34,9 @@ from engram import (
     TensorStorage,
     _native,
 )
-from engram.store import Store, _alone, shared_memory, sweep_shared_memory
+from engram.store import shared_memory, sweep_shared_memory
+from engram.store.indexes import Indexes
+from engram.store.locks import exclusive
 from tests import fresh
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -964,7 +966,7 @@ def make_priorities(folder):
 
 
 def make_priorities_and_die(folder):
-    Store._scan = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    Indexes.scan = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     make_priorities(folder)
 
 
@@ -1176,7 +1178,7 @@ def test_what_all_owners_left_in_shared_memory_is_swept():
 def test_a_sweep_waits_for_nobody():
     """Somebody who is stopped while he makes or closes a store, say."""
     folder = Path(tempfile.mkdtemp(dir=shared_memory(), prefix="engram-test-"))
-    with _alone(folder):
+    with exclusive(folder):
         began = time.monotonic()
         thread = threading.Thread(target=sweep_shared_memory)  # who holds a folder himself may go in
         thread.start()

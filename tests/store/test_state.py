@@ -21,7 +21,7 @@ from engram import (
     _native,
 )
 from engram.priorities import PriorityIndex
-from engram.store import Store
+from engram.store.indexes import Indexes
 
 
 def buffer(kind, rows=12, **arguments):
@@ -258,7 +258,7 @@ def test_who_dies_with_a_store_paused_holds_nobody_up(replacing):
 
 
 @pytest.mark.parametrize("survivor", [True, False])
-@pytest.mark.parametrize("at", ["_scan", "restore"])
+@pytest.mark.parametrize("at", ["scan", "restore"])
 def test_who_dies_before_the_priorities_are_there_leaves_an_empty_store(tmp_path, at, survivor):
     """Not rows that no sampler finds, or with priorities that nobody gave them."""
     saved_one = ReplayBuffer(storage=LazyTensorStorage(12), sampler=PrioritizedSampler(12, 0.7, 0.5))
@@ -276,7 +276,7 @@ def test_who_dies_before_the_priorities_are_there_leaves_an_empty_store(tmp_path
     pid = os.fork()
     if pid == 0:
         mine = used() if rb is None else rb
-        setattr(Store if at == "_scan" else PriorityIndex, at, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(Indexes if at == "scan" else PriorityIndex, at, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         mine.load_state_dict(state)
         os._exit(1)
     _, status = os.waitpid(pid, 0)

@@ -38,7 +38,7 @@ from engram import (
 from engram.format import files
 from engram.format import schema as schemas
 from engram.format.schema import Field, Node, Schema
-from engram.store import Store, erase
+from engram.store import create_store, erase, open_store
 from engram.types import Plan
 from tests import stress
 from tests.fresh import run, start
@@ -180,7 +180,7 @@ def test_threads_that_open_at_once_get_the_same_store(folder, monkeypatch):
 
     def open_it(_):
         gate.wait()
-        return Store.open(folder)
+        return open_store(folder)
 
     with ThreadPoolExecutor(8) as pool:
         stores = list(pool.map(open_it, range(8)))
@@ -417,7 +417,7 @@ def killed_while_open(folder):
 
 def test_unclean_stores_of_another_boot_are_refused_unless_accepted(folder, monkeypatch):
     killed_while_open(folder)
-    monkeypatch.setattr(engram.store, "_boot_id", lambda: "another")
+    monkeypatch.setattr(engram.store.opening, "_boot_id", lambda: "another")
     before = snapshot(folder)
     with pytest.raises(
         UncleanStore, match=r'nothing is promised of its rows\. Use ReplayBuffer\.open.*unclean="accept"'
@@ -432,7 +432,7 @@ def test_unclean_stores_of_another_boot_are_refused_unless_accepted(folder, monk
 
 
 def test_clean_stores_of_another_boot_are_fine(folder, monkeypatch):
-    monkeypatch.setattr(engram.store, "_boot_id", lambda: "another")
+    monkeypatch.setattr(engram.store.opening, "_boot_id", lambda: "another")
     rb = ReplayBuffer.open(folder)
     assert rb.storage.store.repair is None
     rb.close()
@@ -549,9 +549,9 @@ def test_every_changed_byte_of_the_description_is_noticed(folder):
         for change in (1, 0x80):
             path.write_bytes(good[:at] + bytes([good[at] ^ change]) + good[at + 1 :])
             with pytest.raises((CorruptStore, IncompatibleStore), match=str(folder)):
-                Store.open(folder)
+                open_store(folder)
     path.write_bytes(good)
-    Store.open(folder).close()
+    open_store(folder).close()
 
 
 def test_descriptions_of_another_store_are_noticed(folder, tmp_path):
@@ -567,7 +567,7 @@ def test_descriptions_of_another_store_are_noticed(folder, tmp_path):
     ):
         path.write_bytes(raw)
         with pytest.raises(CorruptStore, match=r"store\.json: expected the description this store was made with"):
-            Store.open(folder)
+            open_store(folder)
 
 
 def node_turned(node):
@@ -589,9 +589,9 @@ def test_every_changed_byte_of_the_header_is_noticed(folder):
         for change in (1, 0x80) if at < 96 else (1 << at % 8,):
             path.write_bytes(good[:at] + bytes([good[at] ^ change]) + good[at + 1 :])
             with pytest.raises((CorruptStore, IncompatibleStore), match="control"):
-                Store.open(folder)
+                open_store(folder)
     path.write_bytes(good)
-    Store.open(folder).close()
+    open_store(folder).close()
 
 
 def crc32c(raw):
@@ -681,11 +681,11 @@ def test_hostile_descriptions_with_a_good_sum_map_nothing(folder, changes):
     rewrite_header(folder, sum=schemas.fingerprint(raw))
     before = snapshot(folder.parent)
     if changes.get("fields", [{}])[0].get("shape") == [0, 1 << 52]:
-        Store.open(folder).close()  # strange, but it can be had
+        open_store(folder).close()  # strange, but it can be had
         return
     began = time.monotonic()
     with pytest.raises(CorruptStore):
-        Store.open(folder)
+        open_store(folder)
     assert time.monotonic() - began < 1
     assert snapshot(folder.parent) == before
 
@@ -707,7 +707,7 @@ def test_descriptions_that_are_no_descriptions(folder, raw):
     before = snapshot(folder)
     began = time.monotonic()
     with pytest.raises(CorruptStore, match=r"store\.json: "):
-        Store.open(folder)
+        open_store(folder)
     assert time.monotonic() - began < 5
     assert snapshot(folder) == before
 
@@ -928,7 +928,7 @@ FAIL_AT = {
     "mapping words": (torch, "from_file", errno.ENOMEM),
     "mapping a field": (MemoryMappedTensor, "from_filename", errno.ENOMEM),
     "locking": (fcntl, "flock", errno.ENOLCK),
-    "attaching": (engram.store, "_register", errno.EIO),
+    "attaching": (engram.store.opening, "register", errno.EIO),
 }
 
 
@@ -1244,7 +1244,7 @@ def test_descriptions_that_are_too_long_are_refused_before_anything_is_made(tmp_
     fields = tuple(Field((f"{'x' * 240}{i}",), "bool", ()) for i in range(2048))
     structure = Node("dict", children={field.key[0]: Node("leaf", field=i) for i, field in enumerate(fields)})
     with pytest.raises(ValueError, match=r"its description needs \d+ bytes, at most 1048576 are possible"):
-        Store.create(Schema(6, 1, (), fields, structure), tmp_path / "store")
+        create_store(Schema(6, 1, (), fields, structure), tmp_path / "store")
     assert os.listdir(tmp_path) == []
 
 
@@ -1265,12 +1265,12 @@ def test_opening_nothing(tmp_path):
 
 def test_two_first_writes_of_other_rows(tmp_path):
     """Of processes that share a storage which nobody has written to."""
-    store = Store.create(SCHEMA, tmp_path / "store", maker="both")
-    assert Store.create(SCHEMA, tmp_path / "store", maker="both") is store
+    store = create_store(SCHEMA, tmp_path / "store", maker="both")
+    assert create_store(SCHEMA, tmp_path / "store", maker="both") is store
     field = SCHEMA.fields[0]
     fields = (msgspec.structs.replace(field, shape=(*field.shape, 7)), *SCHEMA.fields[1:])
     with pytest.raises(IncompatibleStore) as caught:
-        Store.create(msgspec.structs.replace(SCHEMA, fields=fields), tmp_path / "store", maker="both")
+        create_store(msgspec.structs.replace(SCHEMA, fields=fields), tmp_path / "store", maker="both")
     assert str(caught.value) == (
         f"{str(tmp_path / 'store')!r}: expected rows as in the first write of another process, got others: field {field.name}: "
         f"expected shape {list(field.shape)} {field.dtype}, got shape {[*field.shape, 7]} {field.dtype}."
@@ -1279,14 +1279,14 @@ def test_two_first_writes_of_other_rows(tmp_path):
 
 
 def test_erase_leaves_what_is_not_the_stores(tmp_path):
-    Store.create(SCHEMA, tmp_path / "store").close()
+    create_store(SCHEMA, tmp_path / "store").close()
     (tmp_path / "store" / "mine").write_text("mine")
     erase(tmp_path / "store", SCHEMA)
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["mine"]
 
 
 def test_sizes(tmp_path):
-    store = Store.create(SCHEMA, tmp_path / "store")
+    store = create_store(SCHEMA, tmp_path / "store")
     assert (store.capacity, store.lanes, store.lane_length, store.nbytes) == (6, 2, 3, 48)
     assert (tmp_path / "store" / "a.memmap").stat().st_size == 48
     assert (tmp_path / "store" / ".engram" / "tickets").stat().st_size == 48 + 24  # six tickets, six laps

@@ -115,7 +115,7 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
 
     def make() -> _native.Trajectories:
         which, fields = memory.on_host(boundaries.which)
-        counted = memory.windows.setdefault(name, window)
+        counted = memory.indexes.windows.setdefault(name, window)
         types = [
             0 if boundaries.by_id else step_type_bytes(memory.schema.fields[number]) for number in boundaries.which
         ]
@@ -124,7 +124,7 @@ def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) 
         _scan(table, memory)
         return table
 
-    table: _native.Trajectories = memory.index(name, "trajectories", boundaries, make)
+    table: _native.Trajectories = memory.indexes.table(name, "trajectories", boundaries, make)
     return table
 
 
@@ -141,10 +141,10 @@ def _new_table(
     ``which``: their numbers in the core; empty for fields that no write changes. ``step_types``: :func:`step_type_bytes` of each;
     empty if all of them are flags or an id.
     """
-    control, tickets = memory.words
+    control, tickets = memory.control_memory
     width = math.prod(memory.schema.columns)
     nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
-    block = memory.room(nbytes)
+    block = memory.zeroed(nbytes)
     table: _native.Trajectories = _fork.mended(
         _native.Trajectories(
             control.data_ptr(),

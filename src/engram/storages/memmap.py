@@ -15,7 +15,7 @@ from engram._later import refuse
 from engram.format import layout
 from engram.storages._structure import Structure
 from engram.storages.tensor import LazyTensorStorage
-from engram.store import Store, occupied
+from engram.store import Store, occupied, open_store
 
 if TYPE_CHECKING:
     from engram.format.schema import Schema
@@ -96,7 +96,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     @classmethod
     def open(cls, directory: Path, *, unclean: str = "refuse") -> LazyMemmapStorage:
         """The storage in a folder, with its rows. ``ReplayBuffer.open`` is the public way."""
-        store = Store.open(directory, unclean=unclean)
+        store = open_store(directory, unclean=unclean)
         schema = store.schema
         storage = cls.__new__(cls)
         storage._configure(schema.capacity, device="cpu", ndim=1 + len(schema.columns), lanes=schema.lanes)

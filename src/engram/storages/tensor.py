@@ -52,8 +52,12 @@ from engram.store import (
     Process,
     Store,
     StoreState,
+    create_store,
     forget_temporary,
     maker_of,
+    moved,
+    open_store,
+    reattach,
     shared_memory,
     skip_numbers,
     sweep_shared_memory,
@@ -276,7 +280,7 @@ class TensorStorage(Storage):
             if made is None and not self._looking:
                 self._looking = True
                 try:
-                    made = Store.open(self._home)
+                    made = open_store(self._home)
                     self._adopt(made, Structure.from_schema(made.schema))
                 except FileNotFoundError:  # closed by all
                     return None
@@ -304,7 +308,7 @@ class TensorStorage(Storage):
             self._settle(home, maker, temporary=True)
             if private is not None:
                 try:
-                    self._adopt(private.moved(home, maker, self._host), self._written())
+                    self._adopt(moved(private, home, maker, self._host), self._written())
                 except BaseException:
                     self._home = self._host = None
                     raise
@@ -328,7 +332,7 @@ class TensorStorage(Storage):
             home, pieces = self._place_of(pieces, maker)
             sweep_shared_memory()
             self._settle(home, maker, temporary=not all(piece is None or piece.named for piece in pieces))
-            store = Store.create(
+            store = create_store(
                 self.store.schema,
                 home,
                 maker=maker,
@@ -744,7 +748,7 @@ class TensorStorage(Storage):
         store = self.memory
         if store is None:
             return unwritten()
-        return with_numbers(store, describe_store(store, store.all_indexes(), without))
+        return with_numbers(store, describe_store(store, store.indexes.refreshed(), without))
 
     def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         where = type(self).__name__
@@ -797,8 +801,8 @@ class TensorStorage(Storage):
 
     def priorities_in_use(self, name: str) -> dict[str, Any] | None:
         store = self.memory
-        index: PriorityIndex | None = None if store is None else store.all_indexes().get((name, PRIORITIES))
-        return None if store is None or index is None else index.state(store.rows_in_use(store.lane_words()))
+        index: PriorityIndex | None = None if store is None else store.indexes.refreshed().get((name, PRIORITIES))
+        return None if store is None or index is None else index.state(store.rows_in_use(store.lane_states()))
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
         return SnapshotPreparation(self, without, whole=whole)
@@ -874,7 +878,7 @@ class TensorStorage(Storage):
         saved = state.pop("memory", None)
         self.__dict__.update(state)
         if saved is not None:
-            store = Store.reattach(saved)
+            store = reattach(saved)
             if "structure" not in state:
                 self.structure = Structure.from_schema(store.schema)
             store.owners.add(self)
@@ -997,7 +1001,7 @@ class LazyTensorStorage(TensorStorage):
 
     def _made_at_home(self, schema: Schema, *, replace: bool) -> Store:
         assert self._home is not None  # the callers looked
-        store = Store.create(
+        store = create_store(
             schema,
             self._home,
             maker=self._maker,

@@ -68,7 +68,7 @@ def describe_store(
         zeroed: memory for the leaves of priorities, by name.
     """
     passes = {name: index.state() for (name, kind), index in sorted(indexes.items()) if kind == EPOCHS}
-    clock, lanes = int(store.core.next_ticket) - store.base, store.lane_words()
+    clock, lanes = int(store.core.next_ticket) - store.base, store.lane_states()
     return {
         "schema": schemas.encode(store.schema).decode(),
         "clock": clock,
@@ -76,7 +76,7 @@ def describe_store(
         "write_count": int(store.core.write_count),
         "priorities": saved_priorities(_of_kind(indexes, PRIORITIES), without, store.rows_in_use(lanes), zeroed),
         "passes": {name: walk for name, walk in passes.items() if (name, EPOCHS) not in without},
-        "windows": dict(store.windows),
+        "windows": dict(store.indexes.windows),
     }
 
 
@@ -119,16 +119,16 @@ class SnapshotPreparation:
         self._leaves: dict[str, Tensor] = {}
         store = storage.memory
         if store is not None:
-            self._indexes = store.all_indexes()
-            n = min(store.capacity, store.rows_in_use(store.lane_words()) + _SLACK)
+            self._indexes = store.indexes.refreshed()
+            n = min(store.capacity, store.rows_in_use(store.lane_states()) + _SLACK)
             for name in {name for name, kind in self._indexes if kind == PRIORITIES and (name, kind) not in without}:
-                self._leaves[name] = store.room(8 * n)[: 8 * n].zero_().view(torch.float64)
+                self._leaves[name] = store.zeroed(8 * n)[: 8 * n].zero_().view(torch.float64)
 
     def take(self) -> StorageSnapshot:
         storage, store, kind = self._storage, self._storage.memory, type(self._storage).__name__
         if store is None:
             return WholeSnapshot(kind, storage.state_without_rows(), 1, 0, storage.nbytes)
-        lanes = store.lane_words()
+        lanes = store.lane_states()
         used = store.rows_in_use(lanes)
         live = int(lanes[:, 1].sum()) - int(store.core.void_rows)
         state, base, copies = None, 0, None
@@ -186,7 +186,7 @@ class RowsState(NamedTuple):
         for name in check_names(walks, where):
             check_keys(walks[name], ("key", "rows", "visited"), f"{where}: passes: {name!r}")
         passes = {name: checked_progress(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
-        indexes = {} if store is None else _of_kind(store.all_indexes(), PRIORITIES)
+        indexes = {} if store is None else _of_kind(store.indexes.refreshed(), PRIORITIES)
         priorities = checked_priorities(state["priorities"], indexes, schema.capacity, f"{where}: priorities")
         configs = {name: config for name, (config, _) in priorities.items()}
         return cls(state, StoreState(lanes, numbers, clock, write_count), windows, passes, configs)
@@ -199,7 +199,7 @@ class RowsState(NamedTuple):
             walked = {name: EpochIndex.of_store(store, name, (0, 0, 0)) for name in self.passes}
         store.replace(self.rows, source.fill)
         store.replaced = (self.rows.clock, int(store.core.next_ticket))
-        store.count_windows(self.windows)
+        store.indexes.count_windows(self.windows)
         for name, tree in trees.items():
             tree.restore(self.entries["priorities"][name])
         for name, index in walked.items():

@@ -1,0 +1,50 @@
+"""Stores: rows, tickets, cursors and indexes in one memory. Modules import those above them in this list: keys and memory;
+locks; lifetime; indexes; store; device; opening.
+"""
+
+from engram.store.device import DeviceStore
+from engram.store.indexes import INDEX_KINDS, Host, Index, check_index_name
+from engram.store.keys import Key, ThreadKey
+from engram.store.lifetime import (
+    Process,
+    erase,
+    forget_temporary,
+    maker_of,
+    occupied,
+    shared_memory,
+    sweep_shared_memory,
+)
+from engram.store.memory import Block, Copied, dlpack_specs, private_block, torch_dtype
+from engram.store.opening import create_store, moved, open_store, reattach, skip_numbers
+from engram.store.store import Repair, Saved, Store, StoreState
+
+__all__ = [
+    "INDEX_KINDS",
+    "Block",
+    "Copied",
+    "DeviceStore",
+    "Host",
+    "Index",
+    "Key",
+    "Process",
+    "Repair",
+    "Saved",
+    "Store",
+    "StoreState",
+    "ThreadKey",
+    "check_index_name",
+    "create_store",
+    "dlpack_specs",
+    "erase",
+    "forget_temporary",
+    "maker_of",
+    "moved",
+    "occupied",
+    "open_store",
+    "private_block",
+    "reattach",
+    "shared_memory",
+    "skip_numbers",
+    "sweep_shared_memory",
+    "torch_dtype",
+]

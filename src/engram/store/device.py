@@ -1,0 +1,153 @@
+"""A store whose rows lie on an accelerator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engram import _fork, _native
+from engram.store.memory import dlpack_specs, new_control_memory, private_field, torch_dtype
+from engram.store.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from engram.format.schema import Field, Schema
+    from engram.store.keys import Key
+    from engram.store.memory import Block
+    from engram.types import Write, WritePlan
+
+__all__ = ["DeviceStore"]
+
+
+class DeviceStore(Store):
+    """Rows on an accelerator, moved by torch; tickets and cursors stay on the host.
+
+    Within one process only. A lock orders reads and writes: torch cannot look at tickets between copies. Fields that an index
+    reads have a copy on the host, which the core moves before the index hears of it: what a store on the CPU does with all.
+    """
+
+    is_native = False
+
+    def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self._lock = _fork.rlock()
+        #: By number of the field, in the order in which the core has them.
+        self._copies: dict[int, Tensor] = {}
+        super().__init__(schema, tensors, control, tickets)
+        self.layout = _native.Layout([])
+
+    @classmethod
+    def on(cls, schema: Schema, device: torch.device) -> DeviceStore:
+        """A store on ``device``, its memory taken and zeroed at once."""
+        control, tickets = new_control_memory(schema)
+        tensors = [
+            torch.zeros((schema.capacity, *field.shape), dtype=torch_dtype(field), device=device)
+            for field in schema.fields
+        ]
+        return cls(schema, tensors, control, tickets)
+
+    def _native_fields(self) -> list[tuple[Tensor, Field]]:
+        return []
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self._pausing_with((self._lock, self._pausing))  # in between, rows have tickets already and no data yet
+
+    def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
+        """As :meth:`Store.on_host`. A field that is asked for first is copied; from then on every write of it is, too."""
+        with self._lock:
+            for number in numbers:
+                if number not in self._copies:
+                    field = self.schema.fields[number]
+                    copy = private_field(field, self.capacity).copy_(self.tensors[number])
+                    self.core.add_field(copy.data_ptr(), field.row_bytes)
+                    self._copies[number] = copy
+            self.layout = _native.Layout(dlpack_specs([self.schema.fields[number] for number in self._copies]))
+            order = list(self._copies)
+            return tuple(order.index(number) for number in numbers), [self._copies[number] for number in numbers]
+
+    def _refilled(self) -> None:
+        for number, copy in self._copies.items():
+            copy.copy_(self.tensors[number])
+
+    def _for_core(self, which: Sequence[int], columns: Sequence[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
+        """What the core has of some fields: their numbers there, in order, and the columns as it reads them."""
+        given = dict(zip(which, columns, strict=True))
+        there = [(place, given[number]) for place, number in enumerate(self._copies) if number in given]
+        return tuple(place for place, _ in there), [column.detach().to("cpu").contiguous() for _, column in there]
+
+    def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
+        with self._lock:
+            row, number = super().append_row(lane, self._for_core(self._which, columns)[1])
+            for tensor, column in zip(self.tensors, columns, strict=True):
+                tensor[row] = column.detach()
+        return row, number
+
+    def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
+        fields = self.schema.fields
+        columns = [
+            column.reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)
+        ]  # perhaps one row
+        with self._lock:
+            filled, _ = self.core.extent()
+            which, copied = self._for_core(self._which, columns)
+            write = self._write(plan, n, which, tuple([column.data_ptr() for column in copied]))
+            rows = write.rows
+            if plan.rows is not None:
+                self._clear_gaps(filled)
+            if plan.kept is not None:
+                rows, columns = rows[plan.kept], [column[plan.kept.to(column.device)] for column in columns]
+            self._put(rows, self._which, columns)
+        return write
+
+    def _clear_gaps(self, filled: Sequence[int]) -> None:
+        """Rows that became live because a row above them was written hold zeros."""
+        for lane, (before, now) in enumerate(zip(filled, self.core.extent()[0], strict=True)):
+            start = lane * self.lane_length
+            for tensor in self.tensors:
+                tensor[start + before : start + now].zero_()
+
+    def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
+        with self._lock:
+            write = super().edit(rows, *self._for_core(which, columns))
+            self._put(rows, which, columns)
+        return write
+
+    def _put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> None:
+        # Of a row written twice the last entry wins; index_put leaves that open.
+        flipped = rows.flip(0)
+        unique, inverse = torch.unique(flipped, return_inverse=True)
+        last = torch.full_like(unique, len(rows)).scatter_reduce_(
+            0, inverse, torch.arange(len(rows), device="cpu"), "amin"
+        )
+        source = (len(rows) - 1 - last).to(self.device)
+        target = unique.to(self.device)
+        for f, column in zip(which, columns, strict=True):
+            self.tensors[f][target] = column.detach().to(self.device)[source]
+
+    def read(
+        self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
+    ) -> tuple[list[Tensor], list[int]]:
+        with self._lock:
+            _, moved = super().read(rows, expected=expected, which=())
+            return self._take(rows, self._which if which is None else which), moved
+
+    def copy_rows(self, rows: Tensor, expected: Tensor, columns: Sequence[Tensor]) -> list[int]:
+        found, moved = self.read(rows, expected=expected)
+        for column, value in zip(columns, found, strict=True):
+            column.copy_(value.cpu().reshape(len(rows), -1).view(torch.uint8).view(column.shape))
+        return moved
+
+    def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
+        with self._lock:
+            rows, *numbers = super().sample_uniform(key, n, True, with_numbers)[len(self._copies) :]
+            columns = self._take(rows, self._which)
+        return [*columns, *[rows] * with_rows, *(tickets.to(self.device) for tickets in numbers)]
+
+    def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
+        index = rows.to(self.device)
+        return [self.tensors[f].index_select(0, index) for f in which]

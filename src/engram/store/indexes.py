@@ -1,0 +1,315 @@
+"""The indexes of a store: what samplers need besides the rows, under a name and a kind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+from engram import _fork, _progress
+from engram.errors import IncompatibleStore
+from engram.format import files, layout
+from engram.store.locks import exclusive
+from engram.store.memory import Block, file_block, private_block
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+__all__ = ["INDEX_KINDS", "Host", "Index", "IndexKey", "Indexes", "check_index_name"]
+
+#: Name and kind of an index.
+IndexKey: TypeAlias = tuple[str, str]
+
+
+class Host(NamedTuple):
+    """What an index needs of its store."""
+
+    core: Any
+    control: Tensor
+    tickets: Tensor
+    directory: Path | None
+
+
+class Index(Protocol):
+    """An index that lasts: it holds more than can be told from the rows."""
+
+    core: Any
+    block: Block
+
+    def put_in_order(self) -> None:
+        """After a recovery of the rows."""
+
+
+class IndexKind(Protocol):
+    """Makes an index around its memory, for a store."""
+
+    def __call__(self, block: Block, host: Host) -> Any: ...
+
+    def free_lock(self, block: Block) -> None:
+        """Free the lock in the memory, before an index is made around it."""
+
+
+#: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.
+INDEX_KINDS: dict[str, Any] = {}
+
+_INDEX_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def check_index_name(name: object, where: str = "index") -> None:
+    """Raise unless this can be the name of an index: ``TypeError``, ``ValueError``."""
+    if not isinstance(name, str):
+        raise TypeError(f"{where}: expected a name, got {type(name).__name__}.")
+    if not _INDEX_NAME.fullmatch(name):
+        raise ValueError(f"{where}: expected a name of 1 to 64 letters, digits, '-' or '_', got {name!r}.")
+
+
+def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], None]) -> Block:
+    """Memory of a new index in a directory. The file is renamed into place when it is complete."""
+    path = folder / kind
+    hidden = folder / f".{kind}-{os.getpid()}-{threading.get_ident()}"
+    for left in folder.glob(f".{kind}-*"):  # of processes that died; the store's folder is locked
+        left.unlink(missing_ok=True)
+    with files.Creation() as made:
+        made.folder(folder)
+        made.file(hidden, nbytes)
+        make(file_block(hidden, nbytes))
+        _unscanned(path).unlink(missing_ok=True)
+        made.text(_unscanned(path), b"")
+        hidden.rename(path)
+        made.published(hidden, path)
+        return file_block(path, nbytes)
+
+
+def _unscanned(index: Path) -> Path:
+    """Exists beside an index until it has scanned all rows. If its maker dies before, the next process lets it scan."""
+    return index.with_name(f".unscanned-{index.name}")
+
+
+def _scan(core: Any, rows: int) -> Iterator[int]:
+    """Let an index scan all rows in pieces, so that writers wait for one piece only. Yields how many rows are left."""
+    for row in range(0, rows, _progress.CHUNK):
+        end = min(row + _progress.CHUNK, rows)
+        core.scan(row, end)
+        yield rows - end
+
+
+class Indexes(Mapping[IndexKey, Any]):
+    """The indexes of one store. Every write keeps them up to date.
+
+    Two sorts: those that last, which are the items of this mapping and lie in memory of the store; and tables, which each
+    process builds from the rows.
+    """
+
+    def __init__(self, host: Host, capacity: int) -> None:
+        self.core = host.core
+        self.windows: dict[str, int] = {}
+        """Of each table of trajectories, by name: the length of the windows that it counts. Draws depend on it."""
+        self._host = host
+        self._closed = False
+        self._capacity = capacity
+        self._lasting: dict[IndexKey, Any] = {}
+        self._lock = _fork.lock()
+        self._copied: dict[IndexKey, Block] = {}
+        self._tables: dict[IndexKey, tuple[object, Any]] = {}
+        self._tables_lock = _fork.rlock()
+
+    def __getitem__(self, key: IndexKey) -> Any:
+        return self._lasting[key]
+
+    def __iter__(self) -> Iterator[IndexKey]:
+        return iter(self._lasting)
+
+    def __len__(self) -> int:
+        return len(self._lasting)
+
+    def close(self, core: Any) -> None:
+        """Replaces the store's core, and those of its indexes, by one that raises."""
+        self.core, self._closed = core, True
+        for index in self._lasting.values():
+            index.core = core
+
+    # ---- indexes that last -------------------------------------------------------------------------------------------
+
+    def lasting(self, name: str, kind: str, nbytes: int, make: Callable[[Block], None]) -> tuple[Any, bool]:
+        """The index of that name and kind, and whether it was made just now.
+
+        In a directory it is the file ``.engram/indexes/<name>/<kind>``, which stays. Every later write updates it.
+
+        Args:
+            name: of the index. kind: what it is.
+            nbytes: of its memory.
+            make: formats zeroed memory.
+
+        Raises:
+            IncompatibleStore: a file of another size.
+            OSError: no space.
+        """
+        known = self._lasting.get((name, kind))
+        if known is not None and not self._lacks_scan(name, kind):
+            return known, False
+        if self._host.directory is not None:
+            return self._lasting_in(self._host.directory, name, kind, nbytes, make)
+        with self._lock:
+            known = self._lasting.get((name, kind))
+            if known is not None:
+                return known, False
+            copied = self._copied.pop((name, kind), None)
+            block = private_block(nbytes) if copied is None else copied
+            if copied is None:
+                make(block)
+            index = INDEX_KINDS[kind](block, self._host)
+            self.core.attach(index.core)
+            try:
+                self.scan(index, kind)  # a copied one, too: what it says of some rows may be old
+            finally:  # other threads find it when it knows all rows
+                self._lasting[name, kind] = index
+            return index, copied is None
+
+    def _lasting_in(
+        self, directory: Path, name: str, kind: str, nbytes: int, make: Callable[[Block], None]
+    ) -> tuple[Any, bool]:
+        with exclusive(directory):
+            self.attach_new()
+            self.finish_scans()
+            with self._lock:
+                known = self._lasting.get((name, kind))
+                if known is not None:
+                    if known.block.nbytes != nbytes:
+                        raise IncompatibleStore(f"index {name!r}: expected {nbytes} bytes, got {known.block.nbytes}.")
+                    return known, False
+                block = _index_file(directory / layout.FOLDER / layout.INDEXES / name, kind, nbytes, make)
+                # In this order: from the new epoch on every process tells it of its writes, and its scan finds what was
+                # written before.
+                index = self._attach(name, kind, block)
+                self.core.knows_indexes(self.core.next_index_epoch())
+                self.finish_scans()
+                return index, True
+
+    def keep_copies(self, copies: Mapping[IndexKey, Tensor]) -> None:
+        """Memory of the indexes of a copied private store, for :meth:`lasting`."""
+        for key, memory in copies.items():
+            block = private_block(memory.numel())
+            block.tensor.copy_(memory)
+            INDEX_KINDS[key[1]].free_lock(block)  # its holder does not hold the copy's
+            self._copied[key] = block
+
+    def copy_to(self, other: Indexes) -> None:
+        """Let another store, which holds the same rows, have the same indexes."""
+        for (name, kind), index in self.items():
+            memory = index.block.tensor
+
+            def fill(block: Block, memory: Tensor = memory, kind: str = kind) -> None:
+                block.tensor.copy_(memory)
+                INDEX_KINDS[kind].free_lock(block)
+
+            other.lasting(name, kind, index.block.nbytes, fill)
+
+    def rescan(self) -> None:
+        """All rows were replaced."""
+        for (_, kind), index in self.items():
+            self.scan(index, kind)
+
+    def scan(self, index: Index, kind: str) -> None:
+        """Let an index scan all rows."""
+        try:
+            _progress.watch(_scan(index.core, self._capacity), f"giving rows {kind}")
+        except BaseException:  # Ctrl-C: an index that has scanned only some rows would hide the others for good
+            index.core.scan(0, self._capacity)
+            raise
+
+    # ---- those of a directory ----------------------------------------------------------------------------------------
+
+    def _path(self, name: str, kind: str) -> Path:
+        assert self._host.directory is not None  # only a directory has such files
+        return self._host.directory / layout.FOLDER / layout.INDEXES / name / kind
+
+    def finish_scans(self) -> None:
+        """Scan all rows for indexes that have not seen them. The folder is locked."""
+        for (name, kind), index in self.items():
+            if self._lacks_scan(name, kind):
+                self.scan(index, kind)
+                with contextlib.suppress(OSError):  # then another process lets it scan once more
+                    _unscanned(self._path(name, kind)).unlink()
+
+    def _lacks_scan(self, name: str, kind: str) -> bool:
+        """Whether an index in a directory has not scanned all rows yet: its maker still scans, or died."""
+        return self._host.directory is not None and _unscanned(self._path(name, kind)).exists()
+
+    def _attach(self, name: str, kind: str, block: Block) -> Any:
+        index = INDEX_KINDS[kind](block, self._host)
+        self.core.attach(index.core)
+        self._lasting[name, kind] = index
+        return index
+
+    def attach_all(self, *, alone: bool = False) -> None:
+        """Attaches every index in the directory: each writer maintains all of them, whatever its sampler.
+
+        Args:
+            alone: no other process has the store open.
+
+        Raises:
+            IncompatibleStore: an unknown kind of index, or one with other contents than its kind has.
+        """
+        assert self._host.directory is not None
+        for path in sorted((self._host.directory / layout.FOLDER / layout.INDEXES).glob("*/[!.]*")):
+            name, kind = path.parent.name, path.name
+            if kind not in INDEX_KINDS:
+                raise IncompatibleStore(
+                    f"{path}: expected one of the kinds {sorted(INDEX_KINDS)}, got an index that a newer engram has made."
+                )
+            if (name, kind) not in self._lasting:
+                block = file_block(path, path.stat().st_size)
+                if alone:
+                    INDEX_KINDS[kind].free_lock(block)
+                self._attach(name, kind, block)
+
+    def attach_new(self) -> None:
+        """Attaches indexes that another process has made since the last look."""
+        with self._lock:
+            epoch = self.core.index_epoch
+            self.attach_all()
+            self.core.knows_indexes(epoch)
+
+    def refreshed(self) -> Indexes:
+        """These, with those that other processes have made since."""
+        if self._host.directory is not None and not self._closed:
+            with exclusive(self._host.directory):
+                self.attach_new()
+        return self
+
+    # ---- tables that this process builds -----------------------------------------------------------------------------
+
+    def table(self, name: str, kind: str, config: object, make: Callable[[], Any]) -> Any:
+        """The table of a name and kind; ``make()`` makes it if there is none.
+
+        Args:
+            name: as the user calls it.
+            kind: what it is: tables of different kinds have separate names.
+            config: what it was made for; compared with ``==``.
+            make: makes it and attaches it to the core. Called at most once, other threads wait for it.
+
+        Raises:
+            IncompatibleStore: the table of that name was made for something else.
+        """
+        with self._tables_lock:
+            if (name, kind) not in self._tables:
+                self._tables[name, kind] = (config, make())
+            known, table = self._tables[name, kind]
+        if known != config:
+            raise IncompatibleStore(
+                f"index {name!r}: expected the {kind} of {known}, as it was made, got {config}. Give another index=… name."
+            )
+        return table
+
+    def count_windows(self, windows: Mapping[str, int]) -> None:
+        """Let tables of trajectories, existing and future ones, count windows of these lengths."""
+        with self._tables_lock:
+            self.windows = {**self.windows, **windows}
+            for (name, _), (_, table) in self._tables.items():
+                table.count(self.windows[name])

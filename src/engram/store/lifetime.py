@@ -1,0 +1,354 @@
+"""How long a store in a folder lives: this process's attachment to it, temporary folders, and the removal of files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engram import _fork, _native
+from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, WriterStalled
+from engram.format import files, layout
+from engram.format import schema as schemas
+from engram.store import locks
+from engram.store.locks import AliveFile, exclusive, others_attached, others_have_open
+
+if TYPE_CHECKING:
+    from engram.format.schema import Schema
+    from engram.store.memory import Block
+
+__all__ = [
+    "Attachment",
+    "Process",
+    "check_store",
+    "erase",
+    "forget",
+    "forget_temporary",
+    "maker_of",
+    "occupied",
+    "opened",
+    "register",
+    "remove_store",
+    "remove_unfinished",
+    "schema_in",
+    "shared_memory",
+    "sweep_shared_memory",
+    "temporary_note",
+]
+
+
+class Process(NamedTuple):
+    """A process, identified by PID and start time because PIDs are reused."""
+
+    pid: int
+    start_time: int
+
+    @classmethod
+    def this(cls) -> Process:
+        pid = os.getpid()
+        return cls(pid, _native.start_time_of(pid))
+
+    def runs(self) -> bool:
+        return self.start_time != 0 and _native.start_time_of(self.pid) == self.start_time
+
+
+# ---- stores that this process has open -------------------------------------------------------------------------------
+
+_registry: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
+_registry_lock = _fork.lock()
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(directory / layout.FOLDER)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def opened(directory: Path) -> Any:
+    """The store that this process already has open there, or None: closing a second descriptor would drop its lock."""
+    identity = _identity(directory)
+    with _registry_lock:
+        return _registry.get(identity) if identity is not None else None
+
+
+def register(directory: Path, store: object) -> None:
+    """From now on :func:`opened` finds this store."""
+    identity = _identity(directory)
+    assert identity is not None  # just attached
+    with _registry_lock:
+        _registry[identity] = store
+
+
+def forget(store: object) -> None:
+    """Undo :func:`register`."""
+    with _registry_lock:
+        for identity, known in list(_registry.items()):
+            if known is store:
+                del _registry[identity]
+
+
+# ---- this process's attachment ---------------------------------------------------------------------------------------
+
+
+class Attachment:
+    """This process's place among those that have a store open: a locked byte, an entry in the table, a finalizer."""
+
+    def __init__(
+        self, directory: Path, schema: Schema, alive: AliveFile, control: Block, tickets: Block, *, has_files: bool
+    ) -> None:
+        self.directory = directory
+        self.has_files = has_files
+        """Whether the rows lie in the folder, and not in memory that a program shared before."""
+        self._schema = schema
+        self._alive = alive
+        self._control, self._tickets = control, tickets  # mapped until the participant has left
+        self._participants: Any = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def begin(self, owner: object, core: Any) -> None:
+        """From here on :meth:`end`, or the collection of the owner, releases all that was taken.
+
+        Raises:
+            ValueError: control memory that is none.
+        """
+        participants = _native.Participants(
+            self._control.address, self._control.nbytes, self._tickets.address, self._tickets.nbytes, self._alive.fd
+        )
+        self._participants = participants
+        self._finalizer = weakref.finalize(owner, self._leave, core, participants)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether :meth:`end` has not run to its end."""
+        return self._finalizer is not None and self._finalizer.peek() is not None
+
+    def others(self) -> bool:
+        """Whether another process has the store open."""
+        return others_attached(self._participants, self.directory)
+
+    def join(self, core: Any) -> None:
+        """Take an entry in the table. Raises ``StoreInUse``: it is full."""
+        try:
+            core.join(self._participants)
+        except WriterStalled as error:
+            raise StoreInUse(f"open: {str(self.directory)!r}: {error} Close it in one of them.") from error
+
+    def rejoin(self, owner: object, core: Any) -> None:
+        """In a forked child: join beside the parent. The child has its descriptors and maps, but not its locks."""
+        self._detach()
+        check_store(self.directory)
+        self.begin(owner, core)
+        try:
+            core.forget_holds()
+            self.join(core)
+        except BaseException:
+            self._detach()
+            raise
+        self._alive.pid = os.getpid()
+
+    def _detach(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+    def end(self, owner: object) -> None:
+        """Leave. If an interrupt stops this, the next call or the collection of the owner continues."""
+        finalizer = self._finalizer
+        found = None if finalizer is None else finalizer.peek()
+        if finalizer is None or found is None:
+            return
+        _, leave, arguments, _ = found
+        leave(*arguments)
+        forget(owner)
+        finalizer.detach()
+
+    def _leave(self, core: Any, participants: Any) -> None:
+        if self._alive.pid != os.getpid():
+            return  # a forked child that could not join
+        try:
+            with exclusive(self.directory):
+                last = participants.joined and not others_attached(participants, self.directory)
+                if last:
+                    core.reclaim()
+                    core.clean = core.in_flight == 0  # if a thread is still writing, the next open checks the rows
+                if participants.joined:
+                    participants.leave()
+                    _leave_temporary(self.directory, self._schema if last else None)
+        except (
+            FileNotFoundError,
+            StoreInUse,
+        ):  # the folder was removed; or the next process finds that this one has left
+            pass
+        finally:
+            participants.leave()
+            self._alive.release()  # last: another file may get the descriptor's number at once
+
+
+# ---- temporary stores ------------------------------------------------------------------------------------------------
+
+#: In place of the process that a temporary store was made for, once that process no longer needs it; as long as any.
+_NO_PROCESS = b"0 0".ljust(48)
+
+
+def temporary_note(guest_of: Process) -> bytes:
+    """What the folder of a temporary store notes: the process that it is made for."""
+    return f"{guest_of.pid} {guest_of.start_time}".encode().ljust(len(_NO_PROCESS))
+
+
+def _host_of(directory: Path) -> Process | None:
+    """The process that a temporary store was made for; None: it is not temporary."""
+    try:
+        pid, start_time = (directory / layout.FOLDER / layout.TEMPORARY).read_text().split()
+        return Process(int(pid), int(start_time))
+    except (OSError, ValueError):
+        return None
+
+
+def _leave_temporary(directory: Path, schema: Schema | None) -> None:
+    """This process no longer needs a store. Removes a temporary one, unless others have it open (no ``schema``), or the
+    process that it was made for may still attach.
+    """
+    host = _host_of(directory)
+    if host is None:
+        return
+    ours = host == Process.this()
+    if schema is not None and (ours or not host.runs()):
+        erase(directory, schema)
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+    elif ours:
+        files.overwrite(directory / layout.FOLDER / layout.TEMPORARY, _NO_PROCESS)
+
+
+def shared_memory() -> Path:
+    """Where files lie in RAM, for all processes of this machine; else the folder for temporary files."""
+    place = Path("/dev/shm")  # noqa: S108 - Linux has it there
+    return place if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()).absolute()
+
+
+def sweep_shared_memory() -> None:
+    """Remove shared stores of this user all of whose processes died."""
+    for directory in shared_memory().glob("engram-*"):
+        with contextlib.suppress(OSError):
+            if directory.stat().st_uid == os.getuid():  # one that a live process has locked is none of them
+                forget_temporary(directory, maker_of(directory), wait_s=0.0)
+
+
+def forget_temporary(directory: Path, maker: str, *, wait_s: float | None = None) -> None:
+    """For the process that a temporary store was made for and that no longer needs it."""
+    with contextlib.suppress(OSError, StoreInUse, CorruptStore, IncompatibleStore):
+        if maker_of(directory) != maker or opened(directory) is not None:
+            return  # a process that has it open removes it
+        with exclusive(directory, wait_s=wait_s):
+            if not (directory / layout.FOLDER).exists():  # the process that was creating it died
+                remove_unfinished(directory)
+                if time.time() - directory.stat().st_mtime > locks.WAIT_S:  # else a process may be about to lock it
+                    directory.rmdir()
+                return
+            schema = schema_in(directory)
+            _leave_temporary(directory, None if others_have_open(directory) else schema)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def check_store(directory: Path) -> None:
+    """Raises ``FileNotFoundError`` unless there is a store."""
+    if not (directory / layout.FOLDER).exists():
+        raise FileNotFoundError(
+            f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none."
+        )
+
+
+def schema_in(directory: Path) -> Schema:
+    """What the rows of the store in a folder are."""
+    path = directory / layout.FOLDER / layout.STORE
+    return schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path))
+
+
+def maker_of(directory: Path) -> str:
+    """The ``maker`` of the store in a folder; empty if there is none."""
+    try:
+        return (directory / layout.FOLDER / layout.MAKER).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def erase(directory: Path, schema: Schema) -> None:
+    """Remove the files of a store, and folders in it that are empty then. Other files are not engram's and stay."""
+    hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
+    with contextlib.suppress(OSError):
+        (directory / layout.FOLDER).rename(
+            hidden
+        )  # if this process dies, it says which other files belong to the store
+    if _erase_fields(directory, schema, hidden):  # else the next process to find it tries again
+        shutil.rmtree(hidden, ignore_errors=True)
+    shutil.rmtree(directory / layout.FOLDER, ignore_errors=True)
+
+
+def _erase_fields(directory: Path, schema: Schema, hidden: Path) -> bool:
+    """Remove the files of a store that was in ``hidden``, except those that existed before it. Whether all are gone."""
+    if (hidden / layout.ADOPTED).exists():
+        return True
+    paths = [layout.field_path(directory, field.key) for field in schema.fields]
+    paths += layout.meta_files(directory, schema)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for folder in sorted({path.parent for path in paths} - {directory}, key=lambda folder: -len(folder.parts)):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+    return not any(path.exists() for path in paths)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what processes that died had made of a store. The folder is locked, so no process is still creating one."""
+    for hidden in directory.glob(f"{layout.FOLDER}-*"):
+        gone = True
+        with contextlib.suppress(CorruptStore, IncompatibleStore):  # then its description was not complete yet
+            path = hidden / layout.STORE
+            gone = _erase_fields(
+                directory, schemas.decode(files.read_small(path, schemas.MAX_BYTES), str(path)), hidden
+            )
+        if gone:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_store(directory: Path) -> None:
+    """Remove a store that no process has open. Raises ``StoreInUse``."""
+    if not (directory / layout.FOLDER).exists():
+        return
+    if opened(directory) is not None:
+        raise StoreInUse(
+            f"expected a store that nobody has open, but this process has {str(directory)!r}. Close it first."
+        )
+    if others_have_open(directory):
+        raise StoreInUse(
+            f"expected a store that nobody has open, but another process has {str(directory)!r}. Close it there first."
+        )
+    try:
+        schema = schema_in(directory)
+    except (CorruptStore, IncompatibleStore):
+        shutil.rmtree(directory / layout.FOLDER)  # its fields are unknown: files of other names stay
+    else:
+        erase(directory, schema)
+
+
+def occupied(directory: Path, existing: Path) -> str:
+    """Why no store can be created in a folder: what it holds already."""
+    if existing.name == layout.FOLDER:
+        return (
+            f"LazyMemmapStorage: scratch_dir={str(directory)!r} already holds a store. Use ReplayBuffer.open({str(directory)!r}) "
+            "to go on with it. (existsok=True erases it, with all its rows.)"
+        )
+    return (
+        f"LazyMemmapStorage: scratch_dir={str(directory)!r}: expected a folder without data of the same name, found "
+        f"{str(existing)!r}. Choose another folder. (existsok=True erases what is found.)"
+    )

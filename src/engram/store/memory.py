@@ -1,0 +1,230 @@
+"""The memory of a store: private pages, files of its folder, and files without a name that other processes have open."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from tensordict import MemoryMappedTensor
+
+from engram import _native
+from engram._mappings import map_piece, open_files
+from engram.errors import CorruptStore
+from engram.format import files, layout
+from engram.format import schema as schemas
+from engram.format.control import FIXED_BYTES, processes
+from engram.format.schema import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from engram.format.schema import Field, Schema
+
+__all__ = [
+    "Block",
+    "Copied",
+    "DlpackSpec",
+    "Segment",
+    "as_rows",
+    "dlpack_specs",
+    "file_block",
+    "file_field",
+    "new_control_memory",
+    "private_block",
+    "private_field",
+    "segment_fields",
+    "segments_in",
+    "torch_dtype",
+]
+
+#: DLPack's type codes.
+_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
+
+#: DLPack's type code, bits, and the shape of a row.
+DlpackSpec: TypeAlias = tuple[int, int, tuple[int, ...]]
+
+#: Device, inode and size of a file in memory, and where a field begins in it.
+Segment: TypeAlias = tuple[int, int, int, int]
+
+
+class Copied:
+    """A tensor that exists for a copy only.
+
+    On the CPU it is pickled by value: multiprocessing would send a file descriptor, which is closed, or belongs to another
+    file, if the tensor is gone before the receiver uses it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> tuple[object, ...]:
+        tensor = self.tensor
+        if not tensor.is_cpu:
+            return (tensor,)
+        return tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.tensor, *how = state
+        if how:
+            dtype, shape = how
+            self.tensor = torch.from_numpy(state[0]).view(dtype).view(shape)
+
+
+def torch_dtype(field: Field) -> torch.dtype:
+    """The torch dtype of a field."""
+    dtype: torch.dtype = getattr(torch, field.dtype)
+    return dtype
+
+
+def dlpack_specs(fields: Sequence[Field]) -> list[DlpackSpec]:
+    """The dtypes and shapes of rows, as DLPack names them."""
+    return [(_CODES[f.dtype.rstrip("0123456789")], 8 * DTYPES[f.dtype], f.shape) for f in fields]
+
+
+def as_rows(rows: Tensor, call: str) -> Tensor:
+    """Rows (or lanes, or tickets) as the core reads them: int64, contiguous, on the CPU.
+
+    Raises:
+        TypeError: not a tensor of ints.
+    """
+    if rows.dtype is not torch.int64 or not rows.is_cpu:
+        if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool:
+            raise TypeError(f"{call}: expected int64 rows, got a tensor of {rows.dtype}.")
+        rows = rows.to("cpu", torch.int64)
+    return rows.contiguous()
+
+
+class Block(NamedTuple):
+    """Raw memory: the tensor keeps it alive."""
+
+    tensor: Tensor
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+
+@torch.inference_mode(mode=False)  # else views of it could not be written to outside of inference mode
+def private_block(nbytes: int) -> Block:
+    """A zeroed private buffer, whose pages are taken when they are first touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+    if nbytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # random rows of a large field then miss the TLB less
+    return Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)
+
+
+def new_control_memory(schema: Schema, fingerprint: int = 0) -> tuple[Block, Block]:
+    """Control block and tickets of a new store in private memory."""
+    control = private_block(_native.control_bytes(schema.lanes))
+    _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
+    return control, private_block(layout.tickets_bytes(schema.capacity))
+
+
+@contextlib.contextmanager
+def _mapping(path: Path) -> Iterator[None]:
+    """Raises ``OSError`` for a system call that fails: torch raises ``RuntimeError`` with its number behind the message."""
+    try:
+        yield
+    except RuntimeError as error:
+        number = re.search(r"\((\d+)\)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, f"{os.strerror(code)} (mapping it)", str(path)) from error
+
+
+def file_block(path: Path, nbytes: int) -> Block:
+    """A file of that size, mapped."""
+    files.check_size(path, nbytes)
+    with _mapping(path), torch.device("cpu"):
+        return Block(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8), nbytes)
+
+
+def _field_in(memory: Tensor | None, field: Field, capacity: int) -> Tensor:
+    """The rows of a field in memory of exactly their size; None: they have no bytes."""
+    shape = (capacity, *field.shape)
+    if memory is None:
+        return torch.empty(shape, dtype=torch_dtype(field), device="cpu")
+    return memory.view(torch_dtype(field)).view(shape)
+
+
+@torch.inference_mode(mode=False)
+def private_field(field: Field, capacity: int) -> Tensor:
+    """Zeroed rows of a field in private memory."""
+    nbytes = field.row_bytes * capacity
+    return _field_in(private_block(nbytes).tensor[:nbytes] if nbytes else None, field, capacity)
+
+
+@torch.inference_mode(mode=False)
+def file_field(directory: Path, field: Field, capacity: int) -> Tensor:
+    """The rows of a field in its file of a store's folder."""
+    nbytes = field.row_bytes * capacity
+    if not nbytes:
+        return _field_in(None, field, capacity)
+    path = layout.field_path(directory, field.key)
+    files.check_size(path, nbytes)
+    shape = torch.Size((capacity, *field.shape))
+    with _mapping(path), torch.device("cpu"):
+        tensor: Tensor = MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape)
+    return tensor
+
+
+def segments_in(folder: Path) -> list[Segment | None] | None:
+    """Where rows without files in a store's folder lie, one segment per field; None if they have files.
+
+    Raises ``CorruptStore``.
+    """
+    path = folder / layout.ADOPTED
+    if not path.exists():
+        return None
+    try:
+        segments = json.loads(files.read_small(path, schemas.MAX_BYTES))["segments"]
+        for segment in segments or ():
+            if segment is not None:
+                device, inode, size, offset = segment
+                if not all(type(number) is int and number >= 0 for number in (device, inode, size, offset)):
+                    raise ValueError("a number that is none")
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptStore(f"{path}: expected where the rows lie, got something else ({error}).") from error
+    return None if segments is None else list(segments)
+
+
+@torch.inference_mode(mode=False)
+def segment_fields(folder: Path, schema: Schema, segments: Sequence[Segment | None], control: Block) -> list[Tensor]:
+    """Fields in memory without a name, which exists as long as a process has it open: one of those that share the store.
+
+    Accepts only memory of the file system that the folder is in.
+
+    Raises:
+        CorruptStore: no such process, or none that this process may look at.
+    """
+    raw = control.tensor[:FIXED_BYTES].numpy().tobytes()
+    found = open_files(("self", *processes(raw)))
+    device = os.stat(folder).st_dev
+    tensors = []
+    if len(segments) != len(schema.fields):
+        raise CorruptStore(f"{folder / layout.ADOPTED}: expected {len(schema.fields)} fields, got {len(segments)}.")
+    for field, segment in zip(schema.fields, segments, strict=True):
+        nbytes = field.row_bytes * schema.capacity
+        if not nbytes:
+            tensors.append(_field_in(None, field, schema.capacity))
+            continue
+        at, inode, size, offset = segment or (-1, -1, -1, -1)
+        path = found.get((at, inode))
+        if path is None or at != device or offset + nbytes > size:
+            raise CorruptStore(
+                f"{folder}: field {field.name}: its rows are in memory without a name, and no process that shares the store and "
+                "that this one may look at has it open. It is gone when the last of them ends."
+            )
+        memory = map_piece(path, at, inode, size)[offset : offset + nbytes]
+        tensors.append(_field_in(memory, field, schema.capacity))
+    return tensors

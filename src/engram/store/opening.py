@@ -1,0 +1,324 @@
+"""Creating a store in a folder, opening it, and copies of stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engram import _fork, _native
+from engram.errors import CorruptStore, IncompatibleStore, UncleanStore
+from engram.format import files, layout
+from engram.format import schema as schemas
+from engram.store.device import DeviceStore
+from engram.store.lifetime import (
+    Attachment,
+    check_store,
+    maker_of,
+    occupied,
+    opened,
+    register,
+    remove_store,
+    remove_unfinished,
+    temporary_note,
+)
+from engram.store.locks import AliveFile, exclusive
+from engram.store.memory import file_block, file_field, new_control_memory, private_field, segment_fields, segments_in
+from engram.store.store import Repair, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engram._mappings import Piece
+    from engram.format.schema import Schema
+    from engram.store.lifetime import Process
+    from engram.store.store import Saved
+
+__all__ = ["create_store", "moved", "open_store", "reattach", "skip_numbers"]
+
+#: Held while a store is created or opened, so that two threads do not attach to one folder twice.
+_attaching = _fork.rlock()
+
+
+def create_store(
+    schema: Schema,
+    directory: Path,
+    *,
+    maker: str = "",
+    guest_of: Process | None = None,
+    replace: bool = False,
+    begin: Callable[[Any], None] = lambda _: None,
+    adopted: Sequence[Piece | None] | None = None,
+) -> Store:
+    """A new store in a folder, its space reserved.
+
+    Args:
+        schema: what its rows are.
+        directory: the folder.
+        maker: a later call with the same one gets the store that the first has created, if it has that schema.
+        guest_of: a temporary store: the last process that closes it removes the folder, unless this process may still attach.
+        replace: remove an existing store of another maker, and files of those names.
+        begin: called with the core of the new store, without its fields, before another process can see it.
+        adopted: where the rows of each field are already: in files of the folder, or in memory without a name that this
+            process has mapped; None for a field without bytes.
+
+    Raises:
+        RuntimeError: the folder holds a store, or files of that name, and not ``replace``.
+        IncompatibleStore: the same ``maker`` has created one of another schema.
+        StoreInUse: ``replace``, but a live process has the store open.
+        OSError: no space, no permission, not a folder. Nothing is left behind.
+        ValueError: a key that cannot be a file name.
+    """
+    raw = schemas.encode(schema)
+    if len(raw) > schemas.MAX_BYTES:
+        raise ValueError(f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible.")
+    clash = layout.clash(schema.fields)
+    if clash is not None:
+        raise ValueError(f"store: two keys need {clash!r}, once as a file and once as a folder. Rename one of them.")
+    paths = {layout.field_path(directory, field.key): field.row_bytes * schema.capacity for field in schema.fields}
+    metas = layout.meta_files(directory, schema)
+    note = None
+    if adopted is not None:
+        note, paths, metas = _adopting(adopted, paths, metas)
+    hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
+    with _attaching, files.Creation() as made, exclusive(directory, made):
+        remove_unfinished(directory)
+        if maker and maker_of(directory) == maker:
+            store = _opened_or_attached(directory, "refuse")
+            if store.schema != schema:
+                raise IncompatibleStore(
+                    f"{str(directory)!r}: expected rows as in the first write of another process, got others: "
+                    f"{schemas.differences(store.schema, schema)}."
+                )
+            return store
+        if replace:
+            remove_store(directory)
+            for path in (*paths, *metas):
+                path.unlink(missing_ok=True)
+        existing = [path for path in (directory / layout.FOLDER, *paths, *metas) if path.exists()]
+        if existing:
+            raise RuntimeError(occupied(directory, existing[0]))
+        made.folder(hidden)
+        if note is not None:  # first: if this process dies, the files that existed before stay
+            made.text(hidden / layout.ADOPTED, note)
+        made.text(hidden / layout.STORE, raw)  # first: if this process dies, it says which other files it has created
+        _make_fields(made, paths, metas)
+        _make_control(made, hidden, schema, maker, guest_of, begin)
+        hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
+        made.published(hidden, directory / layout.FOLDER)
+        return _attach(schema, directory, schemas.fingerprint(raw), unclean="refuse")
+
+
+def open_store(directory: Path, *, unclean: str = "refuse") -> Store:
+    """The store in a folder. Within a process every caller gets the same object.
+
+    Raises:
+        FileNotFoundError: there is no store.
+        StoreInUse: another process is creating or closing it, or the limit of processes is reached.
+        IncompatibleStore, CorruptStore, UncleanStore: it cannot be read as it is; nothing was changed.
+    """
+    directory = directory.absolute()
+    check_store(directory)
+    with _attaching, exclusive(directory):
+        check_store(directory)
+        return _opened_or_attached(directory, unclean)
+
+
+def moved(store: Store, directory: Path, maker: str, guest_of: Process | None) -> Store:
+    """A store in a folder with the rows, cursors and indexes of a private one, which must not be written to meanwhile.
+
+    Raises:
+        OSError: no space. Nothing is left behind.
+    """
+    shared = create_store(store.schema, directory, maker=maker, guest_of=guest_of)
+    try:
+        for to, tensor in zip(shared.tensors, store.tensors, strict=True):
+            to.copy_(tensor)
+        shared.core.copy_state(store.core)
+        store.indexes.copy_to(shared.indexes)
+    except BaseException:
+        shared.remove()
+        raise
+    return shared
+
+
+def reattach(saved: Saved) -> Store:
+    """The store of a copied object: the same one for a directory, an independent one for private memory."""
+    if saved.parts is None:
+        assert saved.directory is not None  # one of the two is there
+        return open_store(saved.directory)
+    schema = saved.schema
+    assert schema is not None  # as detached() makes them
+    control, tickets, *columns = [part.tensor for part in saved.parts]
+    store: Store
+    if all(column.is_cpu for column in columns):
+        fields = [private_field(field, schema.capacity) for field in schema.fields]
+        for field, column in zip(fields, columns, strict=True):
+            field.copy_(column)
+        store = Store(schema, fields, *new_control_memory(schema))
+    else:
+        store = DeviceStore(schema, columns, *new_control_memory(schema))
+    store.take_over(control, tickets)
+    store.indexes.keep_copies({key: memory.tensor for key, memory in saved.indexes.items()})
+    return store
+
+
+def skip_numbers(core: Any, given: int) -> None:
+    """Let a new store begin behind that many ticket numbers, so that no earlier draw matches: each emptying takes one."""
+    for _ in range(given):
+        core.empty(False)
+
+
+# ---- creating the files ----------------------------------------------------------------------------------------------
+
+
+def _adopting(
+    adopted: Sequence[Piece | None], paths: Mapping[Path, int], metas: Mapping[Path, bytes]
+) -> tuple[bytes, dict[Path, int], dict[Path, bytes]]:
+    """What a store notes of rows that existed before it, and the files of fields and descriptions that must be created.
+
+    Raises:
+        CorruptStore: a file of another size. OSError: no space, no permission.
+    """
+    if any(piece is not None and not piece.named for piece in adopted):
+        segments = [None if piece is None else piece[2:] for piece in adopted]
+        return json.dumps({"segments": segments}).encode(), {}, {}
+    for path, nbytes in paths.items():
+        if nbytes:
+            files.take_space(path, nbytes)
+    return b'{"segments": null}', {}, {path: text for path, text in metas.items() if not path.exists()}
+
+
+def _make_fields(made: files.Creation, paths: Mapping[Path, int], metas: Mapping[Path, bytes]) -> None:
+    for path, nbytes in paths.items():
+        if nbytes:
+            made.folder(path.parent)
+            made.file(path, nbytes)
+    for path, text in metas.items():
+        made.folder(path.parent)
+        made.text(path, text)
+
+
+def _make_control(
+    made: files.Creation,
+    folder: Path,
+    schema: Schema,
+    maker: str,
+    guest_of: Process | None,
+    begin: Callable[[Any], None],
+) -> None:
+    """Control memory and notes of a new store; the description of its rows exists already."""
+    made.file(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    made.file(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+    made.text(folder / layout.ALIVE, b"")
+    made.text(folder / layout.MAKER, maker.encode())
+    if guest_of is not None:
+        made.text(folder / layout.TEMPORARY, temporary_note(guest_of))
+    made.text(folder / layout.BUFFER, layout.NO_RECORD)
+    control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+    tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+    fingerprint = schemas.fingerprint(schemas.encode(schema))
+    _native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
+    begin(_native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), ()))
+
+
+# ---- attaching -------------------------------------------------------------------------------------------------------
+
+
+def _opened_or_attached(directory: Path, unclean: str) -> Store:
+    known: Store | None = opened(directory)
+    if known is not None:
+        return known
+    path = directory / layout.FOLDER / layout.STORE
+    raw = files.read_small(path, schemas.MAX_BYTES)
+    return _attach(schemas.decode(raw, str(path)), directory, schemas.fingerprint(raw), unclean=unclean)
+
+
+def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) -> Store:
+    """The store in a folder whose description was read. The folder is locked."""
+    folder = directory / layout.FOLDER
+    alive, store = AliveFile(directory), None
+    try:
+        control = file_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+        tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+        segments = segments_in(folder)
+        if segments is None:
+            tensors = [file_field(directory, field, schema.capacity) for field in schema.fields]
+        else:
+            tensors = segment_fields(folder, schema, segments, control)
+        attachment = Attachment(directory, schema, alive, control, tickets, has_files=segments is None)
+        try:
+            store = Store(schema, tensors, control, tickets, attachment)
+            attachment.begin(store, store.core)  # from here on closing it releases all that was taken
+        except ValueError as error:
+            foreign = any(word in str(error) for word in ("format", "platform", "byte order"))
+            kind = IncompatibleStore if foreign else CorruptStore
+            raise kind(f"{folder}: {error}.") from error
+        core = store.core
+        if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum != fingerprint:
+            raise CorruptStore(
+                f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
+            )
+        if attachment.others():
+            store.join()
+            store.indexes.attach_new()
+            store.indexes.finish_scans()  # the maker of an index may have died before its scan
+        else:
+            _attach_first(store, directory, unclean)
+        register(directory, store)
+    except BaseException:
+        if store is not None:
+            store.close()
+        alive.release()
+        raise
+    return store
+
+
+def _attach_first(store: Store, directory: Path, unclean: str) -> None:
+    """For the only process that has the store open: recovers what other processes left."""
+    core = store.core
+    boot, last = _boot_id(), _last_boot_id(core)
+    clean = last == "" or (core.clean and core.in_flight == 0)  # "": it was just created
+    if not clean and not core.clean and last != boot and unclean != "accept":
+        raise UncleanStore(
+            f"open: the store in {str(directory)!r} was open when its machine went down, and nothing is promised "
+            'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
+        )
+    if clean:
+        _check_closed(core, directory)
+    core.reset_locks(clean)
+    store.indexes.attach_all(alone=True)
+    if not clean:
+        store.repair = Repair(*core.recover())
+        for index in store.indexes.values():
+            index.put_in_order()
+    store.indexes.finish_scans()
+    core.boot_id = boot
+    core.pid_namespace = _native.pid_namespace()
+    core.clean = False  # before others see this process: if it dies now, they may take it for alive, and write
+    store.join()
+
+
+def _check_closed(core: Any, directory: Path) -> None:
+    """Check the control memory of a store that was closed in order. Cost: O(lanes)."""
+    try:
+        core.check_closed()
+    except CorruptStore as error:
+        raise CorruptStore(f"{directory / layout.FOLDER / layout.CONTROL}: {error}") from None
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _last_boot_id(core: Any) -> str:
+    """The boot that a store was last opened in, "" for none yet."""
+    try:
+        return str(core.boot_id)
+    except UnicodeDecodeError:
+        return "unreadable"

@@ -1,0 +1,674 @@
+"""A store: fields, tickets and lane cursors in one memory, private or in a directory.
+
+The rows are plain tensors. The native core, which sees the same memory by address, decides which thread or process may read and
+write them when. A store is checked once, when it is created or opened; after that a write or a read is one native call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from engram import _fork, _native
+from engram.errors import ForkedHandle, NoSampleable, RowError, StoreInUse
+from engram.format import files, layout
+from engram.store.indexes import Host, Indexes
+from engram.store.lifetime import Attachment, erase, forget, remove_store
+from engram.store.locks import exclusive, others_have_open
+from engram.store.memory import (
+    Block,
+    Copied,
+    as_rows,
+    dlpack_specs,
+    new_control_memory,
+    private_block,
+    private_field,
+    torch_dtype,
+)
+from engram.types import Changes, Extent, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from engram.format.schema import Field, Schema
+    from engram.store.keys import Key
+    from engram.types import WritePlan
+
+__all__ = ["Repair", "Saved", "Store", "StoreState"]
+
+#: Ticket states of a row that holds nothing and that no writer is writing.
+_UNUSED, _VOID = 0, 3
+
+
+class Repair(NamedTuple):
+    """What was recovered when a store was opened that had not been closed."""
+
+    claims: int = 0
+    """Writes that were under way."""
+    voided: int = 0
+    """Rows left half written; they are skipped from now on."""
+    gaps: int = 0
+    """Rows that were reserved but never begun."""
+
+    def __str__(self) -> str:
+        return f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} rows that were never begun set aside"
+
+
+class StoreState(NamedTuple):
+    """What a store says of its rows at one moment, beside what they hold. Copies."""
+
+    lanes: Tensor
+    """int64 ``[L, 4]``: the position of each lane's next step, counted from the last ``empty``; its live rows; 0; 0."""
+    numbers: Tensor
+    """int64 ``[capacity]``: ticket numbers in ``[1, clock)``; 0 for rows that hold nothing."""
+    clock: int
+    """The next ticket number."""
+    write_count: int
+    """Rows written since the last ``empty``."""
+
+
+class Saved(NamedTuple):
+    """A store on its way through a copy or a pipe."""
+
+    schema: Schema | None
+    """None for a directory."""
+    directory: Path | None
+    parts: list[Copied] | None
+    """Control block, tickets and fields, copied; None for a directory."""
+    indexes: dict[tuple[str, str], Copied]
+    """Memory of the indexes of a private store, copied."""
+
+
+class _Refusing:
+    """In place of a core that must not be used any more."""
+
+    def __init__(self, error: Callable[[], RuntimeError]) -> None:
+        vars(self)["_error"] = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise self._error()
+
+
+class Store:
+    """Rows on the CPU, read and written by the native core.
+
+    Make one with :meth:`private` or :meth:`around`; :mod:`engram.store.opening` creates and opens those in folders.
+    """
+
+    device = torch.device("cpu")
+    #: Whether the core moves the rows, and can make tensors.
+    is_native = True
+
+    def __init__(
+        self,
+        schema: Schema,
+        tensors: Sequence[Tensor],
+        control: Block,
+        tickets: Block,
+        attachment: Attachment | None = None,
+    ) -> None:
+        self.schema = schema
+        self.tensors = tuple(tensors)
+        self.attachment = attachment
+        """This process's place among those that have the store open; None for private memory."""
+        self.directory = None if attachment is None else attachment.directory
+        self.repair: Repair | None = None
+        """What opening recovered; None if the store was closed in order."""
+        self._control = control
+        self._tickets = tickets
+        self._which = tuple(range(len(schema.fields)))
+        self.layout = _native.Layout(dlpack_specs(schema.fields))
+        self.closed = False
+        """Whether :meth:`close` was called."""
+        #: Storages around it: within a process several may be.
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: The clock of the state that last replaced all rows, and the next ticket number then.
+        self.replaced: tuple[int, int] | None = None
+        native = self._native_fields()
+        self._placing = _fork.rlock()
+        self._pausing = _fork.rlock()
+        _fork.mended(self, uses_others=True)  # recovery tells the indexes
+        self.core: Any = _native.Store(
+            control.address,
+            control.nbytes,
+            tickets.address,
+            tickets.nbytes,
+            tuple(tensor.data_ptr() for tensor, _ in native),
+            tuple(field.row_bytes for _, field in native),
+        )
+        #: What samplers need besides the rows, by name and kind. Every write keeps them up to date.
+        self.indexes = Indexes(Host(self.core, control.tensor, tickets.tensor, self.directory), schema.capacity)
+
+    def _native_fields(self) -> list[tuple[Tensor, Field]]:
+        """The fields that the core moves itself."""
+        return list(zip(self.tensors, self.schema.fields, strict=True))
+
+    @classmethod
+    def private(cls, schema: Schema) -> Store:
+        """A store in private memory. Pages are taken when rows are first written."""
+        control, tickets = new_control_memory(schema)
+        return cls(schema, [private_field(field, schema.capacity) for field in schema.fields], control, tickets)
+
+    @classmethod
+    def around(cls, schema: Schema, tensors: Sequence[Tensor]) -> Store:
+        """A store around existing contiguous CPU tensors, all of whose rows are live."""
+        control, tickets = new_control_memory(schema)
+        store = cls(schema, tensors, control, tickets)
+        store.core.fill()
+        return store
+
+    # ---- its lifetime ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_files(self) -> bool:
+        """Whether the rows of a store in a folder lie there, and not in memory that a program shared before."""
+        return self.attachment is None or self.attachment.has_files
+
+    def join(self) -> None:
+        """From now on other processes share the store. Raises ``StoreInUse``: too many have it open."""
+        assert self.attachment is not None  # only those in a folder are shared
+        self.attachment.join(self.core)
+        weak = weakref.ref(self.indexes)
+
+        def attach() -> None:
+            indexes = weak()
+            if indexes is not None:
+                indexes.attach_new()
+
+        self.core.on_new_index(attach)
+
+    def close(self) -> None:
+        """Let go of it, with the storages around it. The last process marks a directory store as closed in order. Repeatable.
+
+        The last process removes a temporary folder. Tensors that were handed out stay valid, and so does what is :meth:`held`;
+        every other call that reads or writes rows or indexes raises ``RuntimeError``.
+        """
+        for owner in list(self.owners):
+            owner.close()  # the last one comes back here
+        attached = self.attachment is not None and self.attachment.is_open
+        if self.closed and not attached:
+            return
+        where = "" if self.directory is None else f" in {str(self.directory)!r}"
+        why = f"the store{where} was closed. Use ReplayBuffer.open to go on with one in a folder."
+        refusing = _Refusing(lambda: RuntimeError(why))
+        self.core = refusing
+        self.indexes.close(refusing)
+        self.closed = True
+        if self.attachment is not None:
+            self.attachment.end(self)
+
+    def remove(self) -> bool:
+        """Close a directory store and remove its files. False: they are gone already, or another process has it open.
+
+        Raises:
+            StoreInUse: it was closed before, and this process has opened it again since.
+        """
+        if self.directory is None:
+            return False
+        self.close()
+        if not (self.directory / layout.FOLDER).exists():
+            return False
+        with exclusive(self.directory):
+            if others_have_open(self.directory):
+                return False
+            remove_store(self.directory)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+        return True
+
+    def discard(self, owner: object) -> bool:
+        """Remove the store for its only one of the :attr:`owners`, which goes on without. False: there are others, in this or
+        another process.
+        """
+        if any(other is not owner for other in self.owners):
+            return False
+        if self.attachment is not None and not self.closed:
+            with exclusive(self.attachment.directory):
+                if self.attachment.others():
+                    return False
+                self.owners.discard(owner)
+                self.close()
+                erase(self.attachment.directory, self.schema)
+        return True
+
+    def release(self, owner: object) -> None:
+        """One of the :attr:`owners` no longer needs it; the last one closes it."""
+        self.owners.discard(owner)
+        if not self.owners:
+            self.close()
+
+    def held(self) -> Store:
+        """The same store for a save in the background, which reads its rows to the end although it is closed meanwhile."""
+        held = object.__new__(type(self))
+        vars(held).update(vars(self))
+        return held
+
+    def detached(self) -> Saved:
+        """What a copy of this object needs: where a directory store is, or the bytes of a private one."""
+        if self.directory is not None:
+            return Saved(None, self.directory, None, {})
+        before = self._ticket_words().clone()
+        fields = [tensor.clone() for tensor in self.tensors]
+        tickets = self._tickets.tensor.clone()
+        # A row that was written meanwhile may be torn: its copy is void.
+        words = tickets[: 8 * self.capacity].view(torch.int64)
+        words.copy_(torch.where(before == words, words, words | _VOID))
+        indexes = {key: Copied(index.block.tensor.clone()) for key, index in self.indexes.items()}
+        parts = [Copied(part) for part in (self._control.tensor.clone(), tickets, *fields)]
+        return Saved(self.schema, None, parts, indexes)
+
+    def take_over(self, control: Tensor, tickets: Tensor) -> None:
+        """Control memory of a copied store, whose rows are here already. Writers of the other store are none of this one's."""
+        self._control.tensor.copy_(control)
+        self._tickets.tensor.copy_(tickets)
+        self.core.recover()
+
+    # ---- forks -------------------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> files.Descriptor | None:
+        """A lock that parent and child share until the child is a participant of its own."""
+        if self.directory is None or self.closed:
+            return None
+        try:
+            fd = files.Descriptor.open(self.directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # it was removed
+            return None
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
+
+    @staticmethod
+    def forked(fd: files.Descriptor | None) -> None:
+        """Release that lock in one of the two."""
+        if fd is not None:
+            fd.close()
+
+    def after_fork(self) -> None:
+        """In a child. Private memory: recover what threads of the parent were writing. A directory: join beside the parent."""
+        if self.closed:
+            return
+        if self.attachment is None:
+            self.core.forget_holds()
+            if self.core.in_flight or self.core.paused:
+                self.core.recover()
+        elif self.attachment.is_open:
+            self._join_again(self.attachment)
+
+    def _join_again(self, attachment: Attachment) -> None:
+        try:
+            attachment.rejoin(self, self.core)
+            self.join()
+        except (OSError, StoreInUse) as error:
+            forget(self)
+            why = f"the store in {str(self.directory)!r} could not be shared with this forked process: {error}"
+            self.core = self.indexes.core = _Refusing(lambda: ForkedHandle(why))
+
+    # ---- its state ---------------------------------------------------------------------------------------------------
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside nobody writes, in any process, and no write is under way. Re-entrant within a thread. Writers wait, bounded.
+
+        Whoever reads goes on, and priorities may change.
+
+        Raises:
+            WriterStalled: somebody else has paused the store, or is writing, for 5 s.
+        """
+        return self._pausing_with((self._pausing,))
+
+    def _pausing_with(self, locks: tuple[object, ...]) -> AbstractContextManager[None]:
+        hold: AbstractContextManager[None] = self.core.pausing(locks)
+        return hold
+
+    def state(self) -> StoreState:
+        """What the store says of its rows now. Exact while it is :meth:`paused`; else rows written meanwhile are left out.
+
+        Cost: O(capacity), a word per row.
+        """
+        clock, write_count = self.core.next_ticket, self.core.write_count
+        lanes, numbers = self.lane_states(), torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
+        known = self.numbers_before(clock, lanes)
+        numbers[: len(known)] = known
+        return StoreState(lanes, numbers, clock, write_count)
+
+    def rows_in_use(self, lanes: Tensor) -> int:
+        """Of the ``lanes`` of a :class:`StoreState`: rows up to the last one that is inside an extent."""
+        live = lanes[:, 1]
+        ends = torch.arange(self.lanes, device="cpu") * self.lane_length + live
+        return int(torch.where(live > 0, ends, 0).max())
+
+    @property
+    def base(self) -> int:
+        """By how much tickets are larger than where the rows were saved that were loaded last: saved states are without it."""
+        return 0 if self.replaced is None else self.replaced[1] - self.replaced[0]
+
+    def lane_states(self) -> Tensor:
+        """The ``lanes`` of a :class:`StoreState`. Cost: O(lanes)."""
+        lanes = torch.zeros((self.lanes, 4), dtype=torch.int64, device="cpu")
+        self.core.read_lanes(lanes.data_ptr())
+        return lanes
+
+    def numbers_before(self, clock: int, lanes: Tensor) -> Tensor:
+        """Ticket numbers, int64, of the rows up to the last one in use when ``lanes`` were read.
+
+        0 for a row that was written at ``clock`` or later, is not whole, or holds a step that its lane had already given up
+        when ``lanes`` were read, because the writer that was to replace it died before it began.
+        """
+        rows = self.rows_in_use(lanes)
+        numbers = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self.core.read_numbers(clock, lanes.data_ptr(), numbers.data_ptr(), rows)
+        return numbers
+
+    def replace(self, state: StoreState, fill: Callable[[Sequence[Tensor]], object]) -> None:
+        """Replace all rows: ``fill(tensors)`` may write to the :attr:`tensors` directly, while the store is empty and paused.
+
+        Afterwards the rows are live as the state says, under new ticket numbers in the old order, so no earlier draw matches any
+        more; indexes give them default priorities. Whatever is raised inside, or the process's death, leaves an empty store: also
+        until it is no longer :meth:`paused`, where this is called inside of that.
+
+        Args:
+            state: as of a store with the same capacity and lanes.
+            fill: writes the rows.
+
+        Raises:
+            ValueError: a state that no such store has. Nothing is changed.
+            WriterStalled: as :meth:`paused`. Nothing is changed.
+        """
+        lanes, numbers = as_rows(state.lanes, "replace"), as_rows(state.numbers, "replace")
+        if lanes.shape != (self.lanes, 4) or numbers.shape != (self.capacity,):
+            raise ValueError(
+                f"replace: expected {self.lanes} lanes and {self.capacity} rows, got shapes {list(lanes.shape)} and "
+                f"{list(numbers.shape)}."
+            )
+        _native.check_state(self.lane_length, state.clock, lanes.data_ptr(), self.lanes, numbers.data_ptr())
+        # No plan of a writer that looks first may outlive the rows it is about.
+        with self.placing(), self.paused(), self.core.replacing():
+            fill(self.tensors)
+            self._refilled()
+            self.core.replaced(state.clock, lanes.data_ptr(), numbers.data_ptr())
+            self.core.write_count = state.write_count
+            self.indexes.rescan()
+
+    def _refilled(self) -> None:
+        """The rows were replaced, past the core."""
+
+    # ---- writers that look first -------------------------------------------------------------------------------------
+
+    def placing(self) -> AbstractContextManager[None]:
+        """Held from placing to writing by writers that look for rows, so that no two choose the same one. Re-entrant.
+
+        Raises:
+            WriterStalled: another process has held it for 5 s.
+        """
+        hold: AbstractContextManager[None] = self.core.placing((self._placing,), self.directory is not None)
+        return hold
+
+    # ---- its memory --------------------------------------------------------------------------------------------------
+
+    def _ticket_words(self) -> Tensor:
+        """int64 ``[capacity]``: the tickets, without the laps that lie behind them. A view."""
+        return self._tickets.tensor[: 8 * self.capacity].view(torch.int64)
+
+    @property
+    def control_memory(self) -> tuple[Tensor, Tensor]:
+        """The memory of control block and tickets: whoever looks at them natively keeps it."""
+        return self._control.tensor, self._tickets.tensor
+
+    @property
+    def capacity(self) -> int:
+        """Rows."""
+        return self.schema.capacity
+
+    @property
+    def lanes(self) -> int:
+        """Rings that the rows are divided into."""
+        return self.schema.lanes
+
+    @property
+    def lane_length(self) -> int:
+        """Rows of a lane."""
+        return self.schema.capacity // self.schema.lanes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows, when all are written."""
+        return self.schema.row_bytes * self.schema.capacity
+
+    def extent(self) -> Extent:
+        """What is live now. Cost: O(lanes); O(capacity) while rows left by a dead writer have not been overwritten."""
+        filled, seam = self.core.extent()
+        holes = torch.from_numpy(self.core.holes()) if self.core.void_rows else None
+        return Extent(self.schema.capacity, filled, seam, holes)
+
+    @staticmethod
+    def zeroed(nbytes: int) -> Tensor:
+        """Zeroed private memory for an index, as bytes; pages are taken when they are first touched."""
+        return private_block(nbytes).tensor
+
+    def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
+        """Fields where the core reads them, for an index: their numbers there, and CPU tensors ``[C, *row shape]``."""
+        return tuple(numbers), [self.tensors[number] for number in numbers]
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
+        """Append one row: ``(row, ticket number)``. Columns: contiguous CPU tensors of a row's shape."""
+        placed: tuple[int, int] = self.core.append_row(lane, tuple([column.data_ptr() for column in columns]))
+        return placed
+
+    def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
+        """Write what the plan keeps of ``n`` rows where it says. Columns: contiguous CPU tensors ``[n, *row shape]``, one per
+        field.
+
+        Of more rows than a lane is long the last ones survive.
+
+        Raises:
+            WriterStalled: another writer held a row for 5 s; the rows before it are written.
+            RowError: a planned row is outside the store. Nothing is written.
+        """
+        return self._write(plan, n, self._which, tuple([column.data_ptr() for column in columns]))
+
+    def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
+        if plan.rows is not None:
+            return self._write_by_number(plan, plan.rows, n, which, addresses)
+        rows = _native.empty_rows(n)
+        if isinstance(plan.lane, int):
+            first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
+        else:
+            assert plan.lane is not None  # a WritePlan has rows or a lane
+            lane = as_rows(plan.lane, "extend")
+            first = self.core.append_by_lane(lane.data_ptr(), n, addresses, rows.data_ptr())
+        return Write(rows, first)
+
+    def _write_by_number(
+        self, plan: WritePlan, planned: Tensor, n: int, which: tuple[int, ...], addresses: tuple[int, ...]
+    ) -> Write:
+        if plan.kept is None:
+            rows, pick = _native.empty_rows(n).copy_(planned), 0  # the plan's own tensor is not handed out
+        else:
+            rows, kept = as_rows(planned, "write"), as_rows(plan.kept, "write")
+            if rows.shape != kept.shape:
+                raise RuntimeError(f"write: expected {len(kept)} rows, one for each that is kept, got {len(rows)}.")
+            if not len(rows):  # no index need hear of it
+                return Write(plan.reported(rows, n), 0)
+            pick = kept.data_ptr()
+        try:
+            first = self.core.scatter(rows.data_ptr(), len(rows), which, addresses, True, pick, n)
+        except IndexError as error:
+            raise RowError(f"write: {error}.") from error
+        return Write(plan.reported(rows, n), first)
+
+    def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
+        """Replace fields ``which`` of live rows. Cursors and extent stay; the rows get new tickets.
+
+        Of a row named twice the last entry wins.
+
+        Raises:
+            RowError: a row is not live. Nothing is written.
+        """
+        rows = as_rows(rows, "edit")
+        addresses = tuple([column.data_ptr() for column in columns])
+        try:
+            first = self.core.scatter(rows.data_ptr(), len(rows), tuple(which), addresses, False)
+        except IndexError as error:
+            raise RowError(f"edit: {error}. Only rows that were written can be edited.") from error
+        return Write(rows, first)
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        """Forget all rows; the memory stays, lanes begin again at their first row, no earlier ticket matches any more."""
+        self.core.empty(keep_write_count)
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, n: int) -> list[Tensor]:
+        """Uninitialised CPU tensors for ``n`` rows of every field."""
+        tensors: list[Tensor] = self.layout.allocate(n)
+        return tensors
+
+    def read(
+        self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
+    ) -> tuple[list[Tensor], list[int]]:
+        """Copy rows out: ``(columns, moved)``.
+
+        Args:
+            rows: int64 ``[B]``, CPU.
+            expected: int64 ``[B]`` ticket numbers that the rows must still have.
+            which: fields to read; all by default.
+
+        Returns:
+            One tensor ``[B, *row shape]`` per field, and the positions whose row was not whole, changed during the copy or
+            has another ticket: their content is unspecified.
+
+        Raises:
+            RowError: a row is outside ``[0, capacity)``.
+        """
+        rows = as_rows(rows, "read")
+        n = rows.numel()
+        if expected is not None and expected.shape != rows.shape:
+            raise RuntimeError(f"read: expected one ticket per row, {list(rows.shape)}, got {list(expected.shape)}.")
+        wanted = 0
+        if expected is not None:
+            expected = as_rows(expected, "read")
+            wanted = expected.data_ptr()
+        if which is None and self.is_native:
+            try:
+                taken: tuple[list[Tensor], list[int]] = self.core.take(self.layout, rows.data_ptr(), n, wanted)
+            except IndexError as error:
+                raise RowError(f"read: {error}.") from error
+            return taken
+        if which is None:
+            which = self._which
+            columns = self.allocate(n)
+        else:
+            fields = [self.schema.fields[f] for f in which]
+            columns = [torch.empty((n, *f.shape), dtype=torch_dtype(f), device="cpu") for f in fields]
+        addresses = tuple([column.data_ptr() for column in columns])
+        try:
+            return columns, self.core.gather(rows.data_ptr(), n, tuple(which), addresses, wanted, 0)
+        except IndexError as error:
+            raise RowError(f"read: {error}.") from error
+
+    def copy_rows(self, rows: Tensor, expected: Tensor, columns: Sequence[Tensor]) -> list[int]:
+        """Copy rows into given memory: the positions whose row has another ticket, or had when it was copied.
+
+        Args:
+            rows: int64 ``[n]``, CPU. expected: int64 ``[n]`` ticket numbers.
+            columns: uint8 ``[n, row bytes]``, CPU, one per field.
+        """
+        addresses = tuple([column.data_ptr() for column in columns])
+        moved: list[int] = self.core.gather(rows.data_ptr(), len(rows), self._which, addresses, expected.data_ptr(), 0)
+        return moved
+
+    def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
+        """Draw ``n`` live rows uniformly, with replacement, and copy them: one native call.
+
+        Args:
+            key: 64 random bits, from which everything follows.
+            n: rows.
+            with_rows: return the rows drawn, int64 ``[n]``, behind the fields.
+            with_numbers: return their ticket numbers, int64 ``[n]``, behind those.
+
+        Returns:
+            One tensor ``[n, *row shape]`` per field.
+
+        Raises:
+            NoSampleable: no row is live.
+        """
+        try:
+            drawn: list[Tensor] = self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers)
+        except _native.NothingLive as error:
+            raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
+        return drawn
+
+    def read_ranked(
+        self, key: int, size: int, start: int, n: int, *, shuffle: bool, with_numbers: bool = False
+    ) -> list[Tensor]:
+        """Copy part of a walk over ``size`` live rows, each of which comes once: one native call.
+
+        Args:
+            key: of the order; with ``shuffle=False`` it is that of the rows.
+            size: live rows of the whole walk.
+            start, n: ``[start, start + n)`` of the walk.
+            with_numbers: return their ticket numbers, int64 ``[n]``, too.
+
+        Returns:
+            One tensor ``[n, *row shape]`` per field, then the rows, int64 ``[n]``.
+
+        Raises:
+            NoSampleable: there are fewer live rows now.
+            WriterStalled: a row moved at every try.
+        """
+        try:
+            walked: list[Tensor] = self.core.draw_ranked(self.layout, key, size, start, n, shuffle, with_numbers)
+        except _native.NothingLive as error:
+            raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
+        return walked
+
+    def changes(self, since: int = 0) -> Changes:
+        """Rows that were written or edited since a ticket, by any process.
+
+        For samplers of your own that keep something per row: ``observe`` tells them of the writes of their process alone. Rows
+        that were emptied, or left half written by a process that died, do not come: :meth:`numbers_of` says -1 of them.
+
+        Args:
+            since: a ticket number, such as :attr:`Changes.next` of the call before; 0: all live rows.
+
+        Raises:
+            WriterStalled: another writer has been about to write for 5 s.
+
+        Cost: O(capacity), one word per row: about a millisecond per million rows. Releases the GIL.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> _ = rb.extend(torch.arange(2))
+        >>> seen = rb.storage.store.changes()
+        >>> _ = rb.extend(torch.arange(2))
+        >>> rb.storage.store.changes(seen.next).rows.tolist()
+        [2, 0]
+        """
+        rows, numbers, following = self.core.changes(max(since, 0))
+        return Changes(torch.from_numpy(rows), torch.from_numpy(numbers), following)
+
+    def numbers_of(self, rows: Tensor) -> Tensor:
+        """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
+        rows = as_rows(rows, "numbers_of")
+        numbers = torch.empty_like(rows)
+        self.core.tickets_of(rows.data_ptr(), rows.numel(), numbers.data_ptr())
+        return numbers
+
+    def hold_nothing(self, rows: Tensor) -> Tensor:
+        """Of rows inside the store: whether they are unused or void, and not just being written. bool ``[B]``"""
+        states = self._ticket_words()[rows] & 3
+        return (states == _UNUSED) | (states == _VOID)
