@@ -102,19 +102,19 @@ def _next_index(raw):
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "change"),
+    ("name", "file", "change", "said"),
     [
-        ("tensordict", ".engram/store.json", _next_version),
-        ("tensordict", ".engram/control", _next_control),
-        ("priorities", ".engram/indexes/critic/priorities", _next_index),
-        ("tensor", ".engram/indexes/main/pass", _next_index),
+        ("tensordict", ".engram/store.json", _next_version, "store.json"),
+        ("tensordict", ".engram/control", _next_control, "control"),
+        ("priorities", ".engram/indexes/critic/priorities", _next_index, "priorities"),
+        ("tensor", ".engram/indexes/main/pass", _next_index, "epoch"),
     ],
 )
-def test_a_store_of_another_version_is_refused_by_name(name, file, change, copied):
+def test_a_store_of_another_version_is_refused_by_name(name, file, change, said, copied):
     folder = copied("stores", name)
     (folder / file).write_bytes(change((folder / file).read_bytes()))
     before = fixed(folder)
-    with pytest.raises(IncompatibleStore, match=rf"{re.escape(file.split('/')[-1])}.*format"):
+    with pytest.raises(IncompatibleStore, match=rf"{re.escape(said)}.*format"):
         ReplayBuffer.open(folder)
     assert fixed(folder) == before
 

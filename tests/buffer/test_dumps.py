@@ -731,7 +731,7 @@ def test_dumps_while_two_processes_write(ram):
             other.loads(ram / "d")
             before = check_marked(other)
             assert verify(ram / "d").good, i
-            while not (rb.storage.memory.lane_words()[:, 0] > before).all():  # they go on in between
+            while not (rb.storage.memory.lane_states()[:, 0] > before).all():  # they go on in between
                 time.sleep(0.001)
     finally:
         writers.kill()

@@ -119,7 +119,7 @@ class SnapshotPreparation:
         self._leaves: dict[str, Tensor] = {}
         store = storage.memory
         if store is not None:
-            self._indexes = store.indexes.refreshed()
+            self._indexes = dict(store.indexes.refreshed())
             n = min(store.capacity, store.rows_in_use(store.lane_states()) + _SLACK)
             for name in {name for name, kind in self._indexes if kind == PRIORITIES and (name, kind) not in without}:
                 self._leaves[name] = store.zeroed(8 * n)[: 8 * n].zero_().view(torch.float64)
