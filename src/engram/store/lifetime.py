@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engram import _fork, _native
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, WriterStalled
@@ -98,6 +98,12 @@ def forget(store: object) -> None:
 # ---- this process's attachment ---------------------------------------------------------------------------------------
 
 
+class NewIndexes(Protocol):
+    """What hears of indexes that other processes make."""
+
+    def attach_new(self) -> None: ...
+
+
 class Attachment:
     """This process's place among those that have a store open: a locked byte, an entry in the table, a finalizer."""
 
@@ -134,21 +140,33 @@ class Attachment:
         """Whether another process has the store open."""
         return others_attached(self._participants, self.directory)
 
-    def join(self, core: Any) -> None:
-        """Take an entry in the table. Raises ``StoreInUse``: it is full."""
+    def join(self, core: Any, indexes: NewIndexes) -> None:
+        """Take an entry in the table. From now on writes attach indexes that other processes make.
+
+        Raises:
+            StoreInUse: the table is full.
+        """
         try:
             core.join(self._participants)
         except WriterStalled as error:
             raise StoreInUse(f"open: {str(self.directory)!r}: {error} Close it in one of them.") from error
+        weak = weakref.ref(indexes)
 
-    def rejoin(self, owner: object, core: Any) -> None:
+        def attach() -> None:
+            indexes = weak()
+            if indexes is not None:
+                indexes.attach_new()
+
+        core.on_new_index(attach)
+
+    def rejoin(self, owner: object, core: Any, indexes: NewIndexes) -> None:
         """In a forked child: join beside the parent. The child has its descriptors and maps, but not its locks."""
         self._detach()
         check_store(self.directory)
         self.begin(owner, core)
         try:
             core.forget_holds()
-            self.join(core)
+            self.join(core, indexes)
         except BaseException:
             self._detach()
             raise
