@@ -313,7 +313,7 @@ def test_a_transform_that_builds_a_tensordict(memory):
 def test_the_order():
     events = []
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
-    rb._pinning = Pinning(Noting(events))
+    rb._wiring.pinning = Pinning(Noting(events))
     for name in "ab":
         rb.append_transform(lambda td, name=name: (events.append(name), td.set(name, td["t"] * 1))[1])
     rb.extend(steps())
@@ -476,7 +476,7 @@ def test_copies_and_reopened_stores_pin_too(memory, tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(10), pin_memory=True)
     rb.extend(torch.arange(5))
     twin = copy.deepcopy(rb)
-    assert isinstance(twin._pinning, Pinning)
+    assert isinstance(twin._wiring.pinning, Pinning)
     ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "s")).extend(torch.arange(5))
     rb = ReplayBuffer.open(tmp_path / "s", pin_memory=True)
     assert memory.is_pinned(rb.sample(3))

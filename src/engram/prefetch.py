@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import deque
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,26 +19,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-__all__ = ["Prefetcher", "Steps"]
+__all__ = ["BatchStages", "Prefetcher"]
 
 #: For how long a program that ends or forks, and a buffer that closes, waits for what threads have begun.
 LEAVE_S = 5.0
 
 
-class Steps(NamedTuple):
-    """How a batch is made. Each is called with the source, which the prefetcher holds only while a batch is being made."""
+class BatchStages(Protocol):
+    """How a batch is made. The prefetcher holds it only while a batch is being made."""
 
-    ask: Callable[[Any, Key], None]
-    """Draw the random bits of the next batch, in the caller's thread."""
-    read: Callable[[Any, Key], tuple[Any, Any]]
-    """Draw rows and copy them, one batch after the other: what was read, and what the source needs to take its rows back.
-    ``NoSampleable``: not now."""
-    finish: Callable[[Any, Any], Any]
-    """From what was read to what is handed out. Several threads at a time."""
-    ended: Callable[[Any], bool]
-    """Whether a pass ended with the last batch that was read. Said once."""
-    over: Callable[[Any], None]
-    """A pass ended with the batch that is handed out now, or that failed."""
+    def ask(self, key: Key) -> None:
+        """Draw the random bits of the next batch, in the caller's thread."""
+
+    def read(self, key: Key) -> tuple[Any, Any]:
+        """Draw rows and copy them, one batch after the other: what was read, and what takes the rows back to their epoch.
+
+        Raises ``NoSampleable``: not now.
+        """
+
+    def finish(self, raw: Any) -> Any:
+        """From what was read to what is handed out. Called by several threads at a time."""
+
+    def ended(self) -> bool:
+        """Whether an epoch ended with the last batch that was read. Said once."""
+
+    def over(self) -> None:
+        """An epoch ended with the batch that is handed out now, or that failed."""
 
 
 class _Batch:
@@ -71,13 +77,13 @@ class _Batch:
         elif not torch.is_grad_enabled():
             self.mode = torch.no_grad
 
-    def read(self, steps: Steps, source: Any) -> None:
-        self.raw, self.before = steps.read(source, self.key)
-        self.drawn, self.last = True, steps.ended(source)
+    def read(self, stages: BatchStages) -> None:
+        self.raw, self.before = stages.read(self.key)
+        self.drawn, self.last = True, stages.ended()
 
-    def finish(self, steps: Steps, source: Any) -> None:
+    def finish(self, stages: BatchStages) -> None:
         raw, self.raw = self.raw, None
-        self.made = steps.finish(source, raw)
+        self.made = stages.finish(raw)
         self.there = True
 
     def fail(self, error: BaseException) -> None:
@@ -105,12 +111,11 @@ def _wait_for(held: threading.Lock | None, limit_s: float = -1) -> None:
         held.release()
 
 
-class _Crew:
-    """Threads. While they have nothing to do they hold neither the prefetcher nor its source, so that both can be collected."""
+class _Workers:
+    """Threads. While they have nothing to do they hold neither the prefetcher nor the stages, so that both can be collected."""
 
-    def __init__(self, size: int, steps: Steps) -> None:
-        self.steps = steps
-        self.tasks: queue.SimpleQueue[tuple[_Batch, Any] | None] = queue.SimpleQueue()
+    def __init__(self, size: int) -> None:
+        self.tasks: queue.SimpleQueue[tuple[_Batch, BatchStages] | None] = queue.SimpleQueue()
         self.turn = threading.Lock()
         """Held by whoever waits for something to read, or reads."""
         self.stopped = False
@@ -125,8 +130,8 @@ class _Crew:
         except RuntimeError:  # the machine has no more threads, or the interpreter ends
             self.stop()
 
-    def hand(self, batch: _Batch, source: Any) -> None:
-        self.tasks.put((batch, source))
+    def hand(self, batch: _Batch, stages: BatchStages) -> None:
+        self.tasks.put((batch, stages))
         if self.stopped:  # meanwhile, so perhaps nobody looks any more
             self.stop()
 
@@ -151,20 +156,20 @@ class _Crew:
                 thread.join(None if deadline is None else max(0.0, deadline - monotonic()))
 
 
-def _work(crew: _Crew) -> None:
-    while _work_once(crew):
+def _work(workers: _Workers) -> None:
+    while _work_once(workers):
         pass
 
 
-def _work_once(crew: _Crew) -> bool:
-    with crew.turn:
-        task = crew.tasks.get()
+def _work_once(workers: _Workers) -> bool:
+    with workers.turn:
+        task = workers.tasks.get()
         if task is None:
             return False
-        batch, source = task
+        batch, stages = task
         try:
             with batch.mode():
-                batch.read(crew.steps, source)
+                batch.read(stages)
         except BaseException as error:  # noqa: BLE001 - whoever takes the batch gets it
             batch.fail(error)
         finally:
@@ -172,7 +177,7 @@ def _work_once(crew: _Crew) -> bool:
     try:
         if batch.drawn and not batch.there:
             with batch.mode():
-                batch.finish(crew.steps, source)
+                batch.finish(stages)
     except BaseException as error:  # noqa: BLE001
         batch.fail(error)
     finally:
@@ -180,60 +185,59 @@ def _work_once(crew: _Crew) -> bool:
     return True
 
 
-def _leave(crew: _Crew) -> None:
-    crew.stop()
-    crew.join(LEAVE_S)
+def _leave(workers: _Workers) -> None:
+    workers.stop()
+    workers.join(LEAVE_S)
 
 
 class Prefetcher:
     """Keeps ``depth`` batches ahead of the caller.
 
     Each call of :meth:`next` takes the random bits of the batch ``depth`` ahead of the one that it returns. What has been asked for
-    is read in that order, before whatever :meth:`settle` is called for, so which batches come does not depend on who makes
+    is read in that order, before whatever :meth:`materialize` is called for, so which batches come does not depend on who makes
     them: the caller, as long as that takes no longer than a thread would cost, then ``depth`` threads. A pass is not read beyond its
     end before all of it was handed out.
 
     An error is raised by the call whose batch it is; the others come as if nothing had happened.
     """
 
-    #: A batch that takes the caller longer is dear: to hand one to a thread, which wakes up, costs tens of microseconds.
-    dear_s = 200e-6
-    #: So many dear batches in a row, and threads make them from then on. One may be somebody else's doing.
-    dear_in_a_row = 8
+    #: A batch that takes the caller longer is slow: to hand one to a thread, which wakes up, costs tens of microseconds.
+    slow_s = 200e-6
+    #: So many slow batches in a row, and threads make them from then on. One may be somebody else's doing.
+    slow_in_a_row = 8
 
-    def __init__(self, depth: int, steps: Steps) -> None:
+    def __init__(self, depth: int) -> None:
         self.depth = depth
         self.lazy = False
         """Whether nothing is ahead but :attr:`turns`. The caller may take the first of them himself, make that batch, draw into its
         key and put it behind the others; :meth:`took` hears how long that took."""
         self.turns: deque[Key] = deque()
         """Keys of batches ahead that are made when their turn comes. They come behind what is made already."""
-        self.dear = 0
-        """Dear batches in a row."""
-        self._steps = steps
+        self.slow = 0
+        """Slow batches in a row."""
         self._ahead: deque[_Batch] = deque()
         self._keys: deque[Key] = deque()
         """Of batches that were dropped: they come next."""
         self._spare: list[Key] = []
-        self._plain = self._passes = self._threaded = self._making = self._closed = False
+        self._plain = self._has_epochs = self._threaded = self._making = self._closed = False
         self._kept = True
-        self._crew: _Crew | None = None
+        self._workers: _Workers | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._pending: _Batch | None = None
         """The last that a thread was given."""
         self._lock = _fork.rlock()
         _fork.mended(self, uses_others=True)
 
-    def draws(self, *, plainly: bool, passes: bool, kept: bool) -> None:
+    def draws(self, *, plainly: bool, has_epochs: bool, kept: bool) -> None:
         """What is read. Nothing is ahead, or this has not changed.
 
         Args:
-            plainly: nothing is gained from reading before a batch's turn: it follows from its key and from what :meth:`settle` guards,
+            plainly: nothing is gained from reading before a batch's turn: it follows from its key and from what :meth:`materialize` guards,
                 and its steps run no code of the user's that may sample.
-            passes: it has ends, so each batch is read before the next is asked for.
+            has_epochs: it has ends, so each batch is read before the next is asked for.
             kept: a forked child goes on with the batches ahead, instead of leaving them to its parent.
         """
-        self._plain, self._passes, self._kept = plainly, passes, kept
+        self._plain, self._has_epochs, self._kept = plainly, has_epochs, kept
         self.lazy = self.lazy and plainly
 
     def __len__(self) -> int:
@@ -241,7 +245,7 @@ class Prefetcher:
 
     # ---- taking --------------------------------------------------------------------------------------------------------
 
-    def next(self, source: Any) -> Any:
+    def next(self, stages: BatchStages) -> Any:
         """The next batch. An interrupt while it is waited for loses nothing.
 
         Raises:
@@ -253,12 +257,12 @@ class Prefetcher:
         with self._lock:
             self._making = True
             try:
-                head = self._take(source)
+                head = self._take(stages)
             finally:
                 self._making = False
         self._spare.append(head.key)
         if head.last:
-            self._steps.over(source)
+            stages.over()
         error, head.error = head.error, None
         if error is not None:
             try:
@@ -267,23 +271,23 @@ class Prefetcher:
                 del error, head  # which its traceback holds
         return head.made
 
-    def _take(self, source: Any) -> _Batch:
+    def _take(self, stages: BatchStages) -> _Batch:
         self._check_open()
         ahead = self._ahead
         fresh = not ahead
         if fresh:
-            self._begin(source)
+            self._begin(stages)
         if self._plain and not self._threaded:
             while len(self) <= self.depth:
-                self.turns.append(self._asked(source))
+                self.turns.append(self._asked(stages))
         else:
-            while len(ahead) <= self.depth and self._may_begin(ahead[-1], source):
-                self._begin(source)
+            while len(ahead) <= self.depth and self._may_begin(ahead[-1], stages):
+                self._begin(stages)
         head = ahead[0]
         head.wait()
         self._check_open()
         if not (head.there or (fresh and head.error is not None)):
-            self._make(head, source)
+            self._make(head, stages)
         self._check_open()
         ahead.popleft()
         self.lazy = bool(self.turns) and not ahead
@@ -305,67 +309,67 @@ class Prefetcher:
         return self._is_worker() or (self._making and self._lock._is_owned())  # type: ignore[attr-defined] # noqa: SLF001
 
     def _is_worker(self) -> bool:
-        return self._crew is not None and threading.current_thread() in self._crew.threads
+        return self._workers is not None and threading.current_thread() in self._workers.threads
 
-    def _asked(self, source: Any) -> Key:
+    def _asked(self, stages: BatchStages) -> Key:
         """The key of another batch: one whose batch was dropped, or a new one."""
         if self._keys:
             return self._keys.popleft()
         key = self._spare.pop() if self._spare else Key()
-        self._steps.ask(source, key)
+        stages.ask(key)
         return key
 
-    def _may_begin(self, tail: _Batch, source: Any) -> bool:
+    def _may_begin(self, tail: _Batch, stages: BatchStages) -> bool:
         """Whether another batch may be read behind one: there was something to draw, and the pass goes on."""
-        if tail.reading is not None and not self._passes:
+        if tail.reading is not None and not self._has_epochs:
             return True
         _wait_for(tail.reading)
         if tail.drawn and not tail.last:
-            tail.last = self._steps.ended(source)  # other processes may have taken the rest of it
+            tail.last = stages.ended()  # other processes may have taken the rest of it
         return (tail.drawn or tail.there) and not tail.last
 
-    def _begin(self, source: Any) -> None:
+    def _begin(self, stages: BatchStages) -> None:
         """Make another batch, or have it made."""
-        batch = _Batch(self.turns.popleft() if self.turns else self._asked(source))
+        batch = _Batch(self.turns.popleft() if self.turns else self._asked(stages))
         self._ahead.append(batch)
-        crew = self._called_crew() if self._threaded else None
-        if crew is None:
-            self._make(batch, source)
+        workers = self._called_workers() if self._threaded else None
+        if workers is None:
+            self._make(batch, stages)
         else:
             batch.hand_over()
             self._pending = batch
-            crew.hand(batch, source)
+            workers.hand(batch, stages)
 
-    def _called_crew(self) -> _Crew | None:
+    def _called_workers(self) -> _Workers | None:
         """The threads; None if there can be none."""
-        if self._crew is None:
-            self._crew = crew = _Crew(self.depth, self._steps)
-            crew.start()
-            self._end = weakref.finalize(self, _leave, crew)  # before the interpreter goes, too
-        return None if self._crew.stopped else self._crew
+        if self._workers is None:
+            self._workers = workers = _Workers(self.depth)
+            workers.start()
+            self._end = weakref.finalize(self, _leave, workers)  # before the interpreter goes, too
+        return None if self._workers.stopped else self._workers
 
-    def _make(self, batch: _Batch, source: Any) -> None:
+    def _make(self, batch: _Batch, stages: BatchStages) -> None:
         """By the caller. What a step raises is kept for the batch's turn."""
         self._wait_for_threads()
         batch.error = None
         start = perf_counter()
         try:
-            batch.read(self._steps, source)
-            batch.finish(self._steps, source)
+            batch.read(stages)
+            batch.finish(stages)
         except Exception as error:  # noqa: BLE001 - whoever takes the batch gets it
             batch.fail(error)
         self.took(perf_counter() - start)
 
     def took(self, seconds: float) -> None:
         """The caller made a batch himself."""
-        self.dear = self.dear + 1 if seconds > self.dear_s else 0
-        if self.dear >= self.dear_in_a_row:
+        self.slow = self.slow + 1 if seconds > self.slow_s else 0
+        if self.slow >= self.slow_in_a_row:
             self._threaded, self.lazy = True, False
 
-    # ---- what happens to the source ------------------------------------------------------------------------------------
+    # ---- what happens to the rows ------------------------------------------------------------------------------------
 
-    def settle(self, source: Any) -> None:
-        """Have everything read that was asked for: what happens to the source next is not seen by it."""
+    def materialize(self, stages: BatchStages) -> None:
+        """Have everything read that was asked for: what happens to the rows next is not seen by it."""
         if self._is_at_it():
             return
         if self.turns:
@@ -373,7 +377,7 @@ class Prefetcher:
                 self._making, self.lazy = True, False
                 try:
                     while self.turns:
-                        self._begin(source)
+                        self._begin(stages)
                 finally:
                     self._making = False
         self._wait_for_threads()
@@ -384,7 +388,7 @@ class Prefetcher:
         if pending is not None:
             _wait_for(pending.reading)
 
-    def drop(self, call: str, *, keys: bool = True) -> Any:
+    def discard(self, call: str, *, keys: bool = True) -> Any:
         """Drop what is ahead. The random bits it was made of come again, so that all later ones are those of any other depth;
         without ``keys`` they are dropped, too. Begins anew to look who should make batches.
 
@@ -403,7 +407,7 @@ class Prefetcher:
     def _forget(self) -> None:
         self._ahead.clear()
         self.turns.clear()
-        self._pending, self._threaded, self.lazy, self.dear = None, False, False, 0
+        self._pending, self._threaded, self.lazy, self.slow = None, False, False, 0
 
     def wait(self) -> None:
         """Until threads have made what they were given."""
@@ -413,10 +417,10 @@ class Prefetcher:
     def close(self, limit_s: float | None = LEAVE_S) -> None:
         """Drop what is ahead, and end the threads; not waiting longer than that for what they are at. Repeatable."""
         self._closed, self.lazy = True, False
-        if self._end is not None and self._crew is not None:
+        if self._end is not None and self._workers is not None:
             self._end.detach()
-            self._crew.stop()
-            self._crew.join(limit_s)
+            self._workers.stop()
+            self._workers.join(limit_s)
         if not self._is_worker() and self._lock.acquire(timeout=-1 if limit_s is None else limit_s):
             try:
                 self._forget()
@@ -425,14 +429,14 @@ class Prefetcher:
 
     # ---- copies and forks ----------------------------------------------------------------------------------------------
 
-    def saved(self, source: Any) -> dict[str, Any]:
+    def saved(self, stages: BatchStages) -> dict[str, Any]:
         """What is ahead: ``batches``, of each its ``key`` and, if it is made, ``made``, ``last`` and ``before``; and the ``keys`` to
         come. With the state of the generator and of what draws, these are all batches to come. One whose making failed is made
         anew. Waits for the threads.
         """
         self._check_outside("copy")
         with self._lock:
-            self.settle(source)
+            self.materialize(stages)
             self.wait()
             batches = []
             for batch in self._ahead:
@@ -453,7 +457,7 @@ class Prefetcher:
             batches.append(batch)
         keys = [Key.of(bits) for bits in saved["keys"]]
         with self._lock:
-            self.drop("restore", keys=False)
+            self.discard("restore", keys=False)
             self._ahead.extend(batches)
             self._keys.extend(keys)
 
@@ -471,9 +475,9 @@ class Prefetcher:
         """In the child there are no threads: what is not made yet is made anew when its turn comes."""
         if self._end is not None:
             self._end.detach()
-        self._crew = self._end = self._pending = None
+        self._workers = self._end = self._pending = None
         self._making = self._threaded = False
-        self.dear = 0
+        self.slow = 0
         for batch in self._ahead:
             batch.reading = batch.making = None
         if not self._kept:

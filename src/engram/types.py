@@ -261,6 +261,17 @@ class Commit(Protocol):
         """Make the change. Call it once."""
 
 
+class StorageLoad(Commit, Protocol):
+    """A load of a storage."""
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there may be afterwards."""
+
+    def allocate(self) -> None:
+        """Take the memory that it needs, if there is none yet: the commit does so otherwise. Raises ``OSError``: no space."""
+
+
 class RowsSource(Protocol):
     """Where the rows of a load come from."""
 

@@ -188,7 +188,7 @@ def test_shallow_copies_share_the_storage():
     other.add(torch.tensor(3))
     assert len(rb) == 4
     assert other.sample(20).tolist() == rb.sample(20).tolist()
-    assert other._key is not rb._key  # each draws under a lock of its own
+    assert other._reading._key is not rb._reading._key  # each draws under a lock of its own
 
 
 def test_shut_down_stays_shut_down(how):

@@ -64,8 +64,8 @@ EPOCHS = ("pass", "pass-in-order", "slices-pass", "expander-pass")
 
 def made_by(who, monkeypatch):
     """From the second batch on."""
-    monkeypatch.setattr(Prefetcher, "dear_s", 0.0 if who == "threads" else 1e9)
-    monkeypatch.setattr(Prefetcher, "dear_in_a_row", 1)
+    monkeypatch.setattr(Prefetcher, "slow_s", 0.0 if who == "threads" else 1e9)
+    monkeypatch.setattr(Prefetcher, "slow_in_a_row", 1)
 
 
 @pytest.fixture(params=["caller", "threads", "as-it-comes"])
@@ -102,7 +102,7 @@ def rows_of(rb, n):
 
 def engaged(rb):
     """Whether threads make the batches of a buffer."""
-    return rb._prefetcher._crew is not None
+    return rb._prefetching.prefetcher._workers is not None
 
 
 # ---- the sequence ----------------------------------------------------------------------------------------------------------
@@ -733,13 +733,13 @@ def test_close_while_another_thread_waits(threads):
 
 def test_what_comes_too_late_for_the_threads_is_let_go():
     """Else a call that hands a batch over while another thread closes the buffer would wait for ever."""
-    crew = prefetch._Crew(1, None)
-    crew.start()
-    crew.stop()
-    crew.join(5)
+    workers = prefetch._Workers(1)
+    workers.start()
+    workers.stop()
+    workers.join(5)
     batch = prefetch._Batch(None)
     batch.hand_over()
-    crew.hand(batch, None)
+    workers.hand(batch, None)
     batch.wait(5)
     assert batch.making is None
     assert not batch.there
@@ -804,13 +804,13 @@ def test_a_copy_goes_on_with_the_same_batches(copied, sampler, who):
 def test_what_was_saved_comes_back(sampler, who):
     rb = buffer(2, sampler)
     rows_of(rb, 3)
-    saved = copy.deepcopy(rb._prefetcher.saved(rb))
+    saved = copy.deepcopy(rb._prefetching.prefetcher.saved(rb._prefetching))
     assert len(saved["batches"]) == rb.stats()["prefetch_queue_size"]
-    drawn, generator = rb.sampler.state_dict(), rb._generator.get_state()
+    drawn, generator = rb.sampler.state_dict(), rb._wiring.generator.get_state()
     expected = rows_of(rb, 8)
     rb.sampler.load_state_dict(drawn)
-    rb._generator.set_state(generator)
-    rb._prefetcher.restore(saved)
+    rb._wiring.generator.set_state(generator)
+    rb._prefetching.prefetcher.restore(saved)
     assert rows_of(rb, 8) == expected
 
 
@@ -933,10 +933,10 @@ def test_a_batch_that_failed_is_made_anew_by_whoever_restores_it(threads):
 
     rb, expected = buffer(2, transform=fragile), buffer(0)
     rb.sample()
-    saved = rb._prefetcher.saved(rb)
+    saved = rb._prefetching.prefetcher.saved(rb._prefetching)
     assert [sorted(entry) for entry in saved["batches"]] == [["key"], ["key"]]
     fail.clear()
-    rb._prefetcher.restore(saved)
+    rb._prefetching.prefetcher.restore(saved)
     assert rows_of(rb, 2) == rows_of(expected, 3)[1:]
 
 
@@ -1172,7 +1172,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("engram.prefetch.perf_counter", clock)
-    monkeypatch.setattr("engram.buffer.replay_buffer.perf_counter", clock)
+    monkeypatch.setattr("engram.buffer.prefetching.perf_counter", clock)
     return clock
 
 
@@ -1185,33 +1185,33 @@ def test_cheap_batches_are_the_callers(clock):
     assert not engaged(rb)
 
 
-def test_dear_ones_go_to_threads_until_the_buffer_is_another(clock):
+def test_slow_ones_go_to_threads_until_the_buffer_is_another(clock):
     rb = buffer(2, transform=clock.lasting(210e-6))
     rows_of(rb, 5)  # and two ahead
     assert not engaged(rb)
     rows_of(rb, 2)
     assert engaged(rb)
-    assert rb._prefetcher._threaded
+    assert rb._prefetching.prefetcher._threaded
     rb.set_sampler(RandomSampler())
     rows_of(rb, 1)
-    assert not rb._prefetcher._threaded
+    assert not rb._prefetching.prefetcher._threaded
 
 
-def test_one_cheap_batch_among_dear_ones_keeps_them_with_the_caller(clock):
+def test_one_cheap_batch_among_slow_ones_keeps_them_with_the_caller(clock):
     rb = buffer(2, transform=clock.lasting(*[210e-6] * 7, 0, *[210e-6] * 7, 0))
     rows_of(rb, 30)
     assert not engaged(rb)
 
 
-def test_dear_uniform_batches_go_to_threads_too(clock):
+def test_slow_uniform_batches_go_to_threads_too(clock):
     """Those that nothing is done to are timed by the call itself."""
     rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=3, prefetch=2, collate_fn=clock.lasting(210e-6))
     rb.extend(torch.arange(10))
     for _ in range(7):
         rb.sample()
-    assert rb._prefetcher.lazy
+    assert rb._prefetching.prefetcher.lazy
     rb.sample()
-    assert not rb._prefetcher.lazy
+    assert not rb._prefetching.prefetcher.lazy
     for _ in range(3):
         rb.sample()
     assert engaged(rb)

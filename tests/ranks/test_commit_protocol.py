@@ -2,7 +2,6 @@
 
 import pytest
 
-from engram.checkpoint import save as module
 from engram.format import series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
 
@@ -34,11 +33,17 @@ def test_what_cannot_be_tidied_is_a_warning_in_the_log(tmp_path, monkeypatch, ca
     assert list(map(str, series.names(tmp_path))) == first[2:]
 
 
+def open_no_decided_one(known, folder, manifest=None, *, real=series.Known.open):
+    if manifest is None:
+        raise OSError(24, "too many open files")
+    return real(known, folder, manifest)
+
+
 def test_a_report_that_cannot_be_made_is_a_warning_in_the_log(tmp_path, monkeypatch, caplog):
     ck = checkpointer(tmp_path, buffer(), None)
     play(ck._job.buffer, 0, 0, [3])
     with monkeypatch.context() as patch:
-        patch.setattr(module, "Checkpoint", lambda *_: (_ for _ in ()).throw(OSError(24, "too many open files")))
+        patch.setattr(series.Known, "open", open_no_decided_one)
         report = ck.save(7)
     assert (report.step, report.steps, report.name) == (7, 0, series.latest(tmp_path)[0].name)
     assert "lacks figures: [Errno 24]" in caplog.text

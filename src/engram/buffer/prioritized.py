@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from engram import samplers, storages
-from engram.buffer.replay_buffer import ReplayBuffer, register
+from engram.buffer.recipe import register
+from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 
 __all__ = [

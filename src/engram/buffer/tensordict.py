@@ -10,12 +10,95 @@ from torch import Tensor
 from engram import writers
 from engram._tensordict import children, put
 from engram._words import warn
-from engram.buffer.replay_buffer import ReplayBuffer, register
+from engram.buffer.read_path import ReadPath
+from engram.buffer.recipe import register
+from engram.buffer.replay_buffer import ReplayBuffer
+from engram.buffer.row_access import RowAccess
+from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
+
+
+class TensorDictReadPath(ReadPath):
+    """Batches say which rows they hold."""
+
+    shows_rows = True
+
+    def attached(self, data: Any, n: int, rows: Any, info: dict[Any, Any]) -> Any:
+        wiring = self._wiring
+        index = wiring.user_index(rows)
+        if wiring.of_sampler.draws_windows and wiring.storage.ndim == 1:
+            index = index.unsqueeze(-1)
+        entries = {**info, "index": index}
+        if type(data) is TensorDict and data.batch_size == (n,) and not data.is_locked:
+            put(data, entries)
+        else:
+            _attach(data, n, entries)
+        return data
+
+
+class TensorDictWritePath(WritePath):
+    """Rows may bring their first priority along. What the sampler would refuse is refused before rows are written."""
+
+    def add(self, data: Any, lane: int | None) -> Any:
+        row, priority = _to_store(data, "add"), self._priority_in(data)
+        if priority is None:
+            return super().add(row, lane)
+        columns = self._wiring.storage.ndim - 1
+        priority = priority.flatten(0, columns - 1) if columns else priority.reshape(1, -1)
+        lane = self.begin_row(lane)
+        arrived = self.arrived_row(row)
+        if arrived is None:
+            return self._wiring.no_index()
+        self.check_rows(arrived.rows, priority)
+        index = self.write_arrived(arrived, lane)
+        if index is not None and (isinstance(index, int) or len(index)):  # None: the writer rejected the row
+            self._update_priority(index, priority)
+        return index
+
+    def extend(self, data: Any, lane: int | Tensor | str | None, *, update_priority: bool | None = None) -> Tensor:
+        data = _to_store(data, "extend")
+        priority = None if update_priority is False else self._priority_in(data)
+        if priority is None:
+            return super().extend(data, lane)
+        columns = self._wiring.storage.ndim - 1
+        if columns:  # [*columns, time, ...], but a row is a step of one column
+            priority = priority.movedim(columns, 0).flatten(0, columns)
+        rows = self.arrived_rows(data)
+        if rows is HELD_BACK:
+            return self._wiring.no_index()
+        self.check_rows(rows_of(rows, columns + 1), priority)
+        index = self.write_rows(rows, lane)
+        if len(index):
+            self._update_priority(index, priority)
+        return index
+
+    def check_rows(self, n: int | None, priority: Any) -> None:
+        """Refuse priorities that the sampler would. ``n``: of how many rows; None: the data does not say, and is refused later."""
+        if n:
+            self._bound_sampler().check_priority(priority, n)
+
+    def _priority_in(self, data: Any) -> Any:
+        """The priorities that come along with rows; None if there are none, or the sampler takes none."""
+        return data.get(self._settings.priority_key, None) if self._wiring.of_sampler.prioritized else None
+
+    def _update_priority(self, index: Any, priority: Any) -> None:
+        self._bound_sampler().update_priority(self._wiring.rows_named(index), priority)
+
+    def _bound_sampler(self) -> Any:
+        if self._prefetching is not None:
+            self._prefetching.materialize()
+        return self._wiring.bound_sampler()
+
+
+class TensorDictRowAccess(RowAccess):
+    """What replaces rows is a TensorDict, too."""
+
+    def storable(self, data: Any, call: str) -> Any:
+        return _to_store(data, call)
 
 
 @register
@@ -42,17 +125,20 @@ class TensorDictReplayBuffer(ReplayBuffer):
     True
     """
 
-    _shows_rows = True
     _default_writer: Callable[[], Any] = writers.TensorDictRoundRobinWriter
+    _read_path = TensorDictReadPath
+    _write_path = TensorDictWritePath
+    _row_access = TensorDictRowAccess
+    _writing: TensorDictWritePath
 
     def __init__(self, size: int | None = None, *, priority_key: str = "td_error", **kwargs: Any) -> None:
         self._priority_key = priority_key
-        self._ignored = ("priority_weight", priority_key)
         super().__init__(size, **kwargs)
 
     @property
     def priority_key(self) -> str:
         """Entry with a row's priority."""
+        assert self._priority_key is not None
         return self._priority_key
 
     def add(self, data: Any, *, lane: int | None = None) -> Any:
@@ -62,16 +148,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             ValueError: not a TensorDict.
             PriorityError: ``priority_key`` holds no priority. Nothing is written.
         """
-        row = _to_store(data, "add")
-        priority = self._priority_in(data)
-        if priority is None:
-            return self._add(row, lane, None)
-        columns = self._storage.ndim - 1
-        priority = priority.flatten(0, columns - 1) if columns else priority.reshape(1, -1)
-        index = self._add(row, lane, self._check_of(priority))
-        if index is not None and (isinstance(index, int) or len(index)):  # None: the writer rejected the row
-            self._bound_sampler().update_priority(self._rows_named(index), priority)
-        return index
+        return self._writing.add(data, lane)
 
     def extend(
         self, data: Any, *, lane: int | Tensor | Literal["each"] | None = None, update_priority: bool | None = None
@@ -87,30 +164,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             PriorityError, RuntimeError: a bad priority under ``priority_key``, or another number of them than of rows. Nothing
                 is written.
         """
-        data = _to_store(data, "extend")
-        priority = None if update_priority is False else self._priority_in(data)
-        if priority is None:
-            return self._extend(data, lane, None)
-        columns = self._storage.ndim - 1
-        if columns:  # [*columns, time, ...], but a row is a step of one column
-            priority = priority.movedim(columns, 0).flatten(0, columns)
-        index = self._extend(data, lane, self._check_of(priority))
-        if len(index):
-            self._bound_sampler().update_priority(self._rows_named(index), priority)
-        return index
-
-    def _priority_in(self, data: Any) -> Any:
-        """The priorities that come along with rows; None if there are none, or nobody who takes them."""
-        return data.get(self._priority_key, None) if self._of_sampler.prioritized else None
-
-    def _check_of(self, priority: Any) -> Callable[[int | None], None]:
-        """Refuses priorities that the sampler would, before their rows are written."""
-
-        def check(n: int | None) -> None:
-            if n:  # else the storage refuses the data
-                self._bound_sampler().check_priority(priority, n)
-
-        return check
+        return self._writing.extend(data, lane, update_priority=update_priority)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.
@@ -122,40 +176,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
             warn("sample: include_info is deprecated: samples always carry their index.")
         return super().sample(batch_size, return_info)
 
-    def _attached(self, data: Any, n: int, rows: Any, info: dict[str, Any]) -> Any:
-        index = self._user_index(rows)
-        if self._of_sampler.draws_windows and self._storage.ndim == 1:
-            index = index.unsqueeze(-1)
-        entries = {**info, "index": index}
-        if type(data) is TensorDict and data.batch_size == (n,) and not data.is_locked:
-            put(data, entries)
-        else:
-            self._attach(data, n, entries)
-        return data
-
-    def _attach(self, data: Any, n: int, entries: dict[str, Any]) -> None:
-        """Add entries ``[n, ...]`` to a batch of another form than ours."""
-        if not is_tensor_collection(data):
-            raise RuntimeError(
-                f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}."
-            )
-        if data.batch_size[:1] != (n,):
-            raise RuntimeError(
-                f"sample: a transform changed the batch size from {n} to {list(data.batch_size)}, so {sorted(map(str, entries))} "
-                "cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
-            )
-        missing = len(data.batch_size) - 1
-        for key, value in entries.items():
-            stored = data.get(key, None)
-            if stored is not None and stored.shape == value.shape:  # a stored flag, marked
-                data.set(key, value)
-                continue
-            laid_out = value.reshape(*value.shape[:1], *(1,) * missing, *value.shape[1:])
-            data.set(key, laid_out.expand(*data.batch_size, *value.shape[1:]))
-
-    def _without_synthesised(self, data: Any, call: str) -> Any:
-        return _to_store(data, call)
-
     def update_tensordict_priority(self, data: Any) -> None:
         """Hand the priorities of a sampled batch to the sampler; no effect on samplers without priorities.
 
@@ -165,7 +185,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         Raises:
             KeyError: no ``priority_key``, with a sampler that has priorities.
         """
-        if not self._of_sampler.takes_priorities:
+        if not self._wiring.of_sampler.takes_priorities:
             return
         priority = data.get(self._priority_key, None)
         if priority is None:
@@ -175,14 +195,30 @@ class TensorDictReplayBuffer(ReplayBuffer):
         index, generation = data.get("index"), data.get("index_generation", None)
         if not data.batch_size:  # one row
             priority = priority.reshape(1, -1)
-        self._bound_sampler().update_priority(self._rows_named(index), priority, generation=generation)
-
-    def _record_more(self) -> dict[str, Any]:
-        return {"priority_key": self._priority_key}
+        self.update_priority(index, priority, generation=generation)
 
     @classmethod
     def open_arguments(cls, record: dict[str, Any]) -> dict[str, Any]:
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
+
+
+def _attach(data: Any, n: int, entries: dict[Any, Any]) -> None:
+    """Add entries ``[n, ...]`` to a batch of another form than ours."""
+    if not is_tensor_collection(data):
+        raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
+    if data.batch_size[:1] != (n,):
+        raise RuntimeError(
+            f"sample: a transform changed the batch size from {n} to {list(data.batch_size)}, so {sorted(map(str, entries))} "
+            "cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
+        )
+    missing = len(data.batch_size) - 1
+    for key, value in entries.items():
+        stored = data.get(key, None)
+        if stored is not None and stored.shape == value.shape:  # a stored flag, marked
+            data.set(key, value)
+            continue
+        laid_out = value.reshape(*value.shape[:1], *(1,) * missing, *value.shape[1:])
+        data.set(key, laid_out.expand(*data.batch_size, *value.shape[1:]))
 
 
 def _to_store(data: Any, call: str) -> Any:

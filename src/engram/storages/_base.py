@@ -16,7 +16,6 @@ from engram._closing import end
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.persist.snapshot import WholeSnapshot
-from engram.state import checked
 from engram.types import Declared, Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from engram.persist.snapshot import StoragePreparation, StorageSnapshot
     from engram.priorities import PriorityConfig, PriorityIndex
     from engram.store import Store
-    from engram.types import Commit, Listener, RowsSource
+    from engram.types import Listener, RowsSource, StorageLoad
 
 __all__ = ["Count", "Rows", "Storage", "check_count"]
 
@@ -128,6 +127,9 @@ class Storage(Declared, Dumpable):
     def max_size(self) -> int:
         """Rows that fit, at most."""
         raise NotImplementedError
+
+    def bound(self, size: int) -> None:
+        """Take a buffer's size as the limit of a storage that has none."""
 
     @property
     def requested_size(self) -> int:
@@ -322,16 +324,13 @@ class Storage(Declared, Dumpable):
         """
         raise NotImplementedError
 
+    def prepare_state(self, state_dict: dict[str, Any]) -> StorageLoad:
+        """Check a state. Raises as :meth:`load_state_dict`; nothing is changed."""
+        raise NotImplementedError
+
     def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Check a state; what takes it over."""
-        raise NotImplementedError
-
-    def allocate_for(self, state_dict: dict[str, Any]) -> None:
-        """Take the memory that a state needs which has been checked, if there is none yet. Raises ``OSError``: no space."""
-
-    def capacity_after(self, state_dict: dict[str, Any]) -> int:
-        """Rows that there may be once a state was taken over that has been checked."""
-        raise NotImplementedError
+        return self.prepare_state(state_dict).commit
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace what is stored by a saved state. The next writes go where they would have gone then.
@@ -346,7 +345,7 @@ class Storage(Declared, Dumpable):
 
         Cost: O(capacity).
         """
-        self.checked_state(state_dict)()
+        self.prepare_state(state_dict).commit()
         self.notify(None, None)
 
     # ---- files ---------------------------------------------------------------------------------------------------------
@@ -363,7 +362,7 @@ class Storage(Declared, Dumpable):
         """
         return _WholePreparation(self, without)
 
-    def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> Commit:
+    def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> StorageLoad:
         """Check a part. Rows are read when it is committed, if nothing is stored here; else their blocks are checked before, too.
 
         ``close_open``: the trajectories that go on at the ends of lanes end there; the next row of such a lane is left out.
@@ -371,7 +370,7 @@ class Storage(Declared, Dumpable):
         Raises: as :meth:`loads`. Nothing is changed.
         """
         self._check_kind(reader)
-        return checked(self, read_state(reader), self.part)
+        return self.prepare_state(read_state(reader))
 
     def _check_kind(self, reader: PartReader) -> None:
         check_kind(reader, "storage", *dict.fromkeys((*self._loads, type(self).__name__)))
@@ -390,7 +389,7 @@ class Storage(Declared, Dumpable):
         """
         raise IncompatibleCheckpoint(f"{where}: a {type(self).__name__} cannot be converted. Load it as it is.")
 
-    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> Commit:
+    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> StorageLoad:
         """Check a state without rows. ``source`` has those, and fills the tensors of a store."""
         raise IncompatibleCheckpoint(f"expected a storage of tensors, got a {type(self).__name__}.")
 

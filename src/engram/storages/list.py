@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from engram.store import check_index_name
 from engram.types import Extent, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Collection, Iterable
+
+    from engram.types import StorageLoad
 
 __all__ = ["ListStorage"]
 
@@ -250,7 +252,7 @@ class ListStorage(Storage):
 
     _loads = ("ListStorage",)
 
-    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+    def prepare_state(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = "ListStorage"
         names = ("max_size", "cursor", "write_count", "clock", "numbers", "items", "priorities")
         check_keys(state_dict, names, where)
@@ -273,25 +275,7 @@ class ListStorage(Storage):
             raise ValueError(f"{where}: items: expected {n}, one per ticket, got {len(items)}.")
         priorities = checked_priorities(state_dict["priorities"], self._priorities, rows, f"{where}: priorities")
 
-        def take() -> None:
-            with self._lock:
-                self._max_size = bound
-                for name, (config, _) in priorities.items():
-                    self.priorities(name, config, rows)
-                self.empty(keep_write_count=False)
-                shift = self._next
-                self._numbers = (numbers + shift).tolist()
-                self._items = list(items)
-                self._cursor, self._write_count, self._next = cursor, write_count, clock + shift
-                for index in self._priorities.values():
-                    index.written(torch.arange(n, device="cpu"))
-                for name, (_, entries) in priorities.items():
-                    self._priorities[name].restore(entries)
-
-        return take
-
-    def capacity_after(self, state_dict: dict[str, Any]) -> int:
-        return self._max_size or state_dict["max_size"] or self.max_size
+        return _ItemsLoad(self, rows, bound, items, numbers, cursor, write_count, clock, priorities)
 
     def counters(self) -> dict[str, int]:
         dropped = sum(int(index.core.dropped) for index in self._priorities.values())
@@ -331,6 +315,39 @@ class ListStorage(Storage):
     def __repr__(self) -> str:
         bound = "unbounded" if self._max_size is None else f"{self._max_size}"
         return f"ListStorage(size={len(self)}/{bound})"
+
+
+class _ItemsLoad(NamedTuple):
+    """A checked state, for a list."""
+
+    storage: ListStorage
+    capacity: int
+    bound: int | None
+    items: list[Any]
+    numbers: Tensor
+    cursor: int
+    write_count: int
+    clock: int
+    priorities: dict[str, tuple[PriorityConfig, dict[str, Any]]]
+
+    def allocate(self) -> None:
+        """A list grows as it is filled."""
+
+    def commit(self) -> None:
+        storage = self.storage
+        with storage._lock:
+            storage._max_size = self.bound
+            for name, (config, _) in self.priorities.items():
+                storage.priorities(name, config, self.capacity)
+            storage.empty(keep_write_count=False)
+            shift = storage._next
+            storage._numbers = (self.numbers + shift).tolist()
+            storage._items = list(self.items)
+            storage._cursor, storage._write_count, storage._next = self.cursor, self.write_count, self.clock + shift
+            for index in storage._priorities.values():
+                index.written(torch.arange(len(self.items), device="cpu"))
+            for name, (_, entries) in self.priorities.items():
+                storage._priorities[name].restore(entries)
 
 
 def _with_entries(item: Any, entries: dict[str, Tensor]) -> Any:

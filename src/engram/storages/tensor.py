@@ -9,7 +9,7 @@ import secrets
 import sys
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import is_tensor_collection
@@ -28,7 +28,7 @@ from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
-from engram.state import Change, check_keys, copied, tensor_in, typed
+from engram.state import check_keys, copied, tensor_in, typed
 from engram.storages._base import Count, Rows, Storage, check_count
 from engram.storages._columns import (
     rows_of_batch,
@@ -40,6 +40,8 @@ from engram.storages._columns import (
 from engram.storages._structure import Structure, check_tensor, is_batched_collection, leading_size
 from engram.storages.tensor_state import (
     ENTRIES,
+    EmptyLoad,
+    KeptRows,
     RowsLoad,
     RowsState,
     SnapshotPreparation,
@@ -66,7 +68,7 @@ from engram.store import (
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from engram._mappings import Piece
@@ -74,7 +76,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Field
     from engram.persist.snapshot import StoragePreparation
     from engram.priorities import PriorityConfig
-    from engram.types import Commit, RowsSource
+    from engram.types import RowsSource, StorageLoad
 
 __all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines"]
 
@@ -113,16 +115,6 @@ class _Unwritten:
 
     def __get__(self, storage: TensorStorage | None, _: type) -> Store | None:
         return None if storage is None else storage._look()
-
-
-class _KeptRows(NamedTuple):
-    """The rows of a ``state_dict``."""
-
-    columns: list[Tensor]
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        for to, column in zip(tensors, self.columns, strict=True):
-            to[: len(column)] = column
 
 
 class TensorStorage(Storage):
@@ -750,14 +742,13 @@ class TensorStorage(Storage):
             return unwritten()
         return with_numbers(store, describe_store(store, store.indexes.refreshed(), without))
 
-    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+    def prepare_state(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = type(self).__name__
         check_keys(state_dict, (*ENTRIES, "rows"), where)
         head = {name: value for name, value in state_dict.items() if name != "rows"}
-        rows = _KeptRows([])
+        rows = KeptRows([])
         load = self.prepare_rows(head, rows)
-        n = len(head["numbers"])
-        fields = () if head["schema"] is None else self._checked_schema(head["schema"]).fields
+        n, fields = len(head["numbers"]), load.fields
         saved = typed(state_dict, "rows", list, where)
         if len(saved) != len(fields):
             raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
@@ -765,9 +756,9 @@ class TensorStorage(Storage):
         rows.columns.extend(
             tensor_in(named, field.name, torch_dtype(field), (n, *field.shape), f"{where}: rows") for field in fields
         )
-        return load.commit
+        return load
 
-    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> Commit:
+    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad | EmptyLoad:
         """Check a :meth:`state_without_rows`, for which ``source`` has the rows.
 
         Raises: as :meth:`load_state_dict`; nothing is changed. The commit raises what ``source`` does: then the storage is empty.
@@ -777,9 +768,9 @@ class TensorStorage(Storage):
         if typed(state, "schema", (str, type(None)), where) is None:
             if any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
-            return Change(self._forget_all)
+            return EmptyLoad(self)
         schema = self._checked_schema(state["schema"])
-        return RowsLoad(self, RowsState.checked(state, schema, self.memory, where), source)
+        return RowsLoad(self, schema, RowsState.checked(state, schema, self.memory, where), source)
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 
@@ -810,14 +801,14 @@ class TensorStorage(Storage):
     def lineage(self) -> Any:
         return None if self.memory is None else (weakref.ref(self.memory), self.memory.replaced)
 
-    def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> Commit:
+    def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> StorageLoad:
         self._check_kind(reader)
         load = self.prepare_rows(read_rows_state(reader, close_open=close_open), SavedRowsSource(reader))
         if len(self):
             check_blocks(reader)
         return load
 
-    def _forget_all(self) -> None:
+    def forget_all(self) -> None:
         """As :meth:`empty`, also while the store is paused."""
         store = self.memory
         if store is not None:
@@ -825,15 +816,11 @@ class TensorStorage(Storage):
             numbers = torch.zeros(store.capacity, dtype=torch.int64, device="cpu")
             store.replace(StoreState(lanes, numbers, 1, 0), lambda _: None)
 
-    def allocate_for(self, state_dict: dict[str, Any]) -> None:
+    def allocate_for(self, schema: Schema) -> None:
+        """Take the memory for a schema that was checked, if there is none yet. Raises ``OSError``: no space."""
         with self._lock:
-            if self.memory is None and state_dict["schema"] is not None:
-                schema = self._checked_schema(state_dict["schema"])
+            if self.memory is None:
                 self._adopt(self._allocate(schema), Structure.from_schema(schema))
-
-    def capacity_after(self, state_dict: dict[str, Any]) -> int:
-        schema = state_dict["schema"]
-        return self.max_size if schema is None else self._checked_schema(schema).capacity
 
     @staticmethod
     def _decoded(text: str, where: str) -> Schema:

@@ -18,18 +18,28 @@ from engram.storages._indexes import check_names, checked_priorities, saved_prio
 from engram.store import StoreState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
-    from engram.format.schema import Schema
+    from engram.format.schema import Field, Schema
     from engram.persist.snapshot import StorageSnapshot
     from engram.priorities import PriorityConfig
     from engram.store import Store
     from engram.types import RowsSource
 
-__all__ = ["ENTRIES", "RowsLoad", "RowsState", "SnapshotPreparation", "describe_store", "unwritten", "with_numbers"]
+__all__ = [
+    "ENTRIES",
+    "EmptyLoad",
+    "KeptRows",
+    "RowsLoad",
+    "RowsState",
+    "SnapshotPreparation",
+    "describe_store",
+    "unwritten",
+    "with_numbers",
+]
 
 #: Entries of a state, but for the rows.
 ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
@@ -206,6 +216,16 @@ class RowsState(NamedTuple):
             index.progress = self.passes[name]
 
 
+class KeptRows(NamedTuple):
+    """The rows of a ``state_dict``."""
+
+    columns: list[Tensor]
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        for to, column in zip(tensors, self.columns, strict=True):
+            to[: len(column)] = column
+
+
 class Loaded(Protocol):
     """The storage that takes a state over."""
 
@@ -213,23 +233,57 @@ class Loaded(Protocol):
     def store(self) -> Store: ...
 
     @property
+    def max_size(self) -> int: ...
+
+    @property
     def placing(self) -> AbstractContextManager[Any]: ...
 
     @property
     def paused(self) -> AbstractContextManager[Any]: ...
 
-    def allocate_for(self, state_dict: dict[str, Any]) -> None: ...
+    def allocate_for(self, schema: Schema) -> None: ...
+
+    def forget_all(self) -> None: ...
 
 
 class RowsLoad(NamedTuple):
     """A checked state and its rows, for a storage."""
 
     storage: Loaded
+    schema: Schema
     state: RowsState
     source: RowsSource
 
+    @property
+    def capacity(self) -> int:
+        return self.schema.capacity
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return self.schema.fields
+
+    def allocate(self) -> None:
+        self.storage.allocate_for(self.schema)
+
     def commit(self) -> None:
+        self.allocate()
         storage = self.storage
-        storage.allocate_for(self.state.entries)
         with storage.placing, storage.paused:  # a writer that has placed rows is about to write them
             self.state.restore(storage.store, self.source)
+
+
+class EmptyLoad(NamedTuple):
+    """The state of a storage that was never written."""
+
+    storage: Loaded
+    fields: tuple[Field, ...] = ()
+
+    @property
+    def capacity(self) -> int:
+        return self.storage.max_size
+
+    def allocate(self) -> None:
+        """It needs none."""
+
+    def commit(self) -> None:
+        self.storage.forget_all()

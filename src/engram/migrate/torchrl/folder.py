@@ -12,7 +12,7 @@ import msgspec
 from engram.errors import CorruptCheckpoint
 from engram.format import strict
 from engram.format.files import Descriptor
-from engram.format.schema import MAX_BYTES, MAX_DEPTH
+from engram.format.schema import MAX_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ class Folder:
         if len(raw) > MAX_BYTES:
             raise CorruptCheckpoint(f"{self.name(parts)}: expected at most {MAX_BYTES} bytes, got more.")
         try:
-            tree = strict.parse(raw, MAX_DEPTH + 1)
+            tree = strict.parse(raw)
             if not isinstance(tree, dict):
                 raise ValueError("not an object")
         except ValueError as error:

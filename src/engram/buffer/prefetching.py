@@ -1,0 +1,269 @@
+"""Batches ahead of the caller: the read path as the stages of a prefetcher, and the state of batches that are ahead."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from engram._tensordict import children
+from engram.nested import has_entries, map_leaves
+from engram.packing import pack, unpack
+from engram.prefetch import LEAVE_S, Prefetcher
+from engram.state import check_keys, copied, integer, typed
+from engram.store import Copied
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.buffer.read_path import ReadPath
+    from engram.buffer.settings import Settings
+    from engram.buffer.wiring import Wiring
+    from engram.store import Key
+
+__all__ = ["Prefetching", "SavedBatches", "checked_batches"]
+
+
+class SavedBatches(NamedTuple):
+    """Prefetched batches in a state."""
+
+    state: dict[str, Any] | None
+    """What the state has of them; None: nothing is prefetched, or it is left out."""
+    before: dict[str, Any] | None
+    """The sampler's state before it drew batches that are left out; None: as it is."""
+
+
+class Prefetching:
+    """Draws and reads batches before they are asked for. It owns the prefetcher, whose stages it is."""
+
+    def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath) -> None:
+        self._wiring = wiring
+        self._settings = settings
+        self._reading = reading
+        self.prefetcher = Prefetcher(settings.prefetch)
+        self.rewired()
+
+    def rewired(self) -> None:
+        """The components are others, or others of their paths are open. Nothing is prefetched, or they are equal."""
+        wiring = self._wiring
+        plainly = wiring.draws_natively and wiring.pinning is None and not wiring.transform.reads
+        has_epochs, kept = wiring.of_sampler.has_epochs, not wiring.storage.shared
+        self.prefetcher.draws(plainly=plainly, has_epochs=has_epochs, kept=kept)
+
+    def sample(self, batch_size: int, return_info: bool) -> Any:
+        """The next batch: what ``ReplayBuffer.sample`` returns."""
+        prefetcher, reading = self.prefetcher, self._reading
+        if prefetcher.lazy:
+            try:
+                key = prefetcher.turns.popleft()
+            except IndexError:  # more threads than turns
+                return reading.sample(batch_size, return_info)
+            start = perf_counter()
+            try:
+                return reading.sample_with(key, batch_size, return_info)
+            finally:
+                generator = self._wiring.generator
+                if generator is None:  # ask, without a call
+                    key.draw()
+                else:
+                    key.draw(generator=generator)
+                prefetcher.turns.append(key)
+                if prefetcher.slow or perf_counter() - start > prefetcher.slow_s:
+                    prefetcher.took(perf_counter() - start)
+        data, rows, info = prefetcher.next(self)
+        if not return_info:
+            return data
+        return data, (info if rows is None else reading.info(rows, info))
+
+    # ---- the stages of a batch -------------------------------------------------------------------------------------------
+
+    def ask(self, key: Key) -> None:
+        self._reading.draw_key(key)
+
+    def read(self, key: Key) -> tuple[Any, Any]:
+        wiring, reading, batch_size = self._wiring, self._reading, self._settings.batch_size
+        assert batch_size is not None
+        rewinds = wiring.of_sampler.can_rewind and not wiring.storage.shared
+        before = wiring.source.state_dict() if rewinds else None
+        if wiring.pinning is None or not reading.gathers_pinned():
+            return reading.read(key, batch_size), before
+        with wiring.pinning.gathering():
+            return reading.read(key, batch_size), before
+
+    def finish(self, raw: Any) -> Any:
+        """``(data, rows, info)``: the info is made when it is asked for. Pinned, it is complete, and the rows are None."""
+        columns, rows, info = raw
+        if self._wiring.pinning is None:
+            return self._reading.finish(columns, rows.numel(), rows, info, False), rows, info
+        data, info = self._reading.finish(columns, rows.numel(), rows, info, True)
+        return data, None, info
+
+    def ended(self) -> bool:
+        """Whether the batch read last ended an epoch. The sampler says so when that batch is handed out."""
+        source = self._wiring.source
+        ended = self._wiring.of_sampler.has_epochs and source.ran_out
+        if ended:
+            source.ran_out = False
+        return ended
+
+    def over(self) -> None:
+        self._wiring.source.ran_out = True
+
+    # ---- what happens to the rows ----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.prefetcher)
+
+    def materialize(self) -> None:
+        """Read the pending batches: what happens to the rows now is not for them."""
+        self.prefetcher.materialize(self)
+
+    def discard(self, call: str, *, keys: bool = True) -> None:
+        """Forget prefetched batches. Their rows go back to their epoch, unless other processes draw from it, too."""
+        before = self.prefetcher.discard(call, keys=keys)
+        if before is not None and not self._wiring.storage.shared:
+            source = self._wiring.source
+            ran_out = source.ran_out
+            source.load_state_dict(before)
+            source.ran_out = ran_out
+
+    def wait(self) -> None:
+        """Wait until threads have made the batches that they were given."""
+        self.prefetcher.wait()
+
+    def close(self, limit_s: float | None = LEAVE_S) -> None:
+        """Drop prefetched batches, and end the threads."""
+        self.prefetcher.close(limit_s)
+
+    # ---- copies and states -----------------------------------------------------------------------------------------------
+
+    def copy(self) -> dict[str, Any]:
+        """What is prefetched, for :meth:`restore` in another process."""
+        return _by_value(self.prefetcher.saved(self))  # type: ignore[no-any-return]
+
+    def restore(self, copy: dict[str, Any]) -> None:
+        """Go on with what :meth:`copy` returned."""
+        self.prefetcher.restore(_from_value(copy))
+
+    def saved(self, *, drop: bool = False) -> SavedBatches:
+        """What is prefetched, for :func:`checked_batches`. Draws what was asked for.
+
+        ``drop``: nothing of it, as if it had never been drawn.
+        """
+        ahead = self.prefetcher.saved(self)
+        if drop:
+            befores = [batch["before"] for batch in ahead["batches"] if batch.get("before") is not None]
+            return SavedBatches(None, next(iter(befores), None))
+        if not any(ahead.values()):
+            return SavedBatches(None, None)
+        queue = []
+        for batch in ahead["batches"]:
+            made = batch.get("made")
+            known = None if made is None else pack([[part for part in made if part is not None]])
+            queue.append({"key": batch["key"], "made": known, "last": batch.get("last"), "before": batch.get("before")})
+        state = {
+            "version": 1,
+            "capacity": self._settings.prefetch,
+            "clock": self._wiring.storage.next_number(),
+            "queue": queue,
+            "keys": ahead["keys"],
+        }
+        return SavedBatches(state, None)
+
+
+def checked_batches(state: Any, prefetching: Prefetching | None, wiring: Wiring, where: str) -> Callable[[], None]:
+    """Check the state of prefetched batches; what takes them over.
+
+    Raises:
+        KeyError, TypeError, ValueError: no such state. RuntimeError: another depth. Nothing is changed.
+    """
+    if state is None:
+        return lambda: None
+    check_keys(state, ("version", "capacity", "clock", "queue", "keys"), where)
+    integer(state, "version", 1, 2, where)
+    depth = integer(state, "capacity", 1, 1 << 31, where)
+    here = 0 if prefetching is None else prefetching.prefetcher.depth
+    if prefetching is None or depth != here:
+        raise RuntimeError(f"{where}: expected a buffer with prefetch={depth}, as it was saved, got prefetch={here}.")
+    queue = enumerate(typed(state, "queue", list, where))
+    batches = [_checked_batch(entry, f"{where}: batch {i}") for i, entry in queue]
+    keys = [_checked_key(key, f"{where}: keys") for key in typed(state, "keys", list, where)]
+    clock = integer(state, "clock", 0, 1 << 62, where)
+
+    def take() -> None:
+        moved = wiring.storage.next_number() - clock  # the rows have new tickets, in the old order
+        for batch in batches:
+            for made in batch.get("made", ()):
+                _renumber(made, moved)
+        prefetching.prefetcher.restore({"batches": batches, "keys": keys})
+
+    return take
+
+
+def _checked_batch(entry: Any, where: str) -> dict[str, Any]:
+    check_keys(entry, ("key", "made", "last", "before"), where)
+    key = _checked_key(entry["key"], where)
+    if entry["made"] is None:
+        return {"key": key}
+    parts = unpack(entry["made"], None, where)
+    if len(parts) != 1 or len(parts[0]) not in (2, 3) or not isinstance(parts[0][-1], dict):
+        raise ValueError(f"{where}: made: expected a batch, perhaps rows, and info.")
+    data, *rows, info = parts[0]
+    before = copied(typed(entry, "before", (dict, type(None)), where), where)
+    last = typed(entry, "last", bool, where)
+    return {"key": key, "made": (data, rows[0] if rows else None, info), "last": last, "before": before}
+
+
+def _checked_key(key: Any, where: str) -> int:
+    """64 bits, as an int. Raises ``TypeError``, ``ValueError``: they are none."""
+    return integer({"key": key}, "key", -(1 << 63), 1 << 64, where)
+
+
+def _renumber(made: Any, by: int) -> None:
+    """The tickets that a batch or its info says, if it says them."""
+    if not has_entries(made):
+        return
+    numbers = made.get("index_generation", None)
+    if isinstance(numbers, Tensor) and numbers.dtype is torch.int64:
+        made["index_generation"] = torch.where(numbers > 0, numbers + by, numbers)
+
+
+# ---- batches in copies -------------------------------------------------------------------------------------------------
+
+
+class _ByValue:
+    """A TensorDict on its way through a copy."""
+
+    def __init__(self, td: TensorDict) -> None:
+        self._entries = _by_value(dict(children(td)))
+        self._batch_size, self._device = td.batch_size, td.device
+        self._names = td.names if any(td.names) else None
+
+    def restored(self) -> TensorDict:
+        entries = _from_value(self._entries)
+        return TensorDict(entries, batch_size=self._batch_size, device=self._device, names=self._names)
+
+
+def _by_value(data: Any) -> Any:
+    """Batches for a copy: copies of their tensors, which go by value (see ``Copied``); other objects as they are."""
+
+    def copied(leaf: Any) -> Any:
+        if type(leaf) is TensorDict:
+            return _ByValue(leaf)
+        return Copied(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(data, copied)
+
+
+def _from_value(data: Any) -> Any:
+    """Batches again."""
+
+    def restored(leaf: Any) -> Any:
+        if isinstance(leaf, _ByValue):
+            return leaf.restored()
+        return leaf.tensor if isinstance(leaf, Copied) else leaf
+
+    return map_leaves(data, restored)

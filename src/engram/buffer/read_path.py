@@ -1,0 +1,227 @@
+"""From rows of the storage to what a user gets: draw, read, draw again what moved, collate, transform, pin."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict
+from torch import Tensor
+
+from engram import _native, collate, samplers
+from engram.buffer.write_path import map_dimensioned
+from engram.errors import NoSampleable, RowError, WriterStalled
+from engram.store import ThreadKey
+from engram.types import Draw
+
+if TYPE_CHECKING:
+    from engram.buffer.wiring import Wiring
+    from engram.store import Key
+    from engram.types import Extent
+
+__all__ = ["ReadPath"]
+
+#: Reads of one row that keeps moving: tries in a row, before there are pauses.
+_TRIES = 8
+
+
+class ReadPath:
+    """Draws batches and reads them. All that it keeps is the key of the draw under way, of each thread."""
+
+    #: Whether batches say which rows they hold.
+    shows_rows = False
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+        self._key = ThreadKey()
+
+    def sample(self, batch_size: int, return_info: bool) -> Any:
+        """Draw a batch: what ``ReplayBuffer.sample`` returns."""
+        key, wiring = self._key, self._wiring
+        if wiring.generator is None:  # draw_key, without a call
+            key.draw()
+        else:
+            key.draw(generator=wiring.generator)
+        if wiring.pinning is None or not self.gathers_pinned():
+            return self.sample_with(key, batch_size, return_info)
+        with wiring.pinning.gathering():
+            return self.sample_with(key, batch_size, return_info)
+
+    def draw_key(self, key: Key) -> None:
+        """64 random bits from the generator: all randomness of one draw."""
+        if self._wiring.generator is None:
+            key.draw()
+        else:
+            key.draw(generator=self._wiring.generator)
+
+    def gathers_pinned(self) -> bool:
+        """Whether nothing stands between gathering and the user, so that rows are gathered into pinned memory."""
+        wiring = self._wiring
+        return wiring.pinning is not None and not wiring.transform.reads and not wiring.collates
+
+    def sample_with(self, key: Key, batch_size: int, return_info: bool) -> Any:
+        """Draw with a key, and read."""
+        wiring = self._wiring
+        memory = wiring.storage.memory if wiring.draws_natively else None
+        if memory is None:
+            columns, rows, info = self.read(key, batch_size)
+            return self.finish(columns, rows.numel(), rows, info, return_info)
+        with_rows, tracks = return_info or self.shows_rows, wiring.of_writer.tracks_tickets
+        columns = memory.sample_uniform(key, batch_size, with_rows, tracks)
+        info = {"index_generation": columns.pop()} if tracks else {}
+        return self.finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
+
+    def read(self, key: Key, n: int) -> tuple[Any, Tensor, dict[Any, Any]]:
+        """Draw with a key, and copy the rows: ``(columns, rows, info)``."""
+        wiring = self._wiring
+        storage, tracks = wiring.storage, wiring.of_writer.tracks_tickets
+        memory = storage.memory
+        if memory is not None and wiring.draws_natively:
+            columns = memory.sample_uniform(key, n, True, tracks)
+            info = {"index_generation": columns.pop()} if tracks else {}
+            return columns, columns.pop(), info
+        natively = wiring.sample_natively
+        if natively is not None and memory is not None and (memory.is_native or wiring.of_sampler.draws_windows):
+            return natively(storage, key, n, numbered=tracks)
+        return self._draw(n, key.value)
+
+    def finish(self, columns: Any, n: int, rows: Tensor | None, info: dict[Any, Any], return_info: bool) -> Any:
+        """From ``n`` rows that were read to what the user gets. ``rows`` may be None where they are not shown."""
+        wiring = self._wiring
+        data = wiring.storage.batch(columns, n)
+        if wiring.collates:
+            data = self.collated(data)
+        device = None
+        if wiring.transform.reads:
+            device = getattr(data, "device", None)
+            data = wiring.transform.forward(self.copied(data, stacked=wiring.collate_fn is None))
+        if self.shows_rows:
+            data = self.attached(data, n, rows, info)
+        sample = (data, self.info(rows, info)) if return_info else data
+        return sample if wiring.pinning is None else wiring.pinning(sample, device)
+
+    def attached(self, data: Any, n: int, rows: Any, info: dict[Any, Any]) -> Any:  # noqa: ARG002 - of batches that show rows
+        """The batch with the entries that say which rows it holds."""
+        return data
+
+    def info(self, rows: Any, info: dict[Any, Any]) -> dict[Any, Any]:
+        """What a batch is said to be beside it: ``"index"``, and what the sampler says."""
+        wiring = self._wiring
+        index: Any = wiring.user_index(rows)
+        if wiring.storage.ndim > 1:
+            index = tuple(index.unbind(-1))
+        elif wiring.of_sampler.draws_windows:
+            index = (index,)
+        return {"index": index, **info}
+
+    # ---- collating -------------------------------------------------------------------------------------------------------
+
+    def collated(self, data: Any) -> Any:
+        """A batch of what was gathered: list storages gather a list of items."""
+        wiring = self._wiring
+        if wiring.collate_fn is not None:
+            return wiring.collate_fn(data)
+        return data if wiring.storage.traits.has_fields else collate.stack(data)
+
+    def copied(self, data: Any, *, stacked: bool) -> Any:
+        """Data that transforms may change: a list storage hands out what it keeps, unless it was stacked into something new."""
+        if self._wiring.storage.traits.has_fields:
+            return data
+        if stacked:
+            return map_dimensioned(data, lambda x: x.clone() if isinstance(x, LazyStackedTensorDict) else x)
+        return map_dimensioned(data, lambda x: x.copy() if isinstance(x, np.ndarray | np.generic) else x.clone())
+
+    # ---- rows that move --------------------------------------------------------------------------------------------------
+
+    def _draw(self, batch_size: int, key: int) -> tuple[Any, Tensor, dict[Any, Any]]:
+        """Ask the sampler, read, and draw again what moved meanwhile."""
+        wiring = self._wiring
+        storage, source, tracks = wiring.storage, wiring.source, wiring.of_writer.tracks_tickets
+        extent = storage.extent()
+        samplers.check_drawable(extent.size)
+        if wiring.of_sampler.draws_windows:  # perhaps it has drawn for another buffer since
+            source.bind(storage)
+        draw = source.draw(extent, batch_size, key)
+        chosen = draw.tickets is not None
+        if tracks and not chosen:  # so that the generation is that of what was read
+            draw = draw._replace(tickets=storage.numbers_of(draw.rows))
+        columns, moved = storage.read(draw.rows, draw.tickets)
+        if moved:
+            draw = self.read_again(draw, columns, moved, "sample", key=key, chosen=chosen)
+        info = dict(draw.info)
+        if tracks:
+            info["index_generation"] = draw.tickets
+        return columns, draw.rows, info
+
+    def read_again(
+        self, draw: Draw, columns: Any, moved: list[int], call: str, *, key: int | None = None, chosen: bool = False
+    ) -> Draw:
+        """Replace what was read of rows that moved meanwhile; what was read in the end.
+
+        The same rows are read once more; or, where the sampler named the tickets that they must have (``chosen``), others of its
+        choice. Of the former, those that hold nothing any more are replaced by live ones; without a ``key`` they are refused.
+
+        Raises:
+            RowError: a row that holds nothing any more, without a ``key``.
+            NoSampleable: the buffer was emptied.
+            WriterStalled: a row moved at every try.
+        """
+        storage = self._wiring.storage
+        rows, info = draw.rows.clone(), dict(draw.info)
+        tickets = None if draw.tickets is None else draw.tickets.clone()
+        deadline = time.monotonic() + _native.wait_limit()
+        attempt = 0
+        while moved:
+            attempt += 1
+            extent = storage.extent()
+            if extent.size == 0:
+                raise NoSampleable(f"{call}: the buffer was emptied meanwhile. Add data first.")
+            if attempt > _TRIES:
+                if time.monotonic() > deadline:
+                    raise WriterStalled(
+                        f"{call}: row {int(rows[moved[0]])} moved at every try for {_native.wait_limit():g} s."
+                    )
+                time.sleep(0.001)
+            places = torch.tensor(moved, device="cpu")
+            expected = None
+            if chosen:
+                assert key is not None
+                other = self._wiring.source.draw(extent, len(moved), _mix(key, attempt))
+                rows[places], expected = other.rows, other.tickets
+                info = {name: _replaced(value, places, other.info.get(name)) for name, value in info.items()}
+            else:
+                self._replace_dead(rows, places, extent, call, None if key is None else _mix(key, attempt))
+            if tickets is not None:
+                expected = storage.numbers_of(rows[places]) if expected is None else expected
+                tickets[places] = expected
+            fresh, still = storage.read(rows[places], expected)
+            storage.patch(columns, moved, fresh)
+            moved = [moved[i] for i in still]
+        return Draw(rows, tickets, info)
+
+    def _replace_dead(self, rows: Tensor, places: Tensor, extent: Extent, call: str, key: int | None) -> None:
+        """Draw live rows in place of those that hold nothing any more, as their writer died."""
+        gone = places[self._wiring.storage.hold_nothing(rows[places])]
+        if not len(gone):
+            return
+        if key is None:
+            raise RowError(
+                f"{call}: row {int(rows[gone[0]])} is not live any more: its writer died, or the buffer was emptied."
+            )
+        rows[gone] = samplers.RandomSampler().draw(extent, len(gone), key).rows
+
+
+def _replaced(values: Any, places: Tensor, others: Any) -> Any:
+    """An entry of a draw's info in which some rows were drawn again."""
+    if not isinstance(values, Tensor) or not isinstance(others, Tensor):
+        return values
+    values = values.clone()
+    values[places.to(values.device)] = others
+    return values
+
+
+def _mix(key: int, attempt: int) -> int:
+    """The key of a redraw, derived from the draw's own so that the generator is not asked again."""
+    return (key + attempt * 0x9E3779B97F4A7C15) % (1 << 63)

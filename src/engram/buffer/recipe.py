@@ -1,0 +1,196 @@
+"""What a store in a directory notes of the buffer that writes to it, so that ``ReplayBuffer.open`` makes the same again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engram import expanders, samplers, storages, writers
+from engram.buffer.settings import check_batch_size, checked_depth
+from engram.errors import CorruptStore
+from engram.format import files, layout
+
+if TYPE_CHECKING:
+    import os
+
+    from engram.buffer.settings import Settings
+    from engram.buffer.wiring import Wiring
+    from engram.store import Store
+
+__all__ = ["Recipe", "open_buffer", "register"]
+
+_SAMPLERS: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (
+        samplers.RandomSampler,
+        samplers.SamplerWithoutReplacement,
+        samplers.PrioritizedSampler,
+        samplers.PrioritizedSliceSampler,
+        samplers.SliceSampler,
+        samplers.SliceSamplerWithoutReplacement,
+        expanders.FrameStack,
+        expanders.NStep,
+        expanders.RewardToGo,
+    )
+}
+_WRITERS: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (
+        writers.RoundRobinWriter,
+        writers.TensorDictRoundRobinWriter,
+        writers.TensorDictMaxValueWriter,
+        writers.ImmutableDatasetWriter,
+    )
+}
+_BUFFERS: dict[str, Any] = {}
+
+
+def register(cls: Any) -> Any:
+    """Let :func:`open_buffer` make a buffer of this class again."""
+    _BUFFERS[cls.__name__] = cls
+    return cls
+
+
+class Recipe:
+    """Notes the components and settings of a buffer in the directory of its store."""
+
+    def __init__(self, wiring: Wiring, settings: Settings) -> None:
+        self._wiring = wiring
+        self._settings = settings
+        self.noted = False
+        """Whether the directory says what the buffer is now; True, too, where there is no directory."""
+        self.looked = False
+        """Whether it was read after a write of another buffer."""
+
+    def note(self) -> None:
+        """Write it down, if anything was ever stored. Raises ``OSError``: the directory cannot be written."""
+        if not self._wiring.storage.initialized:
+            return
+        store = self._store_in_directory()
+        if store is None:
+            self.noted = True
+            return
+        self.noted = False
+        entries = {
+            "buffer": self._settings.kind,
+            "sampler": _described(self._wiring.sampler, _SAMPLERS),
+            "writer": _described(self._wiring.writer, _WRITERS),
+            "batch_size": self._settings.batch_size,
+            "prefetch": self._settings.prefetch,
+        }
+        if self._settings.priority_key is not None:
+            entries["priority_key"] = self._settings.priority_key
+        files.overwrite(_path(store.directory), json.dumps(entries).encode())
+        self.noted = True
+
+    def note_if_possible(self) -> None:
+        """As :meth:`note`; the next write tries again if it fails."""
+        with contextlib.suppress(OSError):  # the rows are there
+            self.note()
+
+    def note_if_absent(self) -> None:
+        """After a write that did not come through the buffer: note what it is, unless the directory names another."""
+        if self.noted or self.looked:
+            return
+        self.looked = True
+        store = self._store_in_directory()
+        if store is not None and not _read(store.directory):
+            self.note_if_possible()
+
+    def _store_in_directory(self) -> Any:
+        store: Store | None = self._wiring.storage.memory
+        return None if store is None or store.directory is None or store.closed else store
+
+
+def open_buffer(directory: str | os.PathLike[str], unclean: str, given: dict[str, Any]) -> Any:
+    """The buffer that a directory notes, over its store.
+
+    Args:
+        directory: the store's.
+        unclean: whether a store is taken that was open when the machine went down: ``"accept"`` or ``"refuse"``.
+        given: arguments of the constructor; one that is not None replaces what was noted.
+
+    Raises: as ``ReplayBuffer.open``.
+    """
+    if unclean not in ("refuse", "accept"):
+        raise ValueError(f"open: unclean: expected 'refuse' or 'accept', got {unclean!r}.")
+    path = Path(directory).absolute()
+    storage = storages.LazyMemmapStorage.open(path, unclean=unclean)
+    repair = storage.store.repair
+    if repair is not None:  # said before anything else can fail
+        storages.tensor.announce([f"{path}: its last process did not close it: {repair}."])
+    try:
+        noted = _read(path)
+        kind = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
+        if kind is None:
+            raise TypeError(f"open: the store was used by an unknown buffer class {noted.get('buffer')!r}.")
+        arguments = {name: value for name, value in given.items() if value is not None}
+        if "batch_size" not in arguments:
+            arguments["batch_size"] = _noted_batch_size(noted)
+        if "sampler" not in arguments:
+            arguments["sampler"] = _made_again(noted.get("sampler"), _SAMPLERS, "sampler")
+        if "writer" not in arguments:
+            arguments["writer"] = _made_again(noted.get("writer"), _WRITERS, "writer")
+        if "prefetch" not in arguments:
+            arguments["prefetch"] = _noted_prefetch(noted, arguments["batch_size"])
+        return kind(storage=storage, **arguments, **kind.open_arguments(noted))
+    except BaseException:
+        storage.close()
+        raise
+
+
+def _path(directory: Any) -> Path:
+    return Path(directory) / layout.FOLDER / layout.BUFFER
+
+
+def _described(component: Any, known: dict[str, Any]) -> dict[str, Any]:
+    name = type(component).__name__
+    if known.get(name) is type(component) and component.recordable:
+        return {"type": name, "config": component.config()}
+    return {"type": name, "custom": True}
+
+
+def _read(directory: Any) -> dict[str, Any]:
+    """What a directory notes; empty if it notes nothing."""
+    path = _path(directory)
+    if not path.exists():
+        return {}
+    try:
+        entries = json.loads(files.read_small(path, 1 << 20))
+    except ValueError as error:
+        raise CorruptStore(f"{path}: not readable as JSON ({error}).") from error
+    if not isinstance(entries, dict):
+        raise CorruptStore(f"{path}: expected an object.")
+    return entries
+
+
+def _made_again(noted: Any, known: dict[str, Any], kind: str) -> Any:
+    if noted is None:
+        return None
+    name = noted.get("type") if isinstance(noted, dict) else None
+    if not isinstance(noted, dict) or noted.get("custom") or name not in known:
+        raise TypeError(f"open: the store was used with the custom {kind} {name!r}: pass {kind}=….")
+    try:
+        return known[name].from_config(noted.get("config", {}))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        why = str(error).removesuffix(".")
+        raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {why}.") from error
+
+
+def _noted_batch_size(noted: dict[str, Any]) -> int | None:
+    batch_size: int | None = noted.get("batch_size")
+    if batch_size is not None:
+        try:
+            check_batch_size(batch_size)
+        except (TypeError, ValueError) as error:
+            raise CorruptStore(f"open: the recorded {error}") from error
+    return batch_size
+
+
+def _noted_prefetch(noted: dict[str, Any], batch_size: int | None) -> int:
+    try:
+        return checked_depth(noted.get("prefetch"), batch_size, "what was recorded")
+    except (TypeError, ValueError) as error:
+        raise CorruptStore(f"open: {error}") from error

@@ -1,0 +1,146 @@
+"""Rows by number and fields by key: ``rb[i]``, ``rb[key]``, and edits of both."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from engram import storages
+from engram.buffer.write_path import new_containers
+from engram.nested import flatten, has_entries
+from engram.types import Draw
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from engram.buffer.prefetching import Prefetching
+    from engram.buffer.read_path import ReadPath
+    from engram.buffer.settings import Settings
+    from engram.buffer.wiring import Wiring
+    from engram.storages import Rows
+
+__all__ = ["RowAccess"]
+
+
+class RowAccess:
+    """Reads and replaces live rows. It keeps nothing of its own."""
+
+    def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath, prefetching: Prefetching | None) -> None:
+        self._wiring = wiring
+        self._settings = settings
+        self._reading = reading
+        self._prefetching = prefetching
+
+    # ---- reading ---------------------------------------------------------------------------------------------------------
+
+    def get(self, index: Any) -> Any:
+        """What ``rb[index]`` returns."""
+        if _is_key(index):
+            return _entry(self.get(slice(None)), index)
+        wiring, reading = self._wiring, self._reading
+        where = self._where(index)
+        if where.view is not None and not wiring.transform.reads:
+            data = wiring.storage.view(where, self._entries(where))
+        else:
+            data = self._read(where)
+        stacked = wiring.collates and not (where.single or isinstance(index, int))
+        if stacked:
+            data = reading.collated(data)
+        if wiring.transform.reads:
+            data = wiring.transform.forward(reading.copied(data, stacked=stacked and wiring.collate_fn is None))
+        return data
+
+    def _where(self, index: Any) -> Rows:
+        """The rows an index means: with ``ndim > 1`` it is one into the layout of ``extend``, ``[*columns, T]``."""
+        storage = self._wiring.storage
+        if not storage.initialized:
+            storage.store  # noqa: B018 - raises: nothing was written
+        where: Rows = storage.locate(index)
+        return where
+
+    def _read(self, where: Rows) -> Any:
+        storage = self._wiring.storage
+        columns, moved = storage.read(where.rows)
+        if moved:
+            self._reading.read_again(Draw(where.rows), columns, moved, "rb[index]")
+        return storage.pack(columns, where, self._entries(where))
+
+    def _entries(self, where: Rows) -> dict[str, Tensor] | None:
+        """Entries that TensorDicts read by number get beside their fields: with ``ndim > 1`` the slot, not the row."""
+        wiring = self._wiring
+        if not wiring.of_writer.adds_index:
+            return None
+        width = math.prod(wiring.storage.columns)
+        return {"index": wiring.on_device(where.rows if width == 1 else where.rows // width)}
+
+    # ---- editing ---------------------------------------------------------------------------------------------------------
+
+    def set(self, index: Any, value: Any) -> None:
+        """What ``rb[index] = value`` does."""
+        if _is_key(index):
+            self.set_field(index, value, slice(None), "rb[key] = value")
+            return
+        call = "rb[index] = value"
+        self._check_editable(call)
+        wiring = self._wiring
+        where = self._where(index)
+        value = self.storable(value, call)
+        if wiring.transform.writes:
+            value = wiring.transform.inv(new_containers(value))
+        prepared = wiring.storage.prepare_at(where, value, call, ignored=self._settings.ignored)
+        wiring.storage.notify(wiring.storage.edit(where, prepared), value)
+
+    def storable(self, data: Any, call: str) -> Any:  # noqa: ARG002 - TensorDict buffers have such entries
+        """Data without the entries that are made on reading."""
+        return data
+
+    def set_field(self, key: Any, value: Any, index: Any, call: str) -> None:
+        """Replace one stored field of live rows, without transforms."""
+        self._check_editable(call)
+        storage = self._fields(call)
+        path = (key,) if isinstance(key, str) else tuple(key)
+        storage.notify(storage.edit_fields(self._where(index), {path: value}, call), None)
+
+    def update(self, values: Any, keys: Iterable[Any] | None) -> None:
+        """Replace several stored fields of all live rows; ``keys``: only these of the values."""
+        call = "update_"
+        self._check_editable(call)
+        entries = dict(flatten(values))
+        if keys is not None:
+            wanted = [(key,) if isinstance(key, str) else tuple(key) for key in keys]
+            for w in wanted:
+                if not any(key[: len(w)] == w for key in entries):
+                    raise KeyError(f"{call}: expected keys of the input, {list(entries)}, got {w}.")
+            entries = {key: value for key, value in entries.items() if any(key[: len(w)] == w for w in wanted)}
+        storage = self._fields(call)
+        storage.notify(storage.edit_fields(self._where(slice(None)), entries, call), None)
+
+    def _fields(self, call: str) -> storages.TensorStorage:
+        storage = self._wiring.storage
+        if not isinstance(storage, storages.TensorStorage):
+            raise TypeError(f"{call}: expected a tensor storage, a {type(storage).__name__} has no fields.")
+        return storage
+
+    def _check_editable(self, call: str) -> None:
+        wiring = self._wiring
+        if wiring.of_writer.read_only:
+            raise RuntimeError(f"{call}: the buffer is read-only ({type(wiring.writer).__name__}).")
+        if self._prefetching is not None:
+            self._prefetching.materialize()
+
+
+def _is_key(index: Any) -> bool:
+    return isinstance(index, str) or (
+        isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
+    )
+
+
+def _entry(data: Any, key: Any) -> Any:
+    for part in (key,) if isinstance(key, str) else key:
+        known = list(data.keys()) if has_entries(data) else []
+        if part not in known:
+            raise KeyError(f"rb[key]: expected one of {known}, got {part!r} in {key!r}.")
+        data = data[part] if isinstance(data, dict) else data.get(part)
+    return data

@@ -1,0 +1,495 @@
+"""The state of a buffer, saved and loaded: as a dict, as a folder, as the shard of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from engram import priorities
+from engram._words import warn
+from engram.buffer.prefetching import checked_batches
+from engram.buffer.settings import check_batch_size
+from engram.errors import IncompatibleCheckpoint
+from engram.format import disk, series
+from engram.format.checkpoints import Checkpoint, finish_dump, replacing
+from engram.persist import parts as saved_parts
+from engram.persist.components import check_blocks
+from engram.persist.foreign import foreign_format
+from engram.persist.parts import Parts, Snapshot
+from engram.reshard.driver import convert as converted_for
+from engram.reshard.driver import seed_of
+from engram.reshard.reports import said_counts
+from engram.reshard.shards import open_shard
+from engram.state import Change, check_keys, checked, read_from, saved, tensor_in, typed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from engram.buffer.lanes import Lanes
+    from engram.buffer.prefetching import Prefetching
+    from engram.buffer.read_path import ReadPath
+    from engram.buffer.recipe import Recipe
+    from engram.buffer.settings import Settings
+    from engram.buffer.wiring import Wiring
+    from engram.format.parts import PartReader
+    from engram.persist.foreign import ForeignDump
+    from engram.reshard.driver import Reshard
+    from engram.types import Commit, DeclaredSampler, Form, StorageLoad
+
+__all__ = ["Saving"]
+
+State = dict[str, Any]
+
+#: Entries of a state that lie in the part of a checkpoint that is the buffer's own.
+_IN_BUFFER = ("batch_size", "lane", "iterating", "consume_after_n_samples")
+#: Entries of a state.
+_ENTRIES = (
+    "_storage",
+    "_sampler",
+    "_writer",
+    "_transforms",
+    "_batch_size",
+    "_lane",
+    "_iterating",
+    "_consume_after_n_samples",
+    "_rng",
+    "_default_rng",
+    "_prefetch_state",
+)
+
+
+class Saving:
+    """Saves a buffer and loads it. It owns no state: it is given the parts that do.
+
+    Args:
+        wiring: the components.
+        settings: batch size and iteration.
+        lanes: the lane that was named.
+        reading: says whether batches name their rows.
+        prefetching: the prefetched batches; None: there are none.
+        recipe: noted in the directory of a store.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        settings: Settings,
+        lanes: Lanes,
+        reading: ReadPath,
+        prefetching: Prefetching | None,
+        recipe: Recipe,
+    ) -> None:
+        self._wiring, self._settings, self._lanes = wiring, settings, lanes
+        self._reading, self._prefetching, self._recipe = reading, prefetching, recipe
+
+    # ---- saving ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As :meth:`ReplayBuffer.state_dict`."""
+        self._settle()
+        storage = self._wiring.storage
+        with storage.paused:
+            state = self._state_but_rows()
+            return {"_storage": storage.state_dict(without=self._own_indexes()), **state}
+
+    def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
+        """As :meth:`ReplayBuffer.dumps`."""
+        if prefetch not in ("save", "drop"):
+            raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        self._settle()
+        storage = self._wiring.storage
+        with replacing(Path(path)) as folder, disk.batched_fsync():
+            prepared = storage.prepare_snapshot(without=self._own_indexes(), whole=True)
+            with storage.paused:
+                snapshot = prepared.take()
+                parts = self._parts((), drop_prefetched=prefetch == "drop")
+            rows = snapshot.save(folder / saved_parts.STORAGE)
+            infos = [rows.info, *saved_parts.write_parts(folder, parts)]
+            finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
+
+    def snapshot(self, prefetched: Literal["save", "drop"]) -> Snapshot:
+        """As :meth:`~engram.types.Checkpointable.snapshot`."""
+        storage, drop = self._wiring.storage, prefetched == "drop"
+        self._parts(None, drop_prefetched=drop)  # raises what cannot be saved, and reads batches, before writers wait
+        prepared = storage.prepare_snapshot(whole=False)
+        with storage.paused:
+            began = time.perf_counter()
+            rows = prepared.take()
+            parts = self._parts(rows.priorities, drop_prefetched=drop)
+            return Snapshot(rows, parts, self.form, time.perf_counter() - began)
+
+    @property
+    def form(self) -> Form:
+        """How the buffer keeps its rows, as far as a checkpoint must know."""
+        form: Form = self._wiring.storage.form
+        return form._replace(ranking=self._wiring.placer.ranking)
+
+    def _settle(self) -> None:
+        """Read prefetched batches, so that no writer waits for it; and transforms may be writers."""
+        self._sampler()
+        if self._prefetching is not None:
+            self._prefetching.wait()
+
+    def _sampler(self) -> DeclaredSampler:
+        """The sampler, which may have served another storage meanwhile."""
+        if self._prefetching is not None:
+            self._prefetching.materialize()
+        return self._wiring.bound_sampler()
+
+    def _own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Names and kinds of the storage's indexes that the sampler's state has."""
+        return self._sampler().own_indexes
+
+    def _state_but_rows(self, *, with_sampler: bool = True, drop_prefetched: bool = False) -> State:
+        """All of :meth:`state_dict` but the storage's. ``drop_prefetched``: as if prefetched batches had never been drawn."""
+        wiring, batches, before = self._wiring, None, None
+        if self._prefetching is not None:  # first: it draws what was asked for
+            batches, before = self._prefetching.saved(drop=drop_prefetched)
+        sampler = saved(self._sampler(), "_sampler") if with_sampler else {}
+        return {
+            "_sampler": sampler if before is None else before,
+            "_writer": saved(wiring.writer, "_writer"),
+            "_transforms": wiring.transform.state_dict(),
+            "_batch_size": self._settings.batch_size,
+            "_lane": self._lanes.saved,
+            "_iterating": self._settings.iterating,
+            "_consume_after_n_samples": None,
+            "_rng": None if wiring.generator is None else [wiring.generator.get_state(), "cpu"],
+            "_default_rng": torch.default_generator.get_state(),
+            "_prefetch_state": batches,
+        }
+
+    def _parts(self, noted: Collection[str] | None, *, drop_prefetched: bool) -> Parts:
+        """All of the state but the storage's, as the parts of a checkpoint.
+
+        ``noted``: names of priorities that the storage's part has, None: all. If one of those is all of the sampler's state, its
+        part says which.
+        """
+        index = self._own_priorities()
+        of_sampler: State | None = None
+        if index is not None:
+            known = noted is None or index in noted
+            of_sampler = {saved_parts.INDEX: index} if known else self._wiring.storage.priorities_in_use(index)
+        state = self._state_but_rows(with_sampler=of_sampler is None, drop_prefetched=drop_prefetched)
+        functions = self._wiring.transform.functions
+        states = {
+            "sampler": state["_sampler"] if of_sampler is None else of_sampler,
+            "writer": state["_writer"],
+            "transforms": state["_transforms"] | ({saved_parts.FUNCTIONS: functions} if functions else {}),
+            "buffer": {name: state[f"_{name}"] for name in _IN_BUFFER},
+            "rng": {"generator": state["_rng"], "default": state["_default_rng"]},
+            "prefetch": {"batches": state["_prefetch_state"]},
+        }
+        return Parts(states, self._kinds())
+
+    def _own_priorities(self) -> str | None:
+        """The name of the priorities that are all of the sampler's state; None: it has another one."""
+        own = self._own_indexes()
+        return own[0][0] if [kind for _, kind in own] == [priorities.KIND] else None
+
+    def _kinds(self) -> dict[str, str]:
+        """The class of each part."""
+        wiring = self._wiring
+        components = {"sampler": wiring.sampler, "writer": wiring.writer, "transforms": wiring.transform}
+        kinds = {part: type(component).__name__ for part, component in components.items()}
+        return {**kinds, "buffer": self._settings.kind, "rng": "Generator", "prefetch": "Prefetcher"}
+
+    # ---- loading ---------------------------------------------------------------------------------------------------------
+
+    def loads(self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool) -> None:
+        """As :meth:`ReplayBuffer.loads`."""
+        folder = Path(path)
+        foreign = foreign_format(folder)
+        if foreign is not None:
+            if convert:
+                raise IncompatibleCheckpoint(
+                    f"{path}: a dump of {foreign.library}'s cannot be converted. Load it into a buffer of its size."
+                )
+            dump = foreign.read(folder, ndim=self._wiring.storage.ndim, max_bytes=_free_bytes())
+            self._prepare_foreign(dump, foreign.library).commit()
+            return
+        if series.is_series(folder):
+            raise IncompatibleCheckpoint(
+                f"{path}: expected a dump or one checkpoint, got a folder of them. Checkpointer({str(path)!r}, rb).restore() loads the "
+                "newest of it; loads takes the path of one."
+            )
+        with Checkpoint(folder) as checkpoint:
+            if checkpoint.manifest.world > 1:
+                raise IncompatibleCheckpoint(
+                    f"loads: {path}: expected what one process saved, got a checkpoint of {checkpoint.manifest.world} ranks. "
+                    f"Checkpointer({str(folder.parent)!r}, buffer).restore(name={folder.name!r}) takes all of it."
+                )
+            self.prepare_load(checkpoint, 0, default_rng=default_rng, convert=convert).commit()
+
+    def prepare_state(self, state: Any, *, default_rng: bool) -> Commit:
+        """Check a :meth:`state_dict`."""
+        kind = self._settings.kind
+        check_keys(state, _ENTRIES, kind)
+        return self._prepare(state, self._wiring.storage.prepare_state(state["_storage"]), default_rng=default_rng)
+
+    def prepare_load(
+        self,
+        checkpoint: Checkpoint,
+        rank: int,
+        *,
+        default_rng: bool = False,
+        close_open: bool = False,
+        convert: bool = False,
+    ) -> Commit:
+        """As :meth:`~engram.types.Checkpointable.prepare_load`.
+
+        Args:
+            checkpoint: open until the load is committed.
+            rank: whose shard.
+            default_rng: set torch's default generator, too.
+            close_open: trajectories that go on end where they are.
+            convert: to the capacity and lanes here.
+
+        Raises: as :meth:`ReplayBuffer.loads`. Nothing is changed.
+        """
+        where = str(checkpoint.shard_folder(rank))
+        with read_from(where):
+            reader = saved_parts.open_storage(checkpoint, rank)
+            found = saved_parts.read_parts(checkpoint, rank)
+            states = saved_parts.checked_states(found, checkpoint.shard_folder(rank), self._kinds())
+            if saved_parts.INDEX in states["sampler"]:
+                states["sampler"] = saved_parts.index_state(reader, states["sampler"])
+            if convert:
+                rows = self._prepare_conversion(reader, states)
+            else:
+                rows = self._wiring.storage.prepare_part(reader, close_open=close_open)
+            return self._prepare(self._state_of_parts(states, where), rows, default_rng=default_rng)
+
+    def prepare_placed(
+        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool
+    ) -> Commit:
+        """As :meth:`~engram.types.Checkpointable.prepare_placed`.
+
+        What is not of rows is that of one rank. Passes over the rows and generators begin again, and nothing is prefetched.
+
+        Args:
+            checkpoint: open until the load is committed.
+            made: the plan, of shards of that checkpoint.
+            rank: of this buffer.
+            env_offset: added to the lane in fields whose role is ``env_id``.
+            default_rng: seed torch's default generator, too.
+
+        Raises: as :meth:`ReplayBuffer.loads`. Nothing is changed.
+        """
+        placed = made.rows(rank, env_offset)
+        where = str(checkpoint.shard_folder(made.leader))
+        with read_from(where):
+            rows = self._wiring.storage.prepare_rows(placed.state, placed.source)
+            seed = seed_of(checkpoint, len(made.targets), rank)
+            generator = torch.Generator().manual_seed(seed).get_state()
+            shard = checkpoint.shard_folder(made.leader)
+            read = saved_parts.checked_states(made.leader_parts(checkpoint), shard, self._kinds())
+            self._state_of_parts(read, where)  # they have what is replaced
+            states = {part: saved_parts.reset(part, state, seed, generator) for part, state in read.items()}
+            if saved_parts.INDEX in states["sampler"]:
+                states["sampler"] = placed.state["priorities"][states["sampler"][saved_parts.INDEX]]
+            state = self._state_of_parts(states, where)
+            state["_rng"] = None if self._wiring.generator is None else [generator, "cpu"]
+            state["_lane"] = self._lanes.saved  # that of another rank says nothing here
+            return self._prepare(state, rows, default_rng=default_rng)
+
+    def _prepare_foreign(self, dump: ForeignDump, library: str) -> Commit:
+        """Check a dump of another library's. What it does not say stays as it is here."""
+        storage = self._wiring.storage
+        if not storage.form.takes_rows:
+            raise IncompatibleCheckpoint(
+                f"{dump.path}: expected a dump of engram's for a {type(storage).__name__}, got one of {library}'s. Load it into a "
+                "LazyTensorStorage or a LazyMemmapStorage."
+            )
+        synthesised = ("index", "index_generation") if self._reading.shows_rows else ()
+        here = None if storage.memory is None else storage.memory.schema
+        schema = dump.schema(here, (*self._settings.ignored, *synthesised))
+        rows = storage.prepare_rows(dump.state(schema), dump.source(schema))
+        state = self._state_but_rows()
+        sampler = state["_sampler"]
+        if dump.priorities is not None and sampler.keys() >= {"alpha", "eps", "highest"}:
+            leaves = dump.priorities.leaves
+            sampler |= {
+                "alpha": dump.priorities.alpha,
+                "beta": dump.priorities.beta,
+                "eps": dump.priorities.eps,
+                "highest": dump.priorities.max_priority or 0.0,
+                "leaves": torch.where(leaves == 0, -0.0, leaves),
+            }
+        elif "leaves" in sampler:
+            sampler["leaves"] = torch.zeros(0, dtype=torch.float64, device="cpu")
+        if "visited" in sampler:
+            sampler |= {"key": 0, "rows": 0, "visited": 0, "ran_out": False}
+        if dump.rng_state is not None and self._wiring.generator is not None:
+            state["_rng"] = [dump.rng_state, "cpu"]
+        state["_batch_size"] = self._settings.batch_size or dump.batch_size
+        state["_prefetch_state"] = None
+        return self._prepare(state, rows, default_rng=False)
+
+    def _prepare_conversion(self, reader: PartReader, states: dict[str, State]) -> StorageLoad:
+        """Check what is to be converted for the storage. Changes the states of the other parts."""
+        storage, sampler = self._wiring.storage, states["sampler"]
+        shard = open_shard(reader, held=True)
+        own = [name for name, kind in self._own_indexes() if kind == priorities.KIND and "leaves" in sampler]
+        for name in own:
+            here = self._wiring.source.state_dict()
+            shard.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])
+        schema = storage.schema_here(shard.head["schema"], str(reader.folder))
+        converted = converted_for(shard, schema, storage.ndim, self.form.ranking)
+        dropped = [f"{said_counts(it)} as {reason}" for reason, it in converted.dropped.items() if it["steps"]]
+        if dropped:
+            warn(
+                f"loads: {reader.folder.parent}: left out: {', '.join(dropped)}. The newest were taken: a larger storage takes more."
+            )
+        if len(storage):
+            check_blocks(reader)
+        state, source = converted.rows
+        others = {name: known for name, known in state["priorities"].items() if name not in own}
+        load: StorageLoad = storage.prepare_rows({**state, "priorities": others}, source)
+        for name in own:
+            states["sampler"] = state["priorities"][name]
+        states["sampler"] = saved_parts.reset_pass(states["sampler"], 0)
+        states["prefetch"] = {"batches": None}
+        if states["buffer"].get("lane") not in [[lane] for lane in range(storage.lanes)]:
+            states["buffer"]["lane"] = 0
+        return load
+
+    def _state_of_parts(self, states: dict[str, State], where: str) -> State:
+        """All but the storage's, as :meth:`state_dict` has it."""
+        for part, names in (("buffer", _IN_BUFFER), ("rng", ("generator", "default")), ("prefetch", ("batches",))):
+            check_keys(states[part], names, f"{where}: {part}")
+        transforms = {name: of for name, of in states["transforms"].items() if name != saved_parts.FUNCTIONS}
+        functions = typed(
+            {saved_parts.FUNCTIONS: [], **states["transforms"]}, saved_parts.FUNCTIONS, list, f"{where}: transforms"
+        )
+        ours = set(self._wiring.transform.state_dict())
+        if set(transforms) != ours:
+            raise IncompatibleCheckpoint(
+                f"{where}: transforms: expected the states {sorted(ours)}, got {sorted(transforms)}."
+            )
+        here = self._wiring.transform.functions
+        if len(here) < len(functions):
+            warn(
+                f"{where}: saved with the transforms {', '.join(map(str, functions))}, which are code and not in it, and loaded into a "
+                f"buffer with {', '.join(here) or 'none'}. Make the buffer with them: transform=…, or append_transform."
+            )
+        return {
+            "_sampler": states["sampler"],
+            "_writer": states["writer"],
+            "_transforms": transforms,
+            **{f"_{name}": states["buffer"][name] for name in _IN_BUFFER},
+            "_rng": states["rng"]["generator"],
+            "_default_rng": states["rng"]["default"],
+            "_prefetch_state": states["prefetch"]["batches"],
+        }
+
+    def _prepare(self, state: State, rows: StorageLoad, *, default_rng: bool) -> Commit:
+        """Check all but the storage's state, which ``rows`` loads."""
+        wiring, settings, kind = self._wiring, self._settings, self._settings.kind
+        batch_size = typed(state, "_batch_size", (int, type(None)), kind)
+        if batch_size is not None:
+            check_batch_size(batch_size)
+        elif wiring.source.drop_last:
+            raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as drop_last needs one, got None.")
+        elif settings.prefetch:
+            raise IncompatibleCheckpoint(
+                f"{kind}: _batch_size: expected an int, as prefetch={settings.prefetch} needs one, got None. Load it without prefetch."
+            )
+        lane = self._lanes.checked_saved(state, kind)
+        iterating = typed(state, "_iterating", bool, kind)
+        if state["_consume_after_n_samples"] is not None:
+            raise TypeError(f"{kind}: _consume_after_n_samples: expected None: a ConsumingSampler will carry it.")
+        rng = _checked_rng(state["_rng"], f"{kind}: _rng")
+        default = _checked_generator(state["_default_rng"], f"{kind}: _default_rng")
+        batches = checked_batches(state["_prefetch_state"], self._prefetching, wiring, f"{kind}: _prefetch_state")
+        sampler = self._sampler()
+        writer = checked(wiring.writer, state["_writer"], f"{kind}: _writer")
+        transforms = checked(wiring.transform, state["_transforms"], f"{kind}: _transforms")
+        components = (Change(sampler.checked_state(state["_sampler"], rows.capacity)), writer, transforms)
+        return _BufferLoad(
+            self._wiring,
+            self._settings,
+            self._lanes,
+            self._prefetching,
+            self._recipe,
+            rows,
+            components,
+            batch_size,
+            lane,
+            iterating,
+            rng,
+            default if default_rng else None,
+            batches,
+        )
+
+
+class _BufferLoad(NamedTuple):
+    """A state that was checked, for a buffer."""
+
+    wiring: Wiring
+    settings: Settings
+    lanes: Lanes
+    prefetching: Prefetching | None
+    recipe: Recipe
+    rows: StorageLoad
+    components: tuple[Commit, ...]
+    """Sampler, writer and transforms."""
+    batch_size: int | None
+    lane: int | None
+    iterating: bool
+    rng: torch.Generator | None
+    default_rng: torch.Generator | None
+    """What torch's default one becomes; None: it stays."""
+    batches: Callable[[], None]
+
+    def commit(self) -> None:
+        storage = self.wiring.storage
+        if self.prefetching is not None:
+            self.prefetching.discard("load", keys=False)
+        self.rows.allocate()
+        # A write in between would be of rows that the sampler's state does not know.
+        with storage.placing, storage.paused:  # a writer that has placed rows is about to write them
+            self.rows.commit()
+            storage.notify(None, None)
+            self.wiring.bound_sampler()  # to what was allocated just now
+            for component in self.components:
+                component.commit()
+            self.settings.batch_size, self.settings.iterating = self.batch_size, self.iterating
+            self.lanes.take(self.lane)
+            if self.rng is not None:
+                self.wiring.generator = self.wiring.generator or torch.Generator()
+                self.wiring.generator.set_state(self.rng.get_state())
+            if self.default_rng is not None:
+                torch.default_generator.set_state(self.default_rng.get_state())
+            self.batches()
+        if not self.recipe.noted:
+            self.recipe.note_if_possible()
+
+
+def _free_bytes() -> int:
+    """What rows that a dump claims may take: half of the memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _checked_rng(rng: Any, where: str) -> torch.Generator | None:
+    if rng is None:
+        return None
+    if not isinstance(rng, list | tuple) or len(rng) != 2:
+        raise TypeError(f"{where}: expected None or [state, device], got a {type(rng).__name__}.")
+    if rng[1] != "cpu":
+        raise ValueError(f"{where}: expected the state of a CPU generator, got one of {rng[1]!r}.")
+    return _checked_generator(rng[0], where)
+
+
+def _checked_generator(state: Any, where: str) -> torch.Generator:
+    """A generator of a saved state. Raises ``TypeError``, ``ValueError``: it is none."""
+    generator = torch.Generator()
+    try:
+        generator.set_state(tensor_in({"state": state}, "state", torch.uint8, (None,), where).clone())
+    except RuntimeError as error:
+        raise ValueError(f"{where}: expected the state of a generator: {error}.") from error
+    return generator

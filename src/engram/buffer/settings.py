@@ -1,0 +1,100 @@
+"""What a buffer is told besides its components."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engram._words import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Settings", "check_batch_size", "checked_depth"]
+
+
+class Settings:
+    """Batch size, prefetched batches, and the iteration that :meth:`ReplayBuffer.next` is amid.
+
+    Args:
+        kind: the buffer's class.
+        batch_size: of draws that name none; None: each must name one.
+        prefetch: batches asked for ahead, or None.
+        priority_key: entry of TensorDicts with a row's priority.
+
+    Raises:
+        TypeError: no ints. ValueError: ``batch_size`` below 1; ``prefetch`` below 0, or without ``batch_size``.
+    """
+
+    def __init__(self, kind: str, batch_size: Any, prefetch: Any, priority_key: str | None = None) -> None:
+        if batch_size is not None:
+            check_batch_size(batch_size)
+        self.kind = kind
+        self.batch_size: int | None = batch_size
+        self.prefetch = checked_depth(prefetch, batch_size, kind)
+        self.priority_key = priority_key
+        self.ignored = () if priority_key is None else ("priority_weight", priority_key)
+        """Entries of the data that may be there without being stored."""
+        self.iterator: Iterator[Any] | None = None
+        self._resumes = False
+        self._warned = False
+
+    @property
+    def iterating(self) -> bool:
+        """Whether :meth:`ReplayBuffer.next` is amid an epoch. Setting it replaces the iterator."""
+        return self.iterator is not None or self._resumes
+
+    @iterating.setter
+    def iterating(self, value: bool) -> None:
+        self.iterator, self._resumes = None, value
+
+    def resumes(self) -> bool:
+        """Whether the iterator that begins now goes on with an epoch. Said once."""
+        resumes, self._resumes = self._resumes, False
+        return resumes
+
+    def batch_size_of(self, batch_size: int | None, *, drawing: bool = True) -> int:
+        """The batch size of a draw that names this one.
+
+        Raises:
+            RuntimeError: none is known. TypeError: no int. ValueError: below 1, or another one than is prefetched.
+        """
+        if batch_size is None:
+            if self.batch_size is None:
+                raise RuntimeError(
+                    "sample: expected a batch size: pass sample(batch_size) or ReplayBuffer(batch_size=…)."
+                )
+            return self.batch_size
+        check_batch_size(batch_size)
+        if drawing and self.prefetch and batch_size != self.batch_size:
+            raise ValueError(
+                f"sample: batch_size: expected the prefetched {self.batch_size}, got {batch_size}. Sample from another ReplayBuffer "
+                "over the same storage, or without prefetch."
+            )
+        if drawing and not self._warned and self.batch_size not in (None, batch_size):
+            self._warned = True
+            warn(f"sample: batch_size={batch_size} is used instead of the buffer's batch_size={self.batch_size}.")
+        return batch_size
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "iterator": None, "_resumes": False}
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless it is an int of at least 1."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool):
+        raise TypeError(f"batch_size: expected an int, got {type(batch_size).__name__}.")
+    if batch_size < 1:
+        raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
+
+
+def checked_depth(prefetch: Any, batch_size: int | None, call: str) -> int:
+    """Batches to ask for ahead. Raises ``TypeError``, ``ValueError``: another value, or no batch size."""
+    if prefetch is None or prefetch is False:
+        return 0
+    if type(prefetch) is not int:
+        raise TypeError(f"{call}: prefetch: expected an int, a number of batches, got {type(prefetch).__name__}.")
+    if prefetch < 0:
+        raise ValueError(f"{call}: prefetch: expected at least 0 batches, got {prefetch}.")
+    if prefetch and batch_size is None:
+        raise ValueError(f"{call}: prefetch={prefetch}: expected a batch size, too: pass batch_size=….")
+    return prefetch

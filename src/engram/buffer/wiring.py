@@ -1,0 +1,201 @@
+"""The components of a buffer, and the paths that they allow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engram import samplers, storages, writers
+from engram.errors import RowError
+from engram.types import Sampler, Traits, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.pinning import Pinning
+    from engram.storages import Storage
+    from engram.transforms import Compose
+    from engram.types import DeclaredSampler, DeclaredWriter
+
+__all__ = ["Wiring", "component", "first_storage"]
+
+
+class Wiring:
+    """Storage, sampler, writer, transform, collate function, pinning and generator of one buffer, with their traits.
+
+    Traits are read when a component is taken. :meth:`choose_paths` turns them into the paths that reading and writing take.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        transform: Compose,
+        *,
+        collate_fn: Callable[[Any], Any] | None,
+        pinning: Pinning | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.storage: Any = storage
+        self.transform = transform
+        self.collate_fn = collate_fn
+        self.pinning = pinning
+        self.generator = checked_generator(generator)
+        """Drives every draw; None: torch's default one."""
+        self.sampler: Any = None
+        self.source: DeclaredSampler
+        """The sampler, with all that is asked of one."""
+        self.of_sampler = Traits()
+        self.writer: Any = None
+        self.placer: DeclaredWriter
+        """The writer, with all that is asked of one."""
+        self.of_writer = Traits()
+
+    # ---- taking components -----------------------------------------------------------------------------------------------
+
+    def connect(self, sampler: Sampler, writer: Writer, batch_size: int | None) -> None:
+        """Take the first sampler and the first writer. Raises as :meth:`take_sampler` and :meth:`take_writer`."""
+        self.take_sampler(sampler, batch_size)
+        self.take_writer(writer)
+        self.choose_paths()
+
+    def take_sampler(self, sampler: Sampler, batch_size: int | None) -> None:
+        """Draw with this sampler from now on.
+
+        Raises:
+            ValueError: it has ``drop_last``, and no batch size is known. What the sampler raises to refuse the storage.
+        """
+        source = samplers.declared(sampler)
+        if source.drop_last and batch_size is None:
+            raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
+        source.bind(self.storage)
+        self.sampler, self.source, self.of_sampler = sampler, source, source.traits
+
+    def take_writer(self, writer: Writer) -> None:
+        """Place rows with this writer from now on. Raises what the writer raises to refuse the storage."""
+        placer = writers.declared(writer)
+        placer.register_storage(self.storage)
+        self.writer, self.placer, self.of_writer = writer, placer, placer.traits
+
+    def choose_paths(self) -> None:
+        """Uniform draws and plain appends need nothing between them and the store: one native call each."""
+        fields = self.storage.traits.has_fields
+        self.draws_natively = fields and self.of_sampler.draws_uniformly
+        """Whether the store draws by itself."""
+        self.sample_natively = self.source.sample_natively if fields and self.of_sampler.reads_natively else None
+        """What draws and reads in one native call; None: nothing does."""
+        self.appends = fields and self.of_writer.appends
+        """Whether rows go behind the last one of their lane, without asking the writer."""
+        self.collates = not fields or self.collate_fn is not None
+        """Whether a batch is not yet what was gathered."""
+
+    def bound_sampler(self) -> DeclaredSampler:
+        """The sampler, which may have served another storage meanwhile."""
+        self.source.bind(self.storage)
+        return self.source
+
+    def is_heard(self) -> bool:
+        """Whether the sampler of any buffer on the storage does something with writes."""
+        storage = self.storage
+        return bool(storage.is_heard) if len(storage.listeners) > 1 else self.of_sampler.listens
+
+    # ---- rows as users name them -----------------------------------------------------------------------------------------
+
+    def user_index(self, rows: Tensor) -> Tensor:
+        """Rows as the user sees them: on the storage's device, with ``ndim > 1`` ``[n, ndim]`` coordinates."""
+        storage = self.storage
+        if storage.ndim > 1:
+            coordinates = []
+            for width in reversed(storage.columns):
+                coordinates.append(rows % width)
+                rows = rows // width
+            rows = torch.stack([rows, *reversed(coordinates)], -1)
+        device = storage.device  # on_device, without a call
+        return rows if device is None or device.type == "cpu" else rows.to(device)
+
+    def on_device(self, rows: Tensor) -> Tensor:
+        """Rows where the storage is."""
+        device = self.storage.device
+        return rows if device is None or device.type == "cpu" else rows.to(device)
+
+    def no_index(self) -> Tensor:
+        """The index of no rows."""
+        return torch.empty((0, self.storage.ndim), dtype=torch.int64, device="cpu")
+
+    def rows_named(self, index: Any) -> Any:
+        """Rows of an index in the users' form; with ``ndim > 1`` coordinates ``[B, ndim]`` or an ``ndim``-tuple of ``[B]``."""
+        dims = self.storage.ndim
+        if dims == 1:
+            return index
+        if isinstance(index, tuple):
+            index = torch.stack([torch.as_tensor(one, device="cpu") for one in index], -1)
+        if not isinstance(index, Tensor) or index.shape[-1:] != (dims,):
+            raise RuntimeError(f"expected an index [B, {dims}], or a tuple of {dims} tensors [B].")
+        rows = self.storage.rows_at(index.to("cpu", torch.int64))
+        outside = (rows < 0) & ~(index == -1).all(-1).to("cpu")
+        if bool(outside.any()):
+            raise RowError(f"expected an index inside the storage, got {index[outside.to(index.device)][0].tolist()}.")
+        return rows
+
+    # ---- copies ----------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        derived = ("source", "of_sampler", "placer", "of_writer", "generator")
+        paths = ("draws_natively", "sample_natively", "appends", "collates")
+        state = {name: value for name, value in self.__dict__.items() if name not in (*derived, *paths)}
+        # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
+        state["generator_state"] = None if self.generator is None else self.generator.get_state().numpy()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        generator_state = state.pop("generator_state")
+        self.__dict__.update(state)
+        self.generator = None
+        if generator_state is not None:
+            self.generator = torch.Generator()
+            self.generator.set_state(torch.from_numpy(generator_state))
+
+
+def checked_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """The generator of draws. Raises ``ValueError`` for one not on the CPU."""
+    if generator is not None and generator.device.type != "cpu":
+        raise ValueError(
+            f"generator: expected a CPU generator, got one on {generator.device}. Rows are drawn on the CPU."
+        )
+    return generator
+
+
+def component(given: Any, kind: Any, name: str, default: Callable[[], Any] | None) -> Any:
+    """The component that an argument names: one, a class of it or a callable that makes it; of None the default.
+
+    Raises:
+        TypeError: it is of another kind.
+    """
+    if given is None and default is not None:
+        return default()
+    made = given() if isinstance(given, type) or (callable(given) and not isinstance(given, kind)) else given
+    if not isinstance(made, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__} or a callable that makes one, got {type(given).__name__}.")
+    return made
+
+
+def first_storage(given: Any, size: int | None, call: str) -> Storage:
+    """The storage of a new buffer.
+
+    Raises:
+        TypeError: it is none, or ``size`` is no int. ValueError: ``size`` is below 1, or not the storage's ``max_size``.
+    """
+    if size is not None:
+        if type(size) is not int:
+            raise TypeError(f"{call}: size: expected an int, got {type(size).__name__}.")
+        if size < 1:
+            raise ValueError(f"{call}: size: expected at least 1 row, got {size}.")
+    storage: Storage = component(given, storages.Storage, "storage", lambda: storages.ListStorage(size or 1000))
+    if size is not None:
+        storage.bound(size)
+        if size not in (storage.max_size, storage.requested_size):
+            raise ValueError(
+                f"{call}: size: expected the storage's max_size {storage.max_size}, got {size}. Give one of them."
+            )
+    return storage

@@ -1,0 +1,240 @@
+"""From what a user writes to rows of the storage: inverse transform, lane, place, write, notify."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import is_tensor_collection
+from torch import Tensor
+
+from engram import storages
+from engram.nested import first_leaf, has_dimensions, map_leaves
+from engram.types import Write, WritePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.buffer.lanes import Lanes
+    from engram.buffer.prefetching import Prefetching
+    from engram.buffer.recipe import Recipe
+    from engram.buffer.settings import Settings
+    from engram.buffer.wiring import Wiring
+    from engram.storages import Count
+
+__all__ = ["HELD_BACK", "Arrived", "WritePath", "map_dimensioned", "new_containers", "rows_of"]
+
+#: What the write transforms leave where they hold all rows back.
+HELD_BACK = object()
+
+
+class Arrived(NamedTuple):
+    """One row behind the write transforms, or several that they made of it."""
+
+    data: Any
+    batched: bool
+    rows: int | None
+    """How many; None: the data does not say."""
+
+
+class WritePath:
+    """Writes rows, and keeps what the writes of one buffer need besides its components: its lane and its recipe."""
+
+    def __init__(
+        self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Prefetching | None
+    ) -> None:
+        self._wiring = wiring
+        self._settings = settings
+        self._lanes = lanes
+        self._recipe = recipe
+        self._prefetching = prefetching
+
+    # ---- one row ---------------------------------------------------------------------------------------------------------
+
+    def add(self, data: Any, lane: int | None) -> Any:
+        """Write one row: what ``ReplayBuffer.add`` returns."""
+        lane = self.begin_row(lane)
+        if not self._wiring.transform.writes:
+            return self.write_row(data, lane)
+        arrived = self.arrived_row(data)
+        return self._wiring.no_index() if arrived is None else self.write_arrived(arrived, lane)
+
+    def begin_row(self, lane: int | None) -> int | None:
+        """Check the lane of a row, before anything else happens."""
+        if self._prefetching is not None:
+            self._prefetching.materialize()
+        lane = self._lanes.default if lane is None else self._lanes.checked(lane)
+        if lane is None and self._wiring.appends:
+            self._wiring.storage.unnamed_lanes("add", batched=False)  # refuses
+        return lane
+
+    def arrived_row(self, data: Any) -> Arrived | None:
+        """A row behind the write transforms; None if they hold it back.
+
+        Transforms see it as a batch of one: a dimension more behind the batch dimensions that it has.
+        """
+        transform, at = self._wiring.transform, self._wiring.storage.ndim - 1
+        if not transform.writes:
+            return Arrived(data, batched=False, rows=rows_of(data, at))
+        batch = transform.inv(map_dimensioned(data, lambda x: _with_dim(x, at)))
+        n = 0 if batch is None else _size_of_dim(batch, at)
+        if n == 0:
+            return None
+        if n == 1:
+            row = map_dimensioned(batch, lambda x: _without_dim(x, at))
+            return Arrived(row, batched=False, rows=rows_of(row, at))
+        batch = map_dimensioned(batch, lambda x: _move_dim(x, at))
+        return Arrived(batch, batched=True, rows=rows_of(batch, at + 1))
+
+    def write_arrived(self, arrived: Arrived, lane: int | None) -> Any:
+        """Write what arrived."""
+        return self.write_rows(arrived.data, lane) if arrived.batched else self.write_row(arrived.data, lane)
+
+    def write_row(self, data: Any, lane: int | None) -> Any:
+        """Write one row that went through the transforms."""
+        wiring = self._wiring
+        storage = wiring.storage
+        if wiring.appends and storage.ndim == 1 and self._recipe.noted:
+            row: int
+            row, number = storage.add_row(lane, data, self._settings.ignored)
+            if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+                storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
+            return row
+        write = self._write(data, lane, "add", batched=False)
+        if storage.ndim > 1:
+            return wiring.user_index(write.rows)
+        row = int(write.rows[0])
+        return None if wiring.of_writer.rejects and row < 0 else row
+
+    # ---- a batch ---------------------------------------------------------------------------------------------------------
+
+    def extend(self, data: Any, lane: int | Tensor | str | None) -> Tensor:
+        """Write a batch of rows: what ``ReplayBuffer.extend`` returns."""
+        data = self.arrived_rows(data)
+        return self._wiring.no_index() if data is HELD_BACK else self.write_rows(data, lane)
+
+    def arrived_rows(self, data: Any) -> Any:
+        """A batch behind the write transforms; :data:`HELD_BACK` if they leave no row of it."""
+        if self._prefetching is not None:
+            self._prefetching.materialize()
+        transform, dims = self._wiring.transform, self._wiring.storage.ndim
+        if transform.writes and rows_of(data, dims) != 0:
+            data = transform.inv(new_containers(data))
+            if rows_of(data, dims) == 0:
+                return HELD_BACK
+        return data
+
+    def write_rows(self, data: Any, lane: int | Tensor | str | None) -> Tensor:
+        """Write a batch that went through the transforms."""
+        wiring = self._wiring
+        write = self._write(data, lane, "extend", batched=True)
+        return wiring.user_index(write.survivors if wiring.of_writer.rejects else write.rows)
+
+    # ---- both ------------------------------------------------------------------------------------------------------------
+
+    def _write(self, data: Any, lane: Any, call: str, *, batched: bool) -> Write:
+        wiring = self._wiring
+        storage = wiring.storage
+        if wiring.of_writer.read_only:
+            wiring.placer.place(storage.extent(), 0, 0, data)  # refuses
+        lane = self._lanes.default if lane is None else lane
+        unnamed = lane is None
+        lane, count = self._lanes.of_rows(lane, call, batched=batched)
+        if wiring.appends:
+            ignored = self._settings.ignored
+            prepared, n = storage.prepare(data, call, batched=batched, ignored=ignored, count=count)
+            if not self._recipe.noted:  # before a row is there: this may raise
+                self._recipe.note()
+            write: Write = storage.write(WritePlan(lane=lane), prepared, n)
+            if unnamed:
+                self._lanes.say_unnamed()
+        else:
+            write = self._place_and_write(data, lane, call, count, batched=batched, unnamed=unnamed)
+        if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+            storage.notify(write, data)
+        return write
+
+    def _place_and_write(
+        self, data: Any, lane: Any, call: str, count: Count | None, *, batched: bool, unnamed: bool
+    ) -> Write:
+        """Write where the writer says."""
+        storage, placer = self._wiring.storage, self._wiring.placer
+
+        def place(n: int) -> WritePlan:
+            plan = placer.place(storage.extent(), n, lane, data)
+            if unnamed and plan.lane is lane:
+                storages.check_count(call, storage.unnamed_lanes(call, batched=batched)[1], n)
+            return plan
+
+        plan: WritePlan | None = None
+        if not storage.initialized:  # a writer that refuses leaves no memory behind
+            rows = rows_of(data, storage.ndim) if batched else 1
+            plan = None if rows is None else place(rows)
+        prepared, n = storage.prepare(data, call, batched=batched, ignored=self._settings.ignored, count=count)
+        if not self._recipe.noted:
+            self._recipe.note()
+        with storage.placing:
+            if plan is None or len(storage):  # another process may have written first
+                plan = place(n)
+            write: Write = storage.write(plan, prepared, n)
+            placer.written(plan, write)
+        return write
+
+
+# ---- dimensions of nested data -----------------------------------------------------------------------------------------
+
+
+def map_dimensioned(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested data with ``change`` of every tensor, array or TensorDict, in new containers."""
+    return map_leaves(data, lambda leaf: change(leaf) if has_dimensions(leaf) else leaf)
+
+
+def new_containers(data: Any) -> Any:
+    """The same tensors in containers that a transform may change: the caller's stay as they are."""
+    return map_leaves(data, lambda leaf: leaf.copy() if is_tensor_collection(leaf) else leaf)
+
+
+def rows_of(data: Any, dims: int = 1) -> int | None:
+    """Rows of a batch whose first ``dims`` dimensions count them: 0 for None, None where that cannot be told."""
+    if data is None:
+        return 0
+    if isinstance(data, list):
+        return len(data)
+    leaf = first_leaf(data)
+    if not has_dimensions(leaf):
+        return len(data) if isinstance(data, tuple) else None
+    shape = leaf.batch_size if is_tensor_collection(leaf) else leaf.shape
+    return math.prod(shape[:dims]) if len(shape) >= dims else None
+
+
+def _with_dim(x: Any, at: int) -> Any:
+    """A row as a batch of one: the dimension stands behind a TensorDict's own, or at ``at``."""
+    if is_tensor_collection(x):
+        return x.unsqueeze(-1)
+    return x.unsqueeze(at) if isinstance(x, Tensor) else np.expand_dims(x, at)
+
+
+def _size_of_dim(batch: Any, at: int) -> int:
+    """Rows in what a transform made of a batch of one."""
+    leaf = first_leaf(batch)
+    if not has_dimensions(leaf):
+        return 1
+    if is_tensor_collection(leaf):
+        return int(leaf.batch_size[-1]) if leaf.batch_size else 1
+    return int(leaf.shape[at]) if leaf.ndim > at else 1
+
+
+def _without_dim(x: Any, at: int) -> Any:
+    if is_tensor_collection(x):
+        return x.squeeze(-1) if x.batch_size else x
+    return x.squeeze(at) if x.ndim > at else x
+
+
+def _move_dim(x: Any, at: int) -> Any:
+    """Several rows in the layout of ``extend``."""
+    if not is_tensor_collection(x):
+        return x
+    last = len(x.batch_size) - 1
+    return x.permute(*range(at), last, *range(at, last))
