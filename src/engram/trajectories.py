@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +20,7 @@ def find_start_stop_traj(
     trajectory: Tensor | None = None,
     end: Tensor | None = None,
     at_capacity: bool,
-    cursor: Any = None,
+    cursor: object = None,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """First and last step of every trajectory in a ring of slots.
@@ -83,7 +83,7 @@ def find_start_stop_traj(
     return found[0].to(target), found[1].to(target), lengths.to(target)
 
 
-def _last_slot(cursor: Any, steps: int) -> int:
+def _last_slot(cursor: object, steps: int) -> int:
     if isinstance(cursor, slice):
         cursor = range(steps)[cursor]
     if isinstance(cursor, range):

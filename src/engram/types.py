@@ -12,13 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.format.checkpoints import Checkpoint
     from engram.persist.parts import Snapshot
+    from engram.priorities import PriorityConfig, PriorityIndex
     from engram.reshard.driver import Reshard
-    from engram.store import Key
+    from engram.store import Key, Store
 
 __all__ = [
     "Declared",
@@ -28,6 +30,7 @@ __all__ = [
     "Extent",
     "Listener",
     "Plan",
+    "SampledStorage",
     "Sampler",
     "Traits",
     "Write",
@@ -241,6 +244,48 @@ class Listener(Protocol):
 
     def moved(self) -> None:
         """The rows lie in another store now, or in none until the next write."""
+
+
+class SampledStorage(Protocol):
+    """What samplers and expanders ask of a storage."""
+
+    @property
+    def traits(self) -> Traits:
+        """What it can do."""
+
+    @property
+    def memory(self) -> Store | None:
+        """The store that holds its fields; None: of a list, or before the first write."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where rows lie; None: not known before the first write."""
+
+    @property
+    def max_size(self) -> int:
+        """Rows at most."""
+
+    @property
+    def initialized(self) -> bool:
+        """Whether anything was ever written."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory was given back."""
+
+    def __len__(self) -> int: ...
+
+    def extent(self) -> Extent:
+        """What is live now."""
+
+    def numbers_of(self, rows: Tensor) -> Tensor:
+        """int64: ticket numbers of rows; -1 for those that hold nothing."""
+
+    def hold_nothing(self, rows: Tensor) -> Tensor:
+        """Whether rows hold nothing, because their writer died or the storage was emptied: bool."""
+
+    def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
+        """The priorities of that name, and whether they were made by this call; None: nothing was ever written."""
 
 
 class Changes(NamedTuple):

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.field_paths import FieldPath
+    from engram.samplers._base import NativeSampler
     from engram.store import Key as DrawKey
     from engram.store import Store
-    from engram.types import DeclaredSampler, Extent, Traits, Write
+    from engram.types import DeclaredSampler, Extent, SampledStorage, Traits, Write
 
 __all__ = ["Expander", "check_count", "check_discount"]
 
@@ -49,17 +50,7 @@ class Expander(Declared, Dumpable):
 
     part = "sampler"
     #: What a store's record may name.
-    known: ClassVar[dict[str, Any]] = {
-        cls.__name__: cls
-        for cls in (
-            samplers.RandomSampler,
-            samplers.SamplerWithoutReplacement,
-            samplers.PrioritizedSampler,
-            samplers.PrioritizedSliceSampler,
-            samplers.SliceSampler,
-            samplers.SliceSamplerWithoutReplacement,
-        )
-    }
+    known: ClassVar[dict[str, type[NativeSampler] | type[Expander]]] = {**samplers.KNOWN}
 
     @property
     def stacked(self) -> tuple[FieldPath, ...]:
@@ -165,20 +156,20 @@ class Expander(Declared, Dumpable):
         else:
             setattr(self.sampler, name, value)
 
-    def observe(self, write: Write | None, data: Any) -> None:
-        """Passed on."""
+    def observe(self, write: Write | None, data: object) -> None:
+        """Call that of :attr:`sampler`."""
         self.sampler.observe(write, data)
 
-    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
         """Passed on."""
         self.sampler.update_priority(index, priority, generation=generation)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """That of :attr:`sampler`."""
         state: dict[str, Any] = self.sampler.state_dict()
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Passed on."""
         self.sampler.load_state_dict(state_dict)
 
@@ -210,19 +201,19 @@ class Expander(Declared, Dumpable):
         """Those of :attr:`sampler`."""
         return self._source.own_indexes
 
-    def can_sample(self, storage: Any, batch_size: int) -> bool:
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Asked of :attr:`sampler`."""
         return self._source.can_sample(storage, batch_size)
 
-    def check_priority(self, priority: Any, n: int) -> None:
+    def check_priority(self, priority: object, n: int) -> None:
         """Passed on."""
         self._source.check_priority(priority, n)
 
-    def mark_update(self, index: Any) -> None:
+    def mark_update(self, index: object) -> None:
         """Passed on."""
         self._source.mark_update(index)
 
-    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
         """Passed on."""
         return self._source.checked_state(state_dict, capacity)
 
@@ -231,7 +222,7 @@ class Expander(Declared, Dumpable):
         self._expansion = None
         self._source.moved()
 
-    def bind(self, storage: Any) -> None:
+    def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn.
 
         Raises:
@@ -265,7 +256,7 @@ class Expander(Declared, Dumpable):
     # ---- the store ---------------------------------------------------------------------------------------------------
 
     def _expansion_of(self, memory: Store) -> Expansion:
-        """The read of a store's rows, made anew if another store was read last. Replaced as a whole: other threads may be drawing."""
+        """The read of a store's rows. It is replaced as a whole if another store was read last: other threads may be drawing."""
         found = self._expansion
         if found is None or found.memory is not memory:
             with self._lock:
@@ -291,7 +282,7 @@ class Expander(Declared, Dumpable):
         raise RuntimeError(self._elsewhere("a storage of other rows"))
 
     def sample_natively(
-        self, storage: Any, key: DrawKey, n: int, *, numbered: bool = False
+        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False
     ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
         """Draw, and read the rows with what is around them in one native call: ``(columns, rows, info)``.
 
@@ -301,6 +292,7 @@ class Expander(Declared, Dumpable):
             KeyError, TypeError, RuntimeError: the rows have not the fields that are needed.
         """
         source, memory = self._innermost, storage.memory
+        assert memory is not None  # the buffer asks only then
         if isinstance(source, WindowSampler):
 
             def read(draw: Draw) -> tuple[list[Tensor], list[int]]:
@@ -333,7 +325,7 @@ class Expander(Declared, Dumpable):
         known = self.known.get(type(inner).__name__) is type(inner)
         return known and bool(inner.recordable)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """The constructor's arguments, as plain values: what a store notes to make the expander again."""
         inner = {"type": type(self.sampler).__name__, "config": self.sampler.config()} if self.recordable else {}
         traj_key, end_keys, index = self._rules
@@ -364,7 +356,7 @@ class Expander(Declared, Dumpable):
         return f"{type(self).__name__}({', '.join([repr(self.sampler), *(f'{k}={v!r}' for k, v in shown.items())])})"
 
 
-def check_count(what: str, value: Any) -> int:
+def check_count(what: str, value: object) -> int:
     """A number of steps. Raises ``TypeError``, ``ValueError``: it is none, or below 1."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{what}: expected an int, got {type(value).__name__}.")
@@ -373,7 +365,7 @@ def check_count(what: str, value: Any) -> int:
     return value
 
 
-def check_discount(what: str, value: Any) -> float:
+def check_discount(what: str, value: float) -> float:
     """A discount. Raises ``ValueError``: it is outside [0, 1]."""
     number = float(value)
     if not 0 <= number <= 1:

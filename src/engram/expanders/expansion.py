@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engram.expanders.reading import Reading, TrajectoryKeys
     from engram.samplers.end_marks import Entry
     from engram.store import Store
-    from engram.types import DeclaredSampler
+    from engram.types import DeclaredSampler, SampledStorage
 
 __all__ = ["Expansion"]
 
@@ -95,7 +95,7 @@ class Expansion:
 
     def read_again(
         self,
-        storage: Any,
+        storage: SampledStorage,
         source: DeclaredSampler,
         key: int,
         draw: Draw,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engram.expanders._base import Expander, check_count
 from engram.field_paths import as_paths, plain, public
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engram.expanders.reading import Reading
     from engram.field_paths import FieldPath
+    from engram.types import Sampler
 
 __all__ = ["FrameStack"]
 
@@ -62,15 +61,15 @@ class FrameStack(Expander):
 
     def __init__(
         self,
-        sampler: Any,
+        sampler: Sampler | type[Sampler],
         n: int,
         dim: int,
-        in_keys: Sequence[Any],
+        in_keys: object,
         *,
         padding: str = "same",
         padding_value: float = 0,
-        traj_key: Any = None,
-        end_keys: Sequence[Any] | None = None,
+        traj_key: object = None,
+        end_keys: object = None,
         index: str | None = None,
     ) -> None:
         self.n = check_count("FrameStack: n", n)
@@ -120,7 +119,7 @@ class FrameStack(Expander):
                 kind="frames", frames=self.n, dim=self.dim, first=before, padding=padding
             )
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         more = {
             "n": self.n,
             "dim": self.dim,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engram.expanders._base import Expander, check_count, check_discount
 from engram.expanders.reading import Column
 from engram.field_paths import as_path, as_paths, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engram.expanders.reading import Reading
+    from engram.types import Sampler
 
 __all__ = ["NStep"]
 
@@ -87,14 +86,14 @@ class NStep(Expander):
 
     def __init__(
         self,
-        sampler: Any,
+        sampler: Sampler | type[Sampler],
         n: int,
         gamma: float,
         *,
-        reward_key: Any = ("next", "reward"),
-        next_keys: Sequence[Any] = ("next",),
-        traj_key: Any = None,
-        end_keys: Sequence[Any] | None = None,
+        reward_key: object = ("next", "reward"),
+        next_keys: object = ("next",),
+        traj_key: object = None,
+        end_keys: object = None,
         index: str | None = None,
     ) -> None:
         self.n = check_count("NStep: n", n)
@@ -120,7 +119,7 @@ class NStep(Expander):
         reading.add(("steps_to_next_obs",), Column("steps", ahead=ahead), "NStep")
         reading.add(("gamma",), Column("discount", ahead=ahead, gamma=self.gamma), "NStep")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         more = {
             "n": self.n,
             "gamma": self.gamma,

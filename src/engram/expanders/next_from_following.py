@@ -15,18 +15,19 @@ from engram.field_paths import as_paths, public
 from engram.nested import find
 from engram.samplers import SamplerWithoutReplacement
 from engram.samplers.trajectory_tables import END_KEYS
-from engram.state import check_keys
+from engram.state import check_keys, typed
 from engram.storages import TensorStorage
 from engram.store import Key as DrawKey
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from engram.expanders.reading import Reading
     from engram.field_paths import FieldPath
+    from engram.types import SampledStorage, Sampler
 
 __all__ = ["FinalObservations", "NextFromFollowing"]
 
@@ -70,7 +71,7 @@ class FinalObservations:
     (['done', 'final'], [-1, -1, 0], 1)
     """
 
-    def __init__(self, keys: Sequence[Any], storage: Any, *, end_keys: Sequence[Any] | None = None) -> None:
+    def __init__(self, keys: object, storage: SampledStorage, *, end_keys: object = None) -> None:
         given = as_paths(keys, "FinalObservations: keys")
         if given is None:
             raise TypeError("FinalObservations: keys: expected a list of keys, got None.")
@@ -135,17 +136,17 @@ class FinalObservations:
         found[moved] = False
         return columns[:-1], found
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The state of :attr:`storage`: copies."""
         return {"storage": self.storage.state_dict()}
 
-    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+    def checked_state(self, state_dict: dict[str, object]) -> Callable[[], None]:
         """Check a state; what takes it over."""
         check_keys(state_dict, ("storage",), "FinalObservations")
-        take: Callable[[], None] = self.storage.checked_state(state_dict["storage"])
+        take: Callable[[], None] = self.storage.checked_state(typed(state_dict, "storage", dict, "FinalObservations"))
         return take
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a saved state. Raises: as :meth:`TensorStorage.load_state_dict`."""
         self.checked_state(state_dict)()
 
@@ -197,11 +198,11 @@ class NextFromFollowing(Expander):
 
     def __init__(
         self,
-        sampler: Any,
+        sampler: Sampler | type[Sampler],
         finals: FinalObservations,
         *,
-        traj_key: Any = None,
-        end_keys: Sequence[Any] | None = None,
+        traj_key: object = None,
+        end_keys: object = None,
         index: str | None = None,
     ) -> None:
         if not isinstance(finals, FinalObservations):
@@ -242,7 +243,7 @@ class NextFromFollowing(Expander):
                 )
         reading.following = Following(reading.numbers[_MARK], fields, self.finals)
 
-    def can_sample(self, storage: Any, batch_size: int) -> bool:
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Whether a row that has a next observation can be drawn. Draws one to see; no generator is asked."""
         if not len(storage) or not super().can_sample(storage, batch_size):
             return False

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engram.expanders._base import Expander, check_discount
 from engram.expanders.reading import Column
 from engram.field_paths import as_path, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engram.expanders.reading import Reading
+    from engram.types import Sampler
 
 __all__ = ["RewardToGo"]
 
@@ -60,13 +59,13 @@ class RewardToGo(Expander):
 
     def __init__(
         self,
-        sampler: Any,
+        sampler: Sampler | type[Sampler],
         gamma: float = 1.0,
         *,
-        reward_key: Any = ("next", "reward"),
-        out_key: Any = "reward_to_go",
-        traj_key: Any = None,
-        end_keys: Sequence[Any] | None = None,
+        reward_key: object = ("next", "reward"),
+        out_key: object = "reward_to_go",
+        traj_key: object = None,
+        end_keys: object = None,
         index: str | None = None,
     ) -> None:
         self.gamma = check_discount("RewardToGo: gamma", gamma)
@@ -80,6 +79,6 @@ class RewardToGo(Expander):
         complete = (*self.out_key[:-1], f"{self.out_key[-1]}_complete")
         reading.add(complete, Column("over", ahead=_TO_THE_END), "RewardToGo")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         more = {"gamma": self.gamma, "reward_key": plain(self.reward_key), "out_key": plain(self.out_key)}
         return {**super().config(), **more}

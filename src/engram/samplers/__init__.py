@@ -9,6 +9,7 @@ from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.uniform import RandomSampler
 
 __all__ = [
+    "KNOWN",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
@@ -18,3 +19,16 @@ __all__ = [
     "check_drawable",
     "declared",
 ]
+
+#: engram's own samplers by name, as stores note them.
+KNOWN = {
+    cls.__name__: cls
+    for cls in (
+        RandomSampler,
+        SamplerWithoutReplacement,
+        PrioritizedSampler,
+        PrioritizedSliceSampler,
+        SliceSampler,
+        SliceSamplerWithoutReplacement,
+    )
+}

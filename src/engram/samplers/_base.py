@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engram._words import warn
+from engram.components import Component, adopt
 from engram.errors import NoSampleable
-from engram.persist.components import Dumpable
-from engram.state import check_keys, checked, saved
+from engram.state import checked, saved
 from engram.types import Declared, Traits
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store import Key
-    from engram.types import DeclaredSampler, Draw, Extent, Sampler, Write
+    from engram.types import DeclaredSampler, Draw, Extent, SampledStorage, Sampler, Write
 
 __all__ = ["NativeSampler", "check_drawable", "declared"]
 
@@ -29,7 +29,7 @@ def check_drawable(size: int) -> None:
         raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
 
 
-class NativeSampler(Declared, Dumpable):
+class NativeSampler(Component):
     """Base of the samplers that draw in the native core."""
 
     part = "sampler"
@@ -50,11 +50,11 @@ class NativeSampler(Declared, Dumpable):
         """Whether draws are by priority."""
         return self.traits.prioritized
 
-    def bind(self, storage: Any) -> None:
+    def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn."""
 
     def sample_natively(
-        self, storage: Any, key: Key, n: int, *, numbered: bool = False
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False
     ) -> tuple[list[Tensor], Tensor, dict[Any, Any]]:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
         raise NotImplementedError
@@ -62,30 +62,30 @@ class NativeSampler(Declared, Dumpable):
     def moved(self) -> None:
         """The storage's rows lie elsewhere now, with their indexes; or a buffer that draws from it is closed."""
 
-    def observe(self, write: Write | None, data: Any) -> None:
-        """Nothing to note."""
+    def observe(self, write: Write | None, data: object) -> None:
+        """No effect: rows are known from the store."""
 
-    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
         """No effect, with a warning: this sampler has no priorities."""
         warn(f"{type(self).__name__} has no priorities: update_priority has no effect.")
 
-    def check_priority(self, priority: Any, n: int) -> None:
+    def check_priority(self, priority: object, n: int) -> None:
         """Raise as :meth:`update_priority` would for priorities of ``n`` rows."""
 
-    def mark_update(self, index: Any, *, storage: Any = None) -> None:
+    def mark_update(self, index: object, *, storage: object = None) -> None:
         """No effect: this sampler has no priorities."""
 
-    def add(self, index: Any) -> None:
+    def add(self, index: object) -> None:
         """No effect, because rows are known from the store."""
 
-    def extend(self, index: Any) -> None:
+    def extend(self, index: object) -> None:
         """No effect, because rows are known from the store."""
 
-    def can_sample(self, storage: Any, batch_size: int) -> bool:
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Whether a draw of this size would succeed now."""
         return len(storage) > 0 and batch_size > 0
 
-    def sample(self, storage: Any, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Draw from a storage with a key of torch's default generator: ``(int64 [B], info)``."""
         key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         draw = self.draw(storage.extent(), batch_size, key)
@@ -96,42 +96,9 @@ class NativeSampler(Declared, Dumpable):
         """Names and kinds of the store's indexes whose content the state has: a buffer's state has it there only."""
         return ()
 
-    def state_dict(self) -> dict[str, Any]:
-        """All state, as tensors and plain values: copies."""
-        return {}
 
-    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
-        """Check a state; what takes it over. ``capacity``: rows that the storage will have then; None: as now."""
-        check_keys(state_dict, (), type(self).__name__)
-        return lambda: None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state.
-
-        Raises:
-            KeyError: an entry is missing or unknown.
-            TypeError: an entry has the wrong type.
-            ValueError: an entry is out of range. Nothing is changed.
-        """
-        self.checked_state(state_dict)()
-
-    @property
-    def recordable(self) -> bool:
-        """Whether :meth:`config` describes the sampler completely."""
-        return True
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Create the sampler again from what a store recorded."""
-        return cls(**config)
-
-    def config(self) -> dict[str, Any]:
-        """The constructor's arguments as plain values, which a store records to create the sampler again."""
-        return {}
-
-    def __repr__(self) -> str:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
-        return f"{type(self).__name__}({arguments})"
+#: Methods of a user's sampler that a buffer calls, if they are there.
+_METHODS = ("draw", "observe", "update_priority", "bind", "moved", "can_sample", "check_priority", "mark_update")
 
 
 class _Adapted(NativeSampler):
@@ -152,6 +119,7 @@ class _Adapted(NativeSampler):
             )
         #: What counts is its ``draw``.
         self.traits = own._replace(draws_uniformly=False, reads_natively=False)
+        adopt(self, inner, _METHODS)
 
     @property
     def ran_out(self) -> bool:
@@ -166,41 +134,10 @@ class _Adapted(NativeSampler):
     def drop_last(self) -> bool:  # type: ignore[override]
         return bool(getattr(self._inner, "drop_last", False))
 
-    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        draw: Draw = self._inner.draw(extent, batch_size, key)
-        return draw
-
-    def observe(self, write: Write | None, data: Any) -> None:
-        self._inner.observe(write, data)
-
-    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
-        self._inner.update_priority(index, priority, generation=generation)
-
-    def bind(self, storage: Any) -> None:
-        if hasattr(self._inner, "bind"):
-            self._inner.bind(storage)
-
-    def moved(self) -> None:
-        if hasattr(self._inner, "moved"):
-            self._inner.moved()
-
-    def can_sample(self, storage: Any, batch_size: int) -> bool:
-        if hasattr(self._inner, "can_sample"):
-            return bool(self._inner.can_sample(storage, batch_size))
-        return len(storage) > 0
-
-    def check_priority(self, priority: Any, n: int) -> None:
-        if hasattr(self._inner, "check_priority"):
-            self._inner.check_priority(priority, n)
-
-    def mark_update(self, index: Any, *, storage: Any = None) -> None:
-        if hasattr(self._inner, "mark_update"):
-            self._inner.mark_update(index)
-
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return saved(self._inner, "_sampler")
 
-    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
         return checked(self._inner, state_dict, "_sampler").commit
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store import Key, Store
-    from engram.types import Extent, Write
+    from engram.types import Extent, SampledStorage, Write
 
 __all__ = ["SamplerWithoutReplacement"]
 
@@ -86,14 +86,14 @@ class SamplerWithoutReplacement(NativeSampler):
     def _pass(self) -> EpochIndex:
         return self._met[1]
 
-    def bind(self, storage: Any) -> None:
+    def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn: one in a directory has a pass for all processes."""
-        self._meet(getattr(storage, "memory", None))
+        self._meet(storage.memory)
 
     def moved(self) -> None:
         self._met = (None, self._own)
 
-    def observe(self, write: Write | None, data: Any) -> None:
+    def observe(self, write: Write | None, data: object) -> None:
         """An emptied buffer: the pass is over."""
         if write is None:
             self._own.progress = (0, 0, 0)
@@ -134,10 +134,11 @@ class SamplerWithoutReplacement(NativeSampler):
         return Draw(extent.rows(ranks))
 
     def sample_natively(
-        self, storage: Any, key: Key, n: int, *, numbered: bool = False
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False
     ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
         """:meth:`draw` and the rows' data in two native calls: ``(columns, rows, info)``."""
-        store: Store = storage.memory
+        store = storage.memory
+        assert store is not None  # the buffer asks only then
         walked = self._meet(store)  # another thread may meet another store before this one walks
         size = store.core.size()
         order, start, count = self._advance(walked, size, n, key.value)
@@ -145,14 +146,14 @@ class SamplerWithoutReplacement(NativeSampler):
         info = {"index_generation": columns.pop()} if numbered else {}
         return columns, columns.pop(), info
 
-    def can_sample(self, storage: Any, batch_size: int) -> bool:
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         return len(storage) >= (batch_size if self.drop_last else 1)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """``key``, ``rows`` and ``visited`` of the pass under way, and ``ran_out``: plain values."""
         return {**self._pass.state(), "ran_out": self.ran_out}
 
-    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
         check_keys(state_dict, ("key", "rows", "visited", "ran_out"), "SamplerWithoutReplacement")
         walk = checked_progress(state_dict, "SamplerWithoutReplacement")
         ran_out = typed(state_dict, "ran_out", bool, "SamplerWithoutReplacement")
@@ -163,21 +164,12 @@ class SamplerWithoutReplacement(NativeSampler):
 
         return take
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the pass of a saved state; in a store in a directory, all processes do.
-
-        Raises:
-            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: a number out of range. Nothing is
-                changed.
-        """
-        self.checked_state(state_dict)()
-
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:
         """Name and kind of the pass."""
         return ((self.index_name, KIND),)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {"drop_last": self.drop_last, "shuffle": self.shuffle, "index": self.index_name}
 
     def __getstate__(self) -> dict[str, Any]:

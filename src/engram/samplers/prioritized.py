@@ -12,7 +12,7 @@ from engram._words import warn
 from engram.errors import IncompatibleCheckpoint, NoSampleable, RowError
 from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of
 from engram.samplers._base import NativeSampler
-from engram.state import check_keys
+from engram.state import check_keys, tensor_in
 from engram.store import check_index_name
 from engram.types import Draw
 
@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.store import Key
-    from engram.types import Extent
+    from engram.types import Extent, SampledStorage
 
 __all__ = ["PrioritizedSampler"]
 
-_REDUCTIONS = ("max", "min", "mean", "median", "sum")
+#: ``[B, m]`` to ``[B]``.
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda x: x.amax(1),
+    "min": lambda x: x.amin(1),
+    "mean": lambda x: x.mean(1),
+    "median": lambda x: x.median(1).values,
+    "sum": lambda x: x.sum(1),
+}
 
 
 class PrioritizedSampler(NativeSampler):
@@ -88,7 +95,7 @@ class PrioritizedSampler(NativeSampler):
             raise ValueError(f"PrioritizedSampler: max_capacity: expected at least 1, got {max_capacity}.")
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(
-                f"PrioritizedSampler: reduction: expected one of {_REDUCTIONS}, got {reduction!r}."
+                f"PrioritizedSampler: reduction: expected one of {tuple(_REDUCTIONS)}, got {reduction!r}."
             )
         if not dtype.is_floating_point:
             raise TypeError(f"PrioritizedSampler: dtype: expected a floating point dtype, got {dtype}.")
@@ -103,12 +110,12 @@ class PrioritizedSampler(NativeSampler):
         self.index_name = index
         #: Whether ``alpha`` and ``beta`` of an index that exists count, and not those given here.
         self.adopts_index = False
-        self._storage: Any = None
+        self._storage: SampledStorage | None = None
         self._index: PriorityIndex | None = None
 
     # ---- where the priorities are --------------------------------------------------------------------------------------
 
-    def bind(self, storage: Any) -> None:
+    def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn. Raises ``ValueError``: it is larger than ``max_capacity``.
 
         A sampler may serve several storages, from one thread: buffers do this before they draw or update.
@@ -212,13 +219,14 @@ class PrioritizedSampler(NativeSampler):
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         rows, numbers, weights = self.priorities().draw(key, batch_size)
+        assert self._storage is not None  # it has priorities
         if self._storage.memory is None:
             numbers = self._storage.numbers_of(rows)
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": numbers})
 
     def sample_natively(
         self,
-        storage: Any,
+        storage: SampledStorage,
         key: Key,
         n: int,
         *,
@@ -228,7 +236,7 @@ class PrioritizedSampler(NativeSampler):
         if storage is not self._storage:
             self.bind(storage)
         index = self._index or self._attached()
-        assert index is not None  # the store has memory
+        assert index is not None and storage.memory is not None  # noqa: PT018 - the buffer asks only then
         columns = index.sample(storage.memory, key, n, single_precision=self.dtype is torch.float32)
         weights = columns.pop()
         if weights.dtype is not self.dtype:
@@ -236,14 +244,14 @@ class PrioritizedSampler(NativeSampler):
         numbers = columns.pop()
         return columns, columns.pop(), {"priority_weight": weights, "index_generation": numbers}
 
-    def can_sample(self, storage: Any, batch_size: int) -> bool:
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         self.bind(storage)
         index = self._attached()
         return index is not None and index.core.total > 0 and batch_size > 0
 
     # ---- updating ------------------------------------------------------------------------------------------------------
 
-    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
         """New priorities of rows, in one native call.
 
         Args:
@@ -267,26 +275,28 @@ class PrioritizedSampler(NativeSampler):
         own = self._attached()
         if own is None:
             raise RuntimeError("update_priority: expected rows that were written; nothing was ever written.")
+        assert self._storage is not None  # it has priorities
         if self._storage.memory is None:  # a list: its rows' tickets are its own
-            rows = self._current(rows, generation)
+            rows = self._current(self._storage, own, rows, generation)
             generation = None
         own.update(rows, priorities, generation)
 
-    def check_priority(self, priority: Any, n: int) -> None:
+    def check_priority(self, priority: object, n: int) -> None:
         """Raise as :meth:`update_priority` would for priorities of ``n`` rows. Changes nothing: no row need be written yet."""
         priorities = self._priorities_of(priority, n)
+        assert self._storage is not None  # the buffer bound it
         own = self._attached() or PriorityIndex.of_list(min(self._capacity, self._storage.max_size), self._config)
         own.update(torch.full((n,), -1, device="cpu"), priorities, None)
 
-    def _current(self, rows: Tensor, generation: Tensor | None) -> Tensor:
+    def _current(self, storage: SampledStorage, own: PriorityIndex, rows: Tensor, generation: Tensor | None) -> Tensor:
         """Rows of a list; -1 for those that hold another item than expected, or none."""
-        numbers = self._storage.numbers_of(rows)
+        numbers = storage.numbers_of(rows)
         stale = (numbers < 0) if generation is None else (numbers != generation) | (numbers < 0)
         stale &= (rows >= 0) & (rows < self._capacity)  # the others are an error, or are passed over
-        self._index.core.drop(int(stale.sum()))  # type: ignore[union-attr]
+        own.core.drop(int(stale.sum()))
         return torch.where(stale, -1, rows)
 
-    def _priorities_of(self, priority: Any, n: int) -> Tensor:
+    def _priorities_of(self, priority: object, n: int) -> Tensor:
         """float64 or float32 ``[n]``, contiguous, on the CPU."""
         if (
             isinstance(priority, Tensor)
@@ -313,19 +323,9 @@ class PrioritizedSampler(NativeSampler):
         flat = value.reshape(value.shape[0], -1)
         if flat.shape[1] == 1:
             return flat[:, 0]
-        match self.reduction:
-            case "max":
-                return flat.amax(1)
-            case "min":
-                return flat.amin(1)
-            case "mean":
-                return flat.mean(1)
-            case "median":
-                return flat.median(1).values
-            case _:
-                return flat.sum(1)
+        return _REDUCTIONS[self.reduction](flat)
 
-    def mark_update(self, index: Any, *, storage: Any = None) -> None:
+    def mark_update(self, index: object, *, storage: object = None) -> None:
         """Rows were rewritten: the default priority again. Raises ``RowError``: a row outside the storage."""
         own = self._attached()
         if own is not None:
@@ -338,8 +338,10 @@ class PrioritizedSampler(NativeSampler):
         """Names and kinds of the indexes whose content the state has."""
         return ((self.index_name, KIND),)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """``alpha, beta, eps, max_priority_within_buffer, highest`` and ``leaves``, float64 ``[rows]``: copies.
+
+        A state is loaded only into a sampler of the same ``alpha``, ``eps``, ``max_priority_within_buffer`` and number of rows.
 
         ``highest`` is the largest priority of all updates, 0.0 before the first. Before anything was written there are no leaves.
         A leaf of -0.0 is a priority of zero, one of 0.0 that of a row that holds nothing.
@@ -347,7 +349,7 @@ class PrioritizedSampler(NativeSampler):
         index = self._attached()
         return state_of(self._config) if index is None else index.state()
 
-    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
         """Check a state; what takes it over. ``capacity``: rows that the storage will have then; None: as now."""
         where = "PrioritizedSampler"
         check_keys(state_dict, NAMES, where)
@@ -355,7 +357,7 @@ class PrioritizedSampler(NativeSampler):
         config = self._config._replace(alpha=self.alpha)
         rows = capacity or (self._capacity if index is None else index.core.rows)
         config = check_priorities(state_dict, config, rows, where)
-        leaves = len(state_dict["leaves"])
+        leaves = len(tensor_in(state_dict, "leaves", torch.float64, (None,), where))
         if capacity is None and index is None and leaves:
             raise RuntimeError(f"{where}: expected a storage with rows before their priorities are loaded.")
         if capacity is None and index is not None and not leaves:
@@ -369,18 +371,7 @@ class PrioritizedSampler(NativeSampler):
 
         return take
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a saved state; leaves of rows that hold nothing become zero.
-
-        Raises:
-            KeyError: a missing or unknown entry. TypeError: one of another type.
-            IncompatibleCheckpoint: another ``alpha``, ``eps``, ``max_priority_within_buffer`` or number of rows (a ``ValueError``).
-            ValueError: a number out of range. PriorityError: a leaf that no priority has.
-            RuntimeError: leaves for a storage that was never written. Nothing is changed.
-        """
-        self.checked_state(state_dict)()
-
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {
             "max_capacity": self._capacity,
             "alpha": self.alpha,
@@ -404,8 +395,8 @@ class PrioritizedSampler(NativeSampler):
         return {**self.__dict__, "_storage": None, "_index": None, "adopts_index": True}
 
 
-def rows_of(index: Any, call: str) -> Tensor:
-    """Rows as users name them, as int64 ``[B]`` on the CPU.
+def rows_of(index: object, call: str) -> Tensor:
+    """The rows that a user named, as int64 ``[B]`` on the CPU.
 
     Raises:
         TypeError: not ints. RowError: one that no int64 holds.
@@ -424,7 +415,7 @@ def rows_of(index: Any, call: str) -> Tensor:
     return rows.to("cpu", torch.int64).reshape(-1).contiguous()
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: float) -> float:
     number = float(value)
     if not (0 <= number < float("inf")):
         raise ValueError(f"PrioritizedSampler: {name}: expected a finite number of at least 0, got {value}.")

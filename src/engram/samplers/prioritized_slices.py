@@ -26,6 +26,8 @@ class PrioritizedSliceSampler(SliceSampler):
     New rows, ``alpha`` and ``beta`` are as for ``PrioritizedSampler``. Tree and trajectory table belong to the store
     under the name ``index``.
 
+    This class has TorchRL's signature. ``SliceSampler(anchors=PrioritizedSampler(…))`` draws the same windows.
+
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for
             :class:`PrioritizedSampler`.
@@ -95,7 +97,7 @@ class PrioritizedSliceSampler(SliceSampler):
     def beta(self, value: float) -> None:
         self.anchors.beta = value
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         nested = ("pad_output", "uniform_over", "anchors")
         slices = {name: value for name, value in super().config().items() if name not in nested}
         return {**slices, **self.anchors.config()}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.samplers.windows import Arguments
+    from engram.types import SampledStorage
 
 __all__ = ["SliceArguments", "SliceSampler", "SliceSamplerWithoutReplacement"]
 
@@ -141,7 +142,7 @@ class SliceSampler(WindowSampler):
             self.traits = self.traits._replace(prioritized=True, takes_priorities=True)
         super().__init__(spec)
 
-    def bind(self, storage: Any) -> None:
+    def bind(self, storage: SampledStorage) -> None:
         """Take a storage to draw from. Raises ``ValueError``: it is larger than the anchors' ``max_capacity``."""
         super().bind(storage)
         if self.anchors is not None:
@@ -182,19 +183,19 @@ class SliceSampler(WindowSampler):
         """Priority of new rows."""
         return 1.0 if self.anchors is None else self.anchors.default_priority
 
-    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
         """As :meth:`PrioritizedSampler.update_priority`, step by step; without anchors it has no effect and warns."""
         if self.anchors is None:
             super().update_priority(index, priority, generation=generation)
         else:
             self.anchors.update_priority(index, priority, generation=generation)
 
-    def check_priority(self, priority: Any, n: int) -> None:
+    def check_priority(self, priority: object, n: int) -> None:
         """As :meth:`PrioritizedSampler.check_priority`."""
         if self.anchors is not None:
             self.anchors.check_priority(priority, n)
 
-    def mark_update(self, index: Any, *, storage: Any = None) -> None:
+    def mark_update(self, index: object, *, storage: object = None) -> None:
         """As :meth:`PrioritizedSampler.mark_update`."""
         if self.anchors is not None:
             self.anchors.mark_update(index)
@@ -205,15 +206,15 @@ class SliceSampler(WindowSampler):
     def own_indexes(self) -> tuple[tuple[str, str], ...]:
         return () if self.anchors is None else self.anchors.own_indexes
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """As :meth:`PrioritizedSampler.state_dict`; without anchors it is empty."""
         return {} if self.anchors is None else self.anchors.state_dict()
 
-    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
         checked = super().checked_state if self.anchors is None else self.anchors.checked_state
         return checked(state_dict, capacity)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         spec = self.spec
         more = {"pad_output": spec.pad_output, "span": list(spec.span), "uniform_over": spec.uniform_over}
         anchors = {} if self.anchors is None else {"anchors": self.anchors.config()}

@@ -63,7 +63,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         self.ran_out = False
         self._epoch = _NO_EPOCH
 
-    def observe(self, write: Write | None, data: Any) -> None:
+    def observe(self, write: Write | None, data: object) -> None:
         """Ends the epoch when the buffer was emptied."""
         if write is None:
             with self._lock:
@@ -94,7 +94,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
             "lower slice_len, or pass strict_length=False."
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """``key, version, visited, count`` of the current epoch, ``clock`` of the store, and ``ran_out``: plain values."""
         key, version, visited, count = self._epoch
         clock, base = self._clock()
@@ -112,7 +112,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         memory: Store | None = None if self._storage is None else self._storage.memory
         return (0, 0) if memory is None else (int(memory.core.next_ticket), memory.base)
 
-    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
+    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
         where = type(self).__name__
         check_keys(state_dict, ("key", "version", "visited", "count", "clock", "ran_out"), where)
         key = integer(state_dict, "key", 0, 1 << 64, where)
@@ -131,19 +131,10 @@ class SliceSamplerWithoutReplacement(WindowSampler):
 
         return take
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the epoch of a saved state, if nothing was written since; else the next draw starts a new one.
-
-        Raises:
-            KeyError: a missing or unknown entry. TypeError: one of another type. ValueError: a number out of range. Nothing is
-                changed.
-        """
-        self.checked_state(state_dict)()
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_pass" in state:  # pickled by an earlier version
             state["_epoch"] = state.pop("_pass")
         super().__setstate__(state)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {**super().config(), "drop_last": self.drop_last, "shuffle": self.shuffle}

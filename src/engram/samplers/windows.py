@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engram.samplers.end_marks import Entry
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
-    from engram.types import Extent
+    from engram.types import Extent, SampledStorage
 
     #: What all native draws of windows take: the store's core, fields, address of the key, number of windows, which windows,
     #: whether to pad them, whether to return tickets, marks.
@@ -85,7 +85,7 @@ class WindowSampler(NativeSampler):
 
     def _unbind(self) -> None:
         self._lock = _fork.rlock()
-        self._storage: Any = None
+        self._storage: SampledStorage | None = None
         self._bound: _Bound | None = None
         self._splits: dict[int, tuple[int, int, _native.Shape]] = {}
 
@@ -99,7 +99,7 @@ class WindowSampler(NativeSampler):
     def _table(self) -> _native.Trajectories | None:
         return None if self._bound is None else self._bound.table
 
-    def bind(self, storage: Any) -> None:
+    def bind(self, storage: SampledStorage) -> None:
         """Take a storage to draw from. The first draw makes its table.
 
         The buffer calls this when it takes the sampler and before every draw, as a sampler may serve several buffers.
@@ -117,9 +117,9 @@ class WindowSampler(NativeSampler):
         """Whether :meth:`config` says all: static boundaries are not noted in a store."""
         return self.spec.static is None
 
-    def _bound_to(self, storage: Any, length: int) -> _Bound:
+    def _bound_to(self, storage: SampledStorage | None, length: int) -> _Bound:
         """A storage's table and marks, looked for if another storage was drawn from last."""
-        memory: Store | None = None if storage is None else storage.memory
+        memory = None if storage is None else storage.memory
         bound = self._bound
         if bound is None or bound.memory is not memory:
             with self._lock:
@@ -128,7 +128,7 @@ class WindowSampler(NativeSampler):
                     bound = self._bound = self._find(storage, memory, length)
         return bound
 
-    def _find(self, storage: Any, memory: Store | None, length: int) -> _Bound:
+    def _find(self, storage: SampledStorage | None, memory: Store | None, length: int) -> _Bound:
         name, spec = type(self).__name__, self.spec
         if storage is None:
             raise RuntimeError(f"{name}: expected a storage: give the sampler to a ReplayBuffer, or bind(storage).")
@@ -199,7 +199,7 @@ class WindowSampler(NativeSampler):
         raise NotImplementedError
 
     def _draw(
-        self, storage: Any, layout: _native.Layout, key: DrawKey, n: int, *, numbered: bool, apart: bool
+        self, storage: SampledStorage, layout: _native.Layout, key: DrawKey, n: int, *, numbered: bool, apart: bool
     ) -> tuple[EndMarks, list[Tensor]]:
         """Draw windows in one native call: the fields of a layout, which may be empty, rows, marks and tickets if numbered.
 
@@ -208,7 +208,8 @@ class WindowSampler(NativeSampler):
         if storage is not self._storage:
             self.bind(storage)
         count, length, shape = self._splits.get(n) or self._split(n)
-        store: Store = storage.memory
+        store = storage.memory
+        assert store is not None  # else there is nothing to draw, and the buffer says so
         bound = self._bound
         if bound is None or bound.memory is not store:
             bound = self._bound_to(storage, length)
@@ -227,13 +228,14 @@ class WindowSampler(NativeSampler):
         return marks, tensors
 
     def sample_natively(
-        self, storage: Any, key: DrawKey, n: int, *, numbered: bool = False
+        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False
     ) -> tuple[list[Tensor], Tensor, dict[Entry, Tensor]]:
         """Draw windows, read them and mark their ends in one native call: ``(columns, rows, info)``.
 
         Rows on an accelerator are read by torch, after the draw.
         """
-        store: Store = storage.memory
+        store = storage.memory
+        assert store is not None
         if not store.is_native:
             return self.sample_apart(
                 storage, key, n, lambda draw: store.read(draw.rows, expected=draw.tickets), numbered=numbered
@@ -245,7 +247,7 @@ class WindowSampler(NativeSampler):
 
     def sample_apart(
         self,
-        storage: Any,
+        storage: SampledStorage,
         key: DrawKey,
         n: int,
         read: Callable[[Draw], tuple[list[Tensor], list[int]]],
@@ -262,7 +264,8 @@ class WindowSampler(NativeSampler):
         Raises:
             WriterStalled: there were some at every try for 5 s.
         """
-        store: Store = storage.memory
+        store = storage.memory
+        assert store is not None
         retries, bits = Retries(), key
         while True:
             marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, apart=True)
@@ -279,8 +282,10 @@ class WindowSampler(NativeSampler):
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         """Rows and tickets of the windows that :meth:`sample_natively` draws with the same key."""
-        self._bound_to(self._storage, self.spec.split(batch_size)[1])  # raises for a storage without windows
-        _, drawn = self._draw(self._storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, apart=True)
+        storage = self._storage
+        self._bound_to(storage, self.spec.split(batch_size)[1])  # raises for a storage without windows
+        assert storage is not None
+        _, drawn = self._draw(storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, apart=True)
         return Draw(drawn[0], drawn[-1])
 
     def _raise_without_windows(self, table: _native.Trajectories, length: int) -> NoReturn:
@@ -295,7 +300,7 @@ class WindowSampler(NativeSampler):
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 
-    def can_sample(self, storage: Any, batch_size: int) -> bool:
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Whether a long enough trajectory is there; False, too, if boundaries or batch size do not fit."""
         if not len(storage):
             return False
@@ -310,7 +315,7 @@ class WindowSampler(NativeSampler):
             return False
         return bool(bound.table.anchors(length if self.strict_length else 1) > 0)
 
-    def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
         self._bound_to(storage, self.spec.split(batch_size)[1])  # raises for a storage without windows
@@ -319,7 +324,7 @@ class WindowSampler(NativeSampler):
         _, rows, info = self.sample_natively(storage, key, batch_size)
         return (rows,), info
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return self.spec.config()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from engram.persist.components import Dumpable
-from engram.state import check_keys
+from engram.components import Component, adopt
 from engram.types import Declared, Extent, Traits, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engram.types import DeclaredWriter, Ranking, Write, Writer
 
 __all__ = ["NativeWriter", "declared"]
 
 
-class NativeWriter(Declared, Dumpable):
+class NativeWriter(Component):
     """Base of engram's writers."""
 
     part = "writer"
@@ -37,7 +34,7 @@ class NativeWriter(Declared, Dumpable):
         """Set the storage that :meth:`add`, :meth:`extend` and :meth:`write_at` write to."""
         self._storage = storage
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
         raise NotImplementedError
 
     def written(self, plan: WritePlan, write: Write) -> None:
@@ -55,7 +52,7 @@ class NativeWriter(Declared, Dumpable):
             )
         return self._storage
 
-    def _write(self, call: str, data: Any, plan: WritePlan | None, *, batched: bool) -> Write:
+    def _write(self, call: str, data: object, plan: WritePlan | None, *, batched: bool) -> Write:
         storage = self._registered()
         lane, count = (0, None) if plan is not None else storage.unnamed_lanes(call, batched=batched)
         prepared, n = storage.prepare(data, call, batched=batched, count=count)
@@ -66,7 +63,7 @@ class NativeWriter(Declared, Dumpable):
         storage.notify(write, data)
         return write
 
-    def add(self, data: Any) -> int | None:
+    def add(self, data: object) -> int | None:
         """Write one row to the registered storage, without transforms.
 
         Returns:
@@ -78,7 +75,7 @@ class NativeWriter(Declared, Dumpable):
         row = int(self._write("add", data, None, batched=False).rows[0])
         return None if self.traits.rejects and row < 0 else row
 
-    def extend(self, data: Any) -> Tensor:
+    def extend(self, data: object) -> Tensor:
         """Write a batch of rows to the registered storage, without transforms. With several lanes, each gets one row.
 
         Returns:
@@ -92,7 +89,7 @@ class NativeWriter(Declared, Dumpable):
         """Rows written to the registered storage since it was last emptied."""
         return 0 if self._storage is None else int(self._storage.write_count)
 
-    def generations_of(self, index: Any) -> Tensor:
+    def generations_of(self, index: object) -> Tensor:
         """Ticket numbers of rows, int64, same shape; -1 if not tracked, never written or out of range.
 
         With ``ndim > 1`` the index is ``[..., ndim]`` coordinates, or a tuple of those, and the result ``[...]``. Only
@@ -101,44 +98,13 @@ class NativeWriter(Declared, Dumpable):
         ndim = 1 if self._storage is None else self._storage.ndim
         if isinstance(index, tuple):
             index = torch.stack([torch.as_tensor(one, device="cpu") for one in index], -1) if ndim > 1 else index[0]
-        index = torch.as_tensor(index, device="cpu").to(torch.int64)
+        rows = torch.as_tensor(index, device="cpu").to(torch.int64)
         if ndim > 1:
-            index = self._storage.rows_at(index)
+            rows = self._storage.rows_at(rows)
         if not self.traits.tracks_tickets or self._storage is None:
-            return torch.full_like(index, -1)
-        numbers: Tensor = self._storage.numbers_of(index.reshape(-1))
-        return numbers.reshape(index.shape)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: cursors, counts and generations belong to the store."""
-        return {}
-
-    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
-        """Check a state; what takes it over."""
-        check_keys(state_dict, (), type(self).__name__)
-        return lambda: None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state. Raises ``KeyError`` if it is not empty."""
-        self.checked_state(state_dict)()
-
-    @property
-    def recordable(self) -> bool:
-        """Whether :meth:`config` describes the writer completely."""
-        return True
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Create the writer again from what a store recorded."""
-        return cls(**config)
-
-    def config(self) -> dict[str, Any]:
-        """The constructor's arguments as plain values, which a store records to create the writer again."""
-        return {}
-
-    def __repr__(self) -> str:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
-        return f"{type(self).__name__}({arguments})"
+            return torch.full_like(rows, -1)
+        numbers: Tensor = self._storage.numbers_of(rows.reshape(-1))
+        return numbers.reshape(rows.shape)
 
 
 class _Adapted(NativeWriter):
@@ -160,18 +126,7 @@ class _Adapted(NativeWriter):
             )
         #: What counts is its ``place``.
         self.traits = own._replace(appends=False)
-
-    def register_storage(self, storage: Any) -> None:
-        if hasattr(self._inner, "register_storage"):
-            self._inner.register_storage(storage)
-
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
-        plan: WritePlan = self._inner.place(extent, n, lane, data)
-        return plan
-
-    def written(self, plan: WritePlan, write: Write) -> None:
-        if hasattr(self._inner, "written"):
-            self._inner.written(plan, write)
+        adopt(self, inner, ("register_storage", "place", "written"))
 
     @property
     def ranking(self) -> Ranking | None:

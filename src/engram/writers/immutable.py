@@ -1,8 +1,8 @@
-"""A buffer that only reads."""
+"""Writes nothing: for buffers that are only read."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from engram.types import Traits
 from engram.writers._base import NativeWriter
@@ -32,7 +32,7 @@ class ImmutableDatasetWriter(NativeWriter):
     def write_count(self) -> int:
         return 0
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> NoReturn:
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> NoReturn:
         raise RuntimeError(
             "write: the buffer is read-only (ImmutableDatasetWriter). Use set_writer(RoundRobinWriter()) to write."
         )

@@ -1,4 +1,4 @@
-"""The best rows: a better one replaces the worst."""
+"""Keeps the rows of highest rank."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from engram import _native
 from engram._later import refuse
 from engram._tensordict import children, find
 from engram.errors import IncompatibleCheckpoint
+from engram.field_paths import checked_path, public
 from engram.state import check_keys
 from engram.types import Extent, Ranking, Traits, WritePlan
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from engram.store import Store
     from engram.types import Write
 
 __all__ = ["TensorDictMaxValueWriter"]
@@ -89,27 +91,22 @@ class TensorDictMaxValueWriter(NativeWriter):
 
     traits = Traits(adds_index=True, rejects=True)
 
-    def __init__(self, rank_key: str | tuple[str, ...] | None = None, reduction: str = "sum", **later: Any) -> None:
+    def __init__(self, rank_key: str | tuple[str, ...] | None = None, reduction: str = "sum", **later: object) -> None:
         refuse(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
         super().__init__()
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(
                 f"{type(self).__name__}: reduction: expected one of {list(_REDUCTIONS)}, got {reduction!r}."
             )
-        key: Any = ("next", "reward") if rank_key is None else rank_key
-        path = (key,) if isinstance(key, str) else key
-        if not isinstance(path, tuple | list) or not path or not all(isinstance(part, str) for part in path):
-            raise TypeError(
-                f"{type(self).__name__}: rank_key: expected a string or a tuple of strings, got {rank_key!r}."
-            )
-        self._rank_key = tuple(path)
+        who = f"{type(self).__name__}: rank_key"
+        self._rank_key = ("next", "reward") if rank_key is None else checked_path(rank_key, who)
         self._reduction = reduction
         self._stored: _Stored | None = None
 
     @property
     def rank_key(self) -> str | tuple[str, ...]:
         """Entry that rows are ranked by."""
-        return self._rank_key[0] if len(self._rank_key) == 1 else self._rank_key
+        return public(self._rank_key)
 
     @property
     def reduction(self) -> str:
@@ -136,14 +133,14 @@ class TensorDictMaxValueWriter(NativeWriter):
         """Which rows are kept of saved ones, if there is no room for all."""
         return Ranking(self._rank_key, lambda values: _or_least(self._reduced(values, len(values))))
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
         ranks = self._ranks_of(data, n)
         free = _free_rows(extent, n)
         if len(free) == n:
             return WritePlan(rows=torch.from_numpy(free))
         storage = self._registered()
         with storage.placing:
-            memory = getattr(storage, "memory", storage)
+            memory = storage.memory
             if self._stored is None or self._stored.memory is not memory:
                 self._stored = _Stored(storage, memory, extent.capacity, self._rank_key, self._reduced)
             self._stored.catch_up()
@@ -153,7 +150,7 @@ class TensorDictMaxValueWriter(NativeWriter):
         if self._stored is not None:
             self._stored.written(plan, write)
 
-    def get_insert_index(self, data: Any) -> int | None:
+    def get_insert_index(self, data: object) -> int | None:
         """The row that one row of data would be written to now; None if it would be rejected. Nothing is written.
 
         Raises: as ``add``.
@@ -167,7 +164,7 @@ class TensorDictMaxValueWriter(NativeWriter):
             self._ranks_of(data, (data.batch_size or (0,))[0] if batched and is_tensor_collection(data) else 1)
         return super()._write(call, data, plan, batched=batched)
 
-    def _ranks_of(self, data: Any, n: int) -> NDArray[np.float64]:
+    def _ranks_of(self, data: object, n: int) -> NDArray[np.float64]:
         """Ranks of ``n`` rows that are to be written, float64 ``[n]``."""
         if type(data) is not TensorDict and (not is_tensor_collection(data) or is_tensorclass(data)):
             raise RuntimeError(
@@ -187,7 +184,7 @@ class TensorDictMaxValueWriter(NativeWriter):
             )
         return ranks
 
-    def _reduced(self, value: Any, n: int) -> NDArray[np.float64]:
+    def _reduced(self, value: object, n: int) -> NDArray[np.float64]:
         """Ranks from the rank entry of ``n`` rows."""
         if not isinstance(value, Tensor) or value.dtype.is_complex:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -206,11 +203,11 @@ class TensorDictMaxValueWriter(NativeWriter):
             ranks = numbers.numpy()
         return ranks.reshape(n)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What rows are ranked by: ``rank_key``, a list, and ``reduction``. Ranks follow from the rows."""
         return {"rank_key": list(self._rank_key), "reduction": self._reduction}
 
-    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
         """Check a state; what takes it over.
 
         Raises:
@@ -225,7 +222,7 @@ class TensorDictMaxValueWriter(NativeWriter):
             )
         return lambda: None
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {"rank_key": self.rank_key, "reduction": self._reduction}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,10 +239,10 @@ class _Stored:
     def __init__(
         self,
         storage: Any,
-        memory: Any,
+        memory: Store | None,
         capacity: int,
         key: tuple[str, ...],
-        reduced: Callable[[Any, int], NDArray[np.float64]],
+        reduced: Callable[[object, int], NDArray[np.float64]],
     ) -> None:
         self.memory = memory
         self._storage = storage
@@ -265,7 +262,7 @@ class _Stored:
         return plan
 
     def written(self, plan: WritePlan, write: Write) -> None:
-        """Bring up to date what a plan changed, if it is the last one and nobody wrote since it was made."""
+        """Bring up to date what a plan changed, if it is the last one and nothing was written since it was made."""
         if self._planned is not plan or write.first != self._settled:
             return
         assert plan.rows is not None  # as place makes them
@@ -300,7 +297,7 @@ class _Stored:
         self._ranking.set(changed, ranks)
         self._numbers, self._settled = numbers, settled
 
-    def _ranks_of(self, values: Any, n: int) -> NDArray[np.float64]:
+    def _ranks_of(self, values: Sequence[object] | Tensor, n: int) -> NDArray[np.float64]:
         if isinstance(values, Tensor):
             ranks = self._reduced(values, n)
         else:

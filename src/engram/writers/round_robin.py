@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,16 +36,16 @@ class RoundRobinWriter(NativeWriter):
 
     traits = Traits(appends=True)
 
-    def __init__(self, *, track_generations: bool = False, **later: Any) -> None:
+    def __init__(self, *, track_generations: bool = False, **later: object) -> None:
         refuse(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
         super().__init__()
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
         return WritePlan(lane=lane)
 
-    def write_at(self, index: Any, data: Any) -> Tensor:
+    def write_at(self, index: object, data: object) -> Tensor:
         """Write given rows. The cursor stays; tickets and the write count advance.
 
         The length grows to the highest row + 1; rows below it that were never written become zeros.
@@ -63,7 +63,7 @@ class RoundRobinWriter(NativeWriter):
         rows = torch.as_tensor(index, device="cpu").to(torch.int64).reshape(-1)
         return self._write("write_at", data, WritePlan(rows=rows), batched=True).rows
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {"track_generations": self.traits.tracks_tickets}
 
 

@@ -1,0 +1,63 @@
+"""The base of engram's own samplers and writers: traits, a state, and the arguments that a store notes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engram.persist.components import Dumpable
+from engram.state import check_keys
+from engram.types import Declared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Self
+
+__all__ = ["Component", "adopt"]
+
+
+class Component(Declared, Dumpable):
+    """A sampler or writer of engram's own."""
+
+    def state_dict(self) -> dict[str, object]:
+        """All state, as tensors and plain values: copies."""
+        return {}
+
+    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
+        """Check a state; the result takes it over. ``capacity``: rows that the storage will have then; None: as now."""
+        del capacity  # an empty state fits all
+        check_keys(state_dict, (), type(self).__name__)
+        return lambda: None
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Take over a saved state.
+
+        Raises:
+            KeyError: an entry is missing or unknown. TypeError: one has another type. ValueError: a number is out of range.
+            IncompatibleCheckpoint: the state belongs to another configuration. Nothing is changed then.
+        """
+        self.checked_state(state_dict)()
+
+    def config(self) -> dict[str, object]:
+        """The constructor's arguments, as plain values: a store notes them to make the component again."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Make the component that a store noted."""
+        return cls(**config)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether :meth:`config` says all."""
+        return True
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.config().items())
+        return f"{type(self).__name__}({arguments})"
+
+
+def adopt(wrapper: Component, inner: object, methods: Iterable[str]) -> None:
+    """Let a wrapper around a user's component answer with those of these methods that the component has."""
+    for name in methods:
+        if hasattr(inner, name):
+            setattr(wrapper, name, getattr(inner, name))
