@@ -91,8 +91,7 @@ def checked_user(what: str, user: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(user, Mapping):
         raise TypeError(f"{what}: user: expected a dict of JSON, got {type(user).__name__}.")
-    copy: dict[str, Any] = strict.parse(strict.encode({"user": dict(user)}))["user"]
-    return copy
+    return strict.copied(user)
 
 
 class Heard(NamedTuple):

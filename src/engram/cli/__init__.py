@@ -1,6 +1,6 @@
 """The command line: ``engram demo``, ``doctor``, ``inspect``, ``verify``, ``reshard``.
 
-Starts without torch; each command loads what it needs.
+It starts without torch; each command imports what it needs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 
 import click
 
@@ -18,11 +18,23 @@ from engram.demo.task import MOST_ACTORS, SAMPLERS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from typing_extensions import Unpack
+
     from engram.format.problems import Problem
 
 __all__ = ["main"]
 
 T = TypeVar("T")
+
+
+class _Resharding(TypedDict):
+    """Options of ``engram reshard`` that go to the planner as they are."""
+
+    capacity: int | None
+    open_ones: str
+    headless: str
+    overflow: Literal["cut", "fill"]
+    max_drop_fraction: float
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,7 +82,10 @@ def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: in
 
 @main.command()
 def doctor() -> None:
-    """Say what engram finds on this machine: Python, torch, the core, memory and disk."""
+    """Show what engram finds on this machine: Python, torch, the native core, memory and disk.
+
+    Exit code: 0, or 1 if engram cannot work here.
+    """
     from engram.cli.doctor import findings
 
     healthy = True
@@ -82,11 +97,13 @@ def doctor() -> None:
 
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def inspect(path: Path, as_json: bool) -> None:
-    """Say what lies at PATH: a checkpoint, a folder of them, a dump, a part of one, or a live store.
+    """Show what is at PATH: a checkpoint, a folder of checkpoints, a dump, a part of one, or a live store.
 
-    Reads descriptions, tables and priorities, no rows. Exit code: 0, 1 if something is damaged, 2 if nothing of engram's is there.
+    Reads descriptions, tables and priorities, but no rows, and changes nothing.
+
+    Exit code: 0, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """
     from engram.format.describe import describe
 
@@ -107,22 +124,28 @@ def inspect(path: Path, as_json: bool) -> None:
     type=click.Choice(["meta", "read", "full"]),
     default="full",
     show_default=True,
-    help="meta: descriptions and sizes. read: every block too. full: and no file that is not listed.",
+    help="meta: descriptions and sizes of files. read: also every block. full: also that no other file is there.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) -> None:
-    """Check a checkpoint, a folder of them, a dump, a part of one, or a live store, and change nothing.
+    """Check a checkpoint, a folder of checkpoints, a dump, a part of one, or a live store. Changes nothing.
 
-    That an attempt was aborted, or is not decided as ranks have not voted, is a note and no damage.
+    An attempt that was aborted, or that some ranks have not voted on yet, is reported as a note, not as damage.
 
-    Exit code: 0 if all is good, 1 if something is damaged, 2 if nothing of engram's is there.
+    Exit code: 0 if everything is good, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """
     from engram.format import verify as verifying
 
     report = _usable(lambda: verifying.verify(path, level))
     if as_json:
-        found = {"path": str(path), "kind": report.kind, "level": report.level, "good": report.good}
-        found |= {"problems": _listed(report.problems), "notes": _listed(report.notes)}
+        found = {
+            "path": str(path),
+            "kind": report.kind,
+            "level": report.level,
+            "good": report.good,
+            "problems": _listed(report.problems),
+            "notes": _listed(report.notes),
+        }
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         from engram.cli.show import show_report
@@ -134,47 +157,47 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
 @main.command()
 @click.argument("source", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--ranks", type=click.IntRange(min=1), required=True, help="How many will load it.")
-@click.option("--lanes", type=click.IntRange(min=1), required=True, help="Of each of them.")
-@click.option("--capacity", type=click.IntRange(min=1), help="Rows of each. Default: as many in all as there are now.")
+@click.option("--ranks", type=click.IntRange(min=1), required=True, help="Ranks that will load it.")
+@click.option("--lanes", type=click.IntRange(min=1), required=True, help="Lanes of each rank.")
+@click.option("--capacity", type=click.IntRange(min=1), help="Rows of each rank. Default: as many in total as now.")
 @click.option(
     "--open",
     "open_ones",
     type=click.Choice(["drop", "truncate", "keep"]),
     default="drop",
     show_default=True,
-    help="What becomes of trajectories without a last step.",
+    help="What to do with trajectories that lack a last step.",
 )
 @click.option(
     "--headless",
     type=click.Choice(["drop", "keep"]),
     default="drop",
     show_default=True,
-    help="What becomes of those without their first steps.",
+    help="What to do with trajectories that lack their first steps.",
 )
 @click.option(
     "--overflow",
     type=click.Choice(["cut", "fill"]),
     default="cut",
     show_default=True,
-    help="Of more than there is room for: keep the newest alone, or older, shorter ones where they fit.",
+    help="If not all fit: keep only the newest (cut), or also older, shorter ones where they fit (fill).",
 )
 @click.option(
     "--max-drop-fraction",
     type=click.FloatRange(0, 1),
     default=0.5,
     show_default=True,
-    help="Of the steps that may be left out as incomplete, or longer than a lane.",
+    help="Largest fraction of the steps that may be dropped as incomplete, or as longer than a lane.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
-def reshard(source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, **how: Any) -> None:
-    """Deal the trajectories of SOURCE out to other ranks and lanes, into a new checkpoint below TARGET.
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+def reshard(source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, **how: Unpack[_Resharding]) -> None:
+    """Redistribute the trajectories of SOURCE over other ranks and lanes, into a new checkpoint below TARGET.
 
-    SOURCE is a checkpoint, or a folder of them, of which the newest is taken. Its bytes stay as they are. A job of --ranks ranks
-    with --lanes lanes each then gets back exactly what is planned here. TARGET is another folder than that of SOURCE; where a job
-    saves into it, that is replaced and can save no more.
+    SOURCE is a checkpoint, or a folder of checkpoints, whose newest one is taken. It is not changed. A job of --ranks ranks with
+    --lanes lanes each then restores exactly what the plan says. TARGET must be another folder than that of SOURCE. A job that
+    saves into TARGET is replaced: it can save there no more.
 
-    Exit code: 0, 1 if SOURCE is damaged or cannot be dealt out so, 2 if there is none, or TARGET is no other folder.
+    Exit code: 0, 1 if SOURCE is damaged or cannot be redistributed like this, 2 if there is no SOURCE or TARGET is the same folder.
     """
     from engram.cli.reshard import reshard as act
     from engram.errors import EngramError
@@ -186,7 +209,7 @@ def reshard(source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, *
 
 
 def _usable(act: Callable[[], T]) -> T:
-    """What ``act`` returns; whatever is not there, or may not be read, is the caller's mistake."""
+    """What ``act`` returns. A path that is missing or cannot be read is the caller's mistake: exit code 2."""
     try:
         return act()
     except OSError as error:
@@ -194,5 +217,5 @@ def _usable(act: Callable[[], T]) -> T:
         sys.exit(2)
 
 
-def _listed(problems: list[Problem]) -> list[dict[str, Any]]:
+def _listed(problems: list[Problem]) -> list[dict[str, str | int | None]]:
     return [{"file": str(it.path), "offset": it.offset, "what": it.what} for it in problems]

@@ -1,12 +1,13 @@
-"""Showing a description and a report as lines of text: the same on a terminal of any width and in a pipe.
+"""Prints a description or a report as lines of text: the same on a terminal of any width and in a pipe.
 
-Nothing is wrapped here: a name or a number with its unit that breaks can neither be read nor copied.
+Lines are never wrapped, so that names and numbers can be read and copied whole.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -19,32 +20,66 @@ if TYPE_CHECKING:
 
 __all__ = ["show_description", "show_report"]
 
-#: Characters of entries that are shown behind each other; longer ones get a line each.
+#: Entries of up to so many characters share a line.
 _SHORT = 60
-#: Of many ranks, that are named.
+#: Ranks that are named, at most.
 _MOST_RANKS = 16
 
 
-def show_description(found: dict[str, Any]) -> None:
+class _Row(msgspec.Struct):
+    """A checkpoint of a series, or an attempt at one."""
+
+    name: str
+    status: str
+    world: int = 0
+    """0: it is none."""
+    steps: int = 0
+    episodes: int = 0
+    bytes: int = 0
+    bytes_linked: int = 0
+
+
+class _Vote(msgspec.Struct):
+    rank: int
+    vote: Literal["yes", "no", "none"]
+
+
+class _Count(msgspec.Struct):
+    steps: int
+    episodes: int
+
+
+class _Attempt(msgspec.Struct):
+    """An attempt that is no checkpoint."""
+
+    name: str
+    status: str
+    votes: list[_Vote]
+    totals: _Count
+
+
+def show_description(found: dict[str, object]) -> None:
     """Print what ``describe`` found."""
     entries = {key: value for key, value in found.items() if key not in ("problems", "notes", "checkpoints")}
     lines = [*_block(entries)]
+    problems, notes = (msgspec.convert(found[entry], list[str]) for entry in ("problems", "notes"))
     known: set[str] = set()
     if found["kind"] == "series":
-        lines += ["", *_checkpoints(found["checkpoints"])]
-        known |= {f"{found['path']}/{row['name']}: {row['status']}." for row in found["checkpoints"]}
+        rows = msgspec.convert(found["checkpoints"], list[_Row])
+        lines += ["", *_checkpoints(rows)]
+        known |= {f"{found['path']}/{row.name}: {row.status}." for row in rows}
     if "votes" in found:
-        lines += ["", *_what_is_left(found)]
+        lines += ["", *_what_to_do(msgspec.convert(found, _Attempt))]
         no_checkpoint = (
             f"{found['path']}: undecided",
             f"{found['path']}/manifest.json: expected a complete checkpoint",
         )
-        known |= {problem for problem in found["problems"] if problem.startswith(no_checkpoint)}
+        known |= {problem for problem in problems if problem.startswith(no_checkpoint)}
     console = Console(highlight=False)
     for line in lines:
         console.print(Text(line), soft_wrap=True)
-    _say(console, "note: ", (note for note in found["notes"] if note not in known), "")
-    _say(console, "DAMAGED ", (problem for problem in found["problems"] if problem not in known), "bold red")
+    _say(console, "note: ", (note for note in notes if note not in known), "")
+    _say(console, "DAMAGED ", (problem for problem in problems if problem not in known), "bold red")
 
 
 def show_report(report: Report) -> None:
@@ -56,30 +91,30 @@ def show_report(report: Report) -> None:
         console.print(Text(f"ok  {report.kind} {report.path} ({report.level})"), soft_wrap=True)
 
 
-def _say(console: Console, what: str, each: Iterable[Any], style: str) -> None:
+def _say(console: Console, what: str, each: Iterable[object], style: str) -> None:
     for it in each:
         console.print(Text(f"{what}{_plain(it)}", style=style), soft_wrap=True)
 
 
-def _checkpoints(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line for each: its name, and what it holds, or why it is none."""
-    whole = ({**row, "ranks": row["world"], "linked": _size(row["bytes_linked"])} for row in rows if "world" in row)
+def _checkpoints(rows: Sequence[_Row]) -> Iterator[str]:
+    """A line for each: its name, and what it holds, or why it is no checkpoint."""
     columns = ("ranks", "steps", "episodes", "bytes", "linked")
-    header, *said = _table([{column: row[column] for column in columns} for row in whole], columns)
-    width = max((len(row["name"]) for row in rows), default=0)
+    whole = ((row.world, row.steps, row.episodes, row.bytes, _size(row.bytes_linked)) for row in rows if row.world)
+    header, *said = _table([dict(zip(columns, values, strict=True)) for values in whole], columns)
+    width = max((len(row.name) for row in rows), default=0)
     yield f"{'checkpoint':<{width}}  {header}"
     rest = iter(said)
     for row in rows:
-        status = row["status"] if row["status"].startswith(("undecided", "aborted")) else f"damaged: {row['status']}"
-        yield f"{row['name']:<{width}}  {next(rest) if 'world' in row else _plain(status)}"
+        status = row.status if row.status.startswith(("undecided", "aborted")) else f"damaged: {row.status}"
+        yield f"{row.name:<{width}}  {next(rest) if row.world else _plain(status)}"
 
 
-def _what_is_left(found: dict[str, Any]) -> Iterator[str]:
+def _what_to_do(attempt: _Attempt) -> Iterator[str]:
     """What can be done with an attempt that is no checkpoint."""
     by_vote: dict[str, list[int]] = {"yes": [], "no": [], "none": []}
-    for vote in found["votes"]:
-        by_vote[vote["vote"]].append(vote["rank"])
-    if found["status"] != "undecided":
+    for vote in attempt.votes:
+        by_vote[vote.vote].append(vote.rank)
+    if attempt.status != "undecided":
         yield "This is no checkpoint: the ranks gave it up."
     elif by_vote["no"]:
         yield f"This is no checkpoint: {_ranks(by_vote['no'])} voted against it."
@@ -88,10 +123,10 @@ def _what_is_left(found: dict[str, Any]) -> Iterator[str]:
     else:
         yield f"Missing: {_ranks(by_vote['none'])}; dead, or still writing."
         if by_vote["yes"]:
-            totals = found["totals"]
+            steps, episodes = count(attempt.totals.steps, "step"), count(attempt.totals.episodes, "episode")
             yield (
-                f"There: {_ranks(by_vote['yes'])}, with {count(totals['steps'], 'step')} of {count(totals['episodes'], 'episode')}. "
-                f"restore(name={found['name']!r}, allow_partial=True) of a Checkpointer loads that."
+                f"There: {_ranks(by_vote['yes'])}, with {steps} of {episodes}. "
+                f"restore(name={attempt.name!r}, allow_partial=True) of a Checkpointer loads that."
             )
 
 
@@ -104,8 +139,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 # ---- values as lines -------------------------------------------------------------------------------------------------
 
 
-def _block(entries: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each entry; below its name, further right, what is too long for that."""
+def _block(entries: Mapping[str, object]) -> Iterator[str]:
+    """A line for each entry. What is too long for one line stands below its name, indented."""
     texts = {key: _short(key, value) for key, value in entries.items()}
     width = max((len(key) for key, text in texts.items() if text is not None), default=0)
     for key, value in entries.items():
@@ -115,11 +150,13 @@ def _block(entries: Mapping[str, Any]) -> Iterator[str]:
             continue
         yield _plain(key)
         if isinstance(value, dict):
-            below: Iterable[str] = _block(value)
-        elif any(_short(name, part[name]) is None for part in value for name in part):
-            below = (line for part in value for line in _marked(_block(part)))
+            yield from (f"  {line}" for line in _block(value))
+            continue
+        parts = msgspec.convert(value, list[dict[str, object]])
+        if any(_short(name, part[name]) is None for part in parts for name in part):
+            below: Iterable[str] = (line for part in parts for line in _marked(_block(part)))
         else:
-            below = _table(value, list(dict.fromkeys(name for part in value for name in part)))
+            below = _table(parts, list(dict.fromkeys(name for part in parts for name in part)))
         yield from (f"  {line}" for line in below)
 
 
@@ -129,7 +166,7 @@ def _marked(lines: Iterator[str]) -> Iterator[str]:
         yield f"{'  ' if number else '- '}{line}"
 
 
-def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Iterator[str]:
+def _table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> Iterator[str]:
     """A line of names, and one for each row; numbers to the right."""
     cells = [[_short(column, row[column]) or "" if column in row else "" for column in columns] for row in rows]
     right = [
@@ -141,7 +178,7 @@ def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Iterato
         yield "  ".join(texts).rstrip()
 
 
-def _short(key: str, value: Any) -> str | None:
+def _short(key: str, value: object) -> str | None:
     """A value on one line; None: it needs more."""
     if isinstance(value, dict) and value:
         parts = {name: _short(name, part) for name, part in value.items()}
@@ -158,8 +195,8 @@ def _short(key: str, value: Any) -> str | None:
     return "–" if value in (None, "", [], (), {}) and key != "shape" else _plain(value)
 
 
-def _plain(value: Any) -> str:
-    """Without what would move a terminal's cursor: texts come from files."""
+def _plain(value: object) -> str:
+    """A value as text, without characters that move a terminal's cursor: texts come from files."""
     text = str(value)
     return text if text.isprintable() else repr(text)[1:-1]
 

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from engram.format.listing import Listing
     from engram.format.part_writer import PartInfo
+    from engram.format.series import Attempt
 
 __all__ = [
     "MANIFEST",
@@ -43,11 +44,11 @@ __all__ = [
     "Shard",
     "ShardEntry",
     "Totals",
-    "describe_shard",
     "finish_dump",
     "is_checkpoint",
     "rank_folder",
     "replacing",
+    "with_parts",
 ]
 
 MANIFEST = "manifest.json"
@@ -143,7 +144,7 @@ class Manifest(strict.Summed, frozen=True, kw_only=True):
     parent: str | None
     schema_sum: str
     shards: tuple[ShardEntry, ...]
-    user: dict[str, Any]
+    user: dict[str, object]
     format: Literal["engram.checkpoint"] = "engram.checkpoint"
 
 
@@ -155,13 +156,13 @@ def rank_folder(rank: int, world: int) -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def describe_shard(folder: Path, parts: Sequence[PartInfo], **entries: Any) -> Shard:
-    """The ``shard.json`` of parts that lie finished below ``folder``.
+def with_parts(shard: Shard, folder: Path, parts: Sequence[PartInfo]) -> Shard:
+    """A shard's document with the parts that lie finished below ``folder``, and with their bytes.
 
     Args:
+        shard: all but that.
         folder: of the shard.
         parts: as ``PartWriter.finish`` returned them.
-        entries: the others of ``Shard``; bytes are filled into ``totals``.
 
     Raises:
         ValueError: a part lies elsewhere or under an impossible name.
@@ -172,11 +173,11 @@ def describe_shard(folder: Path, parts: Sequence[PartInfo], **entries: Any) -> S
         if not _PART_FOLDER.fullmatch(name):
             raise ValueError(f"{part.folder}: expected a part called like 'sampler' or 'indexes/000', got {name!r}.")
         found.append(PartEntry(name, part.bytes, part.sha256))
-    written, linked = sum(part.written for part in parts), sum(part.linked for part in parts)
+    written, linked = sum([part.written for part in parts]), sum([part.linked for part in parts])
     totals = msgspec.structs.replace(
-        entries.pop("totals"), bytes_logical=written + linked, bytes_written=written, bytes_linked=linked
+        shard.totals, bytes_logical=written + linked, bytes_written=written, bytes_linked=linked
     )
-    return Shard(parts=tuple(sorted(found, key=lambda part: part.folder)), totals=totals, **entries)
+    return msgspec.structs.replace(shard, parts=tuple(sorted(found, key=lambda part: part.folder)), totals=totals)
 
 
 def sync_parts(folder: Path, shard: Shard) -> None:
@@ -193,7 +194,7 @@ def finish_dump(
     totals: Totals,
     schema_sum: str,
     step: int = 0,
-    user: Mapping[str, Any] | None = None,
+    user: Mapping[str, object] | None = None,
 ) -> Manifest:
     """Make a checkpoint of one rank out of the parts in a folder. It is on disk when this returns.
 
@@ -211,11 +212,9 @@ def finish_dump(
         ValueError: ``user`` is too long or too deep, or a part lies elsewhere.
         OSError: no space, or an I/O error.
     """
-    attempt = secrets.token_hex(4)
-    shard = describe_shard(
-        folder,
-        parts,
-        attempt=attempt,
+    shard = Shard(
+        parts=(),
+        attempt=secrets.token_hex(4),
         epoch=0,
         step=step,
         rank=0,
@@ -226,6 +225,7 @@ def finish_dump(
         cut=cut,
         totals=totals,
     )
+    shard = with_parts(shard, folder, parts)
     raw = strict.encode(shard)
     manifest = Manifest(
         name="",
@@ -386,6 +386,7 @@ class Contents:
     """
 
     def __init__(self) -> None:
+        self.attempt: Attempt | None = None
         self.manifest: Manifest | None = None
         self.sha256 = ""
         """Of the manifest."""
@@ -527,6 +528,8 @@ class Checkpoint:
 
     def problems(self, level: Level) -> Iterator[Problem]:
         """What is wrong with it. ``meta``: digests and sizes. ``read``: every block too. ``full``: and what else lies there."""
+        if level == "meta" and self._is_known_and_whole():
+            return
         if level == "full":
             yield from self._strangers()
         for rank in range(self.manifest.world):
@@ -570,6 +573,15 @@ class Checkpoint:
             )
         self.contents.manifest, self.contents.sha256 = manifest, sha256
         return manifest
+
+    def _is_known_and_whole(self) -> bool:
+        """Whether all documents were read or written before, and every file has its size."""
+        if self.is_dump:
+            return False
+        try:
+            return disk.have_sizes(self._fd, self.contents.sizes)
+        except (KeyError, OSError):
+            return False
 
     def _open_part(self, rank: int, entry: PartEntry) -> PartReader:
         relative = self._in_shard(rank, entry.folder)

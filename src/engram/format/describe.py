@@ -8,18 +8,21 @@ import struct
 import sys
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import control, disk, files, layout, schema, series, tables
-from engram.format.checkpoints import Checkpoint, Totals
+from engram.format.checkpoints import Checkpoint, Count, Totals
+from engram.format.description import PartField
 from engram.format.part_reader import PartReader
 from engram.format.verify import is_aborted, kind_of, store_header, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    Entries = dict[str, object]
 
 __all__ = ["LEAVES", "describe"]
 
@@ -32,10 +35,10 @@ _CHUNK = 1 << 20
 _PRIORITIES = struct.Struct("=8sQQdddd")
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """A description of a dump, a checkpoint, an attempt at one, a series, a part or a live store, of JSON values.
+def describe(path: Path) -> Entries:
+    """A description of a dump, a checkpoint, an attempt at one, a series, a part or a live store, in JSON values.
 
-    ``problems`` in it lists what is damaged, as by ``verify`` at level ``meta``. What cannot be read is left out.
+    ``problems`` in it lists what is damaged, as ``verify`` finds it at level ``meta``. What cannot be read is left out.
 
     Raises:
         FileNotFoundError: nothing of ours lies there.
@@ -44,7 +47,7 @@ def describe(path: Path) -> dict[str, Any]:
     Cost: reads tables and priorities, in pieces of 1 MiB.
     """
     kind = kind_of(path)
-    found: dict[str, Any] = {"path": str(path), "kind": kind}
+    found: Entries = {"path": str(path), "kind": kind}
     report = verify(path, "meta")
     try:
         if kind == "store":
@@ -66,25 +69,17 @@ def describe(path: Path) -> dict[str, Any]:
     return found
 
 
-def _fields(fields: Any) -> list[dict[str, Any]]:
-    return [
-        {
-            "key": list(field.key),
-            "dtype": field.dtype,
-            "shape": list(field.shape),
-            "row_bytes": field.row_bytes,
-            **({"role": field.role} if hasattr(field, "role") else {}),
-        }
-        for field in fields
-    ]
+def _field(field: schema.Column) -> Entries:
+    entries = {"key": list(field.key), "dtype": field.dtype, "shape": list(field.shape), "row_bytes": field.row_bytes}
+    return entries | {"role": field.role} if isinstance(field, PartField) else entries
 
 
-def _attempt(path: Path) -> dict[str, Any]:
-    """One that is no checkpoint: what became of it, and what each rank said and saved."""
+def _attempt(path: Path) -> Entries:
+    """An attempt that is no checkpoint: what became of it, and what each rank voted and saved."""
     attempt, made = series.read_attempt(path), series.decision(path)
     votes, totals = [], []
-    for vote in series.votes(path):
-        said: dict[str, Any] = {"rank": vote.rank, "vote": "none"}
+    for vote in series.votes(path, attempt):
+        said: Entries = {"rank": vote.rank, "vote": "none"}
         if vote.shard is not None:
             said |= {"vote": "yes", "step": vote.shard.step, **_in_short([vote.shard.totals])}
             totals.append(vote.shard.totals)
@@ -100,15 +95,16 @@ def _attempt(path: Path) -> dict[str, Any]:
     }
 
 
-def _totals(shards: Sequence[Totals]) -> dict[str, Any]:
+def _totals(shards: Sequence[Totals]) -> Entries:
     """Of some ranks together, entry by entry."""
-    every = [msgspec.to_builtins(totals) for totals in shards]
-    return {
-        name: {count: sum(one[name][count] for one in every) for count in value}
-        if isinstance(value, dict)
-        else sum(one[name] for one in every)
-        for name, value in msgspec.to_builtins(Totals(steps=0, episodes=0)).items()
-    }
+    sums: Entries = {}
+    for name, value in msgspec.structs.asdict(Totals(steps=0, episodes=0)).items():
+        every = [getattr(totals, name) for totals in shards]
+        if isinstance(value, Count):
+            sums[name] = {"episodes": sum(it.episodes for it in every), "steps": sum(it.steps for it in every)}
+        else:
+            sums[name] = sum(every)
+    return sums
 
 
 def _in_short(shards: Sequence[Totals]) -> dict[str, int]:
@@ -120,19 +116,20 @@ def _in_short(shards: Sequence[Totals]) -> dict[str, int]:
     }
 
 
-def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+def _checkpoint(checkpoint: Checkpoint) -> Entries:
     manifest = checkpoint.manifest
     shards = []
     totals: list[Totals] = []
     for rank in range(manifest.world):
-        found: dict[str, Any] = {"rank": rank}
+        found: Entries = {"rank": rank}
+        parts: Entries = {}
         try:
             shard = checkpoint.shard(rank)
             totals.append(shard.totals)
             found |= {"cut": msgspec.to_builtins(shard.cut), "totals": msgspec.to_builtins(shard.totals)}
-            found |= {"layout": shard.layout, "parts": {}}
+            found |= {"layout": shard.layout, "parts": parts}
             for part in checkpoint.parts(rank):
-                found["parts"][part.folder.relative_to(checkpoint.shard_folder(rank)).as_posix()] = _part(part)
+                parts[part.folder.relative_to(checkpoint.shard_folder(rank)).as_posix()] = _part(part)
         except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
             found["problem"] = str(error)
         shards.append(found)
@@ -149,12 +146,12 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _part(part: PartReader) -> dict[str, Any]:
-    found: dict[str, Any] = {"part": part.part, "type": part.type, "name": part.name, "bytes": sum(part.files.values())}
+def _part(part: PartReader) -> Entries:
+    found: Entries = {"part": part.part, "type": part.type, "name": part.name, "bytes": sum(part.files.values())}
     if part.geometry is not None:
         found["geometry"] = msgspec.to_builtins(part.geometry)
     if part.schema is not None:
-        found["fields"] = _fields(part.schema)
+        found["fields"] = [*map(_field, part.schema)]
         found["segment_rows"] = part.segment_rows
     if "lanes" in part.records:
         lanes = part.lanes()
@@ -166,27 +163,26 @@ def _part(part: PartReader) -> dict[str, Any]:
         }
     if "trajectories" in part.records and part.geometry is not None:
         found["trajectories"] = _trajectories(part.trajectories(), math.prod(part.geometry.columns))
+    if (described := _priorities_of(part, part.state)) is not None:
+        found["priorities"] = described
     every = part.state.get(INDEXES)
-    indexes = {"": part.state, **(every if isinstance(every, dict) else {})}
-    for name, state in indexes.items():
-        leaves = state.get(LEAVES) if isinstance(state, dict) else None
-        if isinstance(leaves, dict) and part.array(leaves["$array"]).dtype == "float64":
-            described = _priorities_of(part, state, leaves["$array"])
-            if name:
-                found.setdefault("indexes", []).append({"name": name, **described})
-            else:
-                found["priorities"] = described
-    return found
+    states = every.items() if isinstance(every, dict) else ()
+    indexes = [{"name": name, **it} for name, state in states if (it := _priorities_of(part, state)) is not None]
+    return found | {"indexes": indexes} if indexes else found
 
 
-def _priorities_of(part: PartReader, state: dict[str, Any], number: int) -> dict[str, Any]:
+def _priorities_of(part: PartReader, state: object) -> Entries | None:
+    """Of a state that has leaves; None: it has none."""
+    leaves = state.get(LEAVES) if isinstance(state, dict) else None
+    number = leaves.get("$array") if isinstance(leaves, dict) else None
+    if not isinstance(state, dict) or not isinstance(number, int) or part.array(number).dtype != "float64":
+        return None
     names = {"alpha": "alpha", "beta": "beta", "eps": "eps", "highest": "max_priority"}
     parameters = {name: state[key] for key, name in names.items() if key in state}
-    nbytes = part.array(number).nbytes
-    return parameters | _priorities(nbytes, lambda into, offset: part.read(number, offset, into))
+    return parameters | _priorities(part.array(number).nbytes, lambda into, offset: part.read(number, offset, into))
 
 
-def _trajectories(every: Iterable[tables.Trajectory], columns: int) -> dict[str, Any]:
+def _trajectories(every: Iterable[tables.Trajectory], columns: int) -> dict[str, int]:
     """How many, of how many steps, and of which kinds. ``every``: by lane and position."""
     kinds = dict.fromkeys(("complete", "open", "headless", "both", "mid", "orphan"), 0)
     count = shortest = longest = 0
@@ -213,7 +209,7 @@ def _kind(flags: int, *, oldest: bool) -> str:
     return "orphan"
 
 
-def _priorities(nbytes: int, read: Callable[[memoryview, int], None]) -> dict[str, Any]:
+def _priorities(nbytes: int, read: Callable[[memoryview, int], None]) -> Entries:
     """Of the leaves above zero: how many, the smallest and the largest. Of all: the sum."""
     live, total, smallest, largest = 0, 0.0, math.inf, 0.0
     chunk = memoryview(bytearray(min(_CHUNK, nbytes)))
@@ -233,14 +229,15 @@ def _priorities(nbytes: int, read: Callable[[memoryview, int], None]) -> dict[st
     return {"drawable": live, "sum": total, "min": smallest if live else None, "max": largest if live else None}
 
 
-def _series(root: Path) -> dict[str, Any]:
+def _series(root: Path) -> Entries:
     rows = []
+    known = series.Known()
     for name in series.names(root):
         folder = root / str(name)
-        row: dict[str, Any] = {"name": str(name), "step": name.step, "epoch": name.epoch}
-        wrong = series.look(folder)
+        row: Entries = {"name": str(name), "step": name.step, "epoch": name.epoch}
+        wrong = series.look(folder, known)
         if wrong is None:
-            with Checkpoint(folder) as checkpoint:
+            with known.open(folder) as checkpoint:
                 totals = [checkpoint.shard(rank).totals for rank in range(checkpoint.manifest.world)]
                 row |= {"status": "complete", "world": checkpoint.manifest.world, **_in_short(totals)}
         else:
@@ -250,7 +247,7 @@ def _series(root: Path) -> dict[str, Any]:
     return {"epoch": series.newest_epoch(root), "latest": newest, "checkpoints": rows}
 
 
-def _store(path: Path) -> dict[str, Any]:
+def _store(path: Path) -> Entries:
     folder = path / layout.FOLDER
     decoded = schema.decode(files.read_small(folder / layout.STORE, schema.MAX_BYTES), str(folder / layout.STORE))
     header = store_header(path)
@@ -265,28 +262,26 @@ def _store(path: Path) -> dict[str, Any]:
         "clean": header.clean,
         "row_bytes": decoded.row_bytes,
         "bytes": decoded.row_bytes * decoded.capacity,
-        "fields": _fields(decoded.fields),
+        "fields": [*map(_field, decoded.fields)],
         "indexes": [_index(index) for index in sorted((folder / layout.INDEXES).glob("*/[!.]*"))],
     }
 
 
-def _index(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": path.parent.name, "kind": path.name, "bytes": path.lstat().st_size}
+def _index(path: Path) -> Entries:
+    nbytes = path.lstat().st_size
+    found: Entries = {"name": path.parent.name, "kind": path.name, "bytes": nbytes}
     page = bytearray(4096)
-    if path.name != "priorities" or found["bytes"] < len(page):
+    if path.name != "priorities" or nbytes < len(page):
         return found
     _read_file(path, memoryview(page), 0)
     magic, leaves, _, eps, alpha, beta, highest = _PRIORITIES.unpack_from(page)
-    if magic == b"engprio\1" and leaves * 8 <= found["bytes"] - len(page):
+    if magic == b"engprio\1" and leaves * 8 <= nbytes - len(page):
         found |= {"alpha": alpha, "beta": beta, "eps": eps, "max_priority": highest}
         found |= _priorities(leaves * 8, lambda into, offset: _read_file(path, into, len(page) + offset))
     return found
 
 
 def _read_file(path: Path, into: memoryview, offset: int) -> None:
-    fd = files.open_regular(path, os.O_RDONLY)
-    try:
+    with files.open_regular(path, os.O_RDONLY) as fd:
         if disk.read(fd, into, offset) != len(into):
             raise CorruptStore(f"{path}: expected {offset + len(into)} bytes, the file has become shorter.")
-    finally:
-        fd.close()

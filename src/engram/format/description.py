@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import xxhash
@@ -22,7 +21,7 @@ __all__ = [
     "NO_SCHEMA",
     "PART",
     "SUMS",
-    "TABLES",
+    "TABLE_FILES",
     "ArrayInfo",
     "FileEntry",
     "Geometry",
@@ -60,7 +59,12 @@ _LIMIT = 1 << 62
 Role = Literal["data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position"]
 TableName = Literal["lanes", "tickets", "trajectories", "segments"]
 #: In the order of their sums.
-TABLES: tuple[TableName, ...] = ("lanes", "tickets", "trajectories", "segments")
+TABLE_FILES: dict[TableName, str] = {
+    "lanes": ".engram/lanes.bin",
+    "tickets": ".engram/tickets.bin",
+    "trajectories": ".engram/trajectories.bin",
+    "segments": ".engram/segments.bin",
+}
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
@@ -129,7 +133,7 @@ class Part(strict.Summed, frozen=True, kw_only=True):
     part: str
     type: str
     name: str
-    state: dict[str, Any]
+    state: dict[str, object]
     arrays: tuple[ArrayInfo, ...]
     sums: SumsEntry
     geometry: Geometry | msgspec.UnsetType = msgspec.UNSET
@@ -209,8 +213,8 @@ def file_entries(schema: Sequence[PartField], placed: Mapping[str, tuple[int, in
 def table_entries(placed: Mapping[str, tuple[int, int]]) -> dict[TableName, TableEntry]:
     """Of the tables that are there."""
     entries = {}
-    for table in TABLES:
-        if file := placed.get(table_name(table)):
+    for table, name in TABLE_FILES.items():
+        if file := placed.get(name):
             entries[table] = TableEntry(file[0] // tables.RECORD_BYTES[table], *file)
     return entries
 
@@ -324,9 +328,9 @@ def _check_files(files: tuple[FileEntry, ...], schema: tuple[PartField, ...], ro
     for field, file in zip(schema, files, strict=False):
         if file.meta is not msgspec.UNSET or file.bytes != rows * field.row_bytes:
             raise ValueError(f"field {field.id}: {file.bytes} bytes are not {rows} rows of {field.row_bytes}")
-    found: list[Any] = [file.meta for file in files[len(schema) :]]
-    known = set(levels(schema))
-    if any(level not in known for level in found) or any(a >= b for a, b in itertools.pairwise(found)):
+    others = files[len(schema) :]
+    found = [file.meta for file in others if file.meta is not msgspec.UNSET]
+    if len(found) < len(others) or found != sorted(set(found) & set(levels(schema))):
         raise ValueError("files that are neither of a field nor the description of a level of the keys")
-    if any(file.field is not msgspec.UNSET or not 0 <= file.bytes <= strict.MAX_BYTES for file in files[len(schema) :]):
+    if any(file.field is not msgspec.UNSET or not 0 <= file.bytes <= strict.MAX_BYTES for file in others):
         raise ValueError("a description of a level of the keys that is too long, or also a field")

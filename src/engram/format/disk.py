@@ -216,7 +216,7 @@ def _wait(fds: _Batch) -> None:
         for fd in fds:
             _sync(fd)
     while fds:
-        fds.pop().close()
+        fds.pop()  # closes it
 
 
 def _sync_all(fds: Sequence[int]) -> None:
@@ -242,9 +242,11 @@ def _sync_all(fds: Sequence[int]) -> None:
             # the program.
             ended = _thread.allocate_lock()
             ended.acquire()
-            with contextlib.suppress(RuntimeError):  # there can be no more threads
+            try:
                 _thread.start_new_thread(work, (ended,))
-                started.append(ended)
+            except RuntimeError:  # there can be no more threads
+                break
+            started.append(ended)
         work()
     finally:
         for ended in started:
@@ -316,13 +318,13 @@ def put(path: StrPath, raw: bytes, *, now: bool = False) -> None:
         raise
 
 
-def publish(path: Path, raw: bytes) -> bool:
+def publish(path: StrPath, raw: bytes) -> bool:
     """Make a small file that appears complete or not at all, and once: of several processes one succeeds.
 
     Returns:
         False: the name was taken. Read what the other one wrote.
     """
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    temporary = f"{os.fspath(path)}.{secrets.token_hex(4)}.tmp"
     put(temporary, raw, now=True)
     try:
         os.link(temporary, path, follow_symlinks=False)
@@ -331,12 +333,12 @@ def publish(path: Path, raw: bytes) -> bool:
         return False
     finally:
         os.unlink(temporary)
-        sync_folder(path.parent)
+        sync_folder(os.path.dirname(path) or ".")
 
 
-def replace(path: Path, raw: bytes) -> None:
+def replace(path: StrPath, raw: bytes) -> None:
     """Replace a small file: readers see the old bytes or the new ones."""
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    temporary = f"{os.fspath(path)}.{secrets.token_hex(4)}.tmp"
     put(temporary, raw, now=True)
     try:
         os.replace(temporary, path)
@@ -344,7 +346,7 @@ def replace(path: Path, raw: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    sync_folder(path.parent)
+    sync_folder(os.path.dirname(path) or ".")
 
 
 def link(name: str, folder: int, target: StrPath) -> bool:

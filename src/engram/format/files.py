@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engram.errors import CorruptStore
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _ZEROES = bytes(1 << 20)
-_libc: Any = ctypes.CDLL(None, use_errno=True)  # once, not with every file
+_libc = ctypes.CDLL(None, use_errno=True)  # once, not with every file
 
 
 class Descriptor(int):

@@ -20,12 +20,14 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engram.format.schema import Column, Schema
+    from engram.format.schema import Column, Field, Schema
+
+    _Level = dict[str, "Field | _Level"]
 
 __all__ = [
     "ADOPTED",
@@ -130,19 +132,21 @@ def is_store(directory: Path) -> bool:
 
 def meta_files(directory: Path, schema: Schema) -> dict[Path, bytes]:
     """TensorDict's ``meta.json`` of every level."""
-    root: dict[str, Any] = {}
+    root: _Level = {}
     for field in schema.fields:
         level = root
         for part in field.key[:-1]:
-            level = level.setdefault(part, {})
+            deeper = level.setdefault(part, {})
+            assert isinstance(deeper, dict)  # no key is the beginning of another
+            level = deeper
         level[field.key[-1]] = field
     files: dict[Path, bytes] = {}
     _add_level(directory, root, schema.capacity, files)
     return files
 
 
-def _add_level(folder: Path, level: dict[str, Any], capacity: int, files: dict[Path, bytes]) -> None:
-    meta: dict[str, Any] = {}
+def _add_level(folder: Path, level: _Level, capacity: int, files: dict[Path, bytes]) -> None:
+    meta: dict[str, object] = {}
     for key, value in level.items():
         if isinstance(value, dict):
             meta[key] = {"type": "TensorDict"}

@@ -115,9 +115,9 @@ def _described(part: Part) -> Iterator[tuple[str, SummedFile]]:
             elif file.field is not UNSET:
                 yield description.field_name(part.schema[file.field]), SummedFile(file.bytes, file.sums_at)
     if part.tables is not UNSET:
-        for table in description.TABLES:
+        for table, name in description.TABLE_FILES.items():
             if entry := part.tables.get(table):
-                yield description.table_name(table), SummedFile(entry.bytes, entry.sums_at)
+                yield name, SummedFile(entry.bytes, entry.sums_at)
 
 
 def _segments(folder: Path, folder_fd: int, listing: Listing) -> Iterator[tables.Segment]:

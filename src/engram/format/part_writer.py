@@ -362,7 +362,7 @@ class PartWriter:
             sizes[description.table_name("segments")] = segments_bytes
         names = [description.array_name(self._prefix, i) for i in range(len(self._arrays))]
         of_rows = [*map(description.field_name, schema), *map(description.meta_name, description.levels(schema))]
-        names += [name for name in (*of_rows, *map(description.table_name, description.TABLES)) if name in sizes]
+        names += [name for name in (*of_rows, *description.TABLE_FILES.values()) if name in sizes]
         names += [description.segment_name(it.lane, it.k) for it in segments]
         strangers = sorted(set(sizes).symmetric_difference(names))
         if strangers:

@@ -7,9 +7,10 @@ anything is allocated or mapped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import msgspec
 import xxhash
@@ -18,7 +19,7 @@ from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 __all__ = [
     "DTYPES",
@@ -78,6 +79,8 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int, ...]
     """Of one row."""
+    role: ClassVar[str] = "data"
+    """A store does not know what its fields mean."""
 
     @property
     def row_bytes(self) -> int:
@@ -103,6 +106,8 @@ class Column(Protocol):
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def role(self) -> str: ...
     @property
     def row_bytes(self) -> int: ...
 
@@ -164,11 +169,15 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             leaves.append(node.field)
             return [field.shape]
         shapes = [s for key, child in node.children.items() for s in self._collect_leaves(child, (*path, key), leaves)]
-        if any(shape[: len(node.batch)] != node.batch for shape in shapes):
+        if node.batch and any(shape[: len(node.batch)] != node.batch for shape in shapes):
             raise ValueError(
                 f"the structure has fields at {path} that do not begin with its batch size {list(node.batch)}"
             )
         return shapes
+
+
+#: Made once: msgspec takes its time to read annotations.
+_DECODER = msgspec.json.Decoder(Schema)
 
 
 def _validate_node(node: Node, path: tuple[str, ...]) -> None:
@@ -233,6 +242,8 @@ def differences(expected: Schema, got: Schema) -> str:
 
     Empty: they are the same, and so are their bytes.
     """
+    if encode(expected) == encode(got):
+        return ""
     found = field_differences(expected.fields, got.fields)
     for name in ("capacity", "lanes", "columns", "version"):
         ours, theirs = getattr(expected, name), getattr(got, name)
@@ -243,11 +254,11 @@ def differences(expected: Schema, got: Schema) -> str:
     return "; ".join(found)
 
 
-def field_differences(expected: Sequence[Any], got: Sequence[Any]) -> list[str]:
+def field_differences(expected: Sequence[Column], got: Sequence[Column]) -> list[str]:
     """What other fields have otherwise: which are missing or unknown, and the first whose shape, dtype or role is another.
 
     Args:
-        expected: ``Field`` or ``PartField``, each with a key of its own.
+        expected: each with a key of its own.
         got: the same.
 
     Returns:
@@ -259,20 +270,20 @@ def field_differences(expected: Sequence[Any], got: Sequence[Any]) -> list[str]:
     found += [f"field {_name(key)}: expected {ours[key]}, got {theirs[key]}" for key in other[:_MOST_NAMED]]
     if len(other) > _MOST_NAMED:
         found.append(f"{len(other) - _MOST_NAMED} more fields")
-    return found or _order_differences(list(ours), list(theirs), "fields")
+    return found or _order_differences(ours, theirs, "fields")
 
 
-def key_differences(expected: Iterable[Any], got: Iterable[Any]) -> str:
+def key_differences(expected: Iterable[object], got: Iterable[object]) -> str:
     """Which keys are missing of those that are expected, and which are unknown; empty: none."""
     return ", ".join(_key_differences(dict.fromkeys(expected), dict.fromkeys(got)))
 
 
-def _key_differences(ours: Mapping[Any, object], theirs: Mapping[Any, object]) -> list[str]:
+def _key_differences(ours: Collection[object], theirs: Collection[object]) -> list[str]:
     strangers = {"missing": [key for key in ours if key not in theirs], "unknown": [k for k in theirs if k not in ours]}
     return [f"{what} {_named(keys)}" for what, keys in strangers.items() if keys]
 
 
-def _order_differences(ours: Sequence[Any], theirs: Sequence[Any], what: str) -> list[str]:
+def _order_differences(ours: Collection[object], theirs: Collection[object], what: str) -> list[str]:
     pairs = [(mine, other) for mine, other in zip(ours, theirs, strict=True) if mine != other]
     return [f"{what} in another order: expected {_name(a)} where {_name(b)} is" for a, b in pairs[:1]]
 
@@ -285,33 +296,32 @@ def _node_differences(ours: Node, theirs: Node, path: tuple[str, ...]) -> list[s
         if expected != got:
             return [f"{where}: {entry}: expected {_listed(expected)!s:.100}, got {_listed(got)!s:.100}"]
     found = _key_differences(ours.children, theirs.children)
-    found = found or _order_differences(list(ours.children), list(theirs.children), "entries")
+    found = found or _order_differences(ours.children, theirs.children, "entries")
     if found:
         return [f"{where}: {', '.join(found)}"]
     pairs = ((name, child, theirs.children[name]) for name, child in ours.children.items())
     return next((said for name, a, b in pairs if (said := _node_differences(a, b, (*path, name)))), [])
 
 
-def _said(field: Any) -> str:
-    role = getattr(field, "role", "data")
-    return f"shape {list(field.shape)!s:.100} {field.dtype}" + (f" as {role}" if role != "data" else "")
+def _said(field: Column) -> str:
+    return f"shape {list(field.shape)!s:.100} {field.dtype}" + (f" as {field.role}" if field.role != "data" else "")
 
 
-def _plain(key: Any) -> Any:
+def _plain(key: object) -> object:
     """As users write it."""
     return key[0] if isinstance(key, tuple) and len(key) == 1 else key
 
 
-def _name(key: Any) -> str:
+def _name(key: object) -> str:
     return f"{_plain(key)!s:.100}"
 
 
-def _named(keys: Sequence[Any]) -> str:
+def _named(keys: Sequence[object]) -> str:
     shown = ", ".join(f"{_plain(key)!r:.100}" for key in keys[:_MOST_NAMED])
     return f"[{shown}]" + (f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else "")
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -334,6 +344,11 @@ def decode(raw: bytes, path: str) -> Schema:
     """
     if len(raw) > MAX_BYTES:
         raise CorruptStore(f"{path}: expected at most {MAX_BYTES} bytes, got {len(raw)}.")
+    with contextlib.suppress(ValueError, RecursionError):
+        schema = _DECODER.decode(raw)
+        if schema.version == VERSION and encode(schema) == raw:  # so it can be read one way only
+            schema.validate()
+            return schema
     try:
         tree = strict.parse(raw, max_depth=2 * MAX_DEPTH + 4)  # a level of the structure is two of the text
     except ValueError as error:

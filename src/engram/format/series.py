@@ -24,7 +24,7 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -45,10 +45,10 @@ from engram.format.checkpoints import (
     Shard,
     ShardEntry,
     Totals,
-    describe_shard,
     rank_folder,
     read_shard,
     sync_parts,
+    with_parts,
 )
 from engram.format.description import NO_SCHEMA
 from engram.format.part_reader import PartReader
@@ -125,7 +125,7 @@ class Attempt(strict.Document, frozen=True, kw_only=True):
     world: int
     trigger: str
     parent: str | None
-    user: dict[str, Any]
+    user: dict[str, object]
     format: Literal["engram.attempt"] = "engram.attempt"
 
 
@@ -229,7 +229,7 @@ def begin(
     world: int,
     trigger: str,
     parent: str | None = None,
-    user: Mapping[str, Any] | None = None,
+    user: Mapping[str, object] | None = None,
     attempt: str | None = None,
 ) -> Path:
     """Make the folder of an attempt, for all ranks. It is on disk when this returns.
@@ -274,7 +274,7 @@ def begin(
     disk.make_folder(folder)
     try:
         with disk.batched_fsync():
-            disk.put(folder / ATTEMPT, raw)
+            disk.put(f"{folder}/{ATTEMPT}", raw)
             disk.sync_folder(folder)
             disk.sync_folder(root)
     except BaseException:
@@ -294,17 +294,25 @@ def _next_attempt(root: Path, step: int, epoch: int) -> str:
     return f"{min(max(before, default=-1) + 1, 0xFFFF):04x}{secrets.token_hex(2)}"
 
 
-def read_attempt(folder: Path) -> Attempt:
+def read_attempt(folder: Path, known: Known | None = None) -> Attempt:
     """What ``begin`` was told.
+
+    Args:
+        folder: of the attempt.
+        known: what this process knows of the series.
 
     Raises:
         CorruptCheckpoint: it is missing or damaged, or of another folder.
     """
+    contents = Contents() if known is None else known.contents(folder)
+    if contents.attempt is not None:
+        return contents.attempt
     with _open(folder) as fd:
         raw = read_small(folder, fd, ATTEMPT, strict.MAX_BYTES)
     attempt = strict.decode(raw, f"{folder}/{ATTEMPT}", Attempt)
     if attempt.name != folder.name or not 1 <= attempt.world <= MAX_RANKS:
         raise corrupt(folder / ATTEMPT, f"expected the attempt {folder.name}, got {attempt.name!r:.100}")
+    contents.attempt = attempt
     return attempt
 
 
@@ -337,11 +345,10 @@ def accept(
         FileExistsError: this rank has voted yes already.
         OSError: no space, or an I/O error. It has not voted.
     """
-    attempt = read_attempt(folder)
+    attempt = read_attempt(folder, known)
     own = folder / rank_folder(rank, attempt.world)
-    shard = describe_shard(
-        own,
-        parts,
+    shard = Shard(
+        parts=(),
         attempt=attempt.attempt,
         epoch=attempt.epoch,
         step=attempt.step if step is None else step,
@@ -353,6 +360,7 @@ def accept(
         cut=cut,
         totals=totals,
     )
+    shard = with_parts(shard, own, parts)
     raw = strict.encode(shard)
     if known is not None:
         known.contents(folder).wrote(rank_folder(rank, attempt.world), shard, raw, parts)
@@ -360,7 +368,7 @@ def accept(
         sync_parts(own, shard)
         disk.sync_folder(own)
         disk.sync_folder(folder)
-    if not disk.publish(own / SHARD, raw):
+    if not disk.publish(f"{own}/{SHARD}", raw):
         raise FileExistsError(f"{own / SHARD}: expected no vote of rank {rank} yet.")
     return shard
 
@@ -403,7 +411,7 @@ def votes(folder: Path, attempt: Attempt | None = None, known: Known | None = No
     Raises:
         CorruptCheckpoint: the attempt cannot be read. A vote that cannot be read is one against.
     """
-    attempt = read_attempt(folder) if attempt is None else attempt
+    attempt = read_attempt(folder, known) if attempt is None else attempt
     contents = Contents() if known is None else known.contents(folder)
     with _open(folder) as fd:
         return [_vote(folder, fd, attempt, rank, contents) for rank in range(attempt.world)]
@@ -461,7 +469,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None, known: Known
     if made is not None:
         return made
     _check_epoch(folder.parent, epoch)
-    attempt = read_attempt(folder)
+    attempt = read_attempt(folder, known)
     given = votes(folder, attempt, known)
     reasons = [f"rank {vote.rank}: {vote.error.removesuffix('.')}" for vote in given if vote.error is not None]
     missing = [vote.rank for vote in given if vote.shard is None and vote.error is None]
@@ -472,7 +480,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None, known: Known
     if not reasons:
         reasons = _unfit(folder, attempt, given, Known() if known is None else known)
     manifest = _manifest(attempt, given, reasons).sealed()
-    first = disk.publish(folder / MANIFEST, manifest.encode())
+    first = disk.publish(f"{folder}/{MANIFEST}", manifest.encode())
     disk.sync_folder(folder.parent)
     return manifest if first else decision(folder)
 
@@ -675,7 +683,7 @@ def open_partial(folder: Path) -> Checkpoint:
 def set_latest(root: Path, name: str, epoch: int) -> None:
     """Note the newest checkpoint: a hint for people and programs. Raises ``RuntimeError`` if a later incarnation has begun."""
     _check_epoch(root, epoch)
-    disk.replace(root / LATEST, f"{name}\n".encode())
+    disk.replace(f"{root}/{LATEST}", f"{name}\n".encode())
 
 
 def _hint(root: Path) -> str | None:

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeVar
 
 import msgspec
 import xxhash
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
     from engram.format.disk import StrPath
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "Summed", "decode", "encode", "parse"]
+    _Container = msgspec.Struct | dict[object, object] | list[object] | tuple[object, ...]
+
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "Summed", "copied", "decode", "encode", "parse"]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
@@ -95,7 +97,7 @@ class Summed(Document, frozen=True, kw_only=True):
 D = TypeVar("D", bound=Document)
 
 
-def parse(raw: bytes, max_depth: int = MAX_DEPTH) -> Any:
+def parse(raw: bytes, max_depth: int = MAX_DEPTH) -> object:
     """The tree that a JSON text says.
 
     Raises:
@@ -155,6 +157,12 @@ def encode(value: msgspec.Struct | Mapping[str, object]) -> bytes:
     return raw
 
 
+def copied(user: Mapping[str, object]) -> dict[str, object]:
+    """The user's own state as it comes back from a document. Raises as :func:`encode`."""
+    state = msgspec.json.decode(encode({"user": dict(user)}), type=dict[str, dict[str, object]])
+    return state["user"]
+
+
 def _text(value: object) -> bytes:
     return _SORTED.encode(msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value).encode()
 
@@ -202,7 +210,7 @@ def _decode_carefully(raw: bytes, path: StrPath, kind: type[D]) -> tuple[D, dict
     try:
         document = msgspec.convert(tree, kind, strict=True)
         if version[1] <= minor:
-            _refuse_unknown(tree, document, "$")
+            _refuse_unknown(tree, msgspec.to_builtins(document), "$")
     except (msgspec.ValidationError, ValueError) as error:
         raise corrupt(path, str(error)) from error
     return document, tree
@@ -226,7 +234,7 @@ def _check_depth(raw: bytes, limit: int) -> None:
             depth -= 1
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
         keys = sorted(key for key, _ in pairs)
@@ -235,7 +243,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number here")
 
 
@@ -252,23 +260,20 @@ def _finite(text: str) -> float:
     return value
 
 
-def _refuse_unknown(tree: Any, value: Any, where: str) -> None:
-    """Entries of objects that typed reading passed over. Free objects (``dict``) have no unknown entries."""
-    if isinstance(value, msgspec.Struct):
-        unknown = sorted(set(tree) - set(value.__struct_fields__))
+def _refuse_unknown(tree: object, known: object, where: str) -> None:
+    """Entries of objects that typed reading passed over: they are not in what was read."""
+    if isinstance(tree, dict) and isinstance(known, dict):
+        unknown = sorted(set(tree) - set(known))
         if unknown:
             raise ValueError(f"an unknown entry {unknown[0][:100]!r} at `{where}`")
-        for name in tree:
-            _refuse_unknown(tree[name], getattr(value, name), f"{where}.{name}")
-    elif isinstance(value, list | tuple):
-        for i, (part, typed) in enumerate(zip(tree, value, strict=True)):
-            _refuse_unknown(part, typed, f"{where}[{i}]")
-    elif isinstance(value, dict) and any(isinstance(typed, msgspec.Struct) for typed in value.values()):
-        for key, typed in value.items():
-            _refuse_unknown(tree[key], typed, f"{where}.{key}")
+        for name, part in tree.items():
+            _refuse_unknown(part, known[name], f"{where}.{name}")
+    elif isinstance(tree, list) and isinstance(known, list | tuple):
+        for i, (part, read) in enumerate(zip(tree, known, strict=True)):
+            _refuse_unknown(part, read, f"{where}[{i}]")
 
 
-def _plain(value: Any, where: str, depth: int) -> Any:
+def _plain(value: object, where: str, depth: int) -> object:
     """The value as json takes it; what json would write but not read back as it was is refused."""
     if isinstance(value, int):  # bools are ints
         if not -(1 << 63) <= value < 1 << 63:
@@ -288,7 +293,7 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     return value
 
 
-def _container(value: Any, where: str, depth: int) -> Any:
+def _container(value: _Container, where: str, depth: int) -> object:
     if depth > MAX_DEPTH:
         raise ValueError(f"{where}: nested more than {MAX_DEPTH} deep.")
     if isinstance(value, list | tuple):
@@ -296,11 +301,13 @@ def _container(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, msgspec.Struct):
         named = {name: getattr(value, name) for name in value.__struct_fields__}
         value = {name: part for name, part in named.items() if part is not msgspec.UNSET}
-    for key in value:
+    plain = {}
+    for key, part in value.items():
         if not isinstance(key, str):
             raise TypeError(f"{where}: expected keys that are strings, got {key!r:.100}.")
         _check_text(key, where)
-    return {key: _plain(part, f"{where}.{key}", depth + 1) for key, part in value.items()}
+        plain[key] = _plain(part, f"{where}.{key}", depth + 1)
+    return plain
 
 
 def _check_text(text: str, where: str) -> None:

@@ -114,7 +114,7 @@ class Reshard:
             return PlacedRows(read_rows_state(first.reader), _NoRows())
         target = self.targets[rank]
         schema = msgspec.structs.replace(
-            schemas.decode(first.reader.state["schema"].encode(), str(first.reader.folder)),
+            schemas.decode(str(first.reader.state["schema"]).encode(), str(first.reader.folder)),
             capacity=target.capacity,
             lanes=target.lanes,
             columns=(),
