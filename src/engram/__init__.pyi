@@ -1,0 +1,75 @@
+"""The public names of engram, and where each is: the table that the package reads when it is imported.
+
+A line a name, as ``from module import Name as Name``. Buffers come from ``prioritized``: ``ReplayBuffer.open`` must know every
+class that a store may have been used with.
+"""
+
+from engram._native import num_threads as num_threads
+from engram._native import set_num_threads as set_num_threads
+from engram._version import __version__ as __version__
+from engram.buffer.prioritized import PrioritizedReplayBuffer as PrioritizedReplayBuffer
+from engram.buffer.prioritized import ReplayBuffer as ReplayBuffer
+from engram.buffer.prioritized import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
+from engram.buffer.prioritized import TensorDictReplayBuffer as TensorDictReplayBuffer
+from engram.checkpoint.checkpointer import Checkpointer as Checkpointer
+from engram.checkpoint.checkpointer import RestoreReport as RestoreReport
+from engram.checkpoint.checkpointer import SaveHandle as SaveHandle
+from engram.checkpoint.checkpointer import SaveReport as SaveReport
+from engram.errors import CorruptCheckpoint as CorruptCheckpoint
+from engram.errors import CorruptStore as CorruptStore
+from engram.errors import EngramError as EngramError
+from engram.errors import ForkedHandle as ForkedHandle
+from engram.errors import IncompatibleCheckpoint as IncompatibleCheckpoint
+from engram.errors import IncompatibleStore as IncompatibleStore
+from engram.errors import NoSampleable as NoSampleable
+from engram.errors import PriorityError as PriorityError
+from engram.errors import RankFailed as RankFailed
+from engram.errors import RowError as RowError
+from engram.errors import StoreInUse as StoreInUse
+from engram.errors import UncleanStore as UncleanStore
+from engram.errors import WriterStalled as WriterStalled
+from engram.expanders import FinalObservations as FinalObservations
+from engram.expanders import FrameStack as FrameStack
+from engram.expanders import NextFromFollowing as NextFromFollowing
+from engram.expanders import NStep as NStep
+from engram.expanders import RewardToGo as RewardToGo
+from engram.loader import DeviceLoader as DeviceLoader
+from engram.ranks import Ranks as Ranks
+from engram.samplers import PrioritizedSampler as PrioritizedSampler
+from engram.samplers import PrioritizedSliceSampler as PrioritizedSliceSampler
+from engram.samplers import RandomSampler as RandomSampler
+from engram.samplers import SamplerWithoutReplacement as SamplerWithoutReplacement
+from engram.samplers import SliceSampler as SliceSampler
+from engram.samplers import SliceSamplerWithoutReplacement as SliceSamplerWithoutReplacement
+from engram.sizing import StoragePlan as StoragePlan
+from engram.sizing import plan as plan
+from engram.storages import LazyMemmapStorage as LazyMemmapStorage
+from engram.storages import LazyTensorStorage as LazyTensorStorage
+from engram.storages import ListStorage as ListStorage
+from engram.storages import Storage as Storage
+from engram.storages import TensorStorage as TensorStorage
+from engram.trajectories import DEFAULT_DONE_KEYS as DEFAULT_DONE_KEYS
+from engram.trajectories import find_start_stop_traj as find_start_stop_traj
+from engram.transforms import Compose as Compose
+from engram.transforms import DeviceCastTransform as DeviceCastTransform
+from engram.transforms import DoubleToFloat as DoubleToFloat
+from engram.transforms import DTypeCastTransform as DTypeCastTransform
+from engram.transforms import ExcludeTransform as ExcludeTransform
+from engram.transforms import ObservationNorm as ObservationNorm
+from engram.transforms import RenameTransform as RenameTransform
+from engram.transforms import RewardScaling as RewardScaling
+from engram.transforms import SelectTransform as SelectTransform
+from engram.transforms import VecNorm as VecNorm
+from engram.types import Changes as Changes
+from engram.types import Draw as Draw
+from engram.types import Extent as Extent
+from engram.types import Plan as Plan
+from engram.types import Sampler as Sampler
+from engram.types import Traits as Traits
+from engram.types import Write as Write
+from engram.types import WritePlan as WritePlan
+from engram.types import Writer as Writer
+from engram.writers import ImmutableDatasetWriter as ImmutableDatasetWriter
+from engram.writers import RoundRobinWriter as RoundRobinWriter
+from engram.writers import TensorDictMaxValueWriter as TensorDictMaxValueWriter
+from engram.writers import TensorDictRoundRobinWriter as TensorDictRoundRobinWriter
