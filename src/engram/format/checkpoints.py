@@ -1,4 +1,4 @@
-"""Checkpoints: parts put together, with a chain of digests from ``manifest.json`` down to every block.
+"""Checkpoints: parts in one folder, with a chain of digests from ``manifest.json`` down to every block.
 
 ``manifest.json`` → ``shard.json`` of each rank → ``part.json`` of each part → ``sums.bin`` → blocks. A checkpoint exists if
 and only if its manifest says ``complete``. One that ``dumps`` writes is of one rank, whose shard is the folder itself.
@@ -81,12 +81,12 @@ class ShardEntry(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The moment that a shard is of."""
+    """The snapshot that a shard holds."""
 
     clock: int
     """The store's ticket counter: ages are counted back from it."""
     exact: bool = True
-    """Writers waited."""
+    """Whether writers waited, so that no row was lost."""
     lost_rows: int = 0
     """Rows that were overwritten before they were copied."""
 
@@ -133,7 +133,7 @@ class Manifest(strict.Summed, frozen=True, kw_only=True):
     """The decision on an attempt. Two processes that decide write the same bytes."""
 
     name: str
-    """Of the folder; empty: a dump, which may be moved."""
+    """The name of the folder; empty: a dump, which may be moved."""
     step: int
     steps_by_rank: tuple[int, ...]
     world: int
@@ -283,7 +283,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _throw_away(temporary: Path, path: Path, run: Callable[[Callable[[], None]], None]) -> None:
-    """Have what is there removed: the dump that was replaced, or a new one that failed."""
+    """Remove a folder with ``run``: the dump that was replaced, or a new one that failed."""
     trash = temporary.with_name(f".{path.name}.trash-{secrets.token_hex(8)}")
 
     def remove() -> None:
@@ -336,7 +336,7 @@ def _check_target(path: Path) -> None:
 
 
 def _is_dump(path: Path) -> bool:
-    """Whether a manifest of ours lies there, and it is a dump's. A damaged one is nobody's."""
+    """Whether the folder has the manifest of a dump. A damaged manifest does not count."""
     try:
         raw = (path / MANIFEST).read_bytes()
         return Manifest.decode(raw, path / MANIFEST).name == ""
@@ -345,13 +345,13 @@ def _is_dump(path: Path) -> bool:
 
 
 def _temporary(path: Path) -> tuple[Path, files.Descriptor]:
-    """A new folder beside ``path``, and the descriptor that holds its lock: others see that it is in use."""
+    """A new folder beside ``path``, and the descriptor whose lock tells other processes that it is in use."""
     while True:
         temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
         disk.make_folder(temporary)
         try:
             held = disk.open_folder(temporary)
-        except FileNotFoundError:  # taken for a dead one's, before it was locked
+        except FileNotFoundError:  # another process swept it before it was locked
             continue
         disk.lock(held, wait=True)
         if temporary.exists():
@@ -360,7 +360,7 @@ def _temporary(path: Path) -> tuple[Path, files.Descriptor]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed processes left of dumps to ``path``."""
+    """Remove temporary folders that killed processes left of dumps to ``path``."""
     if not path.parent.is_dir():
         return
     ours = f".{path.name}."
@@ -380,23 +380,23 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class Contents:
-    """What the documents of one checkpoint say: each is read once, or not at all by the process that wrote it.
+    """The documents of one checkpoint, as far as they were read or written.
 
-    What is here of a file holds as long as the digest that names the file is the same.
+    A document counts only if its digest is still the one that the document above it names.
     """
 
     def __init__(self) -> None:
         self.attempt: Attempt | None = None
         self.manifest: Manifest | None = None
         self.sha256 = ""
-        """Of the manifest."""
+        """The digest of the manifest."""
         self.shards: dict[str, tuple[Shard, ShardEntry]] = {}
-        """By the path of the file."""
+        """Shards by the path of their file."""
         self.listings: dict[str, Listing] = {}
-        """By the folder of the part."""
+        """Descriptions by the folder of their part."""
 
     def wrote(self, folder: str, shard: Shard, raw: bytes, parts: Sequence[PartInfo]) -> None:
-        """This process has written that shard: ``raw`` is its text, ``folder`` that of its rank."""
+        """Add a shard that this process has written: its text is ``raw``, and ``folder`` is that of its rank."""
         self.shards[f"{folder}/{SHARD}"] = shard, ShardEntry(shard.rank, len(raw), hashlib.sha256(raw).hexdigest())
         listings = {part.sha256: part.listing for part in parts}
         for entry in shard.parts:
@@ -404,7 +404,7 @@ class Contents:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file of a checkpoint in a series, by its path in the folder. Raises ``KeyError``: not all is known."""
+        """Bytes of every file of a checkpoint in a series, by its path in the folder. Raises ``KeyError``: a document is not known."""
         sizes = {}
         assert self.manifest is not None
         for shard in self.manifest.shards:
@@ -422,7 +422,7 @@ class Checkpoint:
     Args:
         folder: where it lies; may be reached through links, nothing in it may be one.
         manifest: of an attempt that is about to be decided; None: the one that lies there.
-        contents: what is known of it already; is told what is read.
+        contents: what is known of it already; what is read is added.
 
     Raises:
         CorruptCheckpoint: there is no manifest, it is damaged, or the attempt was aborted.
@@ -457,14 +457,14 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Also of the parts that were opened. Repeatable."""
+        """Close the checkpoint and the parts that it opened. A second call does nothing."""
         while self._opened:
             self._opened.pop().close()
         self._fd.close()
 
     @classmethod
     def partial(cls, folder: Path, manifest: Manifest, ranks: Sequence[int], world: int) -> Checkpoint:
-        """What some ranks of an undecided attempt wrote, as if it were a checkpoint of theirs alone.
+        """The shards of some ranks of an undecided attempt, as a checkpoint of these ranks alone.
 
         Args:
             folder: where it lies.
@@ -478,7 +478,7 @@ class Checkpoint:
 
     @property
     def ranks(self) -> list[int]:
-        """What each shard's rank was called when it was saved: others than their numbers here, where some are missing."""
+        """The rank that saved each shard. The shards are numbered from 0, so the two differ where ranks are missing."""
         return [rank for rank, _ in self._places]
 
     def shard_folder(self, rank: int) -> Path:
@@ -504,7 +504,7 @@ class Checkpoint:
         return shard
 
     def part(self, rank: int, folder: str) -> PartReader:
-        """A part of a rank's shard, by the name of its folder. All its files have their sizes. Closed with this at the latest.
+        """Open a part of a rank's shard, by the name of its folder. All its files have their sizes. This closes it at the latest.
 
         Raises:
             CorruptCheckpoint: a file is missing or damaged.
@@ -527,7 +527,7 @@ class Checkpoint:
                     yield part
 
     def problems(self, level: Level) -> Iterator[Problem]:
-        """What is wrong with it. ``meta``: digests and sizes. ``read``: every block too. ``full``: and what else lies there."""
+        """All that is wrong. ``meta``: digests and sizes. ``read``: also every block. ``full``: also files that are not listed."""
         if level == "meta" and self._is_known_and_whole():
             return
         if level == "full":
@@ -598,7 +598,7 @@ class Checkpoint:
         return part
 
     def _strangers(self) -> Iterator[Problem]:
-        """What lies beside the shards and their parts, and is none of ours."""
+        """Files and folders beside the shards and parts that the checkpoint does not list."""
         known = {MANIFEST, SHARD} if self.is_dump else {MANIFEST, ATTEMPT}
         folders: set[str] = set()
         parts: tuple[str, ...] = ()
@@ -606,7 +606,7 @@ class Checkpoint:
             known.add(self._in_shard(rank, SHARD))
             if not self.is_dump:
                 folders.add(rank_folder(*self._places[rank]))
-            with contextlib.suppress(CorruptCheckpoint):  # reported by whoever reads it
+            with contextlib.suppress(CorruptCheckpoint):  # reported by problems()
                 for entry in self.shard(rank).parts:
                     part = self._in_shard(rank, entry.folder)
                     parts += (f"{part}/",)

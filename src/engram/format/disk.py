@@ -155,7 +155,7 @@ def copy(source: int, source_offset: int, target: int, target_offset: int, nbyte
 
 
 def start(fd: int, offset: int, nbytes: int) -> None:
-    """Have the disk begin with bytes that were written, so that less is left to wait for. A hint: where it cannot, nothing happens."""
+    """Ask the kernel to begin writing these bytes to disk, so that a later fsync waits less. Does nothing where that is missing."""
     if _sync_file_range is not None:
         _sync_file_range(fd, offset, nbytes, _START)  # an error is the file's, and comes again when it is waited for
 
@@ -165,11 +165,11 @@ class _Batch(list[files.Descriptor]):
 
 
 def _no_batch() -> None:
-    """In place of a reference to one."""
+    """Stands for a reference to no batch."""
 
 
 class _Waiting(threading.local):
-    """Of this thread, a reference to its batch, which lives as long as the block that it is of."""
+    """A reference to the batch of this thread, which lives as long as its :func:`batched_fsync`."""
 
     def __init__(self) -> None:
         self.batch: Callable[[], _Batch | None] = _no_batch
@@ -188,7 +188,7 @@ _MOST_WAITING = 128
 
 @contextlib.contextmanager
 def batched_fsync() -> Iterator[None]:
-    """Inside, :func:`finish` and :func:`sync_folder` do not wait; leaving waits for all of it at once, not for one after the other.
+    """Inside, :func:`finish` and :func:`sync_folder` do not wait. Leaving the block waits for all files and folders at once.
 
     For files that no other process looks for yet, written by the calling thread. Publish them afterwards.
 
@@ -276,7 +276,7 @@ def finish(fd: files.Descriptor, *, now: bool = False) -> None:
     """Make a file read-only, wait until its bytes are on disk, and close it.
 
     Args:
-        fd: from here on, this function's; but the caller closes it after an error.
+        fd: belongs to this function from now on; after an error the caller closes it.
         now: do not leave the wait to a :func:`batched_fsync`.
 
     Raises:
@@ -350,7 +350,7 @@ def replace(path: StrPath, raw: bytes) -> None:
 
 
 def link(name: str, folder: int, target: StrPath) -> bool:
-    """Give a file of an open folder a second name. False: it cannot have one there, or is gone. Copy it.
+    """Hard-link a file of an open folder. False: that is not possible there, or the file is gone. Copy it instead.
 
     Raises:
         FileExistsError: ``target`` is taken.
@@ -370,7 +370,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Let two names trade what they stand for, in one step.
+    """Exchange two names in one step.
 
     Raises:
         OSError: the file system or the platform cannot (ENOSYS, EINVAL, EOPNOTSUPP …). Both are as they were.
@@ -387,7 +387,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def remove(path: StrPath) -> None:
-    """Remove a folder and all below it, or a file. Follows no link. What is gone already is no error."""
+    """Remove a file, or a folder and all below it. Follows no link. It is no error if something is gone already."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
             _remove_folder(str(path))
@@ -414,7 +414,7 @@ def run_in_background(work: Callable[[], object]) -> None:
 
 
 def lock(folder: int, *, wait: bool = False) -> bool:
-    """Take the only lock of an open folder, which its process keeps until the descriptor closes.
+    """Lock an open folder. The process keeps the lock until the descriptor closes.
 
     Returns:
         False: another process has it, or this file system has none.
@@ -458,7 +458,7 @@ def open_file(folder: int, relative: str) -> files.Descriptor:
 
 
 def sizes(folder: int, names: Iterable[str]) -> list[int | OSError]:
-    """Of each file below an open folder its size, or why it is not a regular file there, as :func:`open_file` would say it.
+    """The size of each file below an open folder, or the error that :func:`open_file` would raise.
 
     Cost: one system call for each, where those of one folder follow each other.
     """
@@ -495,7 +495,7 @@ def _irregular(relative: str) -> OSError:
 
 
 def read(fd: int, into: memoryview, offset: int) -> int:
-    """Fill ``into`` from ``offset``. How many bytes there were: fewer only where the file ends."""
+    """Fill ``into`` from ``offset``. Returns how many bytes were read: fewer only at the end of the file."""
     done = 0
     while done < len(into):
         count = os.preadv(fd, [into[done:]], offset + done)
@@ -506,7 +506,7 @@ def read(fd: int, into: memoryview, offset: int) -> int:
 
 
 def entries(folder: int) -> Iterator[tuple[str, bool]]:
-    """What is below an open folder: paths relative to it, and whether each is a folder (then it comes before its entries)."""
+    """Everything below an open folder: the relative path, and whether it is a folder. A folder comes before its entries."""
     for name in sorted(os.listdir(folder)):
         is_folder = stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
         yield name, is_folder

@@ -36,10 +36,10 @@ _libc = ctypes.CDLL(None, use_errno=True)  # once, not with every file
 
 
 class Descriptor(int):
-    """A file descriptor, which closes when it is dropped.
+    """A file descriptor that closes when it is dropped.
 
-    Interrupts come between bytecodes only. Opening and owning what was opened is one call of C code here, and so is closing and
-    noting it: wherever Ctrl-C comes, nothing stays open and nothing is closed twice.
+    Python handles signals between bytecodes only. Opening a file and owning its descriptor is one call of C code, and so is closing
+    it and noting that: wherever Ctrl-C arrives, nothing stays open and nothing is closed twice.
     """
 
     @classmethod
@@ -53,7 +53,7 @@ class Descriptor(int):
         return next(map(cls, map(os.dup, (fd,))))
 
     def close(self, *_: object) -> None:
-        """Repeatable."""
+        """Close it. A second call does nothing."""
         next(vars(self).setdefault("_closing", map(os.close, (int(self),))), None)
 
     __del__ = __exit__ = close
@@ -89,7 +89,7 @@ def reserve(path: Path, nbytes: int) -> None:
 
 
 def fallocate(fd: int, nbytes: int) -> bool:
-    """Take the space of a file by the system call, since glibc emulates it badly where it is missing. False: it is."""
+    """Reserve the space of a file by the system call, which glibc emulates badly. False: the file system does not have it."""
     function = getattr(_libc, "fallocate", None)
     if function is None:
         return False
@@ -104,7 +104,7 @@ def fallocate(fd: int, nbytes: int) -> bool:
 
 
 def take_space(path: Path, nbytes: int) -> None:
-    """Take the space of a file that is there, of which parts may never have been written. What it holds stays.
+    """Reserve the space of an existing file, parts of which may never have been written. Its content stays.
 
     Raises:
         CorruptStore: it is not a regular file of ``nbytes`` bytes. OSError: no space, no permission.
@@ -130,7 +130,7 @@ def check_size(path: Path, nbytes: int) -> None:
 
 
 def open_regular(path: Path, flags: int) -> Descriptor:
-    """A descriptor of a file that is there. Raises ``CorruptStore`` if it is missing or not regular, a link for instance."""
+    """Open an existing file. Raises ``CorruptStore`` if it is missing or not regular, a link for instance."""
     try:
         fd = Descriptor.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -155,7 +155,7 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def overwrite(path: Path, raw: bytes) -> None:
-    """Replace a small file; where its size allows, in its own space, so that this works on a full disk too.
+    """Replace a small file. If the new content fits, it is written in place, so that this works on a full disk too.
 
     Up to a page is written by one system call, which no signal cuts short.
     """
@@ -229,7 +229,7 @@ class Creation:
         self._made.append(path)
 
     def published(self, old: Path, new: Path) -> None:
-        """A folder made here was renamed."""
+        """Note that a folder that this made was renamed."""
         self._made[self._made.index(old)] = new
 
     def text(self, path: Path, raw: bytes) -> None:

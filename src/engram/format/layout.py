@@ -9,8 +9,8 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/.engram/tickets        a ticket (u64) per row, then a lap (u32) per row, padded to 8 bytes
     <dir>/.engram/alive          one byte lock per participant; nothing else opens this file
     <dir>/.engram/indexes/<name>/priorities   a priority tree and its parameters
-    <dir>/.engram/maker          what copies of the buffer that made it know it by; empty: nobody waits for it
-    <dir>/.engram/temporary      if it is there, whoever closes the store last removes the folder
+    <dir>/.engram/maker          identifies the store to copies of the buffer that made it; empty: no copy waits for it
+    <dir>/.engram/temporary      if it exists, the last process to close the store removes the folder
     <dir>/.engram/buffer.json    which components the last buffer had
     <dir>/.engram/adopted        if it is there, the rows were there before the store, and stay without it
 """

@@ -1,4 +1,4 @@
-"""What lies in a part, as its ``part.json`` says it: nothing is believed before it was compared."""
+"""The files of a part, as its ``part.json`` lists them. Every number is checked before it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a part: nothing is believed before it was compared, nothing is mapped, and nothing is ever written."""
+"""Reads a part. Every byte is compared with its checksum; no file is mapped or written."""
 
 from __future__ import annotations
 

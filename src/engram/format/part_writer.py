@@ -1,4 +1,4 @@
-"""Writing a part: its files in order, their sums, and last the description that makes it one."""
+"""Writes a part: its files in order, their sums, and last the description, which completes it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PartInfo(NamedTuple):
     linked: int
     """Bytes of its files that are also an older checkpoint's."""
     listing: Listing
-    """As a reader finds it."""
+    """What a reader of it would read."""
 
 
 class SegmentRows(NamedTuple):
@@ -87,7 +87,7 @@ class FileWriter:
             self._abandon()
 
     def write(self, data: Buffer) -> None:
-        """Append bytes. ``data``: C-contiguous; must not change meanwhile. Raises ``OSError``; ``ValueError`` beyond the size."""
+        """Append bytes. ``data``: C-contiguous; must not change during the call. Raises ``OSError``; ``ValueError`` beyond the size."""
         view = memoryview(data)
         if not view.nbytes:
             return
@@ -99,7 +99,7 @@ class FileWriter:
         self._append(nbytes, lambda _: self._summing.zeros(nbytes))
 
     def copy_from(self, fd: int, offset: int, nbytes: int) -> None:
-        """Append bytes of another file, which must not change meanwhile. Space is shared where the file system can.
+        """Append bytes of another file, which must not change during the call. The files share space where the file system can.
 
         Raises:
             EOFError: the other file is shorter.
@@ -204,7 +204,7 @@ class PartWriter:
             self._make(layout.FOLDER)
 
     def array(self, dtype: str, shape: Sequence[int], data: Buffer) -> int:
-        """Write an array. Its number: the state refers to it as ``{"$array": number}``.
+        """Write an array. Returns its number: the state refers to it as ``{"$array": number}``.
 
         Args:
             dtype: a key of ``schema.DTYPES``.
@@ -246,7 +246,7 @@ class PartWriter:
         return FileWriter(self._path(relative), nbytes, sparse, partial(self._files.__setitem__, relative))
 
     def link(self, relative: str, reader: PartReader, its_relative: str) -> bool:
-        """Take over a file of an older checkpoint, with its sums, without reading it.
+        """Hard-link a file of an older checkpoint, with its sums, without reading it.
 
         Returns:
             False: this file system cannot, or the file is gone or of another size. Write it.

@@ -1,4 +1,4 @@
-"""What is wrong with a file: said the same way by a load that stops and by a report that goes on."""
+"""What is wrong with a file, in the same words for a load that stops and for a report that goes on."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Problem(NamedTuple):
 
 
 def corrupt(path: StrPath, what: str, offset: int | None = None) -> CorruptCheckpoint:
-    """The exception that says so."""
+    """An exception that carries a :class:`Problem`."""
     return CorruptCheckpoint(Problem(Path(path), what, offset))
 
 
 def problem_of(error: CorruptCheckpoint) -> Problem:
-    """What ``corrupt`` was told."""
+    """The problem that an exception carries."""
     problem = error.args[0]
     return problem if isinstance(problem, Problem) else Problem(Path(), str(error).removesuffix("."))
 
 
 def no_file(error: OSError, nbytes: int | None = None) -> str:
-    """What to say of a file that does not open. Passes on what is no damage: no permission, an I/O error."""
+    """Describes why a file does not open. Raises ``error`` again if that is no damage: no permission, an I/O error."""
     size = "" if nbytes is None else f" of {nbytes} bytes"
     if error.errno == errno.ENOENT:
         return f"expected a file{size}, found none"
@@ -56,7 +56,7 @@ def no_file(error: OSError, nbytes: int | None = None) -> str:
 
 
 def wrong_block(path: Path, sums: Sums, block: int) -> Problem:
-    """What to say of a block that has another sum than that of its number in ``sums``."""
+    """The problem of a block whose sum differs from the one in ``sums``."""
     return Problem(path, f"expected the checksum {sums[block]:016x} of a block, got another", block * BLOCK)
 
 

@@ -78,7 +78,7 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: tuple[str, ...]
     dtype: str
     shape: tuple[int, ...]
-    """Of one row."""
+    """The shape of one row."""
     role: ClassVar[str] = "data"
     """A store does not know what its fields mean."""
 
@@ -238,7 +238,7 @@ def validate_key(key: tuple[str, ...]) -> None:
 
 
 def differences(expected: Schema, got: Schema) -> str:
-    """What another schema has otherwise, for a message: the first few fields, sizes, then how rows are put together.
+    """How another schema differs, for a message: the first few fields, then sizes, then the structure of rows.
 
     Empty: they are the same, and so are their bytes.
     """
@@ -255,7 +255,7 @@ def differences(expected: Schema, got: Schema) -> str:
 
 
 def field_differences(expected: Sequence[Column], got: Sequence[Column]) -> list[str]:
-    """What other fields have otherwise: which are missing or unknown, and the first whose shape, dtype or role is another.
+    """How other fields differ: which are missing or unknown, and the first with another shape, dtype or role.
 
     Args:
         expected: each with a key of its own.
@@ -326,12 +326,12 @@ def _listed(value: object) -> object:
 
 
 def encode(value: msgspec.Struct) -> bytes:
-    """JSON without spaces, in the order of the entries: that of children means something. Equal values have equal bytes."""
+    """JSON without spaces. Entries keep their order, since that of children is significant. Equal values have equal bytes."""
     return json.dumps(msgspec.to_builtins(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 def fingerprint(raw: bytes) -> int:
-    """xxh3-64 of ``store.json``: the control block holds it, so the two cannot be mixed up."""
+    """xxh3-64 of ``store.json``. The control block holds it too, so that the two belong together."""
     return int(xxhash.xxh3_64_intdigest(raw))
 
 

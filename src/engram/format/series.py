@@ -1,4 +1,4 @@
-"""A series of checkpoints below one folder: attempts, votes and decisions. All of it is a function of what is on disk.
+"""A series of checkpoints below one folder: attempts, votes and decisions, all derived from files alone.
 
 ::
 
@@ -10,8 +10,8 @@
              manifest.json                      the decision, create-only: complete or aborted
            trash-<name>/                        being removed
 
-Commit and abort compete for one name: whoever is second reports what the first decided. A process that sees a later epoch than
-its own decides nothing and removes nothing.
+Commit and abort compete for one file name: the second process to decide reports the decision of the first. A process that sees a
+later epoch than its own decides nothing and removes nothing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _ATTEMPT_ID = re.compile(r"[0-9a-f]{8}|crash[0-9]{1,9}")
 
 
 class Name(NamedTuple):
-    """What the name of a folder says. In order: the newest is the largest."""
+    """The parts of a folder's name. Names compare by age: the newest is the largest."""
 
     step: int
     epoch: int
@@ -109,14 +109,14 @@ class Name(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
-        """None: not the name of an attempt."""
+        """The parts of a name; None: it is not the name of an attempt."""
         found = _NAME.fullmatch(text)
         name = cls(int(found[1]), int(found[2]), found[3]) if found else None
         return name if str(name) == text else None
 
 
 class Attempt(strict.Document, frozen=True, kw_only=True):
-    """What all ranks agreed on before they began."""
+    """``attempt.json``: what all ranks agreed on before they began."""
 
     name: str
     attempt: str
@@ -139,7 +139,7 @@ class Refusal(strict.Document, frozen=True, kw_only=True):
 
 
 class Vote(NamedTuple):
-    """What a rank said so far."""
+    """The vote of a rank, as far as it has voted."""
 
     rank: int
     shard: Shard | None
@@ -150,16 +150,16 @@ class Vote(NamedTuple):
 
 
 class Known:
-    """What a process knows of the checkpoints of a series: it reads their documents once, those that it wrote never.
+    """What a process remembers of the checkpoints of a series, so that it reads each document once, and none that it wrote.
 
-    What it compares each time are the manifest and the size of every file. For what a job does itself; verification reads all.
+    It still compares the manifest and the size of every file each time. Only a job uses this: verification reads everything.
     """
 
     def __init__(self) -> None:
         self._contents: dict[str, Contents] = {}
 
     def contents(self, folder: Path) -> Contents:
-        """Of an attempt or a checkpoint of the series."""
+        """The documents of an attempt or a checkpoint of the series; empty if none is known yet."""
         return self._contents.setdefault(folder.name, Contents())
 
     def open(self, folder: Path, manifest: Manifest | None = None) -> Checkpoint:
@@ -167,7 +167,7 @@ class Known:
         return Checkpoint(folder, manifest, self.contents(folder))
 
     def confirms(self, folder: Path) -> bool:
-        """Whether a known checkpoint is as it was, with the exact size of every file. What is wrong, another look says."""
+        """Whether a known checkpoint still has the same manifest and the exact size of every file. If not, it is forgotten."""
         contents = self._contents.get(folder.name)
         if contents is None or contents.manifest is None:
             return False
@@ -179,7 +179,7 @@ class Known:
         return False
 
     def forget(self, name: str) -> None:
-        """That checkpoint is gone."""
+        """Drop what is known of a checkpoint."""
         self._contents.pop(name, None)
 
 
@@ -187,14 +187,14 @@ class Known:
 
 
 def newest_epoch(root: Path) -> int:
-    """The latest incarnation of the job that began here; 0: none did."""
+    """The latest incarnation of the job that began in this folder; 0: none did."""
     return max((int(found[1]) for name in os.listdir(root) if (found := _EPOCH.fullmatch(name))), default=0)
 
 
 def claim_epoch(root: Path) -> int:
-    """Begin an incarnation of the job: from now on earlier ones can neither commit nor remove anything.
+    """Begin an incarnation of the job. From now on, earlier ones can neither commit nor remove anything.
 
-    Removes what dead processes left of small files.
+    Removes temporary files that killed processes left.
     """
     for name in os.listdir(root):
         if LEFTOVER.fullmatch(name):
@@ -285,7 +285,7 @@ def begin(
 
 
 def _next_attempt(root: Path, step: int, epoch: int) -> str:
-    """A name that nobody has: of several attempts at one step the last one is the newest."""
+    """A free name. Of several attempts at one step, the last one sorts as the newest."""
     before = [
         int(name.attempt[:4], 16)
         for name in names(root)
@@ -339,7 +339,7 @@ def accept(
         totals: what they are; bytes are filled in.
         schema_sum: of the rows.
         step: of this rank. Default: that of the attempt.
-        known: what this process knows of the series; is told of this shard.
+        known: what this process knows of the series; this shard is added.
 
     Raises:
         FileExistsError: this rank has voted yes already.
@@ -374,7 +374,7 @@ def accept(
 
 
 def refuse(folder: Path, rank: int, error: str) -> None:
-    """A rank's vote against an attempt. What it has written there is removed, unless it voted for it before.
+    """Vote against an attempt. Removes what the rank has written there, unless the rank voted for it before.
 
     Raises:
         OSError: it could not say so: the attempt ends at its deadline.
@@ -390,7 +390,7 @@ def refuse(folder: Path, rank: int, error: str) -> None:
 
 
 def withdraw(folder: Path, rank: int) -> None:
-    """Remove what a rank wrote for an attempt that was aborted: a disk that is full stays so otherwise. Its vote stays.
+    """Remove what a rank wrote for an attempt that was aborted, to free the disk. The vote stays.
 
     Raises:
         CorruptCheckpoint: the attempt cannot be read. OSError: something cannot be removed.
@@ -401,7 +401,7 @@ def withdraw(folder: Path, rank: int) -> None:
 
 
 def votes(folder: Path, attempt: Attempt | None = None, known: Known | None = None) -> list[Vote]:
-    """What every rank said so far.
+    """The vote of every rank, as far as it has voted.
 
     Args:
         folder: of the attempt.
@@ -436,7 +436,7 @@ def _vote(folder: Path, fd: int, attempt: Attempt, rank: int, contents: Contents
 
 
 def decision(folder: Path) -> Manifest | None:
-    """What was decided on an attempt; None: nothing yet.
+    """The decision on an attempt; None: there is none yet.
 
     Raises:
         CorruptCheckpoint: the manifest is damaged.
@@ -448,15 +448,15 @@ def decision(folder: Path) -> Manifest | None:
 
 
 def decide(folder: Path, epoch: int, *, give_up: str | None = None, known: Known | None = None) -> Manifest | None:
-    """Commit an attempt if all ranks voted for it and every file has its size; abort it if one is against.
+    """Commit an attempt if all ranks voted for it and every file has its size. Abort it if a rank voted against it.
 
-    Any process may call this, any number of times: there is one decision, and everybody gets it.
+    Any process may call this, any number of times: there is one decision, and every caller gets it.
 
     Args:
         folder: of the attempt.
         epoch: of the incarnation that calls.
         give_up: why not to wait for votes that are missing, at the deadline: aborts.
-        known: what this process knows of the series; is told of this checkpoint.
+        known: what this process knows of the series; this checkpoint is added.
 
     Returns:
         The decision. None: votes are missing.
@@ -486,7 +486,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None, known: Known
 
 
 def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], known: Known) -> list[str]:
-    """Why shards that were all voted for make no checkpoint."""
+    """Why the shards make no checkpoint, although all ranks voted for theirs; empty: they make one."""
     by_schema: dict[str, list[int]] = {}
     for vote in given:
         if vote.shard is not None and vote.shard.schema_sum != NO_SCHEMA:
@@ -498,7 +498,7 @@ def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], known: Known) 
 
 
 def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) -> str:
-    """Which ranks have which schema, and in what they differ first."""
+    """Names the ranks by schema, and the first differences between the schemas."""
     alike = [(_named(ranks), ranks[0]) for ranks in by_schema.values()]
     text = f"expected one schema on all ranks, got {len(alike)}"
     fields = []
@@ -538,7 +538,7 @@ def _manifest(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -
 
 
 def _schema_sums(shards: Sequence[Shard]) -> list[str]:
-    """Those of shards that have fields: on other ranks nothing was ever written."""
+    """The schema sums of all shards with fields. A rank where nothing was ever written has none."""
     return sorted({shard.schema_sum for shard in shards} - {NO_SCHEMA})
 
 
@@ -564,16 +564,16 @@ def is_series(root: Path) -> bool:
 
 
 def names(root: Path) -> list[Name]:
-    """All attempts, the newest first, whatever became of them."""
+    """All attempts, the newest first, decided or not."""
     return sorted(filter(None, map(Name.parse, os.listdir(root))), reverse=True)
 
 
 def recover(root: Path, epoch: int) -> list[str]:
-    """Commit what all ranks voted for and nobody decided: its process died in between. Names of what is committed now."""
+    """Commit each attempt that all ranks voted for and that no process decided, because it died first. Returns their names."""
     committed = []
     for name in names(root):
         folder = root / str(name)
-        with contextlib.suppress(CorruptCheckpoint, IncompatibleCheckpoint):  # whoever looks for the latest reports it
+        with contextlib.suppress(CorruptCheckpoint, IncompatibleCheckpoint):  # latest() reports it
             if decision(folder) is None and all(vote.shard for vote in votes(folder)):
                 made = decide(folder, epoch)
                 if made is not None and made.status == "complete":
@@ -584,7 +584,7 @@ def recover(root: Path, epoch: int) -> list[str]:
 def latest(
     root: Path, *, at_most: int | None = None, without: Collection[str] = (), known: Known | None = None
 ) -> tuple[Path | None, list[Problem]]:
-    """The newest checkpoint that is complete, with the exact size of every file, and what was passed over on the way to it.
+    """The newest checkpoint that is complete, with the exact size of every file, and the newer ones that were passed over.
 
     Args:
         root: of the series.
@@ -616,7 +616,7 @@ def latest(
 
 
 def _lags(root: Path, hint: str | None, found: Path | None) -> bool:
-    """Whether a process may have died between its decision and the hint, which names a good one before that, or there was none."""
+    """Whether a process may have died between its decision and the hint: the hint names an older good checkpoint, or is missing."""
     newest = Name.parse(found.name) if found else None
     if newest is None:
         return False
@@ -665,7 +665,7 @@ def is_partial(folder: Path) -> bool:
 
 
 def open_partial(folder: Path) -> Checkpoint:
-    """What those ranks wrote. Raises ``CorruptCheckpoint``: it does not fit together, or nobody voted for it."""
+    """The shards of the ranks that voted for an attempt. Raises ``CorruptCheckpoint``: they do not fit together, or there are none."""
     attempt = read_attempt(folder)
     given = [vote for vote in votes(folder) if vote.shard is not None and vote.entry is not None]
     if not given:
@@ -736,7 +736,7 @@ def retire(root: Path, keep: int, epoch: int, known: Known | None = None) -> lis
 
 
 def sweep(root: Path) -> None:
-    """Remove what was renamed, also by processes that were killed. Raises ``OSError``: something cannot be removed."""
+    """Remove what :func:`retire` renamed, also in processes that were killed. Raises ``OSError``: something cannot be removed."""
     for left in sorted(os.listdir(root)):
         if left.startswith("trash-") and Name.parse(left.removeprefix("trash-")):
             disk.remove(root / left)

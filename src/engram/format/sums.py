@@ -1,4 +1,4 @@
-"""Sums of files, block by block: xxh3-64 of each 256 KiB, so that whoever reads a part checks what he reads.
+"""Checksums of files: xxh3-64 of each block of 256 KiB, so that a reader of some blocks can check them.
 
 They find accidents. They do not prove who wrote a file.
 """
@@ -32,7 +32,7 @@ def blocks_of(nbytes: int) -> int:
 
 
 class Summing:
-    """The sums of a file whose bytes come in order, in pieces of any size."""
+    """Computes the sums of a file whose bytes come in order, in pieces of any size."""
 
     def __init__(self) -> None:
         self._sums = array("Q")
@@ -62,13 +62,13 @@ class Summing:
         self.update(memoryview(_ZEROS)[:rest])
 
     def done(self) -> Sums:
-        """The sums of all blocks, the last one as short as it is. Ends this object."""
+        """The sums of all blocks; the last one may be short. The object cannot be used afterwards."""
         if self._filled:
             self._sums.append(self._open.intdigest())
         return self._sums
 
     def _complete(self, view: memoryview) -> int:
-        """Fill up the block that is open. How many bytes that took."""
+        """Complete the open block. Returns how many bytes that took."""
         if not self._filled:
             return 0
         take = min(BLOCK - self._filled, len(view))

@@ -54,7 +54,7 @@ RECORD_BYTES = {"lanes": _LANE.size, "tickets": 8, "trajectories": _TRAJECTORY.s
 
 
 class Lane(NamedTuple):
-    """A lane at the cut."""
+    """A lane at the snapshot."""
 
     next_position: int
     live_rows: int
@@ -76,7 +76,7 @@ class Trajectory(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Rows of one lane that lie in a file of their own."""
+    """Rows of one lane in a file of their own."""
 
     lane: int
     k: int

@@ -32,7 +32,7 @@ class Report(NamedTuple):
     problems: list[Problem]
     """What is damaged; empty: it is good."""
     notes: list[Problem]
-    """What is no damage: attempts that were aborted or not decided, a hint that is out of date."""
+    """What is not damage: attempts that were aborted or not decided, a hint that is out of date."""
 
     @property
     def good(self) -> bool:
@@ -40,7 +40,7 @@ class Report(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind:
-    """What lies there, or did before a file of it went.
+    """What is in a folder, or was before one of its files was lost.
 
     Raises:
         FileNotFoundError: nothing of ours.
@@ -128,7 +128,7 @@ def store_header(path: Path) -> control.Header:
 
 
 def _said(path: Path, error: Exception) -> Problem:
-    """What an exception says that names its file itself."""
+    """The problem in the message of an exception that names its file itself."""
     return Problem(path, str(error).removeprefix(f"{path}: ").removesuffix("."))
 
 
@@ -146,18 +146,18 @@ def _found(path: Path, kind: Kind, level: Level) -> Iterator[Problem]:
 
 
 def is_aborted(path: Path) -> bool:
-    """Whether it was decided that an attempt is no checkpoint. Raises ``CorruptCheckpoint``: the decision is damaged."""
+    """Whether an attempt was aborted. Raises ``CorruptCheckpoint``: the decision is damaged."""
     made = series.decision(path)
     return made is not None and made.status == "aborted"
 
 
 def _lacks_manifest(path: Path) -> bool:
-    """Whether all ranks voted for an attempt, so a decision on it was lost, or whoever was about to make it."""
+    """Whether all ranks voted for an attempt, so that its decision was lost, or the process that was about to decide died."""
     return series.decision(path) is None and all(vote.shard is not None for vote in series.votes(path))
 
 
 def _partial(path: Path, level: Level) -> Iterator[Problem]:
-    """What is damaged of what some ranks saved, in an attempt that nobody decided on: it can be restored."""
+    """Damage in the shards of an undecided attempt, which can be restored."""
     if series.decision(path) is None:
         for vote in series.votes(path):
             own = path / rank_folder(vote.rank, series.read_attempt(path).world)
@@ -169,7 +169,7 @@ def _partial(path: Path, level: Level) -> Iterator[Problem]:
 
 
 def _attempt(path: Path, manifest: Manifest) -> Iterator[Problem]:
-    """The one file that no digest names: the manifest repeats it."""
+    """Compares ``attempt.json``, which no digest names, with the manifest, which repeats it."""
     try:
         attempt = series.read_attempt(path)
     except CorruptCheckpoint as error:
