@@ -34,7 +34,7 @@ _ROLL_CALL_S = 3.0
 class Ranks(abc.ABC):
     """This process among those of its job.
 
-    :meth:`set`, :meth:`get`, :meth:`claim` and :meth:`add` work from any thread and wait for nobody. :meth:`gather`, :meth:`max`,
+    :meth:`set`, :meth:`get`, :meth:`claim` and :meth:`add` may be called in any thread and never wait. :meth:`gather`, :meth:`max`,
     :meth:`all` and :meth:`run_on_all` are for one thread of each rank, all of which must call them in the same order.
 
     >>> from engram.ranks import Ranks
@@ -98,7 +98,7 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def claim(self, key: str, value: bytes) -> bytes:
-        """Set what nobody has set yet; what is there then, the same for all that ask."""
+        """Set a value that is not set yet. Returns the value that is there then, the same on all ranks."""
 
     @abc.abstractmethod
     def add(self, key: str, amount: int) -> int:
@@ -409,7 +409,7 @@ class _Torch(Ranks):
         """Those who did not notice."""
         roll = f"roll/{self._agreements}/"
         try:
-            if self._roll:  # whoever was there then may be gone now
+            if self._roll:  # a rank that was there then may be gone now
                 self.forget(f"{self._roll}{self.rank}")
             self._roll = roll
             self.set(f"{roll}{self.rank}", b"here")

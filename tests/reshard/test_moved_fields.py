@@ -372,7 +372,7 @@ def test_a_storage_that_cannot_take_what_is_dealt_out(tmp_path, storage, got, n)
 
     for error in job(n, act):
         assert isinstance(error, IncompatibleCheckpoint)
-        assert f"expected a storage of tensors with lanes to deal trajectories out to, got {got}" in str(error)
+        assert f"expected a storage of tensors with lanes to redistribute trajectories to, got {got}" in str(error)
         assert "Make it with lanes=" in str(error)
         assert len(str(error)) < 500
 

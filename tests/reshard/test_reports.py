@@ -152,7 +152,7 @@ def test_lost_with_a_missing_shard_that_was_never_saved(tmp_path):
     done(job(3, crash, tmp_path, False))
     report = done(job(2, load_partial, tmp_path))[0]
     assert report.dealt["lost"] == {"ranks": [1], "as_of": None, "episodes": None, "steps": None}
-    assert "lost with the shard of rank 1: nobody knows how much" in str(report)
+    assert "lost with the shard of rank 1: unknown how much" in str(report)
 
 
 def test_what_was_noted_of_a_load_goes_with_the_checkpoint(tmp_path):

@@ -43,39 +43,42 @@ def _world_of_torch() -> int:
 
 
 class Checkpointer:
-    """Saves one buffer again and again below one folder, and restores it.
+    """Saves one buffer as a series of checkpoints below one folder, and restores it.
 
-    Every checkpoint is complete by itself: files of rows that did not change since the last one are hard links to it, so that it
-    costs what is new, and removing one harms no other. It exists when its last file does, which appears in one step. The buffer
-    is written and sampled while it is saved; what is saved is as it was at one moment, at which writers wait for a copy of
-    8 bytes per row and priority. Where many write, rows that are overwritten before they are copied are left out, and counted.
+    Every checkpoint is complete. Files of rows that did not change since the last one are hard links to it: a checkpoint costs
+    what is new, and removing one harms no other. The manifest is renamed into place last. If the process is killed during a save,
+    the previous checkpoint remains valid.
+
+    A save takes a consistent snapshot; later writes do not change it. Writers wait while 8 bytes per row and priority are copied.
+    Rows are copied afterwards: a row that is overwritten before that is dropped, and counted.
 
     Args:
-        root: the folder; made if it is not there. One buffer per folder.
-        buffer: what is saved; of this rank, where there are several.
-        ranks: the processes that save one checkpoint together, each its shard: ``Ranks.from_torch()``, say. Each of them makes this
-            with the same arguments. Default: this process alone.
-        keep: how many checkpoints stay.
-        full_every: every so many checkpoints are saved without links: a damaged disk block is shared by all that link it.
-        paranoid: compare what is linked with the buffer: for tests of programs that write through views, which leaves no trace.
-        prefetch: ``"drop"`` leaves out batches that were drawn ahead, as for ``dumps``: for buffers whose batches are neither tensors
-            nor TensorDicts, which cannot be saved.
-        roles: what fields mean, by key, where they are not called as usual: ``done``, ``terminated``, ``truncated``,
-            ``step_type``, ``env_id``, ``traj_id``, ``position`` or ``data``. Several may have one role. The usual names are those roles,
-            and ``traj_ids`` and ``episode`` for ``traj_id``, as the last part of a key at any depth: ``("time_step", "env_id")``, say,
-            in TensorDicts, dicts and named tuples. With ``ranks`` given, the first save warns where no field says where trajectories
-            end, and of a field of integers that is called like an id and has no role.
-        timeout: seconds that ranks wait for each other, also for the slowest one's shard.
-        every_steps: :meth:`poll` saves whenever so many steps are over, or as soon after that as the last save is over on all ranks.
-            Default: only what is asked for.
-        every_minutes: it saves at the first agreement when the last save began so many minutes ago, by the clock of rank 0.
-        on_failure: what :meth:`poll` does when a save that it began fails: raise, or warn and go on.
-        poll_every: calls of :meth:`poll` from one agreement of the ranks to the next.
+        root: the folder, one per buffer. Created if it does not exist.
+        buffer: the buffer to save; with several ranks, that of this rank.
+        ranks: the processes that save a checkpoint together, one shard each, such as ``Ranks.from_torch()``. Each of them creates a
+            Checkpointer with the same arguments. Default: this process alone.
+        keep: how many checkpoints are kept.
+        full_every: save every n-th checkpoint without links. A damaged disk block is shared by all checkpoints that link it.
+        paranoid: compare linked files with the buffer. For tests of programs that write through views, which leaves no trace.
+        prefetch: ``"drop"`` drops prefetched batches, as in ``dumps``: batches that are neither tensors nor TensorDicts cannot be
+            saved.
+        roles: the roles of fields, by key, for fields without a usual name: ``done``, ``terminated``, ``truncated``, ``step_type``,
+            ``env_id``, ``traj_id``, ``position`` or ``data``. Several fields may have one role. The last part of a key, at any depth,
+            is its usual name: that of a role, or ``traj_ids`` or ``episode`` for ``traj_id``. So ``("time_step", "env_id")`` has the
+            role ``env_id``. With ``ranks``, the first save warns if no field says where trajectories end, and of an integer field
+            that is named like an id and has no role.
+        timeout: seconds that ranks wait for each other, also for the slowest shard.
+        every_steps: :meth:`poll` saves every so many steps. If the last save has not ended on all ranks by then, it saves as soon as
+            it has. Default: never.
+        every_minutes: :meth:`poll` saves at the first agreement after so many minutes since the last save began, by the clock of
+            rank 0.
+        on_failure: what :meth:`poll` does if a save that it began fails: raise, or warn and continue.
+        poll_every: calls of :meth:`poll` between two agreements of the ranks.
 
     Raises:
         ValueError: ``keep``, ``full_every``, ``every_steps`` or ``poll_every`` below 1; ``every_minutes`` or ``timeout`` not above 0;
-            no such ``on_failure`` or ``prefetch``, or roles that there are not. TypeError: the first four are no ints.
-        FileExistsError: a dump lies there. OSError: the folder cannot be made.
+            an unknown ``on_failure``, ``prefetch`` or role. TypeError: one of the first four is no int.
+        FileExistsError: ``root`` holds a dump. OSError: the folder cannot be created.
 
     >>> import tempfile, torch
     >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -142,29 +145,28 @@ class Checkpointer:
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, user: Mapping[str, Any] | None = None, wait: bool = True) -> Any:
-        """Make a checkpoint. With several ranks, each of them calls this with the same step.
+        """Save a checkpoint. With several ranks, each of them calls this with the same step.
 
-        While one is being made, another call waits for its end first, so that each is of its own step. :meth:`poll` never waits.
+        If a save is under way, this waits until it has ended: every checkpoint is of its own step. :meth:`poll` never waits.
 
         Args:
             step: of the training; orders checkpoints.
-            user: JSON of yours, which :meth:`restore` gives back: the name of the model's checkpoint, say. That of rank 0 counts.
-            wait: False: return a :class:`SaveHandle` as soon as it is known what is saved. A process that ends meanwhile ends after
-                the save.
+            user: your own JSON, such as the name of the model's checkpoint. :meth:`restore` returns it. That of rank 0 counts.
+            wait: False: return a :class:`SaveHandle` once the snapshot is taken. The process does not end before the save does.
 
         Returns:
             A :class:`SaveReport`, or the handle.
 
         Raises:
-            KeyError: a key of ``roles`` is not stored.
-            TypeError: state that cannot be saved, or ``user`` is not a dict of JSON; names the way to it.
+            KeyError: ``roles`` has a key that is not stored.
+            TypeError: state that cannot be saved, or ``user`` is no dict of JSON. Names the entry.
             ValueError: ``step`` is no int of at least 0; ``user`` is too long, too deep or has a number that is not finite.
             RuntimeError: a later process has taken this folder over; or ``paranoid`` found a row that was changed through a view.
             WriterStalled: a writer did not stop for 5 s.
-            OSError: no space, or an I/O error. The last checkpoint stays as it is.
-            RankFailed: one of several ranks raised one of these, died, or was not ready in time; on all of them.
+            OSError: no space, or an I/O error. The previous checkpoint remains valid.
+            RankFailed: one of several ranks raised one of these, died, or was not ready in time. Raised on all of them.
 
-        Once there is a new checkpoint nothing raises: what fails then (old ones cannot be removed, say) is a warning in the log.
+        After the new checkpoint is complete nothing raises: what fails then, such as removing old ones, is logged as a warning.
         """
         asked: Asked | Exception
         try:
@@ -209,25 +211,25 @@ class Checkpointer:
     # ---- when to save ----------------------------------------------------------------------------------------------------
 
     def poll(self, step: int, *, user: Mapping[str, Any] | None = None) -> SaveHandle | None:
-        """Save if a save is due or was asked for, on whichever rank: then all ranks save at this step, in the background.
+        """Save in the background if a save is due, or was requested on any rank. All ranks then save at this step.
 
-        Every rank calls this at every step, all with the same numbers. What was asked for is agreed on at every ``poll_every``-th
-        call, by one number that all ranks exchange, and so is what is due by ``every_minutes``. What is due by ``every_steps`` is
-        agreed on at once. Where one rank still writes the last save, all go on training, and that is agreed on again at the next call.
+        Every rank calls this at every step, with the same numbers. At every ``poll_every``-th call the ranks exchange one number, and
+        agree on requests and on ``every_minutes``. What is due by ``every_steps`` is agreed on in the same call. If a rank still
+        writes the last save, training continues, and the ranks agree again at the next call.
 
         Args:
             step: of the training; larger than at the last call.
-            user: as for :meth:`save`. The one that was given with the latest step, to any call, or that :meth:`restore` found, is also
-                that of a crash checkpoint, so give it on every rank.
+            user: as for :meth:`save`. A crash checkpoint holds the ``user`` of the latest step that any call was given, or that
+                :meth:`restore` found, so pass it on every rank.
 
         Returns:
             The handle of a save that began now; else None.
 
         Raises:
-            ValueError: ``step`` is no int of at least 0, or ``user`` is not JSON; TypeError. Of several ranks, this one has taken part
-                in this call all the same: no save begins in it on any rank, and what is due begins at the next one.
-            RankFailed: a rank did not come to agree. Or the last save that began here failed, whatever it raised, if ``on_failure`` is
-                ``"raise"``; otherwise that is a warning. What is due begins before.
+            ValueError: ``step`` is no int of at least 0, or ``user`` is not JSON; TypeError. With several ranks, this rank has taken
+                part in the agreement nevertheless: no save begins on any rank, and what is due begins at the next call.
+            RankFailed: a rank did not take part. If ``on_failure`` is ``"raise"``, also whatever made the last save fail that began
+                here; otherwise that is a warning. What is due begins first.
         """
         bad: Exception | None = None
         before = self._job.heard.step
@@ -263,36 +265,35 @@ class Checkpointer:
             warn(f"poll: there is no new checkpoint: {type(error).__name__}: {error}")
 
     def request(self) -> None:
-        """Ask for a checkpoint: at the next agreement in :meth:`poll` all ranks save. From any thread of any rank."""
+        """Request a checkpoint: all ranks save at the next agreement in :meth:`poll`. May be called in any thread of any rank."""
         self.requests.ask()
 
     def listen_signals(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, SIGUSR2 to this process asks for a checkpoint, as :meth:`request` does. From the main thread.
+        """Inside, SIGUSR2 to this process requests a checkpoint, as :meth:`request` does. Call it in the main thread.
 
-        Whoever handled that signal before still does.
+        A handler that was set before is still called.
         """
         return self.requests.listening(signal.SIGUSR2)
 
     @contextlib.contextmanager
     def guard(self, grace: float = 20.0) -> Iterator[None]:
-        """Inside, the death of one rank costs the others nothing: their shards are saved.
+        """Inside, if a rank fails, all live ranks save their shards.
 
-        When this rank raises or gets SIGTERM, when another one does, or gives no sign of life for 10 s, each that lives saves its
-        shard at once, in a thread of its own: the main thread may wait in a collective that will never end. What was raised is raised
-        afterwards, SIGTERM does what it did before; if the main thread cannot, the process ends with code 143. With the shards of
-        all ranks that is a checkpoint like others. With fewer it is undecided, and ``restore(allow_partial=True)`` loads it. It is of
-        the latest step, and has the latest ``user``, that :meth:`save`, :meth:`poll` or :meth:`restore` heard of on the rank that
-        noticed first.
+        A rank fails when it raises, gets SIGTERM, or sends no heartbeat for 10 s. Each live rank then saves its shard in a thread of
+        its own, as its main thread may wait in a collective that never ends. Afterwards the exception is raised, and SIGTERM does
+        what it did before; if the main thread is stuck, the process exits with code 143. With the shards of all ranks the result is
+        a checkpoint like others. With fewer it stays undecided, and ``restore(allow_partial=True)`` loads it. It is of the latest
+        step, and has the latest ``user``, that :meth:`save`, :meth:`poll` or :meth:`restore` was given on the rank that noticed first.
 
-        All ranks enter and leave this together; ``sys.exit()`` leaves it, too, and any other exit code is a failure. Whoever comes to its
-        end waits for the others, at most for ``timeout`` of the constructor: then it logs as an error who is missing, and goes on.
-        From the main thread, so that it hears of signals; SIGUSR2 is listened to as well.
+        All ranks enter and leave together. ``sys.exit()`` leaves, too; any other exit code is a failure. A rank that leaves waits
+        for the others up to ``timeout`` of the constructor; then it logs the missing ranks as an error, and continues. Call this in
+        the main thread, which receives signals; SIGUSR2 requests a checkpoint, as in :meth:`listen_signals`.
 
         Args:
-            grace: seconds that a rank waits for the shards of others, before it goes on with its end. Launchers kill after 30.
+            grace: seconds that a rank waits for the shards of others before it ends. Launchers kill after 30.
 
         Raises:
-            RankFailed: not all ranks came. Whatever is raised inside.
+            RankFailed: not all ranks entered. Whatever is raised inside.
         """
         job, timeout = self._job, self._job.options.timeout
         job.protocol.claim(timeout)
@@ -312,14 +313,14 @@ class Checkpointer:
         token_file: str | os.PathLike[str] | None = None,
         interval: float = 1.0,
     ) -> Iterator[Endpoint | None]:
-        """Inside, rank 0 answers HTTP requests for checkpoints; on other ranks nothing happens.
+        """Inside, rank 0 answers HTTP requests for checkpoints. On other ranks nothing happens.
 
-        ``POST /checkpoint`` asks for one, as :meth:`request` does: 202 and an id. ``GET /checkpoint/<id>`` says what became of it, by
-        rank; ``GET /checkpoints`` lists them. There is nothing else, and each needs ``Authorization: Bearer <token>``.
+        ``POST /checkpoint`` requests one, as :meth:`request` does, and returns 202 and an id. ``GET /checkpoint/<id>`` returns its
+        state on each rank, ``GET /checkpoints`` a list. Each needs ``Authorization: Bearer <token>``.
 
         Args:
             address: ``"unix:<path>"``, or ``"127.0.0.1:<port>"`` (0: any that is free) for this machine alone. Default: a socket in a
-                new folder that nobody else may enter.
+                new folder that other users cannot enter.
             token_file: where the token lies; made if it is not there. Default: beside the socket, or in such a folder.
             interval: seconds from the end of a save that was asked for to the next request.
 
@@ -355,47 +356,48 @@ class Checkpointer:
     ) -> RestoreReport:
         """Load a checkpoint into the buffer. With several ranks, each of them calls this with the same arguments.
 
-        As many ranks as saved it, with the same capacities and lanes, get back their own shards, bit for bit. Any other
-        number or size of them gets whole trajectories, the newest first, each to the rank and lane that hold the least so far;
-        priorities and ages stay as they are, and fields whose role is ``env_id``, ``traj_id`` or ``position`` say where a step is now.
-        With a ``TensorDictMaxValueWriter`` rows are dealt out by themselves, the best first, and stay as they are.
+        If as many ranks with the same capacities and lanes saved it, each gets back its own shard, bit for bit. Otherwise whole
+        trajectories are redistributed, the newest first, each to the rank and lane that hold the least so far. Priorities and ages
+        stay; fields with the role ``env_id``, ``traj_id`` or ``position`` are rewritten. With a ``TensorDictMaxValueWriter`` single
+        rows are redistributed, the best first, and no field is rewritten.
 
         Args:
-            step: which one. Default: the newest that is whole; newer ones that are not are passed over, with a warning, also those
-                of which only reading tells.
-            name: which one, as the report of the save has it: note it with the model that belongs to it.
-            at_most: a step, that of the model: the newest that is whole and not of a later one. Beside ``name``: what to take if there
-                is none of that name, or it is damaged; a warning says so.
-            incomplete: what becomes of trajectories that are not whole when they are dealt out: ``"open"`` ones, without a last step,
-                are dropped, ``"truncate"`` marks the last one there is, ``"keep"`` leaves them as they are; ``"headless"`` ones, without
-                their first steps, are dropped or kept. Both count for those without either. Default: dropped. Given, they are dealt
-                out in any case.
-            overflow: where there is less room than was saved: ``"cut"`` keeps the newest and nothing behind the first that fits
-                nowhere; ``"fill"`` goes on with older, shorter ones.
-            max_drop_fraction: of the steps that may be left out as incomplete, or longer than a lane.
-            env_id: what that field gets where trajectories are dealt out: the lane, or its number among the lanes of all ranks. In
-                shards that come back as they were it says what was written.
-            resume: ``"env_reset"``: environments begin anew, so the trajectories that were open end where they are; the next row of
-                their lanes is left out, which marks that; it costs a full lane its oldest row (``given_up`` of the report). The next
-                trajectory of such a lane follows a row that holds nothing. Where rows have neither ``is_init`` nor ``step_type``, it
-                counts as ``orphan``: ``incomplete={"headless": "keep"}`` takes it along to other ranks.
-                ``"exact"``: they go on, as after ``loads``. Of shards that come back as they were.
-            verify: ``"full"``: check every block before anything changes, and that there are no other files; rank 0 does. ``"read"``:
-                when it is read, if no rank has anything stored, which halves what is read; before, if one has: each rank checks its
-                share of the shards.
-            allow_partial: take one that lacks shards, too: what is left of a job of which ranks died. Then ``missing`` of the report
-                names those.
+            step: the step of the checkpoint. Default: the newest valid one. Newer ones that are damaged or incomplete are skipped
+                with a warning, also if the damage shows while they are read.
+            name: its name, as the report of the save says it: store it with the model.
+            at_most: the newest valid checkpoint of this step or an earlier one, such as the step of the model. With ``name``: what to
+                load if there is no valid checkpoint of that name; a warning says so.
+            incomplete: what happens to incomplete trajectories that are redistributed. ``"open"``, without a last step: dropped,
+                ``"truncate"`` marks their last step, ``"keep"`` keeps them as they are. ``"headless"``, without their first steps:
+                dropped, or ``"keep"``. Trajectories without either need both. Default: dropped. If given, trajectories are
+                redistributed in any case.
+            overflow: if there is less room than was saved: ``"cut"`` keeps the newest, and nothing older than the first trajectory
+                that does not fit; ``"fill"`` continues with older, shorter ones.
+            max_drop_fraction: of the steps that may be dropped as incomplete, or as longer than a lane.
+            env_id: the value of that field in redistributed rows: the lane, or its number among the lanes of all ranks. Shards that
+                come back as they were keep what was written.
+            resume: for shards that come back as they were. ``"env_reset"``: environments start new episodes, so trajectories that
+                were open end where they are. The next row of their lanes is skipped, which marks the end and costs a full lane its
+                oldest row (``given_up`` of the report). The next trajectory of such a lane follows a row that holds nothing: without
+                ``is_init`` or ``step_type`` it counts as ``orphan``, which ``incomplete={"headless": "keep"}`` keeps.
+                ``"exact"``: open trajectories continue, as after ``loads``.
+            verify: ``"full"``: rank 0 checks every block, and that there are no other files, before anything changes. ``"read"``:
+                blocks are checked when they are read if no rank holds rows, which halves the reads; otherwise each rank checks its
+                share of the shards first.
+            allow_partial: also load a checkpoint that lacks shards, as a job leaves it of which ranks died. ``missing`` of the report
+                names their ranks.
             default_rng: as for ``loads``.
 
         Returns:
             A :class:`RestoreReport`.
 
         Raises:
-            ValueError: an argument out of its range, or ``step`` beside ``at_most`` or ``name``.
-            FileNotFoundError: there is none, or none of that name or step.
-            CorruptCheckpoint: that of ``step`` or ``name`` is damaged, or every one is. As ``loads``.
-            IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be left out. Nothing is changed.
-            RankFailed: one of several ranks raised one of these or died; on all of them. Buffers that had begun to load are empty.
+            ValueError: an argument is out of range, or ``step`` is given with ``at_most`` or ``name``.
+            FileNotFoundError: there is no checkpoint, or none of that name or step.
+            CorruptCheckpoint: the one of ``step`` or ``name`` is damaged, or every one is. As ``loads``.
+            IncompatibleCheckpoint: as ``loads``; or more than ``max_drop_fraction`` would be dropped. Nothing is changed.
+            RankFailed: one of several ranks raised one of these, or died. Raised on all of them. Buffers that had begun to load are
+                empty.
         """
         options = RestoreOptions(incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng)
         wanted = Wanted(self.root, step, name, at_most, allow_partial)
@@ -408,7 +410,7 @@ class Checkpointer:
 
     @property
     def latest(self) -> str | None:
-        """The name of the newest checkpoint that is whole; None: there is nothing to restore. Sizes are compared, not sums.
+        """The name of the newest valid checkpoint; None: there is none to restore. File sizes are compared, not sums.
 
         >>> import tempfile, torch
         >>> from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
@@ -420,7 +422,7 @@ class Checkpointer:
         return None if path is None else path.name
 
     def list(self) -> builtins.list[Entry]:
-        """All checkpoints, the newest first, and what is wrong with those that cannot be loaded. Sizes are compared, not sums."""
+        """All checkpoints, the newest first, and why some cannot be loaded. File sizes are compared, not sums."""
         return [
             Entry(str(name), name.step, self.root / str(name), series.look(self.root / str(name)))
             for name in series.names(self.root)
@@ -449,10 +451,10 @@ class Checkpointer:
             return [*checkpoint.problems(level)]
 
     def prune(self, keep: int | None = None) -> builtins.list[str]:
-        """Remove all but the newest checkpoints; never the last good one. Names of those that were removed.
+        """Remove all but the newest checkpoints, but never the last valid one. Returns the names of those that were removed.
 
         Args:
-            keep: how many good ones stay. Default: as the constructor was told.
+            keep: how many valid ones are kept. Default: that of the constructor.
 
         Raises:
             ValueError: below 1. RuntimeError: a later process has taken this folder over. OSError: something cannot be removed.

@@ -106,7 +106,7 @@ class Attempts:
             self.ranks.leave(_joined_of(f"{self.section}attempt/{number}"), self.ranks.world - 1, left)
 
     def forget(self) -> None:
-        """All ranks have voted for the last attempt: nobody reads any more what was told of it and of those before."""
+        """All ranks have voted for the last attempt: no rank reads its entries, or those of earlier ones, any more."""
         for key in self._told:
             self.ranks.forget(key)
         self._told.clear()

@@ -45,7 +45,7 @@ class SaveReport(NamedTuple):
     """For how long writers waited."""
     seconds: float
     would_drop: dict[str, dict[str, int]] = {}  # noqa: RUF012 - a value
-    """Of ``episodes``, what is left out if another number or size of ranks loads them, unless ``restore(incomplete=…)`` says
+    """Of ``episodes``, those that are dropped if ranks of another number or size load them, unless ``restore(incomplete=…)`` says
     otherwise."""
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class RestoreReport(NamedTuple):
     missing: tuple[int, ...] = ()
     """Ranks whose shards there are none of."""
     dealt: dict[str, Any] | None = None
-    """Where trajectories were dealt out anew: episodes and steps ``saved``, of which ``kinds``, ``kept``, ``dropped`` by reason and
+    """If trajectories were redistributed: episodes and steps ``saved``, by ``kinds``, ``kept``, ``dropped`` by reason and
     ``truncated``, in total and of each of the ``shards``; ``lost`` with missing ones, as far as an older checkpoint says it; the least
     and most steps of a rank and of a lane and the rows that are unused, in total and of each of the ``targets``; and the digest of
     the ``plan``. None: every rank has its own shard."""

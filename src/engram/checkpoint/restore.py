@@ -231,7 +231,7 @@ class _Load:
         else:
             return
         raise IncompatibleCheckpoint(
-            f"restore: {self._path}: expected a storage of tensors with lanes to deal trajectories out to, got {got}. Make it "
+            f"restore: {self._path}: expected a storage of tensors with lanes to redistribute trajectories to, got {got}. Make it "
             "with lanes=, or restore with as many ranks and into storages of the same kind and sizes as saved it."
         )
 

@@ -86,7 +86,7 @@ class Requests:
 
     @contextlib.contextmanager
     def listening(self, number: signal.Signals) -> Iterator[None]:
-        """Inside, a signal asks for a save. Whoever handled it before still does.
+        """Inside, a signal requests a save. A handler that was set before is still called.
 
         Raises:
             ValueError: not called from the main thread.

@@ -244,7 +244,7 @@ class Watchdog:
         if not ready:
             return b""
         numbers = os.read(self._signals, 4096)
-        if self._others >= 0:  # whoever listened before does so still
+        if self._others >= 0:  # an earlier reader of wakeups gets them, too
             with contextlib.suppress(OSError):
                 os.write(self._others, numbers)
         return numbers

@@ -1,4 +1,4 @@
-"""Rows that are read by several threads: while one waits for the disk, another checks and places what it has."""
+"""Reading in several threads: while one waits for the disk, another checks and places rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parallel_read(shares: Sequence[Iterable[Callable[[], object]]], into: Sequen
 
 
 class _Work:
-    """What is left of some shares."""
+    """Shares that are still to be done."""
 
     def __init__(self, shares: Sequence[Iterable[Callable[[], object]]]) -> None:
         self._shares, self._turn = iter(shares), threading.Lock()

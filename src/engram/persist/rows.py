@@ -358,7 +358,7 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
     name = f"{layout.FOLDER}/lanes.bin"
     lanes = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 4).copy()
     goes_on = lanes[:, 2] != 0
-    lanes[:, 2] = 0  # whoever needs it finds it in the rows
+    lanes[:, 2] = 0  # rows say it themselves
     stored = _read_numbers(reader)
     for name, nbytes in reader.files.items():  # what a load does not need; but what is damaged is not loaded
         if name.rpartition("/")[2] in ("trajectories.bin", "meta.json"):

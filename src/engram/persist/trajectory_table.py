@@ -18,7 +18,7 @@ __all__ = ["KINDS", "Marks", "count_kinds", "find_runs", "kinds_of"]
 #: Rows whose fields are looked at together.
 _PIECE = 1 << 18
 
-#: What trajectories there are, by what is left of them (checkpoint format, "totals").
+#: Kinds of trajectories, by which ends they still have (checkpoint format, "totals").
 KINDS = ("complete", "open", "headless", "both", "mid", "orphan")
 
 

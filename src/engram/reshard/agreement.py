@@ -1,4 +1,4 @@
-"""What shards say beside their rows: one rank's is taken where they are dealt out, so others must have had the same."""
+"""State beside the rows: a reshard takes that of one rank, so the others must have saved the same."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
             if where.rpartition(".")[2] == _ROWS:
                 raise IncompatibleCheckpoint(
                     f"{checkpoint.folder}: {where}: expected no state with rows of its own, which those of the buffer mean, as final "
-                    "observations are: it cannot be dealt out. Restore it with as many ranks as saved it, into buffers of "
+                    "observations are: it cannot be redistributed. Restore it with as many ranks as saved it, into buffers of "
                     "their sizes."
                 )
             found[where].append(f"rank {names[rank]}{_said(there)}")

@@ -24,7 +24,7 @@ class Lost(NamedTuple):
 
     ranks: tuple[int, ...] = ()
     as_of: str | None = None
-    """The checkpoint that last had them. None: none did, so nobody knows what is lost."""
+    """The checkpoint that last had them. None: none did, so what is lost is unknown."""
     episodes: int | None = None
     steps: int | None = None
 
@@ -91,7 +91,7 @@ def said_reshard(dealt: Mapping[str, Any]) -> str:
     ranks = ", ".join(map(str, lost["ranks"]))
     whose = f"the shard of rank {ranks}" if len(lost["ranks"]) == 1 else f"the shards of ranks {ranks}"
     if lost["as_of"] is None:
-        return f"{text}; lost with {whose}: nobody knows how much"
+        return f"{text}; lost with {whose}: unknown how much"
     return f"{text}; lost with {whose}: at {lost['as_of']} that was {said_counts(lost)}"
 
 

@@ -1,4 +1,4 @@
-"""Reading a folder that somebody else wrote: no links, regular files of known size, strict JSON."""
+"""Reading a folder of unknown origin: no links, regular files of known size, strict JSON."""
 
 from __future__ import annotations
 
