@@ -1,0 +1,19 @@
+"""Contracts for components: a test class derives from one, makes its component, and inherits the tests.
+
+>>> from engram import RandomSampler
+>>> from engram.testing import SamplerContract
+>>> class TestRandomSampler(SamplerContract):
+...     def make(self, capacity):
+...         return RandomSampler()
+>>> TestRandomSampler().run_all()
+
+The tests are methods called ``test_…`` without parameters, so pytest and other runners find them. Nothing here imports pytest.
+"""
+
+from engram.testing.contract import Contract
+from engram.testing.samplers import SamplerContract
+from engram.testing.storages import StorageContract
+from engram.testing.transforms import TransformContract
+from engram.testing.writers import WriterContract
+
+__all__ = ["Contract", "SamplerContract", "StorageContract", "TransformContract", "WriterContract"]

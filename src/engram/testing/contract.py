@@ -1,0 +1,85 @@
+"""What all contracts share: rows that say who they are, checks with a message, and ways to copy."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import torch
+from tensordict import TensorDict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Contract", "check", "refuses", "same"]
+
+T = TypeVar("T")
+
+
+class Contract:
+    """Base of the contracts.
+
+    ``copies`` are functions that copy an object. Add a round trip through pickle, if components are sent to other processes::
+
+        copies = [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
+    """
+
+    copies: ClassVar[Sequence[Callable[[object], object]]] = [copy.deepcopy]
+
+    def run_all(self) -> None:
+        """Run every test of the contract, for use without a test runner. Raises ``AssertionError`` at the first that fails."""
+        classes = reversed(type(self).__mro__)
+        for name in dict.fromkeys(name for cls in classes for name in vars(cls) if name.startswith("test_")):
+            getattr(type(self)(), name)()
+
+    def _copies(self, it: T) -> list[T]:
+        return [how(it) for how in self.copies]  # type: ignore[misc]
+
+
+def check(true: object, message: str) -> None:
+    """Raise ``AssertionError`` unless it is true."""
+    if not true:
+        raise AssertionError(message)
+
+
+def refuses(call: Callable[[], object]) -> bool:
+    """Whether a call raises an exception."""
+    try:
+        call()
+    except Exception:  # noqa: BLE001 - any refusal will do
+        return True
+    return False
+
+
+def steps(first: int, n: int) -> TensorDict:
+    """``n`` steps of episodes of eight: each says which step it is."""
+    step = torch.arange(first, first + n)
+    return TensorDict(
+        {
+            "step": step,
+            "observation": torch.stack([step, -step], 1).float(),
+            "episode": step // 8,
+            "next": {
+                "observation": torch.stack([step + 1, -step - 1], 1).float(),
+                "reward": step.unsqueeze(1).float(),
+                "done": (step % 8 == 7).unsqueeze(1),
+                "terminated": (step % 8 == 7).unsqueeze(1),
+            },
+        },
+        batch_size=[n],
+    )
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two values are equal, with all that they contain; NaN equals NaN."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return (
+            one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+        )
+    if isinstance(one, TensorDict) and isinstance(other, TensorDict):
+        return same(one.to_dict(), other.to_dict())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+    return type(one) is type(other) and one == other

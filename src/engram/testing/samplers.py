@@ -1,0 +1,196 @@
+"""The contract of samplers."""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from engram.buffer.tensordict import TensorDictReplayBuffer
+from engram.storages import LazyTensorStorage
+from engram.testing.contract import Contract, check, refuses, same, steps
+from engram.types import Declared, Sampler
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+__all__ = ["SamplerContract"]
+
+_CAPACITY = 32
+#: Steps begin here, so that a row that holds nothing, which is zero, is none of them.
+_FIRST = 104
+
+
+class SamplerContract(Contract):
+    """What a buffer expects of a sampler. Derive from it and override :meth:`make`."""
+
+    batch_size = 8
+    ends_epochs = False
+    """Draws come to an end, and the last batch may be smaller."""
+
+    def make(self, capacity: int) -> Sampler:
+        """A new sampler for a storage of that many rows."""
+        raise NotImplementedError
+
+    def rows(self, first: int, n: int) -> TensorDict:
+        """``n`` rows to write. Each must say in ``"step"`` which one it is: ``first``, ``first + 1``, …"""
+        return steps(first, n)
+
+    def _buffer(self) -> TensorDictReplayBuffer:
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(_CAPACITY),
+            sampler=self.make(_CAPACITY),
+            batch_size=self.batch_size,
+            generator=torch.Generator().manual_seed(7),
+        )
+
+    def _filled(self, n: int = 40) -> TensorDictReplayBuffer:
+        rb = self._buffer()
+        rb.extend(self.rows(_FIRST, n))
+        return rb
+
+    def _draw(self, rb: TensorDictReplayBuffer) -> tuple[Tensor, Tensor]:
+        """Rows of a batch, and the steps that were read there."""
+        data, info = rb.sample(return_info=True)
+        index = info["index"]
+        rows = index[0] if isinstance(index, tuple) else index
+        return rows.reshape(-1), data["step"].reshape(-1)
+
+    def _draws(self, rb: TensorDictReplayBuffer, n: int = 6) -> list[list[int]]:
+        return [self._draw(rb)[0].tolist() for _ in range(n)]
+
+    def _check_draws(self, rb: TensorDictReplayBuffer, first: int, end: int) -> None:
+        """Draws are of the steps ``[first, end)``, and of as many as were asked for."""
+        for _ in range(8):
+            rows, read = self._draw(rb)
+            full = 0 < len(rows) <= self.batch_size if self.ends_epochs else len(rows) == self.batch_size
+            check(full, f"expected a draw of {self.batch_size} rows, got {len(rows)}: {rows.tolist()}")
+            dead = [step for step in read.tolist() if not first <= step < end]
+            check(not dead, f"expected draws of the live steps {first} … {end - 1}, got {dead} too")
+            check(same(rb["step"][rows], read), "expected info['index'] to name the rows that were read")
+        self._check_draw(rb)
+
+    def _check_draw(self, rb: TensorDictReplayBuffer) -> None:
+        """The sampler's own draw: a buffer draws again in place of rows that are not there."""
+        sampler, extent = rb.sampler, rb.storage.extent()
+        if isinstance(sampler, Declared) and (sampler.traits.draws_uniformly or sampler.traits.reads_natively):
+            return
+        rows = sampler.draw(extent, self.batch_size, 12345).rows
+        dead = rows[~extent.contains(rows)].tolist()
+        check(
+            not dead,
+            f"expected draw() to choose live rows, of lanes that are filled up to {extent.filled}, got {dead} too",
+        )
+
+    # ---- what every sampler must do ------------------------------------------------------------------------------------
+
+    def test_follows_the_protocol(self) -> None:
+        sampler = self.make(_CAPACITY)
+        missing = [name for name in ("draw", "observe", "update_priority") if not hasattr(sampler, name)]
+        check(isinstance(sampler, Sampler), f"expected the methods of engram.types.Sampler, missing {missing}")
+
+    def test_draws_live_rows(self) -> None:
+        self._check_draws(self._filled(16), _FIRST, _FIRST + 16)
+        self._check_draws(self._filled(_CAPACITY), _FIRST, _FIRST + _CAPACITY)
+
+    def test_draws_no_overwritten_rows(self) -> None:
+        rb = self._filled(_CAPACITY)
+        rb.extend(self.rows(_FIRST + _CAPACITY, 16))
+        self._check_draws(rb, _FIRST + 16, _FIRST + _CAPACITY + 16)
+
+    def test_draws_nothing_that_was_there_before_empty(self) -> None:
+        rb = self._filled(_CAPACITY)
+        rb.sample()
+        rb.empty()
+        rb.extend(self.rows(800, 16))
+        self._check_draws(rb, 800, 816)
+
+    def test_an_empty_buffer_is_refused_and_can_be_filled(self) -> None:
+        rb = self._buffer()
+        check(refuses(rb.sample), "expected an error for a draw from an empty buffer")
+        rb.extend(self.rows(_FIRST, 16))
+        self._check_draws(rb, _FIRST, _FIRST + 16)
+
+    def test_draws_follow_from_the_generator_alone(self) -> None:
+        found = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            rb = self._filled()
+            before = torch.get_rng_state(), random.getstate()
+            found.append(self._draws(rb))
+            check(
+                torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate(),
+                "expected draws to leave the random numbers of torch and of Python alone: derive them from the key",
+            )
+        check(
+            found[0] == found[1], "expected the same draws from the same generator: derive random numbers from the key"
+        )
+
+    def test_written_data_stays_as_it_is(self) -> None:
+        rb, data = self._buffer(), self.rows(_FIRST, 16)
+        before = data.clone()
+        rb.extend(data)
+        check(same(before, data), "expected observe() to leave the data alone")
+
+    def test_takes_or_ignores_priorities_of_drawn_rows(self) -> None:
+        rb = self._filled()
+        rows, _ = self._draw(rb)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there are none
+            rb.update_priority(rows, torch.ones(len(rows)))
+        self._check_draws(rb, _FIRST + 8, _FIRST + 40)
+
+    def test_a_state_goes_on_where_it_was_taken(self) -> None:
+        rb = self._filled()
+        self._draws(rb, 3)
+        state = rb.state_dict()
+        expected = self._draws(rb)
+        for way in ("the first time", "again, after other draws"):
+            other = self._buffer()
+            other.load_state_dict(state)
+            check(
+                self._draws(other) == expected,
+                f"expected the draws after state_dict() from a sampler that loads the state {way}: a state must have all that a "
+                "draw depends on",
+            )
+
+    def test_a_state_is_a_copy(self) -> None:
+        rb, other = self._filled(), self._filled()
+        state = rb.sampler.state_dict()
+        before = copy.deepcopy(state)
+        self._draws(rb)
+        check(same(before, state), "expected state_dict() to copy: draws have changed a state")
+        other.sampler.load_state_dict(state)
+        self._draws(other)
+        check(same(before, state), "expected load_state_dict() to copy: draws have changed the state that was loaded")
+
+    def test_a_dump_goes_on_where_it_was_saved(self) -> None:
+        rb = self._filled()
+        self._draws(rb, 3)
+        with tempfile.TemporaryDirectory() as folder:
+            rb.dumps(f"{folder}/dump")
+            expected = self._draws(rb)
+            other = self._buffer()
+            other.loads(f"{folder}/dump")
+            check(
+                self._draws(other) == expected, "expected the draws after dumps() from a buffer that loads the folder"
+            )
+
+    def test_copies_go_on_by_themselves(self) -> None:
+        rb = self._filled()
+        self._draws(rb, 3)
+        twins = self._copies(rb)
+        expected = self._draws(rb)
+        rb.extend(self.rows(800, 16))
+        self._draws(rb)
+        for twin in twins:
+            check(
+                self._draws(twin) == expected,
+                "expected a copy to draw as the original would have, without the writes since",
+            )
