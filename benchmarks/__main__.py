@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure engram beside TorchRL and cpprb, judge the claims, save results and
+"""``python -m benchmarks``: compare engram with TorchRL and cpprb, judge the claims, save results and
 charts.
 """
 
@@ -46,9 +46,9 @@ QUIET_LOAD = 0.5
 
 
 @click.command(help=__doc__)
-@click.option("--quick", is_flag=True, help="A fifth of the blocks, saved under results/quick.")
-@click.option("--only", multiple=True, type=click.Choice(list(BENCHMARKS)), help="Only this one; repeatable.")
-@click.option("--large", is_flag=True, help="Checkpoints of 20 GB, which take 60 GB of disk.")
+@click.option("--quick", is_flag=True, help="Run a fifth of the blocks; save to results/quick.")
+@click.option("--only", multiple=True, type=click.Choice(list(BENCHMARKS)), help="Run only this benchmark; repeatable.")
+@click.option("--large", is_flag=True, help="Save checkpoints of 20 GB, which takes 60 GB of disk.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON and charts.")
 def main(quick: bool, only: tuple[str, ...], large: bool, out: Path | None) -> None:
     warnings.simplefilter("ignore")  # rivals warn about their own deprecations
@@ -96,7 +96,7 @@ def main(quick: bool, only: tuple[str, ...], large: bool, out: Path | None) -> N
     out_console = report.console()
     report.print_table(out_console, rows, libraries, share)
     if load > QUIET_LOAD:
-        out_console.print(f"The machine was busy before the start (load {load}): trust the ratios only.")
+        out_console.print(f"The machine was busy before the start (load {load}): rely only on the ratios.")
     out_console.print(f"Saved: {', '.join(os.path.relpath(path) for path in saved)}", markup=False, soft_wrap=True)
 
 

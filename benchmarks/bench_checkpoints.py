@@ -1,19 +1,27 @@
-"""Claim: a checkpoint costs what is new since the last one, and stops nobody; saving and loading are bound by the disk.
+"""Claim: a checkpoint costs what is new since the last one, and stops no process; saving and loading are bound by the
+disk.
 
-Measured, ``dumps``: the prioritized buffer of ``bench_indexes``, 100,000 rows, saved under a new name, and under that of the
-last one: engram then puts one folder in the place of the other and removes that, TorchRL writes over its files. It does not wait
-for the disk; "TorchRL, synced" does. Where its extension does not load, as with every torch but the one that it was built for,
-Python lists stand in for its trees: they take less time to be read than those. Then the same rows in 100 times the capacity.
-Measured, one per cent: a ``LazyMemmapStorage`` of 10 kB rows, all of them live; a full checkpoint, then three, each after a
-hundredth of the rows was overwritten, of which the median counts; and that again. It is judged with ``--large``: of 20 GB.
-Measured, pause: the longest ``add``, and the longest ``sample``, of a thread that makes nothing else while 10^7 small rows with
-priorities are saved in the background, without links; beside the longest one in a second without a save. Measured, ``loads``:
-into an empty buffer in RAM, against reading the same files into one piece of memory, front to back; and, not judged, against
-doing that with as many threads as ``loads`` has; what the system keeps of them is dropped before both. Its memory: how far the
-resident set of a new process grows beyond the rows. Measured, ``verify``: at the level ``full``, of files that the system has
-in memory; one thread.
+dumps: the prioritized buffer of ``bench_indexes``, 100,000 rows, saved under a new name, and under the name of the
+last dump. With the same name, engram exchanges the folders and removes the old one; TorchRL overwrites its files.
+TorchRL does not wait for the disk; "TorchRL, synced" does. TorchRL's extension loads only with the torch that it
+was built for. Otherwise, Python lists replace its trees; they take less time to read. Then the same rows in 100
+times the capacity.
 
-Files lie where ``tempfile`` puts them: set ``TMPDIR`` to a folder on the disk that is meant.
+One per cent: a ``LazyMemmapStorage`` of 10 kB rows, all of them live. A full checkpoint, then three more, each
+after a hundredth of the rows was overwritten, of which the median counts; then the same again. Judged with
+``--large``: 20 GB.
+
+Pause: the longest ``add``, and the longest ``sample``, of a thread that does nothing else while 10^7 small rows
+with priorities are saved in the background, without links. Compared with the longest one in a second without a
+save.
+
+loads: into an empty buffer in RAM, compared with reading the same files into one piece of memory, front to back,
+and, not judged, with reading them in as many threads as ``loads`` has. The page cache is dropped before both. Its
+memory: how far the resident set of a new process grows beyond the rows.
+
+verify: at the level ``full``, of files in the page cache; one thread.
+
+Files are written where ``tempfile`` puts them: set ``TMPDIR`` to a folder on the disk to measure.
 """
 
 import os

@@ -1,11 +1,11 @@
 """Claim: large rows are copied at the speed of memory, and two threads copy them faster than one.
 
-Measured: one ``sample`` of 256 out of 10,000 frames of 4x84x84 uint8 (28 kB a row, 282 MB in all, in RAM),
-with one and with two threads: ``torch.set_num_threads`` for TorchRL and ``copy_``, ``engram.set_num_threads``
-for engram; cpprb knows only one. The yardstick is one torch ``copy_`` of as many bytes: contiguous, into a
-destination that was made once and is warm, from a window that moves on through a region much larger than the
-caches, so that it reads memory as a sample does. ``sample`` has more to do: it draws, gathers scattered rows
-and makes its own destination.
+Measured: one ``sample`` of 256 out of 10,000 frames of 4x84x84 uint8 (28 kB a row, 282 MB in all, in RAM), with one
+and with two threads: ``torch.set_num_threads`` for TorchRL and ``copy_``, ``engram.set_num_threads`` for engram;
+cpprb has only one. The reference is one torch ``copy_`` of as many bytes. It is contiguous, its destination was
+allocated once and is warm, and its source is a window that moves through a region much larger than the caches, so
+that it reads memory as a sample does. ``sample`` does more: it draws, gathers scattered rows and allocates its
+destination.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,12 +1,18 @@
 """Claim: drawing by priority and by trajectory costs the batch, not the buffer, and many times less than elsewhere.
 
-Measured: 100,000 rows of an environment-like TensorDict (obs [17], action [6], reward [1], next obs [17], done [1], episode
-id; episodes of 200 steps), in RAM, one thread. Prioritized: batches of 256, priorities uniform in [0, 1), alpha 0.6,
-beta 0.4; updates of 256 rows. cpprb and rlox hold the same fields as NumPy arrays, without the episode; rlox
-knows no batches to add, so it is filled row by row, outside the clock. TorchRL's prioritized samplers need its
-extension: where that does not load, their cells are empty. Slices: 8 windows of 32 steps; "while written" adds
-one row before every sample. Returns of 3 steps: engram sums them when it samples, TorchRL when rows are written; both
-sample 256. Then how all that scales with the rows.
+Measured: 100,000 rows of an environment-like TensorDict (obs [17], action [6], reward [1], next obs [17], done [1],
+episode id; episodes of 200 steps), in RAM, one thread.
+
+Prioritized: batches of 256, priorities uniform in [0, 1), alpha 0.6, beta 0.4; updates of 256 rows. cpprb and rlox
+hold the same fields as NumPy arrays, without the episode. rlox cannot add batches, so it is filled row by row,
+outside the clock. TorchRL's prioritized samplers need its extension; where that does not load, their cells are
+empty.
+
+Slices: 8 windows of 32 steps; "while written" adds one row before every sample.
+
+Returns of 3 steps: engram sums them when it samples, TorchRL when rows are written; both sample 256.
+
+Then the same at growing numbers of rows.
 """
 
 from collections.abc import Callable, Iterator

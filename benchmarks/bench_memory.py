@@ -1,12 +1,12 @@
-"""Claim: what engram keeps beside the data takes at most nine bytes per row.
+"""Claim: engram needs at most nine bytes per row in addition to the data.
 
-Measured, folder: 100,000 rows in a memory-mapped buffer, the blocks that all files of its folder occupy on
-disk after they were synchronized (``st_blocks``, not the apparent size), minus the bytes of the rows. A store
-in RAM has the same layout without a folder, so this is its figure too. What is beyond the data is rounded up
-to whole blocks, in our disfavour.
+Folder: 100,000 rows in a memory-mapped buffer. Measured are the blocks that all files of its folder occupy on disk
+after they were synchronized (``st_blocks``, not the apparent size), minus the bytes of the rows. A store in RAM has
+the same layout without a folder, so the figure holds for it as well. The difference is rounded up to whole blocks,
+to our disadvantage.
 
-Measured, resident: growth of the resident set while a new process writes 1,000,000 rows into a buffer in RAM,
-minus the bytes of the rows. It includes what the allocator rounds up and keeps, so no floor is judged by it.
+Resident: growth of the resident set while a new process writes 1,000,000 rows into a buffer in RAM, minus the bytes
+of the rows. It includes what the allocator rounds up and keeps, so it is not judged.
 """
 
 import gc

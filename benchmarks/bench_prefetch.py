@@ -1,13 +1,14 @@
-"""Claim: with ``prefetch`` the caller hardly waits for batches that take long, and those that do not cost what they
-cost without.
+"""Claim: with ``prefetch``, the caller hardly waits for slow batches, and fast batches cost what they cost without it.
 
-Measured, wait: how long ``sample`` takes while there is a training step of 1 ms after each call, during which the caller
-waits for a device (it sleeps), and a transform that keeps a processor busy for 0.5 ms. The step is outside the clock. Then
-the same with a step that keeps a processor busy itself; on two cores, step, transform and whatever else runs share them, so
-no floor is judged by it. Measured, nothing to hide: what ``prefetch=2`` adds to ``sample`` without a transform, with such steps
-and without. Measured, tight: no step and the same transform, so that nothing can be hidden but what two threads do at a
-time. Measured, small: ``bench_sampling``'s samples of 128 rows, where a batch takes microseconds. Bare tensors
-(3 µs) are shown beside them, unjudged: two looks at a clock are 3 % of those.
+Wait: the time of ``sample`` if each call is followed by a training step of 1 ms, during which the caller waits for
+a device (it sleeps), with a transform that keeps a processor busy for 0.5 ms. The step is outside the clock. Then
+the same with a step that keeps a processor busy itself. On two cores, step, transform and other programs share
+them, so that is not judged.
+
+Nothing to hide: what ``prefetch=2`` adds to ``sample`` without a transform, with such steps and without. Tight: no
+step and the same transform, so that only concurrent work of two threads can be hidden. Small: the samples of
+``bench_sampling`` of 128 rows, where a batch takes microseconds. Bare tensors (3 µs) are shown as well, but not
+judged: reading a clock twice takes 3 % of that.
 """
 
 import tempfile

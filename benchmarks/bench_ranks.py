@@ -1,23 +1,29 @@
-"""Claim: M shards restart as N at the speed at which memory and disk give their bytes, and a save of many ranks stops none.
+"""Claim: M shards restart as N at the speed of memory and disk, and a save of many ranks stops none of them.
 
-Measured, planning: 10^6 episodes of 64 shards dealt out to 48 ranks of two lanes, in a process of its own: its time, and how
-far its resident set grows, tables included. Measured, restore: a job of M ranks saved two lanes of episodes of unlike lengths
-each; a job of N restores them into empty buffers with priorities; every episode is kept. Beside it, "copying": each of N
-processes reads an equal share of all files of the same checkpoint (rows, and the tickets and priorities that a restore reads as
-well) into new memory of the kind that the stores have (private, huge pages where the system has them), one MiB at a time, in
-one thread (a restore has two), and does nothing else. From disk, which is judged: what the system keeps of the files is dropped
-before both. From memory, which is shown: there copying is what memory can do, while each rank also reads what others get of
-blocks that it has a share of, checks all of it, and puts rows where they belong. On a system whose free memory is in small
-pieces huge pages take seconds to be made, whoever asks for them: quartiles show it. Memory: how far the resident set of a rank
-grows while it restores, at most, beyond the rows that it gets; judged of frames: the tickets and priorities of millions of
-small rows, which the store keeps, are some 100 MiB themselves.
-Measured, a save of four ranks: all of them take steps (a prioritized sample of 256, its update, a reduction over all ranks) and
-then save in the background, full copies; how long the call keeps the slowest rank, agreeing on the step included; and the
-longest step until the save is over, beside the longest of as many steps without one. Measured, requests: a rank asks at a step
-by chance; how many calls of ``poll`` later all of them save, at the same step, as a share of ``poll_every``. Four ranks on
-fewer cores wait for each other's turn, too.
+Planning: 10^6 episodes of 64 shards are resharded to 48 ranks of two lanes, in a separate process. Measured are its
+time, and how far its resident set grows, tables included.
 
-Files lie where ``tempfile`` puts them.
+Restore: a job of M ranks saved two lanes of episodes of different lengths each; a job of N ranks restores them into
+empty buffers with priorities; every episode is kept. Compared with "copying": each of N processes reads an equal
+share of all files of the same checkpoint (rows, and the tickets and priorities that a restore reads as well) into
+new memory of the kind that stores have (private, huge pages where available), one MiB at a time, in one thread (a
+restore has two), and does nothing else. From disk, which is judged: the page cache is dropped before both. From
+memory, which is shown: there, copying runs at the speed of memory, while each rank also reads other ranks' parts of
+shared blocks, checks everything, and moves rows to their places. If free memory is fragmented, huge pages take
+seconds to allocate, for both sides; the quartiles show it.
+
+Memory: the maximum growth of a rank's resident set while it restores, beyond its rows. Judged for frames: the
+tickets and priorities of millions of small rows, which the store keeps, take some 100 MiB themselves.
+
+A save of four ranks: all of them take steps (a prioritized sample of 256, its update, a reduction over all ranks)
+and then save in the background, full copies. Measured are how long the call stops the slowest rank, the agreement
+on the step included, and the longest step until the save has ended, compared with the longest of as many steps
+without a save.
+
+Requests: a rank requests a save at a random step. Measured is after how many calls of ``poll`` all ranks save, at
+the same step, as a share of ``poll_every``. Four ranks on fewer cores also wait for each other's turn.
+
+Files are written where ``tempfile`` puts them.
 """
 
 import gc
@@ -55,7 +61,7 @@ RESIDENT_MIB = 64
 PIECE = 1 << 20
 LANES = 2
 
-CREW = 4
+WORLD = 4
 STALL_ROWS, STALLS = 10**6, 9
 BATCH = 256
 REQUESTS, POLL_EVERY = 20, 10
@@ -72,7 +78,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
             for row in _restores(kind, saved_by, loaded_by, size * (1 if share >= 1 else QUICK), lengths, share):
                 yield row if share >= 1 else row.unjudged()
     rows = STALL_ROWS if share >= 1 else round(QUICK * STALL_ROWS)
-    with Job(CREW) as job, tempfile.TemporaryDirectory() as name:
+    with Job(WORLD) as job, tempfile.TemporaryDirectory() as name:
         job.each(_train_with, Path(name), rows)
         for row in _stalls(job, rows):
             yield row if share >= 1 else row.unjudged()
@@ -290,7 +296,7 @@ def _stalls(job: Job, rows: int) -> Iterator[Row]:
     call, saving, alone = ([max(answer[i] for answer in answers) for answers in rounds] for i in range(3))
     key, against, spread = "ranks/stall/call", "50 ms", Spread.of(call)
     compared = [Comparison(against, "value", spread, FLOORS[key, against])]
-    what = f"save(wait=False) of {CREW} ranks · {rows:.0e} rows each"
+    what = f"save(wait=False) of {WORLD} ranks · {rows:.0e} rows each"
     yield Row(key, f"{what} · the call, of the slowest", {"engram": spread}, compared, unit="ms")
     values = {"engram": saving, "no save": alone}
     compared = [Comparison("no save", "share", Timing(1, values).ratio("engram", "no save"), None)]
@@ -321,14 +327,14 @@ def _stall(member: Member) -> tuple[float, float, float]:
 def _requests(job: Job) -> Row:
     shares: list[float] = []
     for number in range(REQUESTS):
-        asked_by, asked_after = number % CREW, random.Random(number).randrange(POLL_EVERY)
+        asked_by, asked_after = number % WORLD, random.Random(number).randrange(POLL_EVERY)
         answers = job.each(_ask, asked_by, asked_after)
         if len({step for step, _ in answers}) != 1:
             raise RuntimeError(f"expected one step, got {answers}")
         shares.append(answers[asked_by][1] / POLL_EVERY)
     key, against, worst = "ranks/request", "poll_every", Spread.of([max(shares)])
     compared = [Comparison(against, "value", worst, FLOORS[key, against])]
-    what = f"from a request to the save of {CREW} ranks, at most"
+    what = f"from a request to the save of {WORLD} ranks, at most"
     return Row(key, what, {"engram": worst}, compared, unit="poll_every")
 
 

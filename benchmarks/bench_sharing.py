@@ -1,24 +1,24 @@
 """Claim: one buffer in many processes costs little more than one in one process, and many times less than elsewhere.
 
-Measured: processes that work at the same time, counted in windows that all of them know beforehand; sides take turns.
-Rows as in ``writing``: a TensorDict of 97 bytes, 100,000 of them, the ring full before the clock runs.
+Measured: processes that work concurrently. Their calls are counted in time windows that all of them know beforehand; sides
+take turns. Rows as in ``writing``: TensorDicts of 97 bytes, 100,000 of them; the ring is full before the clock starts.
 
-- Writers: two processes extend one buffer by 64 rows, rows per second of both together. "A lane each" is engram with a
-  lane per writer; TorchRL, and engram without that name, have one cursor for both. TorchRL's storage in RAM is one
-  for all processes only with ``shared_init``, and then a memory-mapped file.
+- Writers: two processes extend one buffer by 64 rows; rows per second of both together. "A lane each" is engram with one
+  lane per writer; TorchRL, and engram otherwise, have one cursor for both. Processes share TorchRL's storage in RAM
+  only with ``shared_init``, and then it is a memory-mapped file.
 - Writers beside a sampler, and a sampler beside writers (uniform, batches of 256, RAM). More processes than cores
-  share the cores, whatever they do, and two busy cores of one chip are slower than one. So there are two ratios.
-  "Alone" is the raw one: without the others. "Another program" is net of all that: beside processes that do exactly
-  the same work in a buffer of their own. That is lenient: the second buffer takes cache of its own, so that there are
-  more cache misses. Each is judged, but for the raw one where there are fewer cores than processes, which measures the
-  scheduler, or where that other program alone costs more than the floor allows.
+  share the cores, whatever they do, and two busy cores of one chip are slower than one. Therefore there are two ratios.
+  "Alone" is the raw one: compared with the same work without the others. "Another program" excludes these effects:
+  compared with the same work beside processes that use a buffer of their own. That is lenient, because the second buffer
+  causes more cache misses. Both are judged, except the raw one if there are fewer cores than processes (it then measures
+  the scheduler), or if that other program alone costs more than the floor allows.
 - Priorities: sample and update 256 of 1,000,000 rows in a store that a second, idle process has open, against one that is
-  private to its process. Its fields, and the tree, lie in huge pages where the system has them; a file's hardly ever do.
+  private to its process. Fields and tree of the private one are in huge pages where available; those of files rarely are.
 - Recovery: 10,000,000 rows of one float32 with priorities, two processes that write, sample and update; both are
-  killed at once. The time is that of ``ReplayBuffer.open`` in a new process whose imports are done, beside that of opening
-  the same store after it was closed in order. Its files are in the page cache, as they are after such a death.
-- Reverb, only where ``REVERB_PYTHON`` names the Python of an environment that has it: see ``reverb_peer``. One writer and
-  its server against one writer, one sampler and its server against one sampler.
+  killed at once. Measured is ``ReplayBuffer.open`` in a new process after its imports, compared with opening the same
+  store after it was closed in order. Its files are in the page cache, as they are after such a death.
+- Reverb, only if ``REVERB_PYTHON`` names the Python of an environment that has it: see ``reverb_peer``. One writer with
+  its server against one writer; one sampler with its server against one sampler.
 """
 
 import os
@@ -36,8 +36,8 @@ from tensordict import TensorDict
 
 from benchmarks import data, machine, rivals
 from benchmarks.claims import FLOORS, Comparison, Row, timed
-from benchmarks.crews import Forked, Program, Shift, Worker, in_turns
 from benchmarks.timing import Effort, Side, Spread, Timing, alternate, once, together
+from benchmarks.workers import Forked, Program, Shift, Worker, in_turns
 
 WRITE = Shift(length_s=0.15, windows=11)
 BESIDE = Shift(length_s=0.2, windows=11)
@@ -86,14 +86,14 @@ def _writing(libraries: rivals.Libraries, folder: Path, share: float) -> Iterato
         if "engram" in replays:
             apart = _full(libraries["engram"], storage, folder / key / "lanes", buffer, lanes=2)
             replays["a lane each"] = apart
-        crews = {
+        workers = {
             name: [Forked(partial(_writer, replay, k, k if name == "a lane each" else None)) for k in range(2)]
             for name, replay in replays.items()
         }
-        turns = in_turns(crews, WRITE.scaled(share))
+        turns = in_turns(workers, WRITE.scaled(share))
         for name, replay in replays.items():
-            _check_written(replay, crews[name], exact=name != "TorchRL")
-        _stop(crews)
+            _check_written(replay, workers[name], exact=name != "TorchRL")
+        _stop(workers)
         for replay in replays.values():
             getattr(replay, "close", lambda: None)()
         timing = Timing(1, {name: [together(turn) for turn in found] for name, found in turns.items()})
@@ -142,8 +142,8 @@ def _check_written(replay: Any, writers: Sequence[Forked], *, exact: bool) -> No
     data.check(replay.sample(), size=BATCH)
 
 
-def _stop(crews: Mapping[str, Sequence[Worker]]) -> None:
-    for worker in {id(worker): worker for crew in crews.values() for worker in crew}.values():
+def _stop(workers: Mapping[str, Sequence[Worker]]) -> None:
+    for worker in {id(worker): worker for side in workers.values() for worker in side}.values():
         worker.stop()
 
 

@@ -1,10 +1,10 @@
 """Claim: writing rows is many times faster than with TorchRL, one by one and in batches.
 
-Measured: ``add`` of one TensorDict and ``extend`` of 64 rows into a full buffer of 100,000 rows in RAM (the
-ring turns, nothing is allocated any more), with ``ReplayBuffer`` and ``TensorDictReplayBuffer`` on both
-sides; and filling a new buffer by ``extend`` of 64 until its 100,000 rows are written, creation of the
-storage included. cpprb's ``add`` gets the same fields as NumPy arrays by keyword, one row or 64. Every call
-writes other rows than the one before. One thread.
+Measured: ``add`` of one TensorDict and ``extend`` by 64 rows into a full buffer of 100,000 rows in RAM (the ring
+wraps, nothing is allocated), with ``ReplayBuffer`` and ``TensorDictReplayBuffer`` on both sides; and filling a new
+buffer by ``extend`` of 64 until its 100,000 rows are written, the creation of the storage included. cpprb's ``add``
+gets the same fields as NumPy arrays by keyword, one row or 64. Every call writes other rows than the previous one.
+One thread.
 """
 
 import tempfile

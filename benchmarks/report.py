@@ -23,11 +23,11 @@ _FOOT: dict[str, Any] = {"ha": "center", "fontsize": 8.5, "color": "#444444"}
 _VERDICTS = {"aim": "[green]aim[/]", "yes": "[green]yes[/]", "no": "[bold red]no[/]", "": ""}
 _LEGEND = """\
 Times: median of the blocks, per call. Ratios: median and quartiles of the ratios of neighbouring blocks.
-“12×”: that many times faster; “0.98 of”: our time as a part of theirs. One thread, if no other is named."""
+“12×”: 12 times as fast; “0.98 of”: engram takes 0.98 of their time. One thread, unless another number is named."""
 _CAPTION = """\
 Every bar uses the storage named under it. Rows: a, b: float32 [3, 4], c: bool (tensor: a alone). One thread.
-The script behind the original figure built its TensorDict bars on ListStorage, whatever their label said.
-cpprb holds and returns dicts of NumPy arrays, in the TensorDict bars too. Whiskers: quartiles of blocks."""
+The script behind the original figure used ListStorage for its TensorDict bars, despite their labels.
+cpprb holds and returns dicts of NumPy arrays, also in the TensorDict bars. Whiskers: quartiles of blocks."""
 #: What a line is called, its colour and marker, and how far below or above their points its numbers stand.
 _SCALING = {
     "scaling/slices": ("a sample of 8 windows of 32 steps", "#009e73", "s", 5),

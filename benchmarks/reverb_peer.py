@@ -19,7 +19,7 @@ import numpy as np
 import reverb
 import tensorflow as tf
 
-from benchmarks.crews import answer_lines
+from benchmarks.workers import answer_lines
 
 CHUNK, BATCH = 64, 256
 FILLED = 20_000

@@ -1,8 +1,8 @@
-"""Actors and a learner, each a process of its own, over one prioritized buffer; one actor is killed on the way.
+"""Actors and a learner in separate processes over one prioritized buffer; one actor is killed on the way.
 
-Actors walk along a cliff (the Blind Cliffwalk of Schaul et al., 2016): in every cell one action leads on and the other one
-over the edge, and only the end of the path is worth something. Rows that teach much are rare, so the learner draws by
-priority. Actors choose by its table of action values, which lies in memory that they share.
+Actors walk along a cliff (the Blind Cliffwalk of Schaul et al., 2016). In every cell, one action leads on and the other over
+the edge; only the end of the path has a reward. Informative rows are rare, so the learner draws by priority. The actors
+choose by the learner's table of action values, which is in shared memory.
 """
 
 import itertools
@@ -20,12 +20,12 @@ from engram import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 CELLS, ACTORS, ROWS = 8, 2, 4_000
 KILL_AT, MOST_UPDATES = 1_000, 20_000
 RATE, GAMMA, EXPLORE = 0.25, 0.9, 0.5
-LEADS_ON = torch.arange(CELLS) % 2  # the action that does, in each cell
-logging.getLogger("engram").setLevel("WARNING")  # in every process: say nothing of what is allocated
+LEADS_ON = torch.arange(CELLS) % 2  # the right action of each cell
+logging.getLogger("engram").setLevel("WARNING")  # in every process: do not log allocations
 
 
 def act(replay: TensorDictPrioritizedReplayBuffer, values: Tensor, number: int, lane: int, learner: int) -> None:
-    """An actor's process: walk until the learner is gone."""
+    """Run an actor: walk until the learner has ended."""
     torch.set_num_threads(1)
     torch.manual_seed(number)
     cell = 0
@@ -37,11 +37,11 @@ def act(replay: TensorDictPrioritizedReplayBuffer, values: Tensor, number: int, 
         row = {"cell": cell, "action": action, "reward": float(safe and end), "end": end, "actor": number}
         replay.add(TensorDict({name: torch.tensor(value) for name, value in row.items()}), lane=lane)
         cell = 0 if end else cell + 1
-        time.sleep(0.001)  # real environments take their time, too
+        time.sleep(0.001)  # real environments take time, too
 
 
 def learn(replay: TensorDictPrioritizedReplayBuffer, values: Tensor) -> None:
-    """One update of the table, after which the replay knows what surprised."""
+    """Update the table once, then the priorities of the batch."""
     batch = replay.sample()
     cell, action = batch["cell"], batch["action"]
     following = values[(cell + 1) % CELLS].max(1).values
@@ -52,7 +52,7 @@ def learn(replay: TensorDictPrioritizedReplayBuffer, values: Tensor) -> None:
 
 
 def wrote(replay: TensorDictPrioritizedReplayBuffer, actors: Iterable[int]) -> bool:
-    """Whether rows of all of these actors are in the replay."""
+    """Whether the replay contains rows of each of these actors."""
     return len(replay) > 0 and set(actors) <= set(replay[:]["actor"].tolist())
 
 
@@ -63,7 +63,7 @@ def main() -> None:
         alpha=0.7, beta=0.5, storage=LazyTensorStorage(ROWS, lanes=ACTORS), batch_size=32, shared=True
     )
     values = torch.zeros(CELLS, 2).share_memory_()
-    context = multiprocessing.get_context("fork")  # there at once; "spawn" does, too
+    context = multiprocessing.get_context("fork")  # starts at once; "spawn" works, too
 
     def start(number: int, lane: int) -> multiprocessing.Process:
         actor = context.Process(target=act, args=(replay, values, number, lane, os.getpid()), daemon=True)
@@ -78,10 +78,10 @@ def main() -> None:
             time.sleep(0.001)
         learn(replay, values)
         if update == KILL_AT:
-            actors[0].kill()  # SIGKILL: it cannot tidy up, and need not
+            actors[0].kill()  # SIGKILL: it cannot clean up, and need not
             actors[0].join()
             left = int((replay[:]["actor"] == 0).sum())
-            print(f"actor 0 was killed; its {left} rows stay, and the learner goes on")
+            print(f"actor 0 was killed; its {left} rows stay, and the learner continues")
             actors[0] = start(ACTORS, 0)
         if update % 100 == 0:
             learned = bool((values.argmax(1) == LEADS_ON).all())

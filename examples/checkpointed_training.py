@@ -1,9 +1,9 @@
-"""Training that is killed and goes on as if nothing had been: model and replay come from checkpoints that belong together.
+"""Training that is killed and continues exactly where it was, from checkpoints of model and replay that belong together.
 
 A small network learns the way along a cliff (the Blind Cliffwalk of Schaul et al., 2016) from a prioritized replay. Every
-200 steps a file of the model is written, then, in the background, a checkpoint of the replay that names this file. The
-program runs the training in a process of its own, kills that with SIGKILL, runs it again, and compares what comes out with
-a training that nobody disturbed: network, rows, priorities and the next batch are the same, bit for bit.
+200 steps, the training writes a file of the model, and then, in the background, a checkpoint of the replay that names this
+file. The program runs the training in a separate process, kills it with SIGKILL, runs it again, and compares the result with
+an undisturbed training: network, rows, priorities and the next batch are the same, bit for bit.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from engram import Checkpointer, LazyTensorStorage, SaveHandle, TensorDictPriori
 CELLS, ROWS, BATCH = 6, 10_000, 32
 STEPS, LEARN_FROM, SAVE_EVERY, KILL_AT = 1_200, 100, 200, 850
 RATE, GAMMA, EXPLORE = 1e-2, 0.9, 0.5
-LEADS_ON = torch.arange(CELLS) % 2  # the action that does, in each cell
-ONE_HOT = torch.eye(CELLS)  # what the network sees of them
-logging.getLogger("engram").setLevel("WARNING")  # say nothing of what is allocated, nor of each checkpoint
-warnings.filterwarnings("ignore", "restore: ")  # of what was half saved: the report has it, too
+LEADS_ON = torch.arange(CELLS) % 2  # the right action of each cell
+ONE_HOT = torch.eye(CELLS)  # its input to the network
+logging.getLogger("engram").setLevel("WARNING")  # do not log allocations and checkpoints
+warnings.filterwarnings("ignore", "restore: ")  # about the interrupted save; the report has it as well
 
 
 class Training:
-    """All that training is made of: ``replay`` is saved by a ``Checkpointer``, everything else in a file of the model."""
+    """The state of the training. A ``Checkpointer`` saves ``replay``; everything else is in a file of the model."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,9 +50,9 @@ class Training:
         self.saving: SaveHandle | None = None
 
     def save(self) -> None:
-        """The model first: then a replay that can be restored names a model that is whole, in a file never written again."""
+        """Save the model first, so that every replay that can be restored names a complete model file."""
         if self.saving is not None:
-            self.saving.wait()  # raises if the last one failed; usually it was over long ago
+            self.saving.wait()  # raises if the last save failed; usually it ended long ago
         name = f"model-{self.step}-{uuid.uuid4().hex[:8]}.pt"
         with (self.folder / name).open("xb") as file:
             networks = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -66,8 +66,8 @@ class Training:
                 path.unlink()
 
     def restore(self) -> bool:
-        """Whether there was anything. The replay says which model it belongs to."""
-        try:  # "exact": the environment goes on, too, as the model's file has its state; the default is for new ones
+        """Restore the replay and the model that it names; False if there is no checkpoint."""
+        try:  # "exact", because the model's file has the state of the environment; the default starts environments again
             report = self.checkpoints.restore(resume="exact")
         except FileNotFoundError:
             return False
@@ -80,7 +80,7 @@ class Training:
         return True
 
     def run(self, said: Connection) -> str:
-        """Restore what there is, train to the end; a digest of network, rows, priorities and the next batch."""
+        """Restore, train to the end, and return a digest of network, rows, priorities and the next batch."""
         if not self.restore():
             print("found no checkpoint: a new training")
         while self.step < STEPS:
@@ -100,7 +100,7 @@ class Training:
         return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)).hexdigest()
 
     def walk(self) -> None:
-        """One action leads on, the other one over the edge; only the end of the path is worth something."""
+        """Take one step. One action leads on, the other over the edge; only the end of the path has a reward."""
         action = int(torch.randint(2, (), generator=self.random))
         if float(torch.rand((), generator=self.random)) > EXPLORE:
             action = int(self.network(ONE_HOT[self.cell]).argmax())
@@ -129,29 +129,29 @@ def work(folder: Path, said: Connection) -> None:
 
 
 def train(folder: Path, *, kill_at: int | None = None) -> str:
-    """Run the training in a process of its own, which is perhaps killed; its digest, or nothing."""
-    context = multiprocessing.get_context("fork")  # there at once; "spawn" does, too
+    """Run the training in a separate process; its digest, or ``""`` if it was killed at step ``kill_at``."""
+    context = multiprocessing.get_context("fork")  # starts at once; "spawn" works, too
     heard, said = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(folder, said))
     process.start()
     said.close()
     message: int | str = ""
-    with contextlib.suppress(EOFError):  # nobody is there any more
+    with contextlib.suppress(EOFError):  # the process has ended
         while message != kill_at:
             message = heard.recv()
-        process.kill()  # SIGKILL: it cannot tidy up, and need not
+        process.kill()  # SIGKILL: it cannot clean up, and need not
         print(f"killed after step {message} of {STEPS}")
     process.join()
     return "" if message == kill_at else str(message)
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the processes write to one pipe, perhaps
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the processes may write to one pipe
     with tempfile.TemporaryDirectory() as name:
         train(Path(name, "a"), kill_at=KILL_AT)
         killed = train(Path(name, "a"))
         undisturbed = train(Path(name, "b"))
-    assert killed == undisturbed, "the replay or the model did not go on as it was"
+    assert killed == undisturbed, "the replay or the model differs"
     print("network, rows, priorities and the next batch are as in a training that was never killed: True")
 
 

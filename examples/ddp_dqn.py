@@ -1,12 +1,12 @@
-"""A DQN that several processes train together, each with a prioritized replay of its own, and that goes on with more or fewer of them.
+"""A DQN that several processes train together, each with its own prioritized replay, and that more or fewer continue.
 
     torchrun --nproc-per-node 4 examples/ddp_dqn.py run     # trains, saves, stops
-    torchrun --nproc-per-node 3 examples/ddp_dqn.py run     # goes on with what the four had collected
+    torchrun --nproc-per-node 3 examples/ddp_dqn.py run     # continues with what the four collected
 
-Without torchrun it starts itself so, with 4, then 3, then 5 processes.
+Without torchrun, the program starts itself in this way with 4, then 3, then 5 processes.
 
-The task: on a ring of 24 places, walk to the one that is shown. From every place one of two actions leads there by the shorter
-way; each step costs, and after 20 steps it is over. At random that is worth about -0.5, by the shorter ways +0.7.
+The task: on a ring of 24 places, walk to the place that is shown. From every place, one of two actions is the shorter way.
+Each step costs, and an episode ends after 20 steps. Random walks return about -0.5, the shorter ways +0.7.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Ring:
 
 
 def train(folder, steps):
-    logging.getLogger("engram").setLevel(logging.WARNING)  # else each rank says what it restored and left out
+    logging.getLogger("engram").setLevel(logging.WARNING)  # else each rank logs what it restored and dropped
     distributed.init_process_group("gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
     generator = torch.Generator().manual_seed(rank)
@@ -86,7 +86,7 @@ def train(folder, steps):
     if checkpoints.latest:
         report = checkpoints.restore()
         begun, user = report.step, report.user
-        if "model" in user:  # none: it failed before there was one
+        if "model" in user:  # missing if the job failed before the first model
             network.load_state_dict(torch.load(folder / user["model"], weights_only=True))
         dealt = report.dealt
         if rank == 0:
@@ -117,14 +117,14 @@ def train(folder, steps):
                 replay.update_priority(batch["index"], errors.detach().abs())
             if step % 20 == 0:
                 target.load_state_dict(network.state_dict())
-            # If somebody asked: SIGUSR2 to any rank, or POST /checkpoint. What it is given is also that of a crash checkpoint.
+            # Saves on SIGUSR2 to any rank, or POST /checkpoint. A crash checkpoint has the same user state.
             checkpoints.poll(step, user=user)
             if step % 100 == 0:
                 model = f"model-{step}-{world}.pt"
                 if rank == 0:
                     torch.save(network.state_dict(), folder / model)
                 sums = torch.tensor([sum(returns), len(returns)])
-                distributed.all_reduce(sums)  # now the file is there
+                distributed.all_reduce(sums)  # now the file exists on all ranks
                 user = {"model": model}
                 returns = []
                 if rank == 0:
@@ -140,9 +140,9 @@ def train(folder, steps):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="of the run; needed under torchrun")
-    parser.add_argument("--steps", type=int, default=300, help="of each start")
-    parser.add_argument("--worlds", default="4,3,5", help="how many processes, start by start, without torchrun")
+    parser.add_argument("folder", type=Path, nargs="?", help="folder of the run; required under torchrun")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each start")
+    parser.add_argument("--worlds", default="4,3,5", help="numbers of processes of the starts, without torchrun")
     given = parser.parse_args()
     if "RANK" in os.environ:
         torch.set_num_threads(1)

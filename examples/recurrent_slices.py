@@ -1,8 +1,8 @@
-"""Memory from windows: a recurrent agent learns to turn as a sign told it at the beginning of a corridor.
+"""Memory from windows: a recurrent agent learns to turn as told by a sign at the beginning of a corridor.
 
-Sixteen mazes are walked through together, each writing into a lane of its own, so that the steps of an episode lie one
-behind the other. A GRU learns action values from windows of them. Where the agent has to turn it sees the same whatever the
-sign said, so no agent without memory is right in more than half of the mazes.
+The agent walks through sixteen mazes at a time. Each maze writes into its own lane, so the steps of an episode are
+contiguous. A GRU learns action values from windows of them. At the fork the agent sees the same for both signs, so an agent
+without memory is right in at most half of the mazes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ WALK, LEFT, RIGHT = range(3)
 
 
 class Mazes:
-    """T-mazes (Bakker, 2002), many at a time. The sign, -1 or 1, can be read in the first cell only."""
+    """T-mazes (Bakker, 2002), many at a time. The sign, -1 or 1, can only be read in the first cell."""
 
     def __init__(self, number: int) -> None:
         self.sign, self.cell, self.age = torch.empty(3, number, dtype=torch.int64)
@@ -35,11 +35,11 @@ class Mazes:
         self.cell[which] = self.age[which] = 0
 
     def observe(self) -> Tensor:
-        """float32 ``[number, 2]``: the sign, or 0; whether this is the fork."""
+        """float32 ``[number, 2]``: the sign in the first cell, else 0; 1 at the fork, else 0."""
         return torch.stack([self.sign * (self.cell == 0), self.cell == CORRIDOR], 1).float()
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Turning works at the fork only, walking before it. Rewards, what ended, and whose time was up: ``[number]``."""
+        """Walk, or turn at the fork. Returns rewards, which mazes ended, and which reached the limit: ``[number]`` each."""
         turned = (self.cell == CORRIDOR) & (action != WALK)
         right = turned & (action == torch.where(self.sign > 0, RIGHT, LEFT))
         self.cell += (action == WALK) & (self.cell < CORRIDOR)
@@ -54,26 +54,26 @@ class Agent(nn.Module):
         self.value = nn.Linear(HIDDEN, 3)
 
     def forward(self, observation: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Windows ``[B, T, 2]``, and states ``[B, HIDDEN]`` before them: values ``[B, T, 3]``, states ``[B, T, HIDDEN]``."""
+        """Values ``[B, T, 3]`` and states ``[B, T, HIDDEN]`` of windows ``[B, T, 2]``, from states ``[B, HIDDEN]`` before them."""
         states, _ = self.gru(observation, state.unsqueeze(0))
         return self.value(states), states
 
     @torch.no_grad()
     def act(self, observation: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Observations ``[B, 2]`` and states: the best actions ``[B]``, and the states after them."""
+        """The best actions ``[B]`` for observations ``[B, 2]`` and states, and the states after them."""
         values, states = self(observation.unsqueeze(1), state)
         return values.squeeze(1).argmax(1), states.squeeze(1)
 
 
 def unbroken(batch: TensorDictBase) -> bool:
-    """Whether in every window each step begins where the one before it ended."""
+    """Whether each step of every window begins where the previous one ended."""
     follows = (batch["next", "observation"][:, :-1] == batch["observation"][:, 1:]).all(2)
     return bool(follows[batch["collector", "mask"][:, 1:]].all())
 
 
 def loss_of(batch: TensorDictBase, agent: Agent, follower: Agent) -> Tensor:
-    """Of double Q-learning, ``batch``: ``[WINDOWS, LENGTH]``."""
-    # No window reaches into another episode: one unroll, from the state that the agent had, serves all of its steps.
+    """The loss of double Q-learning. ``batch``: ``[WINDOWS, LENGTH]``."""
+    # A window has steps of one episode only, so one unroll from the agent's state covers all of them.
     observation, before = batch["observation"], batch["state"][:, 0]
     following = batch["next", "observation"].flatten(0, 1).unsqueeze(1)
     values, states = agent(observation, before)
@@ -82,14 +82,14 @@ def loss_of(batch: TensorDictBase, agent: Agent, follower: Agent) -> Tensor:
         best = agent(following, states.flatten(0, 1))[0].argmax(2, keepdim=True)
         _, states = follower(observation, before)
         bootstrap = follower(following, states.flatten(0, 1))[0].gather(2, best).view_as(value)
-        # Every window's last step is marked as truncated, and truncated steps have a future: only what terminated has none.
+        # The last step of every window is marked as truncated. Truncated steps bootstrap; terminated ones do not.
         target = batch["next", "reward"] + GAMMA * bootstrap * ~batch["next", "terminated"]
-    real = batch["collector", "mask"]  # false on the padding of short episodes
+    real = batch["collector", "mask"]  # false for the padding of short episodes
     return nn.functional.smooth_l1_loss(value[real], target[real])
 
 
 def score(agent: Agent) -> float:
-    """The share of 256 mazes in which it turns as the sign said."""
+    """The share of 256 mazes in which the agent turns as the sign says."""
     mazes, state = Mazes(256), torch.zeros(256, HIDDEN)
     walking, right = torch.ones(256, dtype=torch.bool), 0.0
     for _ in range(LIMIT):
@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4_000, help="of every maze")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    logging.getLogger("engram").setLevel("WARNING")  # say nothing of what is allocated
-    torch.set_num_threads(1)  # batches this small only lose by more
+    logging.getLogger("engram").setLevel("WARNING")  # do not log allocations
+    torch.set_num_threads(1)  # batches are so small that more threads make them slower
     torch.manual_seed(arguments.seed)
 
     replay = TensorDictReplayBuffer(
@@ -129,7 +129,7 @@ def main() -> None:
         row["next"] = {"observation": mazes.observe(), "reward": reward, "terminated": turned, "truncated": late}
         row["next", "done"] = done
         replay.extend(row, lane=lanes)  # one step of every lane
-        state = state.masked_fill(done, 0)  # an episode begins without memories
+        state = state.masked_fill(done, 0)  # an episode starts without memory
         mazes.begin(done.squeeze(1))
         if step < 2 * LENGTH:
             continue

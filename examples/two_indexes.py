@@ -1,7 +1,7 @@
-"""One copy of the data, two buffers: a critic replays what it is worst at, a world model replays windows.
+"""One copy of the data, two buffers: a critic draws by its errors, a world model draws windows.
 
-What a sampler knows of the rows is an index of the storage, under a name: priorities here, the borders of episodes there.
-The rows are there once; what one buffer writes, both draw, and every write keeps both indexes.
+What a sampler knows about rows is a named index of the storage: priorities for the critic, the ends of episodes for the
+model. The rows are stored once. Both buffers draw what either of them writes, and every write updates both indexes.
 """
 
 import logging
@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from engram import LazyTensorStorage, PrioritizedSampler, SliceSampler, TensorDictReplayBuffer
 
 ROWS, EPISODE, WINDOW = 1_000, 50, 8
-logging.getLogger("engram").setLevel("WARNING")  # say nothing of what is allocated
+logging.getLogger("engram").setLevel("WARNING")  # do not log allocations
 
 storage = LazyTensorStorage(ROWS)
 critic = TensorDictReplayBuffer(
@@ -32,13 +32,13 @@ print(
 
 
 def mean_drawn(buffer: TensorDictReplayBuffer) -> float:
-    """Where a buffer's samples are, on average."""
+    """The mean x of a buffer's samples."""
     return float(torch.cat([buffer.sample()["x"] for _ in range(50)]).mean())
 
 
 print(f"before: the critic draws {mean_drawn(critic):.2f} on average, the model {mean_drawn(model):.2f}")
 
-# The critic says how wrong it was, here where x is large. That does not move what the model draws.
+# The critic sets its errors as priorities; here they grow with x. That does not change what the model draws.
 for _ in range(50):
     batch = critic.sample()
     batch["td_error"] = batch["x"]

@@ -19,7 +19,7 @@ def output_of(name, folder):
 
 
 def check_actors_and_learner(said):
-    (left,) = re.findall(r"^actor 0 was killed; its (\d+) rows stay, and the learner goes on$", said, re.MULTILINE)
+    (left,) = re.findall(r"^actor 0 was killed; its (\d+) rows stay, and the learner continues$", said, re.MULTILINE)
     assert int(left) > 0
     assert "actor 2 writes in its lane: True" in said
     assert re.search(r"^\d+ updates, \d+ rows written; the learner knows the way: True$", said, re.MULTILINE)

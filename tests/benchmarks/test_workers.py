@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from benchmarks.crews import Forked, Program, Shift, in_turns
 from benchmarks.timing import Turn, Window, during, together
+from benchmarks.workers import Forked, Program, Shift, in_turns
 
 SHORT = Shift(length_s=0.02, windows=2, warmup=1, lead_s=0.05)
 
@@ -104,7 +104,7 @@ def test_those_who_always_come_late_are_refused():
 def test_a_program_of_another_environment(tmp_path):
     (tmp_path / "peer.py").write_text(
         "import sys, time\n"
-        "from benchmarks.crews import answer_lines\n"
+        "from benchmarks.workers import answer_lines\n"
         "answer_lines(lambda: time.sleep(0.001), None, {'port': int(sys.argv[1])})\n"
     )
     program = Program(sys.executable, "peer", "7", path=tmp_path)

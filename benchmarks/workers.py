@@ -1,4 +1,4 @@
-"""Processes that work at the same time, in windows; sides take turns, as in ``timing``, and only one works at a time."""
+"""Processes that work concurrently, in time windows. Sides take turns, as in ``timing``: only one works at a time."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ _TRIES = 20
 
 @dataclass(frozen=True)
 class Shift:
-    """How much is counted: ``windows`` of ``length_s`` after ``warmup`` uncounted ones, per side."""
+    """How much is measured: per side, ``windows`` of ``length_s`` after ``warmup`` windows that are not counted."""
 
     length_s: float
     windows: int
@@ -28,12 +28,12 @@ class Shift:
     lead_s: float = 0.03
 
     def scaled(self, share: float) -> "Shift":
-        """The same windows, fewer of them: never fewer than five, or quartiles mean nothing."""
+        """The same windows, but fewer: at least five, because quartiles of fewer mean nothing."""
         return Shift(self.length_s, max(5, round(self.windows * share)), self.warmup, self.lead_s)
 
 
 class Worker(Protocol):
-    """A process that waits, without using a core, until it is asked to work in a window."""
+    """A process that waits, without using a core, until it is told to work in a window."""
 
     def begin(self, window: Window) -> None: ...
     def turn(self) -> Turn: ...
@@ -47,10 +47,10 @@ class Forked:
         self._pipe, theirs = get_context("fork").Pipe()
         self._process = get_context("fork").Process(target=_serve, args=(theirs, prepare), daemon=True)
         self._process.start()
-        theirs.close()  # so that a child that failed is an end of file here, not silence
+        theirs.close()  # so that the death of the child is an end of file here
         self._hear()
         self.calls = 0
-        """All that it made so far, those outside windows too."""
+        """All calls so far, including those outside windows."""
 
     def begin(self, window: Window) -> None:
         self._pipe.send(window)
@@ -71,7 +71,7 @@ class Forked:
         self.begin(Window.soon(0, 1e6))
 
     def kill(self) -> None:
-        """As ``kill -9`` does, and buried: it never comes to an exit handler."""
+        """Kill it with SIGKILL and reap it: it runs no exit handler."""
         self._process.kill()
         self._process.join(_LATE_S)
 
@@ -83,14 +83,14 @@ class Forked:
 def _serve(pipe: Connection, prepare: Callable[[], Callable[[], object]]) -> None:
     call = prepare()
     gc.collect()
-    gc.freeze()  # what this process has from its parent is not looked through after each window
+    gc.freeze()  # do not scan objects inherited from the parent after each window
     pipe.send("ready")
     while (window := pipe.recv()) is not None:
         pipe.send(during(call, window))
 
 
 class Program:
-    """A Python of another environment that runs ``module``, and speaks in lines of JSON: see ``reverb_peer``."""
+    """A Python of another environment that runs ``module`` and communicates by lines of JSON: see ``reverb_peer``."""
 
     def __init__(self, python: str, module: str, *arguments: str, path: Path | None = None) -> None:
         root = Path(__file__).parents[1]
@@ -137,7 +137,7 @@ class Program:
 
 
 def answer_lines(call: Callable[[], object], finish: Callable[[], object] | None, greeting: dict[str, object]) -> None:
-    """What a :class:`Program` does: greet, then one turn for every window that it is told, until nobody tells any."""
+    """The loop of a :class:`Program`: greet, then take one turn for every window, until its input ends."""
     print(json.dumps(greeting), flush=True)
     for line in sys.stdin:
         print(json.dumps(asdict(during(call, Window(**json.loads(line)), finish))), flush=True)
