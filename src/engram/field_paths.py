@@ -16,7 +16,7 @@ def checked_path(key: object, what: str) -> FieldPath:
     """A user's key as a path. Raises ``TypeError`` unless it is a string, or a tuple or list of strings."""
     parts = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, tuple | list) else ()
     if not parts or not all(isinstance(part, str) for part in parts):
-        raise TypeError(f"{what}: expected a key, a string or a tuple of strings, got {key!r}.")
+        raise TypeError(f"{what}: expected a string or a tuple of strings, got {key!r}.")
     return parts
 
 
