@@ -1188,3 +1188,35 @@ def test_a_fake_row_that_another_handle_sees_keeps_the_fields(tmp_path):
     assert len(rb) == 1
     rb.close()
     other.close()
+
+
+MOVES = ("view.share_memory_()", "torch.multiprocessing.get_context('spawn').SimpleQueue().put(view)")
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("reach", ["rb[:]", "rb[2:5]", "rb.storage[:]", "rb.storage._storage"])
+@pytest.mark.parametrize("columns", [(), (2,)])
+def test_a_view_that_torch_moves_becomes_a_copy(move, reach, columns):
+    """In a process of its own, which a write to memory that torch had freed would end."""
+    run(
+        f"""
+        import gc, torch
+        from tensordict import TensorDict
+        from engram import LazyTensorStorage, TensorDictReplayBuffer
+        shape = [*columns, 1 << 13]
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1 << 14 if columns else 1 << 13, ndim=1 + len(columns)))
+        rows = TensorDict(dict(a=torch.ones(*shape, 8), b=torch.ones(shape, dtype=torch.bfloat16)), shape)
+        rb.extend(rows)
+        before = [tensor.data_ptr() for tensor in rb.storage.store.tensors]
+        for key in ("a", "b"):
+            view = {reach}[key]
+            {move}
+            assert view.is_shared()
+        gc.collect()
+        rb.extend(rows * 3)
+        assert before == [tensor.data_ptr() for tensor in rb.storage.store.tensors]
+        assert (rb[:]["a"] == 3).all() and (rb.sample(64)["a"] == 3).all()
+        assert (view == 1).all()
+        """,
+        columns=list(columns),
+    )

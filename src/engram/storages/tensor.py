@@ -604,11 +604,15 @@ class TensorStorage(Storage):
         return self.structure.batch(columns, n, self._device)  # type: ignore[union-attr]
 
     def slice(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
-        """Rows ``[start, stop)`` as live views: a writer at work shows through, nothing is checked."""
+        """Rows ``[start, stop)`` as live views: a writer at work shows through, nothing is checked.
+
+        Of private memory, a view that torch moves to shared memory, by ``share_memory_()`` or in a queue of
+        ``torch.multiprocessing``, becomes a copy, and so do all other views of that field.
+        """
         return self._view(start, stop, extra)
 
     def _view(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
-        columns = [tensor[start:stop] for tensor in self.store.tensors]
+        columns = [tensor[start:stop] for tensor in self.store.views()]
         batch = torch.Size((stop - start,))
         return self._written().unflatten(columns, batch, self._device, self._entries(extra, batch))
 
@@ -617,7 +621,7 @@ class TensorStorage(Storage):
         slots = len(self) // math.prod(self.columns)
         shape = (slots, *self.columns)
         columns = []
-        for tensor in self.store.tensors:
+        for tensor in self.store.views():
             laid_out = tensor[: math.prod(shape)].reshape(*shape, *tensor.shape[1:])
             columns.append(laid_out.movedim(0, self.ndim - 1)[index])
         own = len(self._written().fields[0].shape)
@@ -892,6 +896,7 @@ class LazyTensorStorage(TensorStorage):
     """RAM, or memory of an accelerator, allocated at the first write and shaped after its first row.
 
     Creation logs, per key, where it is, its size and shape. RAM is taken page by page, as rows are written.
+    ``rb[a:b]`` is a live view of it, which becomes a copy when torch moves it to shared memory (``share_memory_()``, queues).
 
     Args:
         max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.

@@ -34,6 +34,7 @@ __all__ = [
     "Copied",
     "DlpackSpec",
     "Segment",
+    "alias",
     "as_rows",
     "dlpack_specs",
     "file_block",
@@ -155,6 +156,15 @@ def _field_in(memory: Tensor | None, field: Field, capacity: int) -> Tensor:
     if memory is None:
         return torch.empty(shape, dtype=torch_dtype(field), device="cpu")
     return memory.view(torch_dtype(field)).view(shape)
+
+
+@torch.inference_mode(mode=False)
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory over a torch storage of its own. torch moves no memory that a file backs, so that stays as it is."""
+    if not tensor.is_cpu or not tensor.numel() or tensor.is_shared():  # type: ignore[no-untyped-call]
+        return tensor
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    return torch.from_numpy(raw.numpy()).view(tensor.dtype).view(tensor.shape)
 
 
 @torch.inference_mode(mode=False)

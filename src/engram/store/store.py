@@ -23,6 +23,7 @@ from engram.store.locks import exclusive, others_have_open
 from engram.store.memory import (
     Block,
     Copied,
+    alias,
     as_rows,
     dlpack_specs,
     new_control_memory,
@@ -130,6 +131,8 @@ class Store:
         self._tickets = tickets
         self._which = tuple(range(len(schema.fields)))
         self.layout = _native.Layout(dlpack_specs(schema.fields))
+        self._views: dict[int, Tensor] = {}
+        self._viewing = _fork.lock()
         self.closed = False
         """Whether :meth:`close` was called."""
         #: Storages around it: within a process several may be.
@@ -406,6 +409,20 @@ class Store:
         return hold
 
     # ---- its memory --------------------------------------------------------------------------------------------------
+
+    def views(self) -> list[Tensor]:
+        """The :attr:`tensors` for users, over torch storages of their own.
+
+        torch moves the memory of a tensor in place when it, or a view of it, gets ``share_memory_()`` or is put into a queue of
+        ``torch.multiprocessing``. It then moves what it has here, never the memory that the core writes to, and the next call
+        makes a view of that again.
+        """
+        with self._viewing:
+            for number, tensor in enumerate(self.tensors):
+                view = self._views.get(number)
+                if view is None or view.data_ptr() != tensor.data_ptr():
+                    self._views[number] = alias(tensor)
+            return [self._views[number] for number in range(len(self.tensors))]
 
     def _ticket_words(self) -> Tensor:
         """int64 ``[capacity]``: the tickets, without the laps that lie behind them. A view."""
