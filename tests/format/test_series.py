@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from engram.errors import CorruptCheckpoint
-from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint, rank_folder
+from engram.format import disk, series, strict
+from engram.format.checkpoints import Checkpoint, Cut, rank_folder
 from engram.format.parts import PartReader
 from engram.format.problems import corrupt
 from engram.format.series import Name
@@ -358,3 +358,70 @@ def test_attempts_that_cannot_begin(tmp_path, epoch, options, says):
     with pytest.raises(TypeError, match=r"\$\.user\.model: expected None, a bool.*got object"):
         attempt(tmp_path, user={"model": object()})
     assert series.names(tmp_path) == []
+
+
+# ---- what a process remembers ----------------------------------------------------------------------------------------
+
+
+def decoded(monkeypatch):
+    """The files whose text is read from now on."""
+    names, decode = [], strict._decode_same
+
+    def noted(raw, kind):
+        names.append(kind.__name__)
+        return decode(raw, kind)
+
+    monkeypatch.setattr(strict, "_decode_same", noted)
+    return names
+
+
+def test_a_known_checkpoint_is_not_read_again(tmp_path, monkeypatch):
+    folder, known = made.save(tmp_path, 10, 1, world=2), series.Known()
+    assert series.look(folder, known) is None
+    names = decoded(monkeypatch)
+    assert series.look(folder, known) is None
+    assert series.latest(tmp_path, known=known)[0] == folder
+    with known.open(folder) as checkpoint:
+        assert checkpoint.part(1, "storage").schema == made.SCHEMA
+        assert checkpoint.shard(0).rank == 0
+    assert names == []
+    assert verify(folder).good
+    assert names.count("Part") == 4, "verification reads all"
+
+
+def test_a_process_does_not_read_what_it_wrote(tmp_path, monkeypatch):
+    known = series.Known()
+    folder = series.begin(tmp_path, step=1, epoch=1, world=1, trigger="save")
+    parts = [made.write_segments(folder / rank_folder(0, 1) / "storage")]
+    names = decoded(monkeypatch)
+    series.accept(
+        folder, 0, parts, layout="segments", cut=Cut(1), totals=made.TOTALS, schema_sum=made.SCHEMA_SUM, known=known
+    )
+    assert series.decide(folder, 1, known=known).status == "complete"
+    assert series.look(folder, known) is None
+    assert names == ["Attempt"]
+    with known.open(folder) as ours, Checkpoint(folder) as read:
+        assert ours.contents.manifest == read.manifest
+        assert ours.shard(0) == read.shard(0)
+        assert ours.part(0, "storage").listing == read.part(0, "storage").listing
+
+
+@pytest.mark.parametrize(
+    "name", ["rank-00000-of-00001/shard.json", "rank-00000-of-00001/storage/seg/0-1.bin", "manifest.json"]
+)
+@pytest.mark.parametrize("change", ["remove", "shorten", "replace by a link"])
+def test_what_became_of_a_known_checkpoint_is_said_as_of_any_other(tmp_path, name, change):
+    folder, known = made.save(tmp_path, 10, 1), series.Known()
+    assert series.look(folder, known) is None
+    path = folder / name
+    raw = path.read_bytes()
+    path.unlink()
+    if change == "shorten":
+        path.write_bytes(raw[:-1])
+    elif change == "replace by a link":
+        (tmp_path / "elsewhere").write_bytes(raw)
+        path.symlink_to(tmp_path / "elsewhere")
+    assert series.look(folder, known) == series.look(folder) is not None
+    path.unlink(missing_ok=True)
+    path.write_bytes(raw)
+    assert series.look(folder, known) is None

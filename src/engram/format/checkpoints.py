@@ -554,7 +554,8 @@ class Checkpoint:
 
     def _described(self, manifest: Manifest | None) -> Manifest:
         path = f"{self.folder}/{MANIFEST}"
-        raw = read_small(self.folder, self._fd, MANIFEST, strict.MAX_BYTES) if manifest is None else manifest.encode()
+        manifest = manifest and manifest.sealed()
+        raw = strict.encode(manifest) if manifest else read_small(self.folder, self._fd, MANIFEST, strict.MAX_BYTES)
         sha256 = hashlib.sha256(raw).hexdigest()
         if self.contents.manifest is not None and self.contents.sha256 == sha256:
             return self.contents.manifest

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import UNSET
 
-from engram.format import description, layout, strict, sums, tables
+from engram.format import description, disk, layout, strict, sums, tables
 from engram.format.description import PART, SUMS, Part, segment_layout
-from engram.format.problems import corrupt, read_small, wrong_block
+from engram.format.problems import corrupt, no_file, read_small, wrong_block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,9 +60,15 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
         CorruptCheckpoint: ``part.json``, ``sums.bin`` or the table of segments is missing, damaged or impossible.
         IncompatibleCheckpoint: written by a newer engram.
     """
-    prefix = "" if _holds(folder_fd, PART) or not _holds(folder_fd, layout.FOLDER) else f"{layout.FOLDER}/"
+    is_hidden = not _holds(folder_fd, PART) and _holds(folder_fd, layout.FOLDER)
+    prefix = f"{layout.FOLDER}/" if is_hidden else ""
     name, name_of_sums = f"{prefix}{PART}", f"{prefix}{SUMS}"
-    raw = read_small(folder, folder_fd, name, strict.MAX_BYTES)
+    try:
+        own_fd = disk.open_below(folder_fd, layout.FOLDER) if is_hidden else folder_fd
+    except OSError as error:
+        raise corrupt(folder / name, no_file(error)) from error
+    own = folder / layout.FOLDER if is_hidden else folder
+    raw = read_small(own, own_fd, PART, strict.MAX_BYTES)
     digest = hashlib.sha256(raw).hexdigest()
     if expected_sha256 is not None and digest != expected_sha256:
         raise corrupt(folder / name, f"expected the sha256 {expected_sha256} that shard.json names, got {digest}")
@@ -73,7 +79,7 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
             raise ValueError(f"a {part.part} that lies where no {part.part} is kept")
     except ValueError as error:
         raise corrupt(folder / name, str(error)) from error
-    raw_sums = read_small(folder, folder_fd, name_of_sums, part.sums.bytes, exactly=True)
+    raw_sums = read_small(own, own_fd, SUMS, part.sums.bytes, exactly=True)
     found = hashlib.sha256(raw_sums).hexdigest()
     if found != part.sums.sha256:
         raise corrupt(folder / name_of_sums, f"expected the sha256 {part.sums.sha256} that {PART} names, got {found}")
@@ -86,7 +92,7 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     for file, (nbytes, sums_at) in listing.files.items():
         if sums_at != at:
             raise corrupt(folder / name, f"expected the sums of {file} at {at}, got {sums_at}")
-        at += sums.blocks_of(nbytes)
+        at += -(-nbytes // sums.BLOCK)
         listing.sizes[file] = nbytes
     listing.sizes.update({name: len(raw), name_of_sums: len(raw_sums)})
     if at != len(listing.sums):

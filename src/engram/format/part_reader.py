@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from engram.format.files import Descriptor
+
 __all__ = ["Level", "PartReader", "is_part"]
 
 Level = Literal["meta", "read", "full"]
@@ -60,6 +62,7 @@ class PartReader:
         self.folder = folder
         self._open: OrderedDict[str, files.Descriptor] = OrderedDict()
         self._checked: dict[str, bytearray] = {}
+        self._below: tuple[str, files.Descriptor] | None = None
         try:
             self.folder_fd = disk.open_folder(folder) if folder_fd is None else folder_fd
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -116,6 +119,9 @@ class PartReader:
         """Close its files. A second call does nothing."""
         while self._open:
             self._open.popitem()[1].close()
+        if self._below is not None:
+            self._below[1].close()
+            self._below = None
         self.folder_fd.close()
 
     # -- what there is --
@@ -297,7 +303,7 @@ class PartReader:
         fd = self._open.get(name)
         if fd is None:
             try:
-                fd = disk.open_file(self.folder_fd, name)
+                fd = self._opened(name)
             except OSError as error:
                 raise corrupt(self.folder / name, no_file(error, nbytes)) from error
             self._open[name] = fd
@@ -306,6 +312,14 @@ class PartReader:
         read = disk.read(fd, view, offset)
         if read != len(view):
             raise corrupt(self.folder / name, f"expected {nbytes} bytes, the file ends here", offset + read)
+
+    def _opened(self, name: str) -> Descriptor:
+        parent, _, base = name.rpartition("/")
+        if not parent:
+            return disk.open_file(self.folder_fd, name)
+        if self._below is None or self._below[0] != parent:  # files of one folder are read one after another
+            self._below = parent, disk.open_below(self.folder_fd, parent)
+        return disk.open_file(self._below[1], base)
 
     def _read_checked(self, name: str, target: memoryview, offset: int) -> None:
         """As :meth:`read`, of one chunk."""

@@ -480,7 +480,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None, known: Known
     if not reasons:
         reasons = _unfit(folder, attempt, given, Known() if known is None else known)
     manifest = _manifest(attempt, given, reasons).sealed()
-    first = disk.publish(f"{folder}/{MANIFEST}", manifest.encode())
+    first = disk.publish(f"{folder}/{MANIFEST}", strict.encode(manifest))
     disk.sync_folder(folder.parent)
     return manifest if first else decision(folder)
 
