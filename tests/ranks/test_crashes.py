@@ -120,7 +120,7 @@ def inside(root, act, timeout=10.0):
 @pytest.mark.parametrize("code", [None, 0])
 @pytest.mark.parametrize("later", [0.0, 0.5])
 def test_a_rank_that_exits_without_an_error_leaves(tmp_path, quick, code, later):
-    """Before its first sign of life, and after some; another rank that goes on does not think that it died."""
+    """Before its first heartbeat, and after some; another rank that goes on does not think that it died."""
 
     def act(rank):
         time.sleep(later if rank else later + 1.5)

@@ -194,7 +194,7 @@ def test_a_cable_is_pulled_while_a_watch_is_kept(tmp_path, switch):
     folder, root = tmp_path / "job", tmp_path / "root"
     every = started(switch, 3, watched, folder, root)
     wait_for(lambda: all((folder / f"there-{rank}").exists() for rank in range(3)))
-    time.sleep(1.2)  # all gave signs of life
+    time.sleep(1.2)  # all gave heartbeats
     switch.pull(1)
     assert join(every) == [0] * 3
     assert [answer(folder, rank) for rank in range(3)] == [{"over": True}] * 3

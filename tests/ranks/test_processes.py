@@ -191,7 +191,7 @@ def in_a_collective(ranks, rank, folder, how):
             if how == "exits":
                 sys.exit(23)
             if how == "is killed":
-                time.sleep(1.5)  # it gave signs of life before
+                time.sleep(1.5)  # it gave heartbeats before
                 os.kill(os.getpid(), signal.SIGKILL)
         # With no wait of its own: only the death of the peer ends it.
         distributed.all_reduce(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""When a rank of a job fails, all that live save their shards: without a collective, even while their main threads wait in one.
+"""If a rank of a job fails, all live ranks save their shards: without a collective, even while their main threads wait in one.
 
 The first rank that notices names an attempt in ``<root>/CRASH-e<epoch>-<number>``, which it creates; a thread of every rank looks
 for that file. It is decided when all ranks have voted; what has fewer votes stays undecided.
@@ -28,16 +28,16 @@ __all__ = ["Watchdog"]
 
 _log = logging.getLogger("engram")
 
-#: Seconds between two looks for the file, and between two signs of life.
+#: Seconds between two looks for the file, and between two heartbeats.
 _LOOK_S, _BEAT_S = 0.2, 1.0
-#: Seconds without a sign of life after which a rank counts as dead.
+#: Seconds without a heartbeat after which a rank counts as dead.
 _SILENT_S = 10.0
 #: Seconds that a main thread has to notice a signal, before it counts as stuck.
 _STUCK_S = 1.0
 
 
 class Watchdog:
-    """The watch of one rank.
+    """Watches the other ranks, for one rank.
 
     Args:
         attempts: of the job.
@@ -233,7 +233,7 @@ class Watchdog:
             return  # the next look says it
         self._dead |= silent
         if silent and not self._begun:
-            self.save(f"no sign of life of ranks {sorted(silent)} for {_SILENT_S:g} s")
+            self.save(f"no heartbeat of ranks {sorted(silent)} for {_SILENT_S:g} s")
 
     # ---- signals ---------------------------------------------------------------------------------------------------------
 
