@@ -109,7 +109,7 @@ def _dumps(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
 
 
 def _settle(folder: Path | None = None) -> None:
-    """Remove a folder, and have the disk done with what others left to it: whoever waits for the disk would wait for that, too."""
+    """Remove a folder, and wait until the disk has written what others left, so that the measured side does not wait for it."""
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     os.sync()

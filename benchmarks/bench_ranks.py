@@ -349,5 +349,5 @@ def _ask(member: Member, asked_by: int, after: int) -> tuple[int, int]:
         handle = checkpoints.poll(member.kept["step"])
         polls += 1
     handle.wait()
-    member.ranks.gather(b"", 60.0)  # all are done, so that nobody is busy at the next request
+    member.ranks.gather(b"", 60.0)  # all ranks have ended, so that none is busy at the next request
     return member.kept["step"], polls - after

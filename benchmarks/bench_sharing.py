@@ -239,7 +239,7 @@ def _prioritized(engram: Any, folder: Path, share: float) -> Iterator[Row]:
 
 
 def _learner(replay: Any) -> Callable[[], object]:
-    """A sample and an update of its priorities; done once here, so that whoever made it is attached and at home."""
+    """A sample and an update of its priorities. Called once here, so that the process is attached and warm."""
     fresh = torch.rand(BATCH)
 
     def learn() -> None:

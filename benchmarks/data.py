@@ -1,7 +1,7 @@
 """The rows that every library stores, and the check that a batch really holds them.
 
-Field ``a``, ``b`` and ``c`` of row ``i`` carry ``i``, so a sampled batch can be tested for whole rows: nobody
-is timed for less work than the others.
+Field ``a``, ``b`` and ``c`` of row ``i`` carry ``i``, so a sampled batch can be tested for complete rows: no
+library is timed for less work than the others.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

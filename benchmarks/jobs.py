@@ -54,7 +54,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for pipe in self._pipes:
-            pipe.close()  # they end when nobody tells them anything any more
+            pipe.close()  # they end when their pipe is closed
         for process in self._processes:
             process.join(_LATE_S)
         self._folder.cleanup()

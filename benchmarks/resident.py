@@ -14,7 +14,7 @@ def peak() -> int:
 
 
 def forget_peak() -> None:
-    """Let :func:`peak` begin anew."""
+    """Reset the maximum that :func:`peak` returns."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -40,7 +40,7 @@ def main(role: str, argument: str) -> None:
 
 
 def _serve(rows: int) -> None:
-    """Tables for the writers, and two for the samplers that nobody writes any more."""
+    """Tables for the writers, and two for the samplers, which are not written to any more."""
 
     def table(name: str, size: int, selector: Any) -> Any:
         limiter = reverb.rate_limiters.MinSize(1)

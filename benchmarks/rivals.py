@@ -72,7 +72,7 @@ def _torchrl_extension(found: str) -> list[str]:
 
 
 def _without_paths(error: ImportError) -> str:
-    """The reason alone: the loader's message starts with a path, and mangled names help nobody."""
+    """Only the reason: the loader's message starts with a path and contains mangled names."""
     reason = str(error).rsplit(".so: ", 1)[-1]
     return reason.split(": ", 1)[0] if reason.startswith("undefined symbol") else reason
 

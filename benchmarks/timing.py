@@ -40,8 +40,8 @@ class Effort:
     """How much is measured: ``blocks`` counted rounds after ``warmup`` uncounted ones, ``calls`` per block.
 
     ``lead`` calls before each block are not timed, so that no block pays for the switch from another side.
-    Before those nobody does anything for ``rest_s`` seconds: threads that the side before keeps spinning, in
-    case there is more to do, go to sleep and leave the cores.
+    Before those there is a rest of ``rest_s`` seconds, in which spinning threads of the previous side go to sleep
+    and leave the cores.
     """
 
     calls: int

@@ -147,7 +147,7 @@ def in_turns(sides: Mapping[str, Sequence[Worker]], shift: Shift) -> dict[str, l
     """Per side and counted window, the turns of its workers in their order. A worker may be on several sides.
 
     Raises:
-        TimeoutError: at every try somebody came late to the window, so that they did not work at the same time.
+        TimeoutError: at every attempt a worker came late to the window, so that they did not work concurrently.
     """
     found: dict[str, list[list[Turn]]] = {name: [] for name in sides}
     for round_ in range(-shift.warmup, shift.windows):

@@ -40,34 +40,48 @@ class _Resharding(TypedDict):
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="engram")
 def main() -> None:
-    """Experience replay that survives."""
+    """Experience replay that survives a crash: show and check stores and checkpoints, and run a demo."""
 
 
 @main.command()
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=100_000, show_default=True, help="Environment steps, at most."
+    "--steps",
+    type=click.IntRange(min=1),
+    default=100_000,
+    show_default=True,
+    help="Maximum number of environment steps.",
 )
 @click.option(
     "--dir", "directory", type=click.Path(path_type=Path), help="Folder of the run. Default: engram-demo/run-…"
 )
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the environment and the agent."
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of networks, environments and exploration.",
 )
-@click.option("--sampler", type=click.Choice(SAMPLERS), default=SAMPLERS[0], show_default=True, help="Of the replay.")
+@click.option(
+    "--sampler",
+    type=click.Choice(SAMPLERS),
+    default=SAMPLERS[0],
+    show_default=True,
+    help="Sampler of the replay buffer.",
+)
 @click.option(
     "--actors",
     type=click.IntRange(1, MOST_ACTORS),
     default=2,
     show_default=True,
-    help="Processes that play, while another one learns.",
+    help="Number of processes that play while another one learns.",
 )
 def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: int) -> None:
-    """Train DQN on CartPole-v1 from a replay buffer on disk, and kill processes on the way.
+    """Train DQN on CartPole-v1 from a replay buffer on disk, while its processes are killed.
 
-    Half-way a checkpoint is saved. Then one actor is killed with SIGKILL, and after it the learner. A new learner opens the
-    store and goes on with all rows.
+    Half-way, the demo saves a checkpoint, kills one actor with SIGKILL, and then the learner. A new learner opens the store and
+    continues with all rows.
 
-    Ends when the mean return of the last 20 episodes passes 195. Ctrl-C leaves a store that can be opened again.
+    Training ends when the mean return of the last 20 episodes passes 195. After Ctrl-C, the store can be opened again.
     """
     from engram.demo import run
 
@@ -157,9 +171,11 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
 @main.command()
 @click.argument("source", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--ranks", type=click.IntRange(min=1), required=True, help="Ranks that will load it.")
-@click.option("--lanes", type=click.IntRange(min=1), required=True, help="Lanes of each rank.")
-@click.option("--capacity", type=click.IntRange(min=1), help="Rows of each rank. Default: as many in total as now.")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks that will load the checkpoint."
+)
+@click.option("--lanes", type=click.IntRange(min=1), required=True, help="Number of lanes of each rank.")
+@click.option("--capacity", type=click.IntRange(min=1), help="Rows of each rank. Default: the same total as in SOURCE.")
 @click.option(
     "--open",
     "open_ones",

@@ -58,7 +58,9 @@ def reshard(
     Every block is read before that, so what a dry run prints can be written, and damaged rows leave nothing at the target.
 
     Raises:
-        FileNotFoundError: there is no checkpoint. CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it cannot be dealt out so.
+        FileNotFoundError: there is no checkpoint.
+        CorruptCheckpoint: the checkpoint is damaged.
+        IncompatibleCheckpoint: the checkpoint cannot be resharded like this.
         FileExistsError: the source lies at ``target``, or another checkpoint or a file does.
         OSError: no space, or an I/O error; nothing new is to be seen below ``target``.
     """
