@@ -1,8 +1,8 @@
-"""Page-locked ("pinned") memory: batches that an accelerator copies by itself, while the program goes on.
+"""Page-locked ("pinned") memory: an accelerator copies batches from it while the program continues.
 
-The memory is torch's own: its allocator keeps pinned blocks and hands one out again only when no tensor refers to it, views
-included, and every copy that was started from it has ended. So a batch somebody holds is never overwritten, and a program
-that lets batches go pays for pinning once per size.
+The memory comes from torch's allocator. It keeps pinned blocks, and reuses a block only when no tensor refers to it (views
+count) and every copy that was started from it has ended. A batch that is in use is therefore never overwritten, and a
+program that drops its batches pays for pinning once per size.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ __all__ = ["HostMemory", "Pinning", "pinning_for"]
 
 
 class HostMemory:
-    """Where pinned tensors come from."""
+    """The source of pinned tensors."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised pinned tensor."""
+        """An uninitialized pinned tensor."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a CPU tensor lies in pinned memory."""
+        """Whether a CPU tensor is in pinned memory."""
         return tensor.is_pinned()
 
 
 class Pinning:
-    """The last step of a sample: whatever comes out, its CPU tensors are pinned.
+    """The last step of a sample, which pins the CPU tensors of a batch.
 
     Args:
-        memory: where pinned tensors come from; None: there is no accelerator, tensors stay where they are.
+        memory: the source of pinned tensors; None: there is no accelerator, and tensors stay where they are.
     """
 
     def __init__(self, memory: HostMemory | None) -> None:
         self.memory = memory
 
     def gathering(self) -> AbstractContextManager[None]:
-        """In this block, tensors that the native core makes on this thread lie in pinned memory."""
+        """A context in which the native core allocates its tensors on this thread in pinned memory."""
         return _native.making(None if self.memory is None else self.memory.empty)
 
     def __call__(self, data: Any, device: torch.device | None = None) -> Any:
-        """Data of the same form whose CPU leaves are pinned; ``data`` itself, or that part of it, where nothing had to change.
+        """Data of the same structure whose CPU leaves are pinned. Parts that need no change are returned as they are.
 
-        Containers that must change are made anew: a transform may have returned one that it keeps.
+        Containers that must change are copied, because a transform may have returned a container that it keeps.
 
         Args:
-            data: any nesting of tensors, TensorDicts, tensorclasses, dicts, tuples and lists. Other objects, tensors elsewhere than
-                on the CPU and pinned ones pass through. A tensor that comes twice stays one.
-            device: what a TensorDict without a device is said to be on, if all its leaves are there.
+            data: any nesting of tensors, TensorDicts, tensorclasses, dicts, tuples and lists. Other objects, tensors on other
+                devices and pinned tensors pass through. A tensor that occurs twice stays one tensor.
+            device: the device to set on a TensorDict without one, if all its leaves are there.
 
         Raises:
-            RuntimeError: a CPU tensor that is not dense (sparse, nested, quantized); names its place.
+            RuntimeError: a CPU tensor is not dense (sparse, nested, quantized); the message names its place.
         """
         return _Walk(self.memory, device).walk(data, ())
 
 
-def pinning_for(pin_memory: Any, call: str) -> Pinning | None:
-    """The step for an argument of the user's; None if it is off. Warns where there is no accelerator to pin memory for.
+def pinning_for(pin_memory: object, call: str) -> Pinning | None:
+    """The step for the user's ``pin_memory``; None if it is off. Warns if there is no accelerator.
 
     Raises:
-        TypeError: not a bool.
+        TypeError: ``pin_memory`` is not a bool.
     """
     if not isinstance(pin_memory, bool | None):
         raise TypeError(f"{call}: pin_memory: expected a bool, got {type(pin_memory).__name__}.")
@@ -84,7 +84,7 @@ def pinning_for(pin_memory: Any, call: str) -> Pinning | None:
 
 
 def host_memory() -> HostMemory | None:
-    """Pinned memory for this machine's accelerator; None without one, or where it shares the host's memory."""
+    """Pinned memory for this machine's accelerator; None without one, or if it shares the host's memory."""
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()

@@ -289,7 +289,7 @@ class SampledStorage(Protocol):
 
 
 class Changes(NamedTuple):
-    """Rows written or edited since some ticket. Made by the store, for whoever did not hear of the writes of other processes."""
+    """Rows written or edited since some ticket. Made by the store, for samplers that need the writes of other processes."""
 
     rows: Tensor
     """int64 ``[n]``, each once, the one that was written longest ago first."""
