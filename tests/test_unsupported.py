@@ -2,14 +2,14 @@
 
 import pytest
 
-from engram._later import refuse
+from engram._unsupported import reject_unsupported
 
-LATER = {"checkpointer": "a choice of layouts", "shared": "shared buffers"}
+NOT_YET = {"checkpointer": "a choice of layouts", "shared": "shared buffers"}
 
 
 @pytest.mark.parametrize("arguments", [{}, {"checkpointer": None}, {"checkpointer": False, "shared": None}])
 def test_values_that_mean_off_are_accepted(arguments):
-    refuse("ReplayBuffer", arguments, LATER)
+    reject_unsupported("ReplayBuffer", arguments, NOT_YET)
 
 
 @pytest.mark.parametrize("value", [True, 1, 0, "", [], "spawn"])
@@ -18,10 +18,10 @@ def test_what_is_not_there_yet_is_named_with_what_will_carry_it(value):
         TypeError,
         match=r"^ReplayBuffer: the argument 'checkpointer' is not supported yet; it will come with a choice of layouts\.$",
     ):
-        refuse("ReplayBuffer", {"shared": None, "checkpointer": value}, LATER)
+        reject_unsupported("ReplayBuffer", {"shared": None, "checkpointer": value}, NOT_YET)
 
 
 @pytest.mark.parametrize("value", [None, False, 3])
 def test_unknown_arguments_are_refused_whatever_they_are(value):
     with pytest.raises(TypeError, match=r"^ReplayBuffer: unexpected argument 'sise'\.$"):
-        refuse("ReplayBuffer", {"sise": value}, LATER)
+        reject_unsupported("ReplayBuffer", {"sise": value}, NOT_YET)

@@ -1,4 +1,4 @@
-"""Batches ahead of the caller: asked for in the order of the calls, handed out in that order, whoever makes them."""
+"""Batches ahead of the caller: asked for and handed out in the order of the calls, by whichever thread they are made."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class _Batch:
         self.made: Any = None
         self.error: BaseException | None = None
         self.drawn = self.last = False
+        #: Whether it needs nothing any more: it is made, or its error is what the caller gets.
         self.there = False
-        """Whether it needs nothing any more: it is made, or its error is what the caller gets."""
+        #: Held while a thread is to read it.
         self.reading: threading.Lock | None = None
-        """Held while a thread is to read it."""
+        #: Held while a thread is to do what it can.
         self.making: threading.Lock | None = None
-        """Held while a thread is to do what it can."""
         self.mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad
 
     def hand_over(self) -> None:
@@ -116,8 +116,8 @@ class _Workers:
 
     def __init__(self, size: int) -> None:
         self.tasks: queue.SimpleQueue[tuple[_Batch, BatchStages] | None] = queue.SimpleQueue()
+        #: Held by the thread that waits for something to read, or reads.
         self.turn = threading.Lock()
-        """Held by whoever waits for something to read, or reads."""
         self.stopped = False
         self.threads = [
             threading.Thread(target=_work, args=(self,), name=f"engram-prefetch-{i}", daemon=True) for i in range(size)
@@ -132,7 +132,7 @@ class _Workers:
 
     def hand(self, batch: _Batch, stages: BatchStages) -> None:
         self.tasks.put((batch, stages))
-        if self.stopped:  # meanwhile, so perhaps nobody looks any more
+        if self.stopped:  # meanwhile, so perhaps no thread looks any more
             self.stop()
 
     def stop(self) -> None:
@@ -170,7 +170,7 @@ def _work_once(workers: _Workers) -> bool:
         try:
             with batch.mode():
                 batch.read(stages)
-        except BaseException as error:  # noqa: BLE001 - whoever takes the batch gets it
+        except BaseException as error:  # noqa: BLE001 - the call that takes the batch raises it
             batch.fail(error)
         finally:
             batch.was_read()
@@ -203,28 +203,28 @@ class Prefetcher:
 
     #: A batch that takes the caller longer is slow: to hand one to a thread, which wakes up, costs tens of microseconds.
     slow_s = 200e-6
-    #: So many slow batches in a row, and threads make them from then on. One may be somebody else's doing.
+    #: So many slow batches in a row, and threads make them from then on. One alone may be the fault of another process.
     slow_in_a_row = 8
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        #: Whether nothing is ahead but :attr:`turns`. The caller may take the first of them himself, make that batch, draw into its
+        #: key and put it behind the others; :meth:`took` hears how long that took.
         self.lazy = False
-        """Whether nothing is ahead but :attr:`turns`. The caller may take the first of them himself, make that batch, draw into its
-        key and put it behind the others; :meth:`took` hears how long that took."""
+        #: Keys of batches ahead that are made when their turn comes. They come behind what is made already.
         self.turns: deque[Key] = deque()
-        """Keys of batches ahead that are made when their turn comes. They come behind what is made already."""
+        #: Slow batches in a row.
         self.slow = 0
-        """Slow batches in a row."""
         self._ahead: deque[_Batch] = deque()
+        #: Of batches that were dropped: they come next.
         self._keys: deque[Key] = deque()
-        """Of batches that were dropped: they come next."""
         self._spare: list[Key] = []
         self._plain = self._has_epochs = self._threaded = self._making = self._closed = False
         self._kept = True
         self._workers: _Workers | None = None
         self._end: weakref.finalize[Any, Any] | None = None
+        #: The last that a thread was given.
         self._pending: _Batch | None = None
-        """The last that a thread was given."""
         self._lock = _fork.rlock()
         _fork.mended(self, uses_others=True)
 
@@ -320,7 +320,7 @@ class Prefetcher:
         return key
 
     def _may_begin(self, tail: _Batch, stages: BatchStages) -> bool:
-        """Whether another batch may be read behind one: there was something to draw, and the pass goes on."""
+        """Whether another batch may be read behind one: there was something to draw, and the epoch goes on."""
         if tail.reading is not None and not self._has_epochs:
             return True
         _wait_for(tail.reading)
@@ -356,7 +356,7 @@ class Prefetcher:
         try:
             batch.read(stages)
             batch.finish(stages)
-        except Exception as error:  # noqa: BLE001 - whoever takes the batch gets it
+        except Exception as error:  # noqa: BLE001 - the call that takes the batch raises it
             batch.fail(error)
         self.took(perf_counter() - start)
 
@@ -390,9 +390,9 @@ class Prefetcher:
 
     def discard(self, call: str, *, keys: bool = True) -> Any:
         """Drop what is ahead. The random bits it was made of come again, so that all later ones are those of any other depth;
-        without ``keys`` they are dropped, too. Begins anew to look who should make batches.
+        without ``keys`` they are dropped, too. The caller makes batches again, until they prove slow.
 
-        Returns: what the source needs to take the rows back; None if it does not.
+        Returns: what takes the rows back to their epoch; None where nothing needs to.
         """
         self._check_outside(call)
         with self._lock:

@@ -46,14 +46,14 @@ class Extent(NamedTuple):
     first ``filled[k]`` rows hold data.
     """
 
+    #: Rows of the store.
     capacity: int
-    """Rows of the store."""
+    #: ``[L]`` rows inside each lane's extent, holes included.
     filled: tuple[int, ...]
-    """``[L]`` rows inside each lane's extent, holes included."""
+    #: ``[L]`` row that each lane will write next: of a full ring, its oldest row.
     seam: tuple[int, ...]
-    """``[L]`` row that each lane will write next: of a full ring, its oldest row."""
+    #: int64, sorted: rows inside the extent that hold nothing, left by a writer that died; None if there are none.
     holes: Tensor | None = None
-    """int64, sorted: rows inside the extent that hold nothing, left by a writer that died; None if there are none."""
 
     @property
     def size(self) -> int:
@@ -99,13 +99,13 @@ class Extent(NamedTuple):
 class WritePlan(NamedTuple):
     """Where a writer wants rows to go. Making one has no side effect."""
 
+    #: Append to this lane, or row ``i`` to lane ``lane[i]`` (int64 ``[n]``); None where rows are named.
     lane: int | Tensor | None = None
-    """Append to this lane, or row ``i`` to lane ``lane[i]`` (int64 ``[n]``); None where rows are named."""
+    #: int64 ``[n]``: write these rows by number. Cursors stay; the extent grows to cover them.
     rows: Tensor | None = None
-    """int64 ``[n]``: write these rows by number. Cursors stay; the extent grows to cover them."""
+    #: int64 ``[k]``, ascending: only these of the ``n`` rows of data are written, to ``rows`` ``[k]``; the others are
+    #: rejected. None: all are written.
     kept: Tensor | None = None
-    """int64 ``[k]``, ascending: only these of the ``n`` rows of data are written, to ``rows`` ``[k]``; the others are
-    rejected. None: all are written."""
 
     def reported(self, written: Tensor, n: int) -> Tensor:
         """int64 ``[n]``: where each row of the data was written, -1 for a rejected one. ``written``: the planned rows."""
@@ -118,17 +118,17 @@ class WritePlan(NamedTuple):
         return rows
 
 
+#: Another name of :class:`WritePlan`.
 Plan = WritePlan
-"""Another name of :class:`WritePlan`."""
 
 
 class Write(NamedTuple):
     """What was written where. Made by the store."""
 
+    #: int64 ``[n]``; -1 for a rejected row. Of a row that is named twice the last entry stays.
     rows: Tensor
-    """int64 ``[n]``; -1 for a rejected row. Of a row that is named twice the last entry stays."""
+    #: Ticket number of the first row that was written; the others follow.
     first: int
-    """Ticket number of the first row that was written; the others follow."""
 
     @property
     def tickets(self) -> Tensor:
@@ -153,12 +153,12 @@ class Write(NamedTuple):
 class Draw(NamedTuple):
     """Which rows to read. Made by a sampler."""
 
+    #: int64 ``[B]`` rows in ``[0, capacity)``, on the CPU.
     rows: Tensor
-    """int64 ``[B]`` rows in ``[0, capacity)``, on the CPU."""
+    #: int64 ``[B]`` numbers the rows must still have when they are read, or None: any whole row will do.
     tickets: Tensor | None = None
-    """int64 ``[B]`` numbers the rows must still have when they are read, or None: any whole row will do."""
+    #: Named arrays with one entry per drawn row, handed to the user beside the batch.
     info: Mapping[str, Any] = {}
-    """Named arrays with one entry per drawn row, handed to the user beside the batch."""
 
 
 class Traits(NamedTuple):
@@ -168,36 +168,36 @@ class Traits(NamedTuple):
     """
 
     # ---- samplers
+    #: Draws are uniform, independent, and without state: the store may make them in place of :meth:`Sampler.draw`.
     draws_uniformly: bool = False
-    """Draws are uniform, independent, and without state: the store may make them in place of :meth:`Sampler.draw`."""
+    #: ``sample_natively`` draws and reads in one native call, in place of :meth:`Sampler.draw`.
     reads_natively: bool = False
-    """``sample_natively`` draws and reads in one native call, in place of :meth:`Sampler.draw`."""
+    #: Batches are windows of consecutive steps: ``info["index"]`` is a tuple.
     draws_windows: bool = False
-    """Batches are windows of consecutive steps: ``info["index"]`` is a tuple."""
+    #: Draws come to an end, which ``ran_out`` says.
     has_epochs: bool = True
-    """Draws come to an end, which ``ran_out`` says."""
+    #: A saved state takes the sampler back to an earlier place in its epoch.
     can_rewind: bool = False
-    """A saved state takes the sampler back to an earlier place in its epoch."""
+    #: :meth:`Sampler.observe` does something with writes.
     listens: bool = True
-    """:meth:`Sampler.observe` does something with writes."""
+    #: Draws are by priority, and rows may bring their first one along.
     prioritized: bool = False
-    """Draws are by priority, and rows may bring their first one along."""
+    #: :meth:`Sampler.update_priority` has an effect.
     takes_priorities: bool = True
-    """:meth:`Sampler.update_priority` has an effect."""
     # ---- writers
+    #: Every row goes behind the last one of its lane: :meth:`Writer.place` need not be asked.
     appends: bool = False
-    """Every row goes behind the last one of its lane: :meth:`Writer.place` need not be asked."""
+    #: Every write and ``empty`` are refused.
     read_only: bool = False
-    """Every write and ``empty`` are refused."""
+    #: Rows may be rejected: they are reported as -1, and so is a row that a later one of the same batch replaced.
     rejects: bool = False
-    """Rows may be rejected: they are reported as -1, and so is a row that a later one of the same batch replaced."""
+    #: Rows read back by number carry ``"index"``.
     adds_index: bool = False
-    """Rows read back by number carry ``"index"``."""
+    #: Samples carry ``"index_generation"``.
     tracks_tickets: bool = False
-    """Samples carry ``"index_generation"``."""
     # ---- storages
+    #: Rows are tensors in named fields of a store; else they are items of a list.
     has_fields: bool = False
-    """Rows are tensors in named fields of a store; else they are items of a list."""
 
     def without(self, overridden: Collection[str]) -> Traits:
         """The traits of a subclass that overrides these methods."""
@@ -291,12 +291,12 @@ class SampledStorage(Protocol):
 class Changes(NamedTuple):
     """Rows written or edited since some ticket. Made by the store, for samplers that need the writes of other processes."""
 
+    #: int64 ``[n]``, each once, the one that was written longest ago first.
     rows: Tensor
-    """int64 ``[n]``, each once, the one that was written longest ago first."""
+    #: int64 ``[n]`` ticket numbers of the rows, ascending.
     tickets: Tensor
-    """int64 ``[n]`` ticket numbers of the rows, ascending."""
+    #: Ask for this ticket the next time. Rows that were written beside a write still under way come again.
     next: int
-    """Ask for this ticket the next time. Rows that were written beside a write still under way come again."""
 
 
 class Commit(Protocol):
@@ -374,10 +374,10 @@ class Form(NamedTuple):
 class Ranking(NamedTuple):
     """How a writer ranks rows, of which it keeps the best."""
 
+    #: Of the field that decides.
     key: tuple[str, ...]
-    """Of the field that decides."""
+    #: The value of each of ``n`` rows of that field, float64 ``[n]``, without NaN: larger ones are better.
     values: Callable[[Tensor], NDArray[np.float64]]
-    """The value of each of ``n`` rows of that field, float64 ``[n]``, without NaN: larger ones are better."""
 
 
 @runtime_checkable
@@ -415,10 +415,10 @@ class DeclaredSampler(Sampler, Protocol):
     def traits(self) -> Traits:
         """What it can do."""
 
+    #: Whether the last batch ended an epoch. The buffer sets it.
     ran_out: bool
-    """Whether the last batch ended an epoch. The buffer sets it."""
+    #: Whether rows that do not fill a batch are skipped at the end of an epoch.
     drop_last: bool
-    """Whether rows that do not fill a batch are skipped at the end of an epoch."""
 
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:

@@ -1,14 +1,35 @@
-"""Names of TorchRL's buffers that mean nothing more here: constants, aliases, and methods that return the buffer."""
+"""TorchRL's names: keywords that engram does not have yet, constants, aliases, and methods that return the buffer."""
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["alias", "constant", "returns_itself"]
+__all__ = ["NOT_YET", "TorchRLArguments", "alias", "constant", "returns_itself"]
+
+
+class TorchRLArguments(TypedDict, total=False):
+    """Keywords of TorchRL's buffers that must be off here, None or False, each with what will carry it."""
+
+    sample_unit: Annotated[object, "expanders"]
+    dim_extend: Annotated[object, "the storage (until then: storage.ndim - 1)"]
+    checkpointer: Annotated[
+        object, "a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)"
+    ]
+    consume_after_n_samples: Annotated[object, "a ConsumingSampler"]
+    compilable: Annotated[object, "tracing through torch.compile"]
+    delayed_init: Annotated[object, "remote buffers"]
+    service_backend: Annotated[object, "remote buffers"]
+    service_backend_options: Annotated[object, "remote buffers"]
+    transport: Annotated[object, "remote buffers"]
+    transport_options: Annotated[object, "remote buffers"]
+
+
+#: What will carry each of :class:`TorchRLArguments`.
+NOT_YET = {name: known.__metadata__[0] for name, known in get_type_hints(TorchRLArguments, include_extras=True).items()}
 
 
 def constant(value: object, doc: str) -> property:

@@ -24,10 +24,10 @@ class Lanes:
 
     def __init__(self, wiring: Wiring, named: int | None = None) -> None:
         self._wiring = wiring
+        #: Whether it was logged that no lane was named.
         self.told = False
-        """Whether it was logged that no lane was named."""
+        #: Where rows go whose write names no lane; None: it must name one of several.
         self.default: int | None
-        """Where rows go whose write names no lane; None: it must name one of several."""
         self.take(named)
 
     @property

@@ -30,10 +30,10 @@ __all__ = ["Prefetching", "SavedBatches", "checked_batches"]
 class SavedBatches(NamedTuple):
     """Prefetched batches in a state."""
 
+    #: What the state has of them; None: nothing is prefetched, or it is left out.
     state: dict[str, Any] | None
-    """What the state has of them; None: nothing is prefetched, or it is left out."""
+    #: The sampler's state before it drew batches that are left out; None: as it is.
     before: dict[str, Any] | None
-    """The sampler's state before it drew batches that are left out; None: as it is."""
 
 
 class Prefetching:

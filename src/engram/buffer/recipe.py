@@ -59,10 +59,10 @@ class Recipe:
     def __init__(self, wiring: Wiring, settings: Settings) -> None:
         self._wiring = wiring
         self._settings = settings
+        #: Whether the directory says what the buffer is now; True, too, where there is no directory.
         self.noted = False
-        """Whether the directory says what the buffer is now; True, too, where there is no directory."""
+        #: Whether it was read after a write of another buffer.
         self.looked = False
-        """Whether it was read after a write of another buffer."""
 
     def note(self) -> None:
         """Write it down, if anything was ever stored. Raises ``OSError``: the directory cannot be written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
 from tensordict import is_tensor_collection
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engram import _fork, samplers, storages, writers
 from engram._closing import end
-from engram._later import refuse
-from engram.buffer.compat import alias, constant, returns_itself
+from engram._unsupported import reject_unsupported
+from engram.buffer.compat import NOT_YET, TorchRLArguments, alias, constant, returns_itself
 from engram.buffer.display import Display
 from engram.buffer.lanes import Lanes
 from engram.buffer.prefetching import Prefetching
@@ -39,19 +39,6 @@ if TYPE_CHECKING:
     from engram.types import Commit, Form
 
 __all__ = ["ReplayBuffer"]
-
-_LATER = {
-    "sample_unit": "expanders",
-    "dim_extend": "the storage (until then: storage.ndim - 1)",
-    "checkpointer": "a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)",
-    "consume_after_n_samples": "a ConsumingSampler",
-    "compilable": "tracing through torch.compile",
-    "delayed_init": "remote buffers",
-    "service_backend": "remote buffers",
-    "service_backend_options": "remote buffers",
-    "transport": "remote buffers",
-    "transport_options": "remote buffers",
-}
 
 
 class ReplayBuffer:
@@ -112,17 +99,16 @@ class ReplayBuffer:
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         shared: bool = False,
-        **later: Any,
+        **torchrl: Unpack[TorchRLArguments],
     ) -> None:
-        refuse(type(self).__name__, later, _LATER)
+        call = type(self).__name__
+        reject_unsupported(call, torchrl, NOT_YET)
         if transform_factory is not None and not callable(transform_factory):
             raise TypeError(
-                f"{type(self).__name__}: transform_factory: expected a callable that makes a transform, got "
-                f"{type(transform_factory).__name__}."
+                f"{call}: transform_factory: expected a callable that makes a transform, got {type(transform_factory).__name__}."
             )
         if transform_factory is not None and transform is not None:
-            raise TypeError(f"{type(self).__name__}: expected one of transform and transform_factory, got both.")
-        call = type(self).__name__
+            raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
         self._settings = Settings(call, batch_size, prefetch, self._priority_key)
         pinning = pinning_for(pin_memory, call)
         self._wiring = Wiring(
@@ -720,7 +706,7 @@ class ReplayBuffer:
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         unclean: str = "refuse",
-        **later: Any,
+        **torchrl: Unpack[TorchRLArguments],
     ) -> ReplayBuffer:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
@@ -743,7 +729,7 @@ class ReplayBuffer:
 
         Cost: O(1), and O(capacity) words if the last process died.
         """
-        refuse("open", later, _LATER)
+        reject_unsupported("open", torchrl, NOT_YET)
         given = {
             "sampler": sampler,
             "writer": writer,
@@ -827,9 +813,9 @@ class ReplayBuffer:
         self.__dict__.update(state)
         self._wiring, self._settings = copy.copy(self._wiring), copy.copy(self._settings)
         wiring = self._wiring
-        wiring.storage.attach(self)
         wiring.connect(wiring.sampler, wiring.writer, self._settings.batch_size)
         self._assemble(named)
+        wiring.storage.attach(self)
         self._lanes.told, self._recipe.looked = told, looked
         if self._prefetching is not None and prefetched is not None:
             self._prefetching.restore(prefetched)

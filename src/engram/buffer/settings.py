@@ -32,8 +32,8 @@ class Settings:
         self.batch_size: int | None = batch_size
         self.prefetch = checked_depth(prefetch, batch_size, kind)
         self.priority_key = priority_key
+        #: Entries of the data that may be there without being stored.
         self.ignored = () if priority_key is None else ("priority_weight", priority_key)
-        """Entries of the data that may be there without being stored."""
         self.iterator: Iterator[Any] | None = None
         self._resumes = False
         self._warned = False

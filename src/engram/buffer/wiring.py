@@ -41,15 +41,15 @@ class Wiring:
         self.transform = transform
         self.collate_fn = collate_fn
         self.pinning = pinning
+        #: Drives every draw; None: torch's default one.
         self.generator = checked_generator(generator)
-        """Drives every draw; None: torch's default one."""
         self.sampler: Any = None
+        #: The sampler, with all that is asked of one.
         self.source: DeclaredSampler
-        """The sampler, with all that is asked of one."""
         self.of_sampler = Traits()
         self.writer: Any = None
+        #: The writer, with all that is asked of one.
         self.placer: DeclaredWriter
-        """The writer, with all that is asked of one."""
         self.of_writer = Traits()
 
     # ---- taking components -----------------------------------------------------------------------------------------------
@@ -81,14 +81,14 @@ class Wiring:
     def choose_paths(self) -> None:
         """Uniform draws and plain appends need nothing between them and the store: one native call each."""
         fields = self.storage.traits.has_fields
+        #: Whether the store draws by itself.
         self.draws_natively = fields and self.of_sampler.draws_uniformly
-        """Whether the store draws by itself."""
+        #: What draws and reads in one native call; None: nothing does.
         self.sample_natively = self.source.sample_natively if fields and self.of_sampler.reads_natively else None
-        """What draws and reads in one native call; None: nothing does."""
+        #: Whether rows go behind the last one of their lane, without asking the writer.
         self.appends = fields and self.of_writer.appends
-        """Whether rows go behind the last one of their lane, without asking the writer."""
+        #: Whether a batch is not yet what was gathered.
         self.collates = not fields or self.collate_fn is not None
-        """Whether a batch is not yet what was gathered."""
 
     def bound_sampler(self) -> DeclaredSampler:
         """The sampler, which may have served another storage meanwhile."""

@@ -35,8 +35,8 @@ class Arrived(NamedTuple):
 
     data: Any
     batched: bool
+    #: How many; None: the data does not say.
     rows: int | None
-    """How many; None: the data does not say."""
 
 
 class WritePath:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypedDict, TypeVar, overload
 import torch
 
 from engram import _native
-from engram._later import refuse
+from engram._unsupported import reject_unsupported
 from engram.field_paths import FieldPath, as_path, as_paths, plain
 from engram.store import check_index_name
 
@@ -69,7 +69,7 @@ class WindowSpec:
     @classmethod
     def of(cls, who: str, arguments: WindowArguments) -> WindowSpec:
         """Check the arguments of a sampler. Raises as :class:`SliceSampler`; messages begin with ``who``."""
-        refuse(
+        reject_unsupported(
             who, {name: v for name, v in arguments.items() if name not in WindowArguments.__annotations__}, _UNSUPPORTED
         )
         num_slices, slice_len = arguments.get("num_slices"), arguments.get("slice_len")

@@ -91,15 +91,15 @@ class Storage(Declared, Dumpable):
 
     # ---- who listens -------------------------------------------------------------------------------------------------
 
-    def attach(self, listener: Listener) -> None:
-        """Tell a listener of writes, after each. Holds no reference to it."""
-        if all(known() is not listener for known in self.listeners):
-            self.listeners.append(weakref.ref(listener))
+    def attach(self, buffer: Listener) -> None:
+        """Tell a buffer of writes, after each. Holds no reference to it."""
+        if all(known() is not buffer for known in self.listeners):
+            self.listeners.append(weakref.ref(buffer))
 
-    def detach(self, listener: Listener) -> None:
-        """Stop telling a listener."""
+    def detach(self, buffer: Listener) -> None:
+        """Stop telling a buffer."""
         others = [(known, known()) for known in self.listeners]
-        self.listeners = [known for known, other in others if other is not None and other is not listener]
+        self.listeners = [known for known, other in others if other is not None and other is not buffer]
 
     @property
     def is_heard(self) -> bool:

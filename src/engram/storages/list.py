@@ -10,8 +10,8 @@ from tensordict import is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._later import refuse
 from engram._tensordict import find
+from engram._unsupported import reject_unsupported
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.packing import pack, unpack
 from engram.priorities import PriorityConfig, PriorityIndex
@@ -52,7 +52,7 @@ class ListStorage(Storage):
     """
 
     def __init__(self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: Any) -> None:
-        refuse("ListStorage", later, {"compilable": "tracing through torch.compile"})
+        reject_unsupported("ListStorage", later, {"compilable": "tracing through torch.compile"})
         super().__init__()
         if max_size is not None and type(max_size) is not int:
             raise TypeError(f"ListStorage: max_size: expected an int, got {type(max_size).__name__}.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engram._later import refuse
+from engram._unsupported import reject_unsupported
 from engram.format import layout
 from engram.storages._structure import Structure
 from engram.storages.tensor import LazyTensorStorage
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LazyMemmapStorage"]
 
-_LATER = {"compilable": "tracing through torch.compile", "shared_init": "rb.share()"}
+_NOT_YET = {"compilable": "tracing through torch.compile", "shared_init": "rb.share()"}
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -68,7 +68,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         auto_cleanup: bool | None = None,
         **later: Any,
     ) -> None:
-        refuse("LazyMemmapStorage", later, _LATER)
+        reject_unsupported("LazyMemmapStorage", later, _NOT_YET)
         if str(device).split(":")[0] != "cpu":
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."

@@ -16,8 +16,8 @@ from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._later import refuse
 from engram._mappings import shared_pieces
+from engram._unsupported import reject_unsupported
 from engram._words import said_bytes, warn
 from engram.errors import CorruptStore, EngramError, IncompatibleCheckpoint, IncompatibleStore, RowError
 from engram.format import layout
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines"]
 
-_LATER = {
+_NOT_YET = {
     "compilable": "tracing through torch.compile",
     "consolidated": "a storage that keeps one block of memory",
     "shared_init": "rb.share()",
@@ -176,7 +176,7 @@ class TensorStorage(Storage):
         lanes: int = 1,
         **later: Any,
     ) -> None:
-        refuse(type(self).__name__, later, _LATER)
+        reject_unsupported(type(self).__name__, later, _NOT_YET)
         if storage is None:
             raise ValueError("TensorStorage: expected data, got None. LazyTensorStorage(max_size) allocates its own.")
         rows, columns = (storage, ()) if ndim == 1 else rows_of_stored(storage, ndim, "TensorStorage")
@@ -930,7 +930,7 @@ class LazyTensorStorage(TensorStorage):
         lanes: int = 1,
         **later: Any,
     ) -> None:
-        refuse(type(self).__name__, later, _LATER)
+        reject_unsupported(type(self).__name__, later, _NOT_YET)
         self._configure(max_size, device=device, ndim=ndim, lanes=lanes)
 
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.

@@ -11,8 +11,8 @@ from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram import _native
-from engram._later import refuse
 from engram._tensordict import children, find
+from engram._unsupported import reject_unsupported
 from engram.errors import IncompatibleCheckpoint
 from engram.field_paths import checked_path, public
 from engram.state import check_keys
@@ -92,7 +92,7 @@ class TensorDictMaxValueWriter(NativeWriter):
     traits = Traits(adds_index=True, rejects=True)
 
     def __init__(self, rank_key: str | tuple[str, ...] | None = None, reduction: str = "sum", **later: object) -> None:
-        refuse(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
+        reject_unsupported(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
         super().__init__()
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._later import refuse
+from engram._unsupported import reject_unsupported
 from engram.types import Extent, Traits, WritePlan
 from engram.writers._base import NativeWriter
 
@@ -37,7 +37,7 @@ class RoundRobinWriter(NativeWriter):
     traits = Traits(appends=True)
 
     def __init__(self, *, track_generations: bool = False, **later: object) -> None:
-        refuse(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
+        reject_unsupported(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
         super().__init__()
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
