@@ -32,12 +32,12 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test golden test-native test-tensordict check format bench bench-gpu clean distclean FORCE native-binaries negative-controls stress
+.PHONY: help demo test golden test-native test-tensordict check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
 	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
-	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers"
+	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers   NATIVE=tsan"
 	@echo "make negative-controls  that they fail where a mechanism that they test is left out"
 	@echo "make golden           the golden files of the formats, after a change of one that was meant"
 	@echo "make stress           the tests of death and of torn rows, for hours           SIZE=night (or release)"
@@ -113,7 +113,7 @@ golden: $(VENV)/.engram-dev
 # How much the tests of stress do: small in `make test` and `make test-native`.
 SIZE := night
 stress: $(VENV)/.engram-dev
-	@ENGRAM_STRESS=$(SIZE) $(MAKE) --no-print-directory test-native
+	@ENGRAM_STRESS=$(SIZE) $(MAKE) --no-print-directory test-native NATIVE=stress ARGS=
 	@ENGRAM_STRESS=$(SIZE) $(BIN)/python -m pytest -n $(WORKERS) -m stress $(ARGS)
 
 # REVERB_PYTHON, from the command line or the environment: Python of an environment with dm-reverb[tensorflow].
@@ -169,84 +169,31 @@ distclean: clean
 
 # ---- native code -----------------------------------------------------------------------------------------------------
 
+# Which: asan, tsan, plain, stress; a preset of CMakePresets.json.
+NATIVE ?= native
+CMAKE := $(BIN)/cmake
+CTEST := $(BIN)/ctest
+# A test may take five minutes; those of stress take what SIZE says.
+CTEST_LIMIT_S := $(if $(filter-out small,$(ENGRAM_STRESS)),86400,300)
+
+configure-native: $(VENV)/.build-tools
+	@mkdir -p build
+	@$(CMAKE) --preset native -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DENGRAM_WERROR=$(WERROR) >build/native-configure.log \
+	  || { cat build/native-configure.log; exit 1; }
+
+test-native: configure-native
+	@echo "==> Compiling the C++ tests with sanitizers"
+	@$(CMAKE) --build --preset native -j$(JOBS)
+	@$(CTEST) --preset $(NATIVE) -j$(JOBS) --timeout $(CTEST_LIMIT_S) $(ARGS)
+
+negative-controls: configure-native
+	@echo "==> Compiling the C++ tests without what they test"
+	@$(CMAKE) --build --preset controls -j$(JOBS)
+	@$(CTEST) --preset controls -V
+
 CORE := $(wildcard native/core/*.cpp)
 NATIVE_TESTS := $(wildcard native/tests/test_*.cpp)
-# What threads share. ENGRAM_TSAN builds the variant without fences, which the thread sanitizer does not model.
-TSAN_TESTS := $(wildcard native/tests/test_control*.cpp native/tests/test_pool*.cpp native/tests/test_priorities*.cpp \
-  native/tests/test_expand*.cpp native/tests/test_recovery_threads*.cpp native/tests/test_epoch*.cpp native/tests/test_pause*.cpp \
-  native/tests/test_store_threads*.cpp native/tests/test_trajectories*.cpp native/tests/test_windows*.cpp)
-# What sanitizers get in the way of: single steps, and fork beside threads.
-PLAIN_TESTS := $(wildcard native/tests/test_crash*.cpp native/tests/test_fork*.cpp native/tests/test_participants*.cpp \
-  native/tests/test_torn*.cpp)
-NATIVE_FLAGS := -std=c++20 -Wall -Wextra $(if $(filter ON,$(WERROR)),-Werror) -pthread -Inative -Inative/core -MMD -MP
-SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS
-SANITIZE_tsan := -fsanitize=thread -DENGRAM_TSAN
-SANITIZE_plain := -O2
-ASAN_TESTS := $(filter-out $(PLAIN_TESTS),$(NATIVE_TESTS))
-BINARIES := $(ASAN_TESTS:native/tests/%.cpp=build/native/asan/%) $(TSAN_TESTS:native/tests/%.cpp=build/native/tsan/%) \
-  $(PLAIN_TESTS:native/tests/%.cpp=build/native/plain/%)
-# gcc's thread sanitizer gives up where the kernel randomizes addresses more than it expects.
-NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
-
-# Several at a time, each with its output in one piece; alone is who must go on within a second of a death beside it.
-ALONE := $(filter %/test_crash_beside,$(BINARIES))
-RUN := $(MAKE) --no-print-directory -j$(JOBS) $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
-
-test-native:
-	@echo "==> Compiling the C++ tests with sanitizers"
-	@$(MAKE) --no-print-directory -j$(JOBS) native-binaries
-	@$(RUN) $(patsubst %,run/%,$(filter-out $(ALONE),$(BINARIES)))
-	$(if $(ALONE),@$(RUN) $(ALONE:%=run/%))
-
-run/%: FORCE
-	@echo "==> $*"
-	@UBSAN_OPTIONS=print_stacktrace=1 $(NO_ASLR) $*
-
-native-binaries: $(BINARIES)
-
-# Of debug information only lines, for stack traces: the rest takes a third of the time. Tests are not optimized beyond -O1,
-# the core is, where it is not under a sanitizer.
-COMPILE = $(CXX) $(NATIVE_FLAGS) -O1 -g1 -fno-omit-frame-pointer
-define flavour
-.PRECIOUS: build/native/$(1)/%.o
-build/native/$(1)/%.o: native/%.cpp
-	@mkdir -p $$(@D)
-	@echo "    $(1) $$<"
-	@$(COMPILE) $(SANITIZE_$(1)) $$(if $$(filter native/tests/%,$$<),-O1) -c -o $$@ $$<
-
-build/native/$(1)/%: build/native/$(1)/tests/%.o $(CORE:native/%.cpp=build/native/$(1)/%.o)
-	@$(CXX) -pthread $(SANITIZE_$(1)) -o $$@ $$^
-endef
-$(eval $(call flavour,asan))
-$(eval $(call flavour,tsan))
-$(eval $(call flavour,plain))
-
-# Each of these builds lacks one mechanism: the sources that name it are compiled without it. What tests it must fail then: a
-# test that cannot fail proves nothing.
-CONTROLS := without-claim/test_crash_tree without-redo/test_crash_tree without-proof_of_death/test_participants \
-  without-ticket_check/test_torn without-cas/test_crash without-lap_check/test_crash without-robust_mutex/test_crash_beside \
-  without-late_check/test_priorities without-proof_of_death/test_crash_beside without-pause/test_pause \
-  without-replacing/test_crash_replace without-laps/test_crash_laps
-define control
-build/native/$(1)/%.o: native/%.cpp
-	@mkdir -p $$(@D)
-	@echo "    $(1) $$<"
-	@$(COMPILE) $(SANITIZE_plain) -D$(2) -c -o $$@ $$<
-
-build/native/$(1)/%: build/native/plain/tests/%.o $(foreach c,$(CORE),$(c:native/%.cpp=build/native/$(if $(findstring $(c),$(3)),$(1),plain)/%.o))
-	@$(CXX) -pthread $(SANITIZE_plain) -o $$@ $$^
-endef
-macro = ENGRAM_$(shell echo $(1) | tr a-z- A-Z_)
-$(foreach f,$(sort $(patsubst %/,%,$(dir $(CONTROLS)))),$(eval $(call control,$(f),$(call macro,$(f)),$(shell grep -lw '$(call macro,$(f))' $(CORE)))))
-
-negative-controls:
-	@echo "==> Compiling the C++ tests without what they test"
-	@$(MAKE) --no-print-directory -j$(JOBS) native-binaries BINARIES="$(CONTROLS:%=build/native/%)"
-	@for control in $(CONTROLS); do \
-	  echo "==> $$control"; \
-	  if timeout 120 build/native/$$control >build/native/$$control.log 2>&1; then echo "passes all the same"; exit 1; fi; \
-	  grep -m 1 'FAILED' build/native/$$control.log || echo "    died, as it should"; \
-	done
+NATIVE_FLAGS := -std=c++20 -Wall -Wextra -pthread -Inative -Inative/core -MMD -MP
 
 # Every native source on its own, with warnings as errors and without waiting for an optimizer.
 STRICT := $(patsubst native/%.cpp,build/strict/%.ok,$(CORE) $(wildcard native/bind/*.cpp) $(NATIVE_TESTS))
@@ -257,4 +204,4 @@ build/strict/%.ok: native/%.cpp
 	@$(CXX) $(NATIVE_FLAGS) -MF $(@:.ok=.d) -MT $@ -Werror $(PYTHON_FLAGS) -fsyntax-only $<
 	@touch $@
 
--include $(wildcard build/native/*/*/*.d build/strict/*/*.d)
+-include $(wildcard build/strict/*/*.d)
