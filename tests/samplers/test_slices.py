@@ -437,7 +437,7 @@ def test_a_storage_that_holds_data_is_scanned():
 def test_void_rows_end_trajectories(tmp_path):
     rb = buffer(SliceSampler(slice_len=1), steps([12]), storage=LazyMemmapStorage(20, scratch_dir=tmp_path))
     core = rb.storage.memory
-    words = core.words[1].view(torch.int64)
+    words = core.control_memory[1].view(torch.int64)
     words[5] |= 3  # as a writer that died leaves it
     assert runs_of(rb) == [5, 6]
     rb.sampler.slice_len = 7
@@ -1238,19 +1238,19 @@ def test_index_of_a_store():
     schema = Schema(4, 1, (), (Field(("a",), "int64", ()),), Node("leaf", 0))
     store = Store.private(schema)
     made = []
-    assert store.index("main", "list", 1, lambda: made) is made
-    assert store.index("main", "list", 1, dict) is made
-    assert store.index("main", "dict", 2, dict) == {}
-    assert store.index("other", "list", 2, list) == []
+    assert store.indexes.table("main", "list", 1, lambda: made) is made
+    assert store.indexes.table("main", "list", 1, dict) is made
+    assert store.indexes.table("main", "dict", 2, dict) == {}
+    assert store.indexes.table("other", "list", 2, list) == []
     with pytest.raises(IncompatibleStore, match="index 'main': expected the list of 1"):
-        store.index("main", "list", 2, list)
+        store.indexes.table("main", "list", 2, list)
 
     def fail():
         raise OSError
 
     with pytest.raises(OSError):  # noqa: PT011
-        store.index("broken", "list", 1, fail)
-    assert store.index("broken", "list", 1, list) == []
+        store.indexes.table("broken", "list", 1, fail)
+    assert store.indexes.table("broken", "list", 1, list) == []
 
 
 # ---- step types ----------------------------------------------------------------------------------------------------------
