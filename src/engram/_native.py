@@ -55,14 +55,14 @@ __all__ = [
     "wait_limit",
 ]
 
-BadPriority = _core.BadPriority
+BadPriority = _extension.BadPriority
 Expansion = _extension.Expansion
 Layout = _extension.Layout
 Marks = _extension.Marks
 Participants = _core.Participants
-NothingLive = _core.NothingLive
-Epoch = _core.Epoch
-Priorities = _core.Priorities
+NothingLive = _extension.NothingLive
+Epoch = _extension.Epoch
+Priorities = _extension.Priorities
 Ranking = _extension.Ranking
 Shape = _extension.Shape
 Store = _core.Store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from engram import _fork, _native
 from engram.errors import IncompatibleStore
@@ -81,14 +81,12 @@ class EpochIndex:
         Raises:
             WriterStalled: another process has held the epoch for 5 s.
         """
-        taken: tuple[int, int, int, bool] = self.core.next(key, rows, n, whole)
-        return taken
+        return self.core.next(key, rows, n, whole)
 
     @property
     def progress(self) -> Progress:
         """Key of the order, rows, and how many of them were visited."""
-        progress: Progress = self.core.state
-        return progress
+        return self.core.state
 
     @progress.setter
     def progress(self, progress: Progress) -> None:
@@ -99,7 +97,7 @@ class EpochIndex:
         return dict(zip(("key", "rows", "visited"), self.progress, strict=True))
 
 
-def checked_progress(state: dict[str, Any], where: str) -> Progress:
+def checked_progress(state: dict[str, object], where: str) -> Progress:
     """The progress of an :meth:`EpochIndex.state`; ``state`` may hold more. Raises ``TypeError``, ``ValueError``."""
     key = integer(state, "key", 0, 1 << 63, where)
     rows = integer(state, "rows", 0, 1 << 62, where)

@@ -61,7 +61,7 @@ def state_of(config: PriorityConfig) -> dict[str, Any]:
     }
 
 
-def check_priorities(state: dict[str, Any], config: PriorityConfig | None, rows: int, where: str) -> PriorityConfig:
+def check_priorities(state: dict[str, object], config: PriorityConfig | None, rows: int, where: str) -> PriorityConfig:
     """Check the entries of :meth:`PriorityIndex.state` in ``state``; how priorities become probabilities there.
 
     Args:
@@ -119,15 +119,13 @@ class PriorityIndex:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
         keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
         try:
-            self.core: Any = _native.Priorities(block.address, block.nbytes, None if host is None else host.core, keep)
+            self.core = _native.Priorities(block.address, block.nbytes, None if host is None else host.core, keep)
         except ValueError as error:
             raise IncompatibleStore(f"index: {error}.") from error
         self.block = block
         """Its memory."""
-        if (
-            host is None or host.directory is None
-        ):  # a process that holds the lock of a shared one still exists after a fork
-            _fork.mended(self.core)
+        if host is None or host.directory is None:
+            _fork.mended(self.core)  # the lock of a shared index is held by a process that still exists after a fork
 
     @staticmethod
     def free_lock(block: Block) -> None:
@@ -141,16 +139,16 @@ class PriorityIndex:
             raise IncompatibleStore(f"index: {error}.") from error
 
     def put_in_order(self) -> None:
-        """After a recovery of the rows: those that hold nothing get no priority, and sums are computed anew. O(rows)."""
+        """After a recovery of the rows: rows that hold nothing lose their priority, and all sums are computed again. O(rows)."""
         self.core.put_in_order()
 
     @classmethod
     def of_store(cls, store: Store, name: str, config: PriorityConfig) -> tuple[PriorityIndex, bool]:
-        """The index of that name, and whether it was made just now. One that is made scans the tickets once.
+        """The index of that name, and whether this call made it. A new index scans the tickets once.
 
         Raises:
-            ValueError: a name that is none.
-            IncompatibleStore: there is one with another ``eps`` or ``max_priority_within_buffer``.
+            ValueError: not a name of an index.
+            IncompatibleStore: the index of that name has another ``eps`` or ``max_priority_within_buffer``.
             OSError: no space for its file.
         """
         check_index_name(name)
@@ -170,7 +168,7 @@ class PriorityIndex:
 
     @classmethod
     def of_list(cls, rows: int, config: PriorityConfig) -> PriorityIndex:
-        """Priorities of a list's items, whose tickets the caller looks at."""
+        """Priorities of a list's items. The caller compares their tickets."""
         block = private_block(_native.priority_bytes(rows, config.within_buffer))
         _native.format_priorities(block.address, block.nbytes, rows, *config)
         return cls(block, None)
@@ -182,7 +180,7 @@ class PriorityIndex:
     def __setstate__(self, memory: NDArray[np.uint8]) -> None:
         block = private_block(memory.size)
         block.tensor.copy_(torch.from_numpy(memory))
-        self.free_lock(block)  # whoever held it does not hold the copy's
+        self.free_lock(block)  # it may have been held while the memory was copied
         self.__init__(block, None)  # type: ignore[misc]
 
     def draw(self, key: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,10 +200,9 @@ class PriorityIndex:
     def sample(self, store: Store, key: Key, n: int, *, single_precision: bool) -> list[Tensor]:
         """As :meth:`draw`, with the rows' data: one tensor per field, then rows, ticket numbers and weights."""
         try:
-            drawn: list[Tensor] = self.core.sample(store.core, store.layout, key.address, n, single_precision)
+            return self.core.sample(store.core, store.layout, key.address, n, single_precision)
         except _native.NothingLive as error:
             raise NoSampleable(f"sample: {error}. {NOTHING}") from error
-        return drawn
 
     def weights(self, rows: Tensor) -> Tensor:
         """float64 ``[B]``: the weights that draws of these rows would have now; 0 for rows that cannot be drawn.

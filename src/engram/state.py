@@ -3,7 +3,7 @@
 Tensors and plain values only (dict with str keys, list, str, int, float, bool, None), so that ``torch.save`` with
 ``weights_only``, ``torch.distributed.checkpoint`` and safetensors carry it.
 
-Whoever has a state of his own has ``checked_state(state)``: it checks everything and changes nothing, and returns what takes
+A component with a state of its own has ``checked_state(state)``: it checks everything, changes nothing, and returns a function that takes
 the state over. So several components can be checked before the first one changes.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from engram.errors import CorruptCheckpoint, EngramError, PriorityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from engram.types import Commit
 
@@ -43,7 +43,7 @@ __all__ = [
 # ---- trees of tensors and plain values ---------------------------------------------------------------------------------
 
 
-def mapped(state: Any, change: Callable[[Tensor], Any], where: str = "state") -> Any:
+def mapped(state: object, change: Callable[[Tensor], object], where: str = "state") -> Any:
     """The same tree in new containers, with ``change(tensor)`` in place of every tensor.
 
     Raises:
@@ -70,7 +70,7 @@ def mapped(state: Any, change: Callable[[Tensor], Any], where: str = "state") ->
     )
 
 
-def copied(state: Any, where: str = "state") -> Any:
+def copied(state: object, where: str = "state") -> Any:
     """The same tree with tensors of its own. Raises ``TypeError`` as :func:`mapped`."""
     return mapped(state, _copy, where)
 
@@ -107,7 +107,7 @@ class Change:
         self._apply()
 
 
-def checked(component: Any, state: Any, where: str) -> Commit:
+def checked(component: Any, state: object, where: str) -> Commit:
     """Check that a component takes a state over.
 
     One without ``checked_state``, of the user's own, is tried: it takes the state, and then its old one again.
@@ -170,7 +170,7 @@ def _nothing() -> None:
 # ---- entries -----------------------------------------------------------------------------------------------------------
 
 
-def check_keys(state: Any, names: Iterable[str], where: str) -> None:
+def check_keys(state: object, names: Iterable[str], where: str) -> None:
     """Raise unless ``state`` is a dict with exactly these keys: ``TypeError``, ``KeyError``."""
     if not isinstance(state, dict):
         raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
@@ -180,7 +180,7 @@ def check_keys(state: Any, names: Iterable[str], where: str) -> None:
         raise KeyError(f"{where}: expected {wanted}, got {sorted(map(str, state))}.")
 
 
-def typed(state: dict[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:
+def typed(state: Mapping[str, object], name: str, kind: type | tuple[type, ...], where: str) -> Any:
     """An entry of exactly that type, or of one of those. Raises ``TypeError``."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     value = state[name]
@@ -190,7 +190,7 @@ def typed(state: dict[str, Any], name: str, kind: type | tuple[type, ...], where
     return value
 
 
-def integer(state: dict[str, Any], name: str, least: int, end: int, where: str) -> int:
+def integer(state: Mapping[str, object], name: str, least: int, end: int, where: str) -> int:
     """An int in ``[least, end)``. Raises ``TypeError``, ``ValueError``."""
     value: int = typed(state, name, int, where)
     if not least <= value < end:
@@ -198,7 +198,7 @@ def integer(state: dict[str, Any], name: str, least: int, end: int, where: str) 
     return value
 
 
-def real(state: dict[str, Any], name: str, where: str) -> float:
+def real(state: Mapping[str, object], name: str, where: str) -> float:
     """A finite number of at least 0. Raises ``TypeError``, ``ValueError``."""
     value = float(typed(state, name, (float, int), where))
     if not (math.isfinite(value) and value >= 0):
@@ -207,7 +207,7 @@ def real(state: dict[str, Any], name: str, where: str) -> float:
 
 
 def tensor_in(
-    state: dict[str, Any], name: str, dtype: torch.dtype, shape: tuple[int | None, ...], where: str
+    state: Mapping[str, object], name: str, dtype: torch.dtype, shape: tuple[int | None, ...], where: str
 ) -> Tensor:
     """A tensor of that dtype and shape (None: any size), contiguous and on the CPU. Raises ``TypeError``, ``ValueError``."""
     value = state[name]

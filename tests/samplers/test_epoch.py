@@ -167,8 +167,8 @@ def test_empty_buffer():
 # ---- what begins a new pass --------------------------------------------------------------------------------------------
 
 
-def test_threads_that_draw_from_two_stores_walk_the_pass_of_each(tmp_path, monkeypatch):
-    """Even if one meets its store while the other one is about to walk."""
+def test_threads_that_draw_from_two_stores_use_the_epoch_of_each(tmp_path, monkeypatch):
+    """Even if one binds its store while the other one is about to draw."""
     sampler = SamplerWithoutReplacement(shuffle=False)
     one, other = (
         ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path / name), sampler=sampler, batch_size=2)
@@ -177,14 +177,14 @@ def test_threads_that_draw_from_two_stores_walk_the_pass_of_each(tmp_path, monke
     for rb in (one, other):
         rb.extend(torch.arange(8))
         rb.sample()
-    meet = SamplerWithoutReplacement._meet
+    epoch_of = SamplerWithoutReplacement._epoch_of
 
     def interrupted(self, store):
-        met = meet(self, store)
-        meet(self, other.storage.store)
-        return met
+        epoch = epoch_of(self, store)
+        epoch_of(self, other.storage.store)
+        return epoch
 
-    monkeypatch.setattr(SamplerWithoutReplacement, "_meet", interrupted)
+    monkeypatch.setattr(SamplerWithoutReplacement, "_epoch_of", interrupted)
     assert one.sample().tolist() == [2, 3]
     monkeypatch.undo()
     assert other.sample().tolist() == [2, 3]

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engram import expanders, samplers, storages, writers
+from engram import expanders, storages, writers
 from engram.buffer.settings import check_batch_size, checked_depth
 from engram.errors import CorruptStore
 from engram.format import files, layout
@@ -21,20 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Recipe", "open_buffer", "register"]
 
-_SAMPLERS: dict[str, Any] = {
-    cls.__name__: cls
-    for cls in (
-        samplers.RandomSampler,
-        samplers.SamplerWithoutReplacement,
-        samplers.PrioritizedSampler,
-        samplers.PrioritizedSliceSampler,
-        samplers.SliceSampler,
-        samplers.SliceSamplerWithoutReplacement,
-        expanders.FrameStack,
-        expanders.NStep,
-        expanders.RewardToGo,
-    )
-}
+_SAMPLERS = expanders.Expander.known
 _WRITERS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (

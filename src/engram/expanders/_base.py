@@ -157,11 +157,11 @@ class Expander(Declared, Dumpable):
             setattr(self.sampler, name, value)
 
     def observe(self, write: Write | None, data: object) -> None:
-        """Call that of :attr:`sampler`."""
+        """Calls that of :attr:`sampler`."""
         self.sampler.observe(write, data)
 
     def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
-        """Passed on."""
+        """Calls that of :attr:`sampler`."""
         self.sampler.update_priority(index, priority, generation=generation)
 
     def state_dict(self) -> dict[str, object]:
@@ -170,7 +170,7 @@ class Expander(Declared, Dumpable):
         return state
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Passed on."""
+        """Calls that of :attr:`sampler`."""
         self.sampler.load_state_dict(state_dict)
 
     @property
@@ -206,15 +206,15 @@ class Expander(Declared, Dumpable):
         return self._source.can_sample(storage, batch_size)
 
     def check_priority(self, priority: object, n: int) -> None:
-        """Passed on."""
+        """Calls that of :attr:`sampler`."""
         self._source.check_priority(priority, n)
 
     def mark_update(self, index: object) -> None:
-        """Passed on."""
+        """Calls that of :attr:`sampler`."""
         self._source.mark_update(index)
 
     def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
-        """Passed on."""
+        """Calls that of :attr:`sampler`."""
         return self._source.checked_state(state_dict, capacity)
 
     def moved(self) -> None:

@@ -1,4 +1,4 @@
-"""Every live row once per pass."""
+"""Every live row once per epoch."""
 
 from __future__ import annotations
 
@@ -64,46 +64,46 @@ class SamplerWithoutReplacement(NativeSampler):
         self.shuffle = shuffle
         self.index_name = index
         self._own = EpochIndex.own()
-        self._met: tuple[Store | None, EpochIndex] = (None, self._own)
-        """What was drawn from last, and its pass: the own one, or that of a directory store. One value, as threads draw."""
+        self._bound: tuple[Store | None, EpochIndex] = (None, self._own)
+        """The store that was drawn from last, and its epoch: the sampler's own, or that of a directory. Replaced as a whole."""
         self._ran_out = False
         self._drawn_from: int | None = None
 
-    # ---- which pass ----------------------------------------------------------------------------------------------------
+    # ---- which epoch ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, store: Store | None) -> EpochIndex:
-        """The pass that samplers of this storage walk."""
-        met, walked = self._met
-        if store is not met:
+    def _epoch_of(self, store: Store | None) -> EpochIndex:
+        """The epoch in which the rows of a store are drawn."""
+        bound, epoch = self._bound
+        if store is not bound:
             if store is None or store.directory is None:
-                walked = self._own
+                epoch = self._own
             else:
-                walked = EpochIndex.of_store(store, self.index_name, self._own.progress)
-            self._met = (store, walked)
-        return walked
+                epoch = EpochIndex.of_store(store, self.index_name, self._own.progress)
+            self._bound = (store, epoch)
+        return epoch
 
     @property
-    def _pass(self) -> EpochIndex:
-        return self._met[1]
+    def _epoch(self) -> EpochIndex:
+        return self._bound[1]
 
     def bind(self, storage: SampledStorage) -> None:
-        """Meet the storage whose rows are drawn: one in a directory has a pass for all processes."""
-        self._meet(storage.memory)
+        """Take a storage to draw from. One in a directory has an epoch that all of its processes share."""
+        self._epoch_of(storage.memory)
 
     def moved(self) -> None:
-        self._met = (None, self._own)
+        self._bound = (None, self._own)
 
     def observe(self, write: Write | None, data: object) -> None:
-        """An emptied buffer: the pass is over."""
+        """End the epoch when the buffer was emptied."""
         if write is None:
             self._own.progress = (0, 0, 0)
 
     @property
     def ran_out(self) -> bool:
-        """Whether the pass is over that the last batch came from: another process may have taken the rest of it."""
-        if self._ran_out or self._drawn_from is None or self._pass is self._own:
+        """Whether the epoch of the last batch has ended. Another process may have drawn the rest of it."""
+        if self._ran_out or self._drawn_from is None or self._epoch is self._own:
             return self._ran_out
-        key, rows, visited = self._pass.progress
+        key, rows, visited = self._epoch.progress
         return key != self._drawn_from or visited == rows
 
     @ran_out.setter
@@ -112,20 +112,20 @@ class SamplerWithoutReplacement(NativeSampler):
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def _advance(self, walked: EpochIndex, size: int, batch_size: int, key: int) -> tuple[int, int, int]:
-        """The next batch of the pass: ``(key of the order, first rank, ranks)``."""
+    def _advance(self, epoch: EpochIndex, size: int, batch_size: int, key: int) -> tuple[int, int, int]:
+        """The next batch of the epoch: ``(key of the order, first rank, ranks)``."""
         check_drawable(size)
         if self.drop_last and size < batch_size:
             raise ValueError(
                 f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "
                 "drop_last=False."
             )
-        order, start, count, self._ran_out = walked.next(key, size, batch_size, whole=self.drop_last)
+        order, start, count, self._ran_out = epoch.next(key, size, batch_size, whole=self.drop_last)
         self._drawn_from = order
         return order, start, count
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        order, start, count = self._advance(self._pass, extent.size, batch_size, key)
+        order, start, count = self._advance(self._epoch, extent.size, batch_size, key)
         ranks = _native.empty_rows(count)
         if self.shuffle:
             _native.permute(order, extent.size, start, count, ranks.data_ptr())
@@ -139,9 +139,9 @@ class SamplerWithoutReplacement(NativeSampler):
         """:meth:`draw` and the rows' data in two native calls: ``(columns, rows, info)``."""
         store = storage.memory
         assert store is not None  # the buffer asks only then
-        walked = self._meet(store)  # another thread may meet another store before this one walks
+        epoch = self._epoch_of(store)  # another thread may bind another store before this one draws
         size = store.core.size()
-        order, start, count = self._advance(walked, size, n, key.value)
+        order, start, count = self._advance(epoch, size, n, key.value)
         columns = store.read_ranked(order, size, start, count, shuffle=self.shuffle, with_numbers=numbered)
         info = {"index_generation": columns.pop()} if numbered else {}
         return columns, columns.pop(), info
@@ -150,30 +150,30 @@ class SamplerWithoutReplacement(NativeSampler):
         return len(storage) >= (batch_size if self.drop_last else 1)
 
     def state_dict(self) -> dict[str, object]:
-        """``key``, ``rows`` and ``visited`` of the pass under way, and ``ran_out``: plain values."""
-        return {**self._pass.state(), "ran_out": self.ran_out}
+        """``key``, ``rows`` and ``visited`` of the current epoch, and ``ran_out``: plain values."""
+        return {**self._epoch.state(), "ran_out": self.ran_out}
 
     def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
         check_keys(state_dict, ("key", "rows", "visited", "ran_out"), "SamplerWithoutReplacement")
-        walk = checked_progress(state_dict, "SamplerWithoutReplacement")
+        progress = checked_progress(state_dict, "SamplerWithoutReplacement")
         ran_out = typed(state_dict, "ran_out", bool, "SamplerWithoutReplacement")
 
         def take() -> None:
-            self._pass.progress = walk
-            self._ran_out, self._drawn_from = ran_out, None if ran_out or not walk[2] else walk[0]
+            self._epoch.progress = progress
+            self._ran_out, self._drawn_from = ran_out, None if ran_out or not progress[2] else progress[0]
 
         return take
 
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        """Name and kind of the pass."""
+        """Name and kind of the epoch's index."""
         return ((self.index_name, KIND),)
 
     def config(self) -> dict[str, object]:
         return {"drop_last": self.drop_last, "shuffle": self.shuffle, "index": self.index_name}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_met")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_bound")}
         return state | {"walk": self._own.progress}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,4 +181,4 @@ class SamplerWithoutReplacement(NativeSampler):
         self.__dict__.update(state)
         self._own = EpochIndex.own()
         self._own.progress = walk
-        self._met = (None, self._own)
+        self._bound = (None, self._own)
