@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +9,10 @@ import torch
 from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
-from engram import _native, collate, samplers
+from engram import collate, samplers
 from engram.buffer.write_path import map_dimensioned
-from engram.errors import NoSampleable, RowError, WriterStalled
+from engram.errors import NoSampleable, RowError
+from engram.retries import Retries
 from engram.store import ThreadKey
 from engram.types import Draw
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from engram.types import Extent
 
 __all__ = ["ReadPath"]
-
-#: Reads of one row that keeps moving: tries in a row, before there are pauses.
-_TRIES = 8
 
 
 class ReadPath:
@@ -171,28 +168,21 @@ class ReadPath:
         storage = self._wiring.storage
         rows, info = draw.rows.clone(), dict(draw.info)
         tickets = None if draw.tickets is None else draw.tickets.clone()
-        deadline = time.monotonic() + _native.wait_limit()
-        attempt = 0
+        retries = Retries()
         while moved:
-            attempt += 1
             extent = storage.extent()
             if extent.size == 0:
                 raise NoSampleable(f"{call}: the buffer was emptied meanwhile. Add data first.")
-            if attempt > _TRIES:
-                if time.monotonic() > deadline:
-                    raise WriterStalled(
-                        f"{call}: row {int(rows[moved[0]])} moved at every try for {_native.wait_limit():g} s."
-                    )
-                time.sleep(0.001)
+            retries.again(rows, moved, call=call)
             places = torch.tensor(moved, device="cpu")
             expected = None
             if chosen:
                 assert key is not None
-                other = self._wiring.source.draw(extent, len(moved), _mix(key, attempt))
+                other = self._wiring.source.draw(extent, len(moved), retries.key_of(key))
                 rows[places], expected = other.rows, other.tickets
                 info = {name: _replaced(value, places, other.info.get(name)) for name, value in info.items()}
             else:
-                self._replace_dead(rows, places, extent, call, None if key is None else _mix(key, attempt))
+                self._replace_dead(rows, places, extent, call, None if key is None else retries.key_of(key))
             if tickets is not None:
                 expected = storage.numbers_of(rows[places]) if expected is None else expected
                 tickets[places] = expected
@@ -220,8 +210,3 @@ def _replaced(values: Any, places: Tensor, others: Any) -> Any:
     values = values.clone()
     values[places.to(values.device)] = others
     return values
-
-
-def _mix(key: int, attempt: int) -> int:
-    """The key of a redraw, derived from the draw's own so that the generator is not asked again."""
-    return (key + attempt * 0x9E3779B97F4A7C15) % (1 << 63)
