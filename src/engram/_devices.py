@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 __all__ = ["existing_device"]
 
 
-def existing_device(device: Any, name: str) -> torch.device:
-    """A device of this machine, with its number.
+def existing_device(device: torch.device | str | int, name: str) -> torch.device:
+    """A device of this machine, with its index.
 
     Raises:
         RuntimeError: there is none of that name.

@@ -1,4 +1,4 @@
-"""Memory that other processes can map, too: the file that tensors lie in, with or without a name."""
+"""Finds the files in which tensors lie, so that other processes can map the same memory. A file may have no name."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _DELETED = " (deleted)"
 
 
 class Piece(NamedTuple):
-    """Where a tensor lies in a file that is mapped for all processes."""
+    """The place of a tensor in a file that is mapped as shared."""
 
     path: str
-    """What it is called, or was."""
+    """The path of the file, or its last path."""
     named: bool
     device: int
     inode: int
     size: int
     """Bytes of the file; -1: it cannot be opened for writing."""
     offset: int
-    """Of the tensor's first byte."""
+    """The offset of the tensor's first byte."""
 
 
 class _Mapping(NamedTuple):
@@ -47,7 +47,7 @@ class _Mapping(NamedTuple):
 
 
 def _mappings() -> list[_Mapping]:
-    """Those of this process, in order; none where the system does not say."""
+    """All mappings of this process, by address; empty where the system does not list them."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -62,7 +62,7 @@ def _mappings() -> list[_Mapping]:
 
 
 def shared_pieces(tensors: Iterable[Tensor]) -> list[Piece | None]:
-    """Where each of them lies; None: in memory of this process alone, or in none."""
+    """The file and place of each tensor; None: it lies in private memory, or has no elements."""
     mappings = _mappings()
     starts = [mapping.start for mapping in mappings]
     nameless = open_files(["self"]) if any(mapping.path.endswith(_DELETED) for mapping in mappings) else {}
@@ -98,9 +98,9 @@ def _open(mapping: _Mapping, nameless: dict[tuple[int, int], str], *, named: boo
 
 
 def open_files(processes: Iterable[int | str]) -> dict[tuple[int, int], str]:
-    """Regular files that processes have open, by device and inode: the paths by which they can be opened, also without a name.
+    """Paths by which the regular files that processes have open can be opened, also those without a name, by device and inode.
 
-    A process that has ended, or may not be looked at, has none.
+    A process that has ended, or that this process may not inspect, has none.
     """
     return {(status.st_dev, status.st_ino): path for process in processes for path, status in _files_of(process)}
 
@@ -119,7 +119,7 @@ def map_piece(path: str, device: int, inode: int, size: int) -> Tensor:
     """The bytes of a file, uint8 ``[size]``. As long as the tensor lives, :func:`open_files` of this process names the file.
 
     Raises:
-        FileNotFoundError: there is another file by now. OSError: it cannot be opened or mapped.
+        FileNotFoundError: another file has taken its place. OSError: it cannot be opened or mapped.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -1,28 +1,30 @@
-"""A bar for work that is short, but for the largest stores."""
+"""Progress bars for work that is short except on the largest stores."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from rich.progress import Progress, ProgressColumn, TaskID
+
 __all__ = ["CHUNK", "bytes_bar", "watch"]
 
 CHUNK = 1 << 18
-"""Rows to look at between two looks at the clock."""
+"""Rows to process between two looks at the clock."""
 _SILENT_S = 1.0
 
 
 def watch(left: Iterable[int], what: str) -> None:
-    """Go through pieces of work, with a bar on a terminal if that takes longer than a moment.
+    """Work through an iterable. On a terminal, a bar appears if that takes longer than a second.
 
     Args:
-        left: does a piece, and says how much is left then.
-        what: the work is.
+        left: each step does a piece of the work and yields how much is left.
+        what: names the work.
     """
     pieces = iter(left)
     started = time.monotonic()
@@ -39,33 +41,32 @@ def watch(left: Iterable[int], what: str) -> None:
 
 @contextlib.contextmanager
 def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """What is to be called with how many bytes were done, again and again: a bar with MB/s on a terminal, after a moment.
+    """A function to call with the number of bytes done since the last call. On a terminal, a bar with MB/s appears after a second.
 
     Args:
-        what: the work is.
-        total: bytes of all of it.
+        what: names the work.
+        total: bytes of the whole work.
     """
     started, done = time.monotonic(), 0
     with contextlib.ExitStack() as stack:
-        progress: Any = None
-        task: Any = None
+        shown: tuple[Progress, TaskID] | None = None
 
         def advance(count: int) -> None:
-            nonlocal progress, task, done
+            nonlocal shown, done
             done += count
-            if progress is None:
+            if shown is None:
                 if time.monotonic() - started < _SILENT_S:
                     return
                 from rich.progress import DownloadColumn, TransferSpeedColumn
 
                 progress = stack.enter_context(_bar(DownloadColumn(), TransferSpeedColumn()))
-                task = progress.add_task(f"engram: {what}", total=total)
-            progress.update(task, completed=min(done, total))
+                shown = progress, progress.add_task(f"engram: {what}", total=total)
+            shown[0].update(shown[1], completed=min(done, total))
 
         yield advance
 
 
-def _bar(*columns: Any) -> Any:
+def _bar(*columns: ProgressColumn) -> Progress:
     """A progress bar on the standard error stream, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
