@@ -352,7 +352,7 @@ class Saving:
         load: StorageLoad = storage.prepare_rows({**state, "priorities": others}, source)
         for name in own:
             states["sampler"] = state["priorities"][name]
-        states["sampler"] = saved_parts.reset_pass(states["sampler"], 0)
+        states["sampler"] = saved_parts.reset_epoch(states["sampler"], 0)
         states["prefetch"] = {"batches": None}
         if states["buffer"].get("lane") not in [[lane] for lane in range(storage.lanes)]:
             states["buffer"]["lane"] = 0

@@ -179,11 +179,11 @@ class Checkpointer:
         self._start(attempt, wait=wait)
         return attempt.wait() if wait else attempt
 
-    def _hear(self, what: str, step: Any, user: Any) -> Asked:
+    def _hear(self, what: str, step: object, user: object) -> Asked:
         """The step and the user state, checked and noted."""
-        step, user = checked_step(what, step), checked_user(what, user)
-        self._job.heard = self._job.heard.then(step, user)
-        return Asked(step, user or {})
+        checked = Asked(checked_step(what, step), checked_user(what, user) or {})
+        self._job.heard = self._job.heard.then(checked.step, None if user is None else checked.user)
+        return checked
 
     def _attempt(self, asked: Asked | Exception) -> SaveAttempt:
         """The next save; all ranks begin the same ones in the same order."""

@@ -22,10 +22,14 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engram.errors import CorruptCheckpoint
 from engram.format import series
+
+if TYPE_CHECKING:
+    from engram.checkpoint.checkpointer import Checkpointer
+    from engram.checkpoint.save import SaveHandle
 
 __all__ = ["Endpoint"]
 
@@ -57,7 +61,11 @@ class Endpoint:
     """
 
     def __init__(
-        self, checkpointer: Any, address: str | None, token_file: str | os.PathLike[str] | None, interval: float
+        self,
+        checkpointer: Checkpointer,
+        address: str | None,
+        token_file: str | os.PathLike[str] | None,
+        interval: float,
     ) -> None:
         self._checkpointer, self._interval, self._open = checkpointer, interval, True
         self._places = threading.Semaphore(MAX_CONNECTIONS)
@@ -136,7 +144,7 @@ class Endpoint:
         connection.close()
         self._places.release()
 
-    def _reply(self, call: _Call) -> tuple[int, Any]:
+    def _reply(self, call: _Call) -> tuple[int, object]:
         headers, status = call.headers, _STATUS.fullmatch(call.path)
         if not _HOST.fullmatch(headers.get("host", "")) or any(re.match("origin$|sec-fetch-", it) for it in headers):
             return 403, None
@@ -165,15 +173,21 @@ class Endpoint:
         return 200, [{"name": it.name, "step": it.step, "good": it.problem is None} for it in listed]
 
 
-def _state(save: Any) -> dict[str, Any]:
+def _state(save: SaveHandle | None) -> dict[str, object]:
     """What became of a request that this save serves; None: no save does yet."""
-    said: dict[str, Any] = {"state": "saving" if save else "asked", "checkpoint": None, "error": None, "ranks": []}
+    ranks: list[dict[str, object]] = []
+    said: dict[str, object] = {
+        "state": "saving" if save else "asked",
+        "checkpoint": None,
+        "error": None,
+        "ranks": ranks,
+    }
     if save and save.path is not None:
         said["checkpoint"] = save.path.name
         with contextlib.suppress(CorruptCheckpoint, OSError):  # it may be removed by now
             for vote in series.votes(save.path):
                 state = "saved" if vote.shard else "failed" if vote.error else "saving"
-                said["ranks"].append({"rank": vote.rank, "state": state})
+                ranks.append({"rank": vote.rank, "state": state})
     if save and save.done:
         try:
             save.wait(0)
@@ -261,7 +275,7 @@ def _parsed(data: bytes) -> _Call | int | None:
     return _Call(begin[1], begin[2], headers, body) if len(body) == int(length) else 400
 
 
-def _answer(code: int, said: Any) -> bytes:
+def _answer(code: int, said: object) -> bytes:
     body = json.dumps(said).encode() if code < 300 else b""
     head = (
         f"HTTP/1.1 {code} {http.HTTPStatus(code).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"

@@ -82,6 +82,8 @@ class Job:
 
     def saved(self, path: Path, snapshot: Snapshot, parent: Parent | None) -> None:
         """There is a new checkpoint, which had this parent."""
+        if self.parent is not None and self.ranks.rank:  # rank 0 forgets what it retires
+            self.known.forget(self.parent.path.name)
         self.parent = Parent(path, snapshot.form.lineage)
         self._since_full = 0 if parent is None else self._since_full + 1
 

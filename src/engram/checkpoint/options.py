@@ -75,9 +75,9 @@ class Asked(NamedTuple):
     """A copy."""
 
 
-def checked_step(what: str, step: Any) -> int:
+def checked_step(what: str, step: object) -> int:
     try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         number = -1
     if number < 0:
@@ -85,7 +85,7 @@ def checked_step(what: str, step: Any) -> int:
     return number
 
 
-def checked_user(what: str, user: Any) -> dict[str, Any] | None:
+def checked_user(what: str, user: object) -> dict[str, Any] | None:
     """As it comes back from a checkpoint."""
     if user is None:
         return None

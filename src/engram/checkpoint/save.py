@@ -130,6 +130,7 @@ class SaveAttempt(SaveHandle):
             raise error
         manifest = job.protocol.decided(attempt, timeout)
         if manifest.status != "complete":
+            job.known.forget(attempt.name)
             job.protocol.joined(self._number, timeout)
             with contextlib.suppress(OSError, CorruptCheckpoint):  # it may be removed by now
                 series.withdraw(attempt, job.ranks.rank)

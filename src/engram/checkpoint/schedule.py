@@ -7,10 +7,11 @@ import secrets
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
     from engram.checkpoint.options import Options
     from engram.checkpoint.save import SaveHandle
@@ -92,7 +93,7 @@ class Requests:
             ValueError: not called from the main thread.
         """
 
-        def handle(received: int, frame: Any) -> None:
+        def handle(received: int, frame: FrameType | None) -> None:
             self.note_signal()
             if callable(before):
                 before(received, frame)

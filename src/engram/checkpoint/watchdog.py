@@ -266,7 +266,7 @@ class Watchdog:
         before = signal.getsignal(signal.SIGTERM)
         self._ends_by_default = before == signal.SIG_DFL
 
-        def handle(number: int, _: Any) -> None:
+        def handle(number: int, _: object) -> None:
             self._handled.set()
             if self._saver == threading.get_ident():
                 return  # it saves, and then ends with the error that it has

@@ -30,15 +30,15 @@ __all__ = [
     "open_storage",
     "read_parts",
     "reset",
-    "reset_pass",
+    "reset_epoch",
     "write_parts",
 ]
 
 STORAGE = "storage"
 #: Parts that are left out where they say nothing else.
 EMPTY: dict[str, dict[str, Any]] = {"prefetch": {"batches": None}, "transforms": {}}
-#: In a sampler's state: where its pass is.
-_OF_A_PASS = ("rows", "visited", "count", "version", "clock")
+#: In a sampler's state: where its epoch is.
+_OF_AN_EPOCH = ("rows", "visited", "count", "version", "clock")
 #: In a sampler's state: the name of the storage's priorities, which are all of that state.
 INDEX = "index_of_storage"
 
@@ -124,7 +124,7 @@ def checked_states(parts: Mapping[str, SavedPart], shard: Path, kinds: Mapping[s
 
 
 def reset(part: str, state: dict[str, Any], seed: int, generator: Any) -> dict[str, Any]:
-    """The state of a part for rows that were moved: passes over them begin again, and so do generators; nothing is prefetched.
+    """The state of a part for rows that were moved: epochs and generators begin again, and nothing is prefetched.
 
     Args:
         part: its name.
@@ -141,7 +141,7 @@ def reset(part: str, state: dict[str, Any], seed: int, generator: Any) -> dict[s
             "loads(path, convert=True), and save that with a Checkpointer."
         )
     if part == "sampler":
-        return reset_pass(state, seed)
+        return reset_epoch(state, seed)
     if part == "buffer":
         return {**state, "lane": 0, "iterating": False}
     if part == "rng":
@@ -153,11 +153,11 @@ def reset(part: str, state: dict[str, Any], seed: int, generator: Any) -> dict[s
     return state
 
 
-def reset_pass(state: dict[str, Any], seed: int) -> dict[str, Any]:
+def reset_epoch(state: dict[str, Any], seed: int) -> dict[str, Any]:
     """The state of a sampler, of which a pass over rows or trajectories begins again. ``seed``: of its order."""
     if "visited" not in state:
         return state
-    begin = {name: 0 for name in _OF_A_PASS if name in state}
+    begin = {name: 0 for name in _OF_AN_EPOCH if name in state}
     return {**state, **begin, "key": seed, "ran_out": False}
 
 

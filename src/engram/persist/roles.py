@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from engram.format.parts import PartField
     from engram.format.schema import Field
 
 __all__ = ["ENDS", "IDS", "ROLES", "boundary_fields", "check_roles", "doubts", "of_the_step", "roles_of"]
+
+F = TypeVar("F", bound="Keyed")
 
 ROLES = ("data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position")
 #: Roles of flags that end a trajectory.
@@ -28,6 +31,13 @@ IDS = re.compile(r"(^|_)ids?$")
 _START = "is_init"
 
 
+class Keyed(Protocol):
+    """A field of rows."""
+
+    @property
+    def key(self) -> tuple[str, ...]: ...
+
+
 def check_roles(given: Mapping[Any, str] | None) -> None:
     """Raise ``ValueError`` unless these are roles."""
     for key, role in (given or {}).items():
@@ -35,7 +45,7 @@ def check_roles(given: Mapping[Any, str] | None) -> None:
             raise ValueError(f"roles: {key!r}: expected one of {', '.join(ROLES)}, got {role!r}.")
 
 
-def of_the_step(fields: Sequence[Any]) -> list[Any]:
+def of_the_step(fields: Sequence[F]) -> list[F]:
     """Of fields that are called alike, those that say it of the step that a row is: nested least, and none of the next step.
 
     ``fields`` have a ``key``. Where all are of the next step, those of them that are nested least.
@@ -45,13 +55,13 @@ def of_the_step(fields: Sequence[Any]) -> list[Any]:
     return [field for field in here if len(field.key) == least]
 
 
-def boundary_fields(fields: Sequence[Any], roles: Sequence[str]) -> dict[str, list[Any]]:
+def boundary_fields(fields: Sequence[F], roles: Sequence[str]) -> dict[str, list[F]]:
     """Which fields say where trajectories begin and end, by what they say: flags by their role, ``traj_id``, ``is_init``, and of step
     types ``last`` and ``first``.
 
     Where the step type of the next step is stored, too, a row is the transition to that step: it says which row is the last.
     """
-    of: dict[str, list[Any]] = {}
+    of: dict[str, list[F]] = {}
     for field, role in zip(fields, roles, strict=True):
         of.setdefault(role, []).append(field)
     ids, types = of.get("traj_id", []), of.get("step_type", [])
@@ -99,7 +109,7 @@ def roles_of(fields: Sequence[Field], given: Mapping[Any, str] | None = None) ->
     return tuple(roles)
 
 
-def doubts(fields: Sequence[Any], given: Mapping[Any, str] | None = None) -> list[str]:
+def doubts(fields: Sequence[PartField], given: Mapping[Any, str] | None = None) -> list[str]:
     """What may go wrong where trajectories are moved, by fields with a key, a dtype and a role: an entry each.
 
     ``given``: what the user said of fields, who has thought of those.

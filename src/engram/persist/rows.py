@@ -196,12 +196,12 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
             file.write(raw)
 
 
-def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[Any]:
+def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[memoryview]:
     """Rows as bytes, copied piece by piece: what is summed and written must not change in between."""
     step = max(1, _PIECE // max(1, size))
     for i in range(begin, end, step):
         piece = tensor[i : min(i + step, end)]
-        yield (piece.clone() if piece.is_cpu else piece.cpu()).reshape(-1).view(torch.uint8).numpy()
+        yield (piece.clone() if piece.is_cpu else piece.cpu()).reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextlib.contextmanager
