@@ -9,7 +9,7 @@ import torch
 
 from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyTensorStorage, ListStorage, RankFailed, ReplayBuffer
 from engram.format import disk, series
-from tests.ranks.jobs import buffer, checkpointer, columns_of, done, episode, job, layout, play, steps_of, whos
+from tests.ranks.jobs import buffer, checkpointer, columns_of, done, episode, filled, job, layout, play, steps_of, whos
 from tests.twins import contents
 
 #: By rank and lane. The last lane of each ends with an open trajectory; of rank 2's first lane one of five was overwritten, and
@@ -446,3 +446,15 @@ def test_a_bad_argument_of_one_rank_is_told_to_all_and_the_next_restore_goes_on(
         return ck.restore().step
 
     assert done(job(2, act)) == [5, 5]
+
+
+def test_a_process_forgets_documents_of_checkpoints_that_are_gone(tmp_path):
+    """Of a job that saves for weeks; also where rank 0 alone removes them."""
+
+    def act(ranks, rank):
+        ck = checkpointer(tmp_path, filled(rank), ranks, keep=2)
+        for step in range(6):
+            ck.save(step)
+        return len(ck._job.known._contents)
+
+    assert max(done(job(3, act))) <= 2
