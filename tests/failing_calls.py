@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-import engram.storages.tensor
+import engram.storages._home
 import engram.store
 from engram import (
     EngramError,
@@ -344,7 +344,7 @@ def main(folder, cases, control=""):
         os.fsync = swallow
     home = Path(folder) / "ram"  # whatever others have in shared memory does not concern us
     home.mkdir()
-    engram.store.lifetime.shared_memory = engram.storages.tensor.shared_memory = lambda: home
+    engram.store.lifetime.shared_memory = engram.storages._home.shared_memory = lambda: home
     for name, kind in OPERATIONS.items():  # what is imported late is imported now
         work = Path(folder) / "first"
         work.mkdir()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engram._words import said_bytes
 from engram.format import layout
 from engram.storages._structure import Structure
-from engram.storages.tensor import creation_lines
+from engram.storages.announcing import creation_lines
 
 if TYPE_CHECKING:
     from engram.format.schema import Field

@@ -171,7 +171,7 @@ def ram(monkeypatch):
     home = folder / "shm"
     home.mkdir()
     monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
-    monkeypatch.setattr("engram.storages.tensor.shared_memory", lambda: home)
+    monkeypatch.setattr("engram.storages._home.shared_memory", lambda: home)
     monkeypatch.setattr(engram.store.locks, "WAIT_S", 0.2)
     before = _native.wait_limit()
     _native._core.set_wait_limit(0.2)

@@ -33,7 +33,7 @@ from engram import (
     TensorStorage,
 )
 from engram.format.schema import DTYPES
-from engram.storages.tensor import creation_lines
+from engram.storages.announcing import creation_lines
 from tests.fresh import run
 from tests.storages.test_structure import UNUSUAL, of_dtype, raw
 

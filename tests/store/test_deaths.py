@@ -82,7 +82,7 @@ def test_killed_at_every_step(ram, name, monkeypatch):
     home = ram / "shm"
     home.mkdir()
     monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
-    monkeypatch.setattr("engram.storages.tensor.shared_memory", lambda: home)
+    monkeypatch.setattr("engram.storages._home.shared_memory", lambda: home)
     report = ram / "report"
     step = stress.size(149, 1)
     for n in itertools.count(1 + stress.chance(name).randrange(step), step):
@@ -246,7 +246,7 @@ def test_exit_orders(ram, monkeypatch):
     home = ram / "shm"
     home.mkdir()
     monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
-    monkeypatch.setattr("engram.storages.tensor.shared_memory", lambda: home)
+    monkeypatch.setattr("engram.storages._home.shared_memory", lambda: home)
     monkeypatch.setattr(tempfile, "tempdir", str(home))
     cases = list(
         itertools.product(("ram", "disk"), itertools.permutations(range(3)), itertools.product(WAYS, repeat=3))

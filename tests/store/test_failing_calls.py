@@ -99,14 +99,14 @@ def test_an_fsync_error_that_is_swallowed_is_noticed(library, ram):
 
 IN_TMPFS = """
     import ctypes, errno, os, sys, torch
-    import engram.store, engram.storages.tensor
+    import engram.store, engram.storages._home
     from pathlib import Path
     from engram import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
     from engram.format import files
     libc = ctypes.CDLL(None, use_errno=True)
     CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
     home = Path(folder)
-    engram.store.lifetime.shared_memory = engram.storages.tensor.shared_memory = lambda: home
+    engram.store.lifetime.shared_memory = engram.storages._home.shared_memory = lambda: home
     def mount(pages):
         return libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, f"size={pages * 4}k".encode())
     if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) or mount(2):

@@ -110,6 +110,6 @@ class Lanes:
         if not self.told:
             self.told = True
             lanes = self._wiring.storage.lanes
-            storages.tensor.announce(
+            storages.announcing.announce(
                 [f'extend: no lane was named: of {lanes} rows each goes to a lane of its own, as lane="each" says.']
             )

@@ -107,7 +107,7 @@ def open_buffer(directory: str | os.PathLike[str], unclean: str, given: dict[str
     storage = storages.LazyMemmapStorage.open(path, unclean=unclean)
     repair = storage.store.repair
     if repair is not None:  # said before anything else can fail
-        storages.tensor.announce([f"{path}: its last process did not close it: {repair}."])
+        storages.announcing.announce([f"{path}: its last process did not close it: {repair}."])
     try:
         noted = _read(path)
         kind = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))

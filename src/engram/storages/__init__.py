@@ -1,9 +1,10 @@
 """Storages hold what is written."""
 
 from engram.storages._base import Count, Rows, Storage, check_count
+from engram.storages.lazy import LazyTensorStorage
 from engram.storages.list import ListStorage
 from engram.storages.memmap import LazyMemmapStorage
-from engram.storages.tensor import LazyTensorStorage, TensorStorage
+from engram.storages.tensor import TensorStorage
 
 __all__ = [
     "Count",

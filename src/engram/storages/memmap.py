@@ -13,8 +13,9 @@ import torch
 
 from engram._unsupported import reject_unsupported
 from engram.format import layout
+from engram.storages._home import Home
 from engram.storages._structure import Structure
-from engram.storages.tensor import LazyTensorStorage
+from engram.storages.lazy import LazyTensorStorage
 from engram.store import Store, occupied, open_store
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._auto_cleanup = auto_cleanup
         maker = secrets.token_hex(16)
         home = self._scratch_dir or Path(tempfile.gettempdir()).absolute() / f"engram-{maker}"
-        self._settle(home, maker, temporary=auto_cleanup is True or (auto_cleanup is None and scratch_dir is None))
+        temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
+        self._home = Home.of(self, home, maker, temporary=temporary)
         if self._scratch_dir is not None:
             self._check_folder(self._scratch_dir)
 
@@ -103,7 +105,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         storage._scratch_dir = store.directory
         storage._existsok = False
         storage._auto_cleanup = None
-        storage._home = store.directory
+        assert store.directory is not None  # it was opened there
+        storage._home = Home(store.directory)
         try:
             structure = Structure.from_schema(schema)
         except TypeError:
@@ -113,7 +116,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         return storage
 
     def _allocate(self, schema: Schema) -> Store:
-        return self._made_at_home(schema, replace=self._existsok or self._scratch_dir is None)
+        assert self._home is not None  # as __init__ and open() leave it
+        return self._allocate_in(self._home, schema, replace=self._existsok or self._scratch_dir is None)
 
     @property
     def scratch_dir(self) -> Path | None:

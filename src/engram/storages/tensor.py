@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import secrets
-import sys
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +11,8 @@ from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._mappings import shared_pieces
 from engram._unsupported import reject_unsupported
-from engram._words import said_bytes, warn
 from engram.errors import CorruptStore, EngramError, IncompatibleCheckpoint, IncompatibleStore, RowError
-from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.nested import first_leaf
@@ -37,7 +29,8 @@ from engram.storages._columns import (
     rows_of_stored,
     selected_rows,
 )
-from engram.storages._structure import Structure, check_tensor, is_batched_collection, leading_size
+from engram.storages._home import Home, share_in_place
+from engram.storages._structure import Structure, check_tensor, leading_size
 from engram.storages.tensor_state import (
     ENTRIES,
     EmptyLoad,
@@ -51,18 +44,9 @@ from engram.storages.tensor_state import (
 )
 from engram.store import (
     DeviceStore,
-    Process,
     Store,
     StoreState,
-    create_store,
-    forget_temporary,
-    maker_of,
-    moved,
-    open_store,
     reattach,
-    shared_memory,
-    skip_numbers,
-    sweep_shared_memory,
     torch_dtype,
 )
 from engram.types import Extent, Form, Traits, Write, WritePlan
@@ -71,43 +55,19 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from engram._mappings import Piece
     from engram.format.parts import PartReader
-    from engram.format.schema import Field
     from engram.persist.snapshot import StoragePreparation
     from engram.priorities import PriorityConfig
     from engram.types import RowsSource, StorageLoad
 
-__all__ = ["LazyTensorStorage", "TensorStorage", "creation_lines"]
+__all__ = ["NOT_YET", "TensorStorage", "device_of"]
 
-_NOT_YET = {
+NOT_YET = {
     "compilable": "tracing through torch.compile",
     "consolidated": "a storage that keeps one block of memory",
     "shared_init": "rb.share()",
     "cleanup_memmap": "rb.share()",
 }
-
-
-def creation_lines(fields: Sequence[Field], capacity: int, where: Any) -> list[str]:
-    """One line per field of a store to be: key, place, size, shape. ``where(field)`` is a path or ``RAM``."""
-    return [
-        f"{field.name}: {where(field)}, {said_bytes(field.row_bytes * capacity)}, "
-        f"shape {[capacity, *field.shape]} {field.dtype}"
-        for field in fields
-    ]
-
-
-def announce(lines: Sequence[str]) -> None:
-    """Log at INFO to ``engram``; shown on stderr unless the program configured logging or silenced that logger."""
-    logger = logging.getLogger("engram")
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("engram: %(message)s"))
-        logger.addHandler(handler)
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
-    for line in lines:
-        logger.info("%s", line)
 
 
 class _Unwritten:
@@ -153,13 +113,9 @@ class TensorStorage(Storage):
     else:
         memory = _Unwritten()
 
-    #: Where processes that have copies of this storage share its store; None: it is private.
-    _home: Path | None = None
-    #: What the copies know the store by that one of them makes.
-    _maker = ""
-    #: The process that a temporary store is made for.
-    _host: Process | None = None
-    #: Whether a thread is just taking a store that another process has made.
+    #: Where processes that have copies of this storage find its store; None: it is private.
+    _home: Home | None = None
+    #: Whether a thread is just opening a store that another process has created.
     _looking = False
     #: Why processes cannot share rows that lie in memory which they share; empty: they can.
     _unshared = ""
@@ -176,7 +132,7 @@ class TensorStorage(Storage):
         lanes: int = 1,
         **later: Any,
     ) -> None:
-        reject_unsupported(type(self).__name__, later, _NOT_YET)
+        reject_unsupported(type(self).__name__, later, NOT_YET)
         if storage is None:
             raise ValueError("TensorStorage: expected data, got None. LazyTensorStorage(max_size) allocates its own.")
         rows, columns = (storage, ()) if ndim == 1 else rows_of_stored(storage, ndim, "TensorStorage")
@@ -189,7 +145,7 @@ class TensorStorage(Storage):
             raise ValueError(f"TensorStorage: lanes: expected a divisor of the {capacity} rows, got {lanes}.")
         structure = Structure.of(rows, batched=True, call="TensorStorage")
         if self._device_argument == "auto":
-            self._device = _device_of(rows)
+            self._device = device_of(rows)
         structure.on_host = self._device.type == "cpu"
         fields = structure.flatten(rows, capacity, "TensorStorage")
         schema = self._schema(structure, columns)
@@ -257,28 +213,21 @@ class TensorStorage(Storage):
     def shared(self) -> bool:
         return self._home is not None
 
-    def _settle(self, home: Path, maker: str, *, temporary: bool) -> None:
-        """From now on the store is the one in that folder, whichever process with a copy of this storage makes it."""
-        self._home, self._maker = home, maker
-        if temporary:
-            self._host = Process.this()
-            weakref.finalize(self, _forget, home, maker, os.getpid())
-
     def _look(self) -> Store | None:
-        if self._looking or self._home is None or not self._maker or maker_of(self._home) != self._maker:
+        """The store that another process has created since."""
+        if self._looking or self._home is None or not self._home.holds_store:
             return None
         with self._lock:
-            made: Store | None = self.__dict__.get("memory")
-            if made is None and not self._looking:
+            store: Store | None = self.__dict__.get("memory")
+            if store is None and not self._looking:
                 self._looking = True
                 try:
-                    made = open_store(self._home)
-                    self._adopt(made, Structure.from_schema(made.schema))
-                except FileNotFoundError:  # closed by all
-                    return None
+                    store = self._home.find()
+                    if store is not None:
+                        self._adopt(store, Structure.from_schema(store.schema))
                 finally:
                     self._looking = False
-            return made
+            return store
 
     def share(self) -> None:
         if self._home is not None:
@@ -291,18 +240,15 @@ class TensorStorage(Storage):
             raise RuntimeError(
                 'share: expected a storage on the CPU, got device="auto" before the first write, which decides. Use device="cpu".'
             )
-        sweep_shared_memory()
         self._forget_fake_row()
-        maker = secrets.token_hex(16)
-        home = shared_memory() / f"engram-{maker}"
         with self._lock:
             private: Store | None = self.memory
-            self._settle(home, maker, temporary=True)
+            self._home = home = Home.in_shared_memory(self)
             if private is not None:
                 try:
-                    self._adopt(moved(private, home, maker, self._host), self._written())
+                    self._adopt(home.move(private), self._written())
                 except BaseException:
-                    self._home = self._host = None
+                    self._home = None
                     raise
         self._tell_moved()
 
@@ -313,71 +259,15 @@ class TensorStorage(Storage):
         super().check_inherited()
 
     def _share_in_place(self) -> None:
-        """Make a store that processes share of rows in memory that they share already; a note of what stands against it."""
-        tensors = self.store.tensors
-        pieces = shared_pieces(tensors)
-        shared = [tensor for tensor in tensors if tensor.is_shared()]  # type: ignore[no-untyped-call]
-        if not any(pieces) and not shared:
-            return
-        maker = secrets.token_hex(16)
+        """Make a store that processes share of rows in memory that they share already, or note why that cannot be."""
         try:
-            home, pieces = self._place_of(pieces, maker)
-            sweep_shared_memory()
-            self._settle(home, maker, temporary=not all(piece is None or piece.named for piece in pieces))
-            store = create_store(
-                self.store.schema,
-                home,
-                maker=maker,
-                guest_of=self._host,
-                begin=lambda core: core.fill(),
-                adopted=pieces,
-            )
+            shared = share_in_place(self.store, self)
         except (EngramError, OSError, RuntimeError, ValueError) as error:
-            self._home = self._host = None
             self._unshared = f"the rows lie in memory that processes share, but cannot be a store there: {error}"
             return
-        self._adopt(store, self._written())
-
-    def _place_of(self, pieces: Sequence[Piece | None], maker: str) -> tuple[Path, list[Piece | None]]:
-        """The folder of the store around rows that lie in files, and where they lie.
-
-        Raises:
-            RuntimeError: they cannot be its rows.
-        """
-        named = []
-        for field, tensor, piece in zip(self.store.schema.fields, self.store.tensors, pieces, strict=True):
-            nbytes = tensor.numel() * tensor.element_size()
-            if not nbytes:
-                continue
-            if piece is None:
-                raise RuntimeError(
-                    f"field {field.name}: expected memory that is shared, as of other fields, got memory of this process alone. "
-                    "Share all of the data, or none of it."
-                )
-            if piece.size < 0:
-                raise RuntimeError(f"field {field.name}: expected a file that can be written to, got {piece.path!r}.")
-            if piece.offset + nbytes != piece.size or tensor.untyped_storage().nbytes() != nbytes:
-                raise RuntimeError(
-                    f"field {field.name}: expected all of the memory that was shared, got a view of a part of it. Use the data "
-                    "that was shared itself, or a copy."
-                )
-            named.append((field.key, piece))
-        folder = layout.folder_of((key, piece.path) for key, piece in named)
-        if folder is not None and all(piece.named and piece.offset == 0 for _, piece in named):
-            if (folder / layout.FOLDER).exists():
-                raise RuntimeError(
-                    f"{str(folder)!r} holds a store already. Use ReplayBuffer.open({str(folder)!r}) to go on with it."
-                )
-            return folder, list(pieces)
-        device = os.stat(shared_memory()).st_dev
-        for key, piece in named:
-            if piece.device != device:
-                raise RuntimeError(
-                    f"field {key[0] if len(key) == 1 else key}: expected files as memmap_(folder) of a TensorDict makes them, all "
-                    f"in one folder, or memory shared by share_memory_(), got the file {piece.path!r}."
-                )
-        home = shared_memory() / f"engram-{maker}"
-        return home, [None if piece is None else piece._replace(named=False) for piece in pieces]
+        if shared is not None:
+            self._home, store = shared
+            self._adopt(store, self._written())
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
@@ -703,7 +593,7 @@ class TensorStorage(Storage):
             return self
         flat = TensorStorage.__new__(TensorStorage)
         flat._configure(self._capacity, device=self._device, ndim=1, lanes=1)
-        flat._home, flat._maker = self._home, self._maker
+        flat._home = None if self._home is None else self._home._replace(host=None)
         if self._home is None:
             flat._unshared = "expected the storage that was made of the data, got a flat one around it. Share that one."
         flat._adopt(self.store, self._written())
@@ -892,127 +782,7 @@ class TensorStorage(Storage):
         return f"{type(self).__name__}(size={len(self)}/{self._capacity}{lanes}{asked}, {fields}, {self._device})"
 
 
-class LazyTensorStorage(TensorStorage):
-    """RAM, or memory of an accelerator, allocated at the first write and shaped after its first row.
-
-    Creation logs, per key, where it is, its size and shape. RAM is taken page by page, as rows are written.
-    ``rb[a:b]`` is a live view of it, which becomes a copy when torch moves it to shared memory (``share_memory_()``, queues).
-
-    Args:
-        max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.
-        device: ``"cpu"``, an accelerator, or ``"auto"``: that of the first row.
-        ndim: leading dimensions of the data that index rows; ``extend`` takes ``[*columns, T, ...]``.
-        lanes: rings of consecutive rows, each with a cursor of its own.
-
-    Raises:
-        ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``.
-        RuntimeError: no such device on this machine.
-
-    On an accelerator rows are drawn by the CPU and moved by torch, in one process; a lock orders its threads. Slice samplers work as
-    on the CPU: of the fields that say where trajectories end the host keeps a copy, so a write of data that is on the device waits
-    for these few bytes. Expanders and ``share()`` need the CPU.
-
-    >>> import torch
-    >>> from engram import LazyTensorStorage, ReplayBuffer
-    >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000))
-    >>> rb.extend(torch.arange(6.).reshape(3, 2))
-    tensor([0, 1, 2])
-    >>> rb.sample(128).shape
-    torch.Size([128, 2])
-    """
-
-    def __init__(
-        self,
-        max_size: int,
-        *,
-        device: torch.device | str = "cpu",
-        ndim: int = 1,
-        lanes: int = 1,
-        **later: Any,
-    ) -> None:
-        reject_unsupported(type(self).__name__, later, _NOT_YET)
-        self._configure(max_size, device=device, ndim=ndim, lanes=lanes)
-
-    #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
-    _given = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.shared:
-            self._forget_fake_row()  # other processes cannot, as long as this one has the store open
-        return super().__getstate__()
-
-    def _forget_fake_row(self) -> bool:
-        """Be as before the first write, if that was the only one, of one slot, and is forgotten. False: it was not, or others use
-        the store, too.
-        """
-        with self._lock:
-            store = self.memory
-            if store is None:  # another thread was faster
-                return True
-            given = int(store.core.next_ticket) - 1
-            one_slot = 1 + math.prod(self.columns)  # a number for each row, and one for the emptying
-            if given - self._given != one_slot or len(self) or self.write_count:
-                return False
-            before = self._written()
-            self._looking = True  # it is still there
-            try:
-                del self.memory
-                self._tell_moved()  # samplers keep what their indexes know, as long as there are any
-                gone = store.discard(self)
-            finally:
-                self._looking = False
-            if not gone:
-                self._adopt(store, before)
-                self._tell_moved()
-                return False
-            self._given = given
-            self._capacity = self._requested // self._lanes * self._lanes
-            self.structure = None
-        return True
-
-    def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
-        if call == "add" and is_batched_collection(data) and not batched:
-            warn(
-                f"add: the first row is a TensorDict of batch size {list(data.batch_size)}; it is stored as one row of "
-                "that shape. If it is a batch of rows, use extend()."
-            )
-        structure = Structure.of(data, batched=batched, call=call)
-        if self._device_argument == "auto":
-            self._device = _device_of(data)
-        schema = self._schema(structure, columns)
-        self._adopt(self._allocate(schema), structure)
-
-    def _allocate(self, schema: Schema) -> Store:
-        if self._home is not None:
-            return self._made_at_home(schema, replace=True)
-        place = "RAM" if self._device.type == "cpu" else str(self._device)
-        store = Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
-        skip_numbers(store.core, self._given)
-        announce(creation_lines(schema.fields, schema.capacity, lambda _: place))
-        return store
-
-    def _made_at_home(self, schema: Schema, *, replace: bool) -> Store:
-        assert self._home is not None  # the callers looked
-        store = create_store(
-            schema,
-            self._home,
-            maker=self._maker,
-            guest_of=self._host,
-            replace=replace,
-            begin=lambda core: skip_numbers(core, self._given),
-        )
-        directory = store.directory
-        assert directory is not None  # it was just made there
-        announce(creation_lines(schema.fields, schema.capacity, lambda field: layout.field_path(directory, field.key)))
-        return store
-
-
-def _forget(directory: Path, maker: str, pid: int) -> None:
-    if pid == os.getpid():
-        forget_temporary(directory, maker)
-
-
-def _device_of(data: Any) -> torch.device:
+def device_of(data: Any) -> torch.device:
     first = first_leaf(data)
     if is_tensor_collection(first):
         first = next(iter(first.values(include_nested=True, leaves_only=True)))

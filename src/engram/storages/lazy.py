@@ -1,0 +1,129 @@
+"""Rows in RAM or on an accelerator, whose memory is allocated at the first write."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engram._unsupported import reject_unsupported
+from engram._words import warn
+from engram.format import layout
+from engram.storages._structure import Structure, is_batched_collection
+from engram.storages.announcing import announce, creation_lines
+from engram.storages.tensor import NOT_YET, TensorStorage, device_of
+from engram.store import DeviceStore, Store, skip_numbers
+
+if TYPE_CHECKING:
+    from engram.format.schema import Schema
+    from engram.storages._home import Home
+
+__all__ = ["LazyTensorStorage"]
+
+
+class LazyTensorStorage(TensorStorage):
+    """RAM, or memory of an accelerator, allocated at the first write and shaped after its first row.
+
+    Creation logs, per key, where it is, its size and shape. RAM is taken page by page, as rows are written.
+    ``rb[a:b]`` is a live view of it, which becomes a copy when torch moves it to shared memory (``share_memory_()``, queues).
+
+    Args:
+        max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.
+        device: ``"cpu"``, an accelerator, or ``"auto"``: that of the first row.
+        ndim: leading dimensions of the data that index rows; ``extend`` takes ``[*columns, T, ...]``.
+        lanes: rings of consecutive rows, each with a cursor of its own.
+
+    Raises:
+        ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``.
+        RuntimeError: no such device on this machine.
+
+    On an accelerator rows are drawn by the CPU and moved by torch, in one process; a lock orders its threads. Slice samplers work as
+    on the CPU: of the fields that say where trajectories end the host keeps a copy, so a write of data that is on the device waits
+    for these few bytes. Expanders and ``share()`` need the CPU.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000))
+    >>> rb.extend(torch.arange(6.).reshape(3, 2))
+    tensor([0, 1, 2])
+    >>> rb.sample(128).shape
+    torch.Size([128, 2])
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        lanes: int = 1,
+        **later: Any,
+    ) -> None:
+        reject_unsupported(type(self).__name__, later, NOT_YET)
+        self._configure(max_size, device=device, ndim=ndim, lanes=lanes)
+
+    #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
+    _given = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.shared:
+            self._forget_fake_row()  # other processes cannot, as long as this one has the store open
+        return super().__getstate__()
+
+    def _forget_fake_row(self) -> bool:
+        """Be as before the first write, if that was the only one, of one slot, and is forgotten. False: it was not, or others use
+        the store, too.
+        """
+        with self._lock:
+            store = self.memory
+            if store is None:  # another thread was faster
+                return True
+            given = int(store.core.next_ticket) - 1
+            one_slot = 1 + math.prod(self.columns)  # a number for each row, and one for the emptying
+            if given - self._given != one_slot or len(self) or self.write_count:
+                return False
+            before = self._written()
+            self._looking = True  # it is still there
+            try:
+                del self.memory
+                self._tell_moved()  # samplers keep what their indexes know, as long as there are any
+                gone = store.discard(self)
+            finally:
+                self._looking = False
+            if not gone:
+                self._adopt(store, before)
+                self._tell_moved()
+                return False
+            self._given = given
+            self._capacity = self._requested // self._lanes * self._lanes
+            self.structure = None
+        return True
+
+    def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
+        if call == "add" and is_batched_collection(data) and not batched:
+            warn(
+                f"add: the first row is a TensorDict of batch size {list(data.batch_size)}; it is stored as one row of "
+                "that shape. If it is a batch of rows, use extend()."
+            )
+        structure = Structure.of(data, batched=batched, call=call)
+        if self._device_argument == "auto":
+            self._device = device_of(data)
+        schema = self._schema(structure, columns)
+        self._adopt(self._allocate(schema), structure)
+
+    def _allocate(self, schema: Schema) -> Store:
+        if self._home is not None:
+            return self._allocate_in(self._home, schema, replace=True)
+        place = "RAM" if self._device.type == "cpu" else str(self._device)
+        store = Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
+        skip_numbers(store.core, self._given)
+        announce(creation_lines(schema.fields, schema.capacity, lambda _: place))
+        return store
+
+    def _allocate_in(self, home: Home, schema: Schema, *, replace: bool) -> Store:
+        store = home.create(schema, replace=replace, given=self._given)
+        folder = store.directory
+        assert folder is not None  # it was just created there
+        announce(creation_lines(schema.fields, schema.capacity, lambda field: layout.field_path(folder, field.key)))
+        return store
