@@ -169,7 +169,7 @@ class Learner:
                 self.returns += [row.episode_return for row in rows if row.episode_return is not None]
         allowed = min(self.total, LEARN_FROM + LEARN_EVERY * self.updates + AT_ONCE * len(self.actors))
         left = allowed - self.steps - sum(actor.owed for actor in self.actors)
-        for actor in sorted(self.actors, key=lambda actor: actor.owed):
+        for actor in sorted(self.actors, key=lambda actor: (actor.owed, len(actor.acknowledged))):
             if (steps := min(left, AT_ONCE - actor.owed)) > 0:
                 actor.grant(steps)
                 left -= steps
