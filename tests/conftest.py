@@ -32,6 +32,24 @@ def ram(tmp_path):
         yield Path(folder)
 
 
+def pytest_collection_modifyitems(config, items):
+    """An ordinary run takes a sample of the cases of a test that is marked ``stress(sample=n)``; ``-m stress`` takes all."""
+    chosen = any("::" in argument for argument in config.args) or "stress" in config.option.markexpr
+    if chosen or stress.SIZE != "small":
+        return
+    cases = {}
+    for item in items:
+        marker = item.get_closest_marker("stress")
+        if marker is not None and "sample" in marker.kwargs:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append((item, marker.kwargs["sample"]))
+    left_out = set()
+    for of in cases.values():
+        left_out.update(id(item) for item in stress.others([item for item, _ in of], of[0][1]))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+        items[:] = [item for item in items if id(item) not in left_out]
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu"):
         import torch

@@ -1,6 +1,7 @@
 """How long stress tests run: ``ENGRAM_STRESS=small`` (an ordinary run of the tests), ``night`` or ``release``.
 
-A test marked ``stress`` takes its counts from :func:`size`; ``pytest -m stress`` runs those alone. Draws follow from
+A test marked ``stress`` takes its counts from :func:`size`; ``pytest -m stress`` runs those alone. Of the cases of a test
+marked ``stress(sample=n)`` an ordinary run takes ``n``, spread evenly, and ``pytest -m stress`` all. Draws follow from
 ``ENGRAM_STRESS_SEED``, 0 if it is not set, so that nights can differ and a failure can be run again.
 """
 
@@ -24,6 +25,12 @@ RAM = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 def size(small, night, release=None):
     """What a test uses in this run; ``release`` is ``night`` where it is not given."""
     return {"small": small, "night": night, "release": night if release is None else release}[SIZE]
+
+
+def others(cases, n):
+    """The cases that are not among ``n`` spread evenly over all."""
+    sample = {i * (len(cases) - 1) // max(n - 1, 1) for i in range(n)}
+    return [case for i, case in enumerate(cases) if i not in sample]
 
 
 def chance(*what):

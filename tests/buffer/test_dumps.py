@@ -108,6 +108,7 @@ def test_functions_that_are_missing_where_a_dump_is_loaded_are_named(there, here
 # ---- exact ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stress(sample=32)
 @pytest.mark.parametrize(("storage", "sampler", "writer"), list(kinds()))
 def test_goes_on_as_if_it_had_never_been_saved(storage, sampler, writer, ram):
     both, through = twins(storage, sampler, writer, seed=len(storage) + 10 * len(sampler)), Through(ram)
@@ -134,6 +135,7 @@ def test_for_a_thousand_operations(storage, sampler, writer, way, ram):
     both.close()
 
 
+@pytest.mark.stress(sample=14)
 @pytest.mark.parametrize("n", [0, 1, L - 1, L, L + 1, 3 * L + 7])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_of_every_size(storage, n, ram):

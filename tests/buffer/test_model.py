@@ -22,6 +22,8 @@ from engram import (
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
+from tests import stress
+from tests.samplers.machine import stressed
 
 
 class Model:
@@ -429,7 +431,7 @@ class MemmapMachine(BufferMachine):
 
 
 _settings = settings(
-    max_examples=100,
+    max_examples=stress.size(40, 2_000),
     phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],  # no explanations: they take minutes
     stateful_step_count=30,
     deadline=None,
@@ -441,4 +443,7 @@ TestListStorage.settings = _settings
 TestTensorStorage = TensorMachine.TestCase
 TestTensorStorage.settings = _settings
 TestMemmapStorage = MemmapMachine.TestCase
-TestMemmapStorage.settings = settings(_settings, max_examples=50)
+TestMemmapStorage.settings = settings(_settings, max_examples=stress.size(20, 1_000))
+stressed(TestListStorage)
+stressed(TestTensorStorage)
+stressed(TestMemmapStorage)

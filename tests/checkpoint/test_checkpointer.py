@@ -573,6 +573,7 @@ def test_windows_never_join_what_was_restored_and_what_is_new(ram, n, uniform):
     check(exact)
 
 
+@pytest.mark.stress(sample=12)
 @pytest.mark.parametrize("n", [1, L - 1, L, L + 1, 3 * L + 7])
 @pytest.mark.parametrize("storage", ["ram", "lanes", "memmap", "columns", "full", "device", "list"])
 def test_what_is_there_after_environments_began_anew(ram, storage, n):

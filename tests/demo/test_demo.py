@@ -133,6 +133,7 @@ def assert_the_store_is_whole(folder):
     rb.close()
 
 
+@pytest.mark.stress(sample=1)
 @pytest.mark.parametrize("group", [True, False], ids=["as a terminal does", "to the parent alone"])
 def test_control_c_leaves_a_store_that_opens(tmp_path, group):
     process = started(tmp_path / "run")

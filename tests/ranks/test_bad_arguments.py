@@ -88,6 +88,7 @@ def test_numbers_of_numpy_are_steps(tmp_path):
     assert [name.step for name in series.names(tmp_path)] == [11, 10, 5]
 
 
+@pytest.mark.stress(sample=9)
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("at", [3, 8, 10])  # amid; where all agree; where a save is due

@@ -81,6 +81,7 @@ def kept(phase, when):
     return "nothing" if phase == "loading" or (phase, when) == ("checking", "after") else "old"
 
 
+@pytest.mark.stress(sample=10)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("targets", "phase"), [*itertools.product([2], PHASES), *itertools.product([3], EXACT)])
 @pytest.mark.parametrize("victim", [0, 1])

@@ -5,6 +5,7 @@ import itertools
 import pickle
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -12,14 +13,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tensordict import TensorDict
 
 from engram import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+from tests import stress
 
 SETTINGS = settings(
-    max_examples=200,
+    max_examples=stress.size(60, 2_000),
     stateful_step_count=30,
     phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],  # no explanations: they take minutes
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+def stressed(case):
+    """Mark a test case whose number of examples :data:`SETTINGS` says."""
+    pytest.mark.stress(case)
+    pytest.mark.timeout(stress.LIMIT_S)(case)
 
 
 class Rings:

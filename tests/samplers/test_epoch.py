@@ -17,7 +17,7 @@ from engram import (
     ReplayBuffer,
     SamplerWithoutReplacement,
 )
-from tests.samplers.machine import SETTINGS, StoreMachine
+from tests.samplers.machine import SETTINGS, StoreMachine, stressed
 from tests.statistics_of import assert_uniform
 
 
@@ -400,3 +400,4 @@ class Passes(StoreMachine):
 
 TestPasses = pytest.mark.filterwarnings("ignore:sample. batch_size")(Passes.TestCase)
 TestPasses.settings = SETTINGS
+stressed(TestPasses)

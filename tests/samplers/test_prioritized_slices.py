@@ -21,7 +21,7 @@ from engram import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from tests.samplers.machine import SETTINGS, TrajectoryMachine
+from tests.samplers.machine import SETTINGS, TrajectoryMachine, stressed
 from tests.statistics_of import assert_proportional
 
 
@@ -363,3 +363,4 @@ class Windows(TrajectoryMachine):
 
 TestWindows = pytest.mark.filterwarnings("ignore:sample. batch_size")(Windows.TestCase)
 TestWindows.settings = SETTINGS
+stressed(TestWindows)

@@ -33,7 +33,7 @@ from engram import (
 )
 from engram.samplers.trajectory_tables import StaticTable
 from engram.store import Store
-from tests.samplers.machine import SETTINGS, Rings, TrajectoryMachine
+from tests.samplers.machine import SETTINGS, Rings, TrajectoryMachine, stressed
 from tests.statistics_of import assert_uniform
 
 BOTH = [SliceSampler, SliceSamplerWithoutReplacement]
@@ -1160,6 +1160,7 @@ class Runs(RuleBasedStateMachine):
 
 TestRuns = Runs.TestCase
 TestRuns.settings = SETTINGS
+stressed(TestRuns)
 
 
 class TrajectoryPasses(TrajectoryMachine):
@@ -1230,6 +1231,7 @@ class TrajectoryPasses(TrajectoryMachine):
 
 TestTrajectoryPasses = pytest.mark.filterwarnings("ignore:sample. batch_size")(TrajectoryPasses.TestCase)
 TestTrajectoryPasses.settings = SETTINGS
+stressed(TestTrajectoryPasses)
 
 
 def test_index_of_a_store():

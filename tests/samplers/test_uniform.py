@@ -19,7 +19,7 @@ from engram import (
     SamplerWithoutReplacement,
     TensorDictRoundRobinWriter,
 )
-from tests.samplers.machine import SETTINGS, StoreMachine
+from tests.samplers.machine import SETTINGS, StoreMachine, stressed
 from tests.statistics_of import assert_uniform
 
 
@@ -284,3 +284,4 @@ class Draws(StoreMachine):
 
 TestDraws = pytest.mark.filterwarnings("ignore:sample. batch_size")(Draws.TestCase)
 TestDraws.settings = SETTINGS
+stressed(TestDraws)

@@ -84,7 +84,7 @@ def test_killed_at_every_step(ram, name, monkeypatch):
     monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
     monkeypatch.setattr("engram.storages._home.shared_memory", lambda: home)
     report = ram / "report"
-    step = stress.size(149, 1)
+    step = stress.size(307, 1)
     for n in itertools.count(1 + stress.chance(name).randrange(step), step):
         work = ram / "work"
         work.mkdir()

@@ -29,6 +29,7 @@ from engram import (
 from engram.format.schema import Field, Node, Schema
 from engram.store import DeviceStore, Key, Store
 from engram.types import Plan
+from tests import stress
 
 FIELDS = (Field(key=("a",), dtype="float32", shape=(3,)), Field(key=("b",), dtype="int64", shape=()))
 ROOT = Node(kind="dict", children={"a": Node(kind="leaf", field=0), "b": Node(kind="leaf", field=1)})
@@ -58,7 +59,9 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None, database=None)
+@pytest.mark.stress
+@pytest.mark.timeout(stress.LIMIT_S)
+@settings(max_examples=stress.size(50, 2_000), deadline=None, database=None)
 @given(st.integers(1, 7), st.integers(1, 3), steps)
 def test_random_operations(length, lanes, operations):
     capacity = length * lanes
@@ -277,7 +280,9 @@ window_steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@pytest.mark.stress
+@pytest.mark.timeout(stress.LIMIT_S)
+@settings(max_examples=stress.size(60, 2_000), deadline=None, database=None)
 @given(st.integers(1, 7), st.integers(1, 3), window_steps)
 def test_windows_are_those_of_native_memory(length, lanes, operations):
     """Whatever was written, however, before a sampler of some boundaries came and after."""

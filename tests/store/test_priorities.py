@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engram import NoSampleable, PriorityError, RowError
 from engram.priorities import PriorityConfig, PriorityIndex
-from tests.samplers.machine import SETTINGS
+from tests.samplers.machine import SETTINGS, stressed
 
 
 class Leaves(RuleBasedStateMachine):
@@ -111,3 +111,4 @@ class Leaves(RuleBasedStateMachine):
 
 TestLeaves = Leaves.TestCase
 TestLeaves.settings = SETTINGS
+stressed(TestLeaves)

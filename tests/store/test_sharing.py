@@ -81,6 +81,7 @@ def add_ones(rb):
     assert rb.sample(4)["a"].shape == (4,)
 
 
+@pytest.mark.stress(sample=3)
 @pytest.mark.parametrize("child_first", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_documented_example(method, child_first):
@@ -123,6 +124,7 @@ def test_what_a_handle_copies_arrives(method):
         rb.close()
 
 
+@pytest.mark.stress(sample=3)
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_ram_that_is_shared(method, written):
