@@ -307,7 +307,8 @@ class Expander(Declared, Dumpable):
         source.bind(storage)
         draw = source.draw(extent, n, key.value)
         tensors, moved, waiting = expansion.read(draw)
-        rows, info = draw.rows, dict[Any, Any](draw.info)
+        rows = draw.rows
+        info: dict[Any, Any] = dict(draw.info)
         if moved:
             rows, info = expansion.read_again(storage, source, key.value, draw, tensors, moved, waiting)
         expansion.stack(tensors)

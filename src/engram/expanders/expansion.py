@@ -51,6 +51,7 @@ class Expansion:
         self.memory = memory
         self._table = shared_table(memory, keys.table or "main", boundaries, 1)
         self._stacked = [(at, column.dim) for at, column in enumerate(columns) if column.kind == "frames"]
+        self._count = len(reading.fields)
         self._names: list[Entry] = [public(name) for name in names]
         self._following = reading.following
 
@@ -147,9 +148,8 @@ class Expansion:
 
     def fields(self, tensors: list[Tensor], info: dict[Any, Any]) -> list[Tensor]:
         """The stored fields of a batch; the entries that are not stored go to ``info``."""
-        count = len(self.memory.schema.fields)
-        info.update(zip(self._names, tensors[count:], strict=True))
-        return tensors[:count]
+        info.update(zip(self._names, tensors[self._count :], strict=True))
+        return tensors[: self._count]
 
 
 def _patch(tensors: list[Tensor], places: Tensor, fresh: list[Tensor], moved: list[int], still: list[int]) -> list[int]:
