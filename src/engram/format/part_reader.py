@@ -25,8 +25,8 @@ __all__ = ["Level", "PartReader", "is_part"]
 
 Level = Literal["meta", "read", "full"]
 
-#: Files that a reader keeps open.
-MAX_OPEN = 2
+#: Files that a reader keeps open, beside the folder of the last one.
+MAX_OPEN = 1
 
 _CHUNK = 1 << 20
 
