@@ -108,6 +108,7 @@ class _Helper:
     def __init__(self, **more):
         self._folder = tempfile.TemporaryDirectory(prefix="engram-tests-")
         self._lock = threading.Lock()
+        self._asked = 0
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **more}
         self._process = subprocess.Popen(
             [sys.executable, __file__, self._folder.name],
@@ -119,9 +120,13 @@ class _Helper:
 
     def ask(self, **request):
         with self._lock:
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._asked += 1
+            self._process.stdin.write(json.dumps({**request, "number": self._asked}) + "\n")
             self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            while True:
+                reply = json.loads(self._process.stdout.readline())
+                if reply.pop("number") == self._asked:  # else of a request whose wait was interrupted
+                    return reply
 
     def start(self, code, values):
         pid = self.ask(code=textwrap.dedent(code), values=values)["pid"]
@@ -168,7 +173,7 @@ def _serve(folder):
             os.close(go)
             os.close(ready)
             reply = {"pid": pid}
-        replies.write(json.dumps(reply) + "\n")
+        replies.write(json.dumps({**reply, "number": request["number"]}) + "\n")
         replies.flush()
     return None
 
