@@ -27,7 +27,7 @@ def written(replay, *, steps, acknowledged, lane=1):
     return SimpleNamespace(lane=lane, process=SimpleNamespace(pid=4711), acknowledged=rows[:acknowledged])
 
 
-def test_an_actor_that_raises_ends_with_another_exit_code(tmp_path, capfd):
+def test_an_actor_that_raises_ends_with_another_exit_code(tmp_path):
     replay = new_replay(tmp_path / "replay", "uniform", 2)
     policies = ReplayBuffer(storage=LazyTensorStorage(1), shared=True)
     policies.add(Agent().policy())
@@ -37,7 +37,6 @@ def test_an_actor_that_raises_ends_with_another_exit_code(tmp_path, capfd):
     assert actor.receive() is None
     actor.close()
     assert actor.process.exitcode == 1
-    assert "RowError" in capfd.readouterr().err
     policies.close()
     replay.close()
 
