@@ -432,7 +432,7 @@ class Prefetcher:
     def saved(self, stages: BatchStages) -> dict[str, Any]:
         """What is ahead: ``batches``, of each its ``key`` and, if it is made, ``made``, ``last`` and ``before``; and the ``keys`` to
         come. With the state of the generator and of what draws, these are all batches to come. One whose making failed is made
-        anew. Waits for the threads.
+        again. Waits for the threads.
         """
         self._check_outside("copy")
         with self._lock:
@@ -472,7 +472,7 @@ class Prefetcher:
         pass
 
     def after_fork(self) -> None:
-        """In the child there are no threads: what is not made yet is made anew when its turn comes."""
+        """In the child there are no threads: what is not made yet is made again when its turn comes."""
         if self._end is not None:
             self._end.detach()
         self._workers = self._end = self._pending = None

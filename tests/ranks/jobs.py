@@ -13,7 +13,12 @@ from engram.ranks import Ranks
 
 def job(n, act, *more):
     """What ``act(ranks, rank, *more)`` gives or raises on each of ``n`` ranks."""
-    every, results = Ranks.threads(n), [None] * n
+    return played(Ranks.threads(n), act, *more)
+
+
+def played(every, act, *more):
+    """As :func:`job`, with these ranks."""
+    n, results = len(every), [None] * len(every)
 
     def body(rank):
         try:

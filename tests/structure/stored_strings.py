@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from engram import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, Ranks, TensorDictReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
+from tests.ranks.jobs import done, played
 
 FILE = Path(__file__).with_name("stored_strings.json")
 _HEADER = struct.Struct("=8sIIII9Q")
@@ -116,22 +117,8 @@ def _form(value):
 
 
 def _play(n, act, said):
-    board, errors = _Board(said), []
-    every = [_Recorded(rank, n, board) for rank in range(n)]
-
-    def body(ranks):
-        try:
-            act(ranks)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=body, args=(ranks,)) for ranks in every]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
+    board = _Board(said)
+    done(played([_Recorded(rank, n, board) for rank in range(n)], lambda ranks, _: act(ranks)))
 
 
 def _job(root):

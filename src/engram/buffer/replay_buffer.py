@@ -644,8 +644,8 @@ class ReplayBuffer:
                 taken. Its pickles are never opened; a warning names them.
             convert: of another capacity or number of lanes whole trajectories are taken, the newest first, and dealt out to the lanes:
                 fields that mean lanes, ids or positions (``env_id``, ``collector/traj_ids`` or ``episode``) are rewritten. With a
-                ``TensorDictMaxValueWriter`` the best rows are taken, as they are. A pass begins anew, batches ahead are dropped.
-                Priorities of another ``alpha`` or ``eps`` are computed anew. What is left out is counted in a warning.
+                ``TensorDictMaxValueWriter`` the best rows are taken, as they are. A new epoch begins, prefetched batches are dropped.
+                Priorities of another ``alpha`` or ``eps`` are computed again. What is left out is counted in a warning.
             default_rng: as for :meth:`load_state_dict`.
 
         Raises:

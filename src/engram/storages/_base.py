@@ -314,13 +314,13 @@ class Storage(Declared, Dumpable):
 
     @property
     def paused(self) -> AbstractContextManager[Any]:
-        """Inside nobody writes, in any process. Writers wait, bounded."""
+        """No process writes inside. Writers wait, for a limited time."""
         return self._lock
 
     def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
         """All that is stored, and in which order it was written, as tensors and plain values: copies.
 
-        ``without``: names and kinds of indexes that are left out, as somebody else saves them.
+        ``without``: names and kinds of indexes that are left out, as the caller saves them.
         """
         raise NotImplementedError
 

@@ -56,7 +56,7 @@ class IndexKind(Protocol):
 
 
 #: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.
-INDEX_KINDS: dict[str, Any] = {}
+INDEX_KINDS: dict[str, IndexKind] = {}
 
 _INDEX_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

@@ -312,12 +312,12 @@ class Store:
     # ---- its state ---------------------------------------------------------------------------------------------------
 
     def paused(self) -> AbstractContextManager[None]:
-        """Inside nobody writes, in any process, and no write is under way. Re-entrant within a thread. Writers wait, bounded.
+        """No process writes inside, and no write is under way. Re-entrant within a thread. Writers wait, for a limited time.
 
-        Whoever reads goes on, and priorities may change.
+        Reads continue, and priorities may change.
 
         Raises:
-            WriterStalled: somebody else has paused the store, or is writing, for 5 s.
+            WriterStalled: another thread or process has paused the store, or is writing, for 5 s.
         """
         return self._pausing_with((self._pausing,))
 
@@ -430,7 +430,7 @@ class Store:
 
     @property
     def control_memory(self) -> tuple[Tensor, Tensor]:
-        """The memory of control block and tickets: whoever looks at them natively keeps it."""
+        """The memory of control block and tickets: native objects over it keep both."""
         return self._control.tensor, self._tickets.tensor
 
     @property
