@@ -66,31 +66,6 @@ Trajectories::Live Trajectories::live(std::uint64_t lane) const {
   return {by_number ? end - steps_ : std::max(end - steps_, base / width_ + steps_), end};
 }
 
-// The newest place of a row before `end`.
-std::uint64_t Trajectories::place_of(std::uint64_t row, std::uint64_t end) const {
-  const std::uint64_t step = row % control_.lane_length() / width_, seam = end % steps_;
-  return end - steps_ + (step >= seam ? step - seam : step + steps_ - seam);
-}
-
-std::uint64_t Trajectories::track_of(std::uint64_t row) const {
-  return row / control_.lane_length() * width_ + row % width_;
-}
-
-std::uint64_t Trajectories::View::find(std::uint64_t place) const {
-  std::uint64_t from = 0, to = count;  // start(from) <= place, and start(to) is behind it
-  while (to - from > 1) {
-    const std::uint64_t middle = from + (to - from) / 2;
-    (start(middle) <= place ? from : to) = middle;
-  }
-  return from;
-}
-
-Trajectories::View Trajectories::view(std::uint64_t track) const {
-  const TrackState& t = track_states_[track];
-  const LaneState& lane = lanes_[track / width_];
-  return {track, lane.low, lane.next, rings_ + track * steps_, t.head, t.count, t.dead, steps_};
-}
-
 Trajectories::Views Trajectories::views() const {
   Views views;
   views.reserve(tracks_);

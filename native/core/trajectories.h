@@ -200,7 +200,15 @@ class Trajectories final : public Index {
     std::uint64_t first(std::uint64_t i) const { return start(i) > low ? start(i) : low; }
     std::uint64_t end(std::uint64_t i) const { return i + 1 < count ? start(i + 1) : next; }
     std::uint64_t length(std::uint64_t i) const { return dead(i) ? 0 : end(i) - first(i); }
-    std::uint64_t find(std::uint64_t place) const;  // the run that holds it: low <= place < next
+    /// The run that holds the place: low <= place < next.
+    std::uint64_t find(std::uint64_t place) const {
+      std::uint64_t from = 0, to = count;  // start(from) <= place < start(to)
+      while (to - from > 1) {
+        const std::uint64_t middle = from + (to - from) / 2;
+        (start(middle) <= place ? from : to) = middle;
+      }
+      return from;
+    }
   };
   using Views = std::vector<View>;
   class Chooser;
@@ -217,9 +225,17 @@ class Trajectories final : public Index {
 
   std::uint64_t cursor(std::uint64_t lane) const { return control_.end(lane) / width_ + steps_; }
   Live live(std::uint64_t lane) const;
-  std::uint64_t place_of(std::uint64_t row, std::uint64_t end) const;
-  std::uint64_t track_of(std::uint64_t row) const;
-  View view(std::uint64_t track) const;
+  /// The newest place of a row before `end`.
+  std::uint64_t place_of(std::uint64_t row, std::uint64_t end) const {
+    const std::uint64_t step = row % control_.lane_length() / width_, seam = end % steps_;
+    return end - steps_ + (step >= seam ? step - seam : step + steps_ - seam);
+  }
+  std::uint64_t track_of(std::uint64_t row) const { return row / control_.lane_length() * width_ + row % width_; }
+  View view(std::uint64_t track) const {
+    const TrackState& t = track_states_[track];
+    const LaneState& lane = lanes_[track / width_];
+    return {track, lane.low, lane.next, rings_ + track * steps_, t.head, t.count, t.dead, steps_};
+  }
   Views views() const;
 
   Look look(std::uint64_t lane, std::uint64_t column, std::uint64_t place) const;
