@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ __all__ = [
     "SavedRows",
     "SavedRowsSource",
     "Stretch",
+    "bytes_of",
     "checked_numbers",
     "described",
     "dtype_of",
@@ -185,6 +187,8 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
                 file.skip((begin - at) * size)
                 if source is not None:
                     file.copy_from(source, begin * size, (end - begin) * size)
+                elif copied and tensor.is_cpu:
+                    file.write(bytes_of(tensor[begin:end]))
                 else:
                     for piece in _pieces(tensor, begin, end, size):
                         file.write(piece)
@@ -196,12 +200,17 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
             file.write(raw)
 
 
+def bytes_of(rows: Tensor) -> memoryview:
+    """The bytes of contiguous rows in RAM. A view."""
+    return rows.reshape(-1).view(torch.uint8).numpy().data
+
+
 def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[memoryview]:
     """Rows as bytes, copied piece by piece: what is summed and written must not change in between."""
     step = max(1, _PIECE // max(1, size))
     for i in range(begin, end, step):
         piece = tensor[i : min(i + step, end)]
-        yield (piece.clone() if piece.is_cpu else piece.cpu()).reshape(-1).view(torch.uint8).numpy().data
+        yield bytes_of(piece.clone() if piece.is_cpu else piece.cpu())
 
 
 @contextlib.contextmanager
@@ -287,7 +296,11 @@ class Boundaries:
 
     def marks_of(self, fields: Sequence[Tensor]) -> Callable[[NDArray[np.int64]], Marks]:
         """What rows say, of which there are all fields."""
-        return lambda rows: self.marks([fields[which][torch.from_numpy(rows)] for which in self.which])
+        columns = [fields[which].cpu() for which in self.which]
+        raw = [column.reshape(len(column), math.prod(column.shape[1:])).view(torch.uint8).numpy() for column in columns]
+        return lambda rows: self.marks(
+            [torch.from_numpy(of[rows]).view(column.dtype) for of, column in zip(raw, columns, strict=True)]
+        )
 
     def marks_now(self, store: Store, numbers: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], Marks]:
         """What all rows say of trajectories, copied before they may be overwritten; 0 in ``numbers`` for those that are already."""

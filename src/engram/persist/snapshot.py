@@ -136,8 +136,7 @@ class RowsSnapshot(NamedTuple):
     def numbers_now(self) -> NDArray[np.int64]:
         """The same as the store has them by now: 0 also for rows that changed since."""
         state = self.state
-        numbers: NDArray[np.int64] = self.store.numbers_before(state["clock"] + self.base, state["lanes"]).numpy()
-        return numbers
+        return self.store.numbers_before(state["clock"] + self.base, state["lanes"])
 
     def save(self, folder: Path) -> SavedRows:
         rows = save_flat(folder, self)

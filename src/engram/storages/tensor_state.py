@@ -10,10 +10,11 @@ from engram import _native
 from engram.epochs import KIND as EPOCHS
 from engram.epochs import EpochIndex, checked_progress
 from engram.format import schema as schemas
+from engram.persist.rows import bytes_of
 from engram.persist.snapshot import RowsSnapshot, WholeSnapshot
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
-from engram.state import check_keys, copied, integer, tensor_in, typed
+from engram.state import check_keys, integer, tensor_in, typed
 from engram.storages._indexes import check_names, checked_priorities, saved_priorities
 from engram.store import StoreState
 
@@ -47,6 +48,7 @@ ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "
 _SLACK = 1 << 17
 #: Bytes of rows that are copied for a dump while writers wait, in a few milliseconds: it is exact then.
 _COPIED = 32 << 20
+_PAGE = 4096
 
 
 def unwritten() -> dict[str, Any]:
@@ -92,7 +94,7 @@ def describe_store(
 
 def with_numbers(store: Store, state: dict[str, Any]) -> dict[str, Any]:
     """The same with ``numbers``: the tickets of the rows up to the last live one, without the store's base."""
-    numbers = store.numbers_before(state["clock"] + store.base, state["lanes"]).numpy()
+    numbers = store.numbers_before(state["clock"] + store.base, state["lanes"])
     live = numbers != 0
     last = len(live) - int(live[::-1].argmax()) if live.any() else 0
     numbers[live] -= store.base
@@ -124,15 +126,19 @@ class SnapshotPreparation:
     """
 
     def __init__(self, storage: Snapshotted, without: Collection[tuple[str, str]], *, whole: bool) -> None:
-        self._storage, self._without, self._whole = storage, without, whole
+        self._storage, self._without = storage, without
         self._indexes: dict[tuple[str, str], Any] = {}
         self._leaves: dict[str, Tensor] = {}
+        self._rows: list[Tensor] = []
         store = storage.memory
         if store is not None:
             self._indexes = dict(store.indexes.refreshed())
             n = min(store.capacity, store.rows_in_use(store.lane_states()) + _SLACK)
             for name in {name for name, kind in self._indexes if kind == PRIORITIES and (name, kind) not in without}:
                 self._leaves[name] = store.zeroed(8 * n)[: 8 * n].zero_().view(torch.float64)
+            if whole:
+                n = min(n, _COPIED // max(1, store.schema.row_bytes))
+                self._rows = _memory_for(store.tensors, n, store)
 
     def take(self) -> StorageSnapshot:
         storage, store, kind = self._storage, self._storage.memory, type(self._storage).__name__
@@ -142,12 +148,37 @@ class SnapshotPreparation:
         used = store.rows_in_use(lanes)
         live = int(lanes[:, 1].sum()) - int(store.core.void_rows)
         state, base, copies = None, 0, None
-        if self._whole and used * store.schema.row_bytes <= _COPIED:
-            copies = copied([field[:used] for field in store.tensors])
+        if self._rows and used <= len(self._rows[0]):
+            copies = [_copied(field[:used], memory) for field, memory in zip(store.tensors, self._rows, strict=True)]
             state = storage.state_without_rows(without=self._without)
         else:
             state, base = describe_store(store, self._indexes, self._without, self._leaves), store.base
         return RowsSnapshot(kind, store.held(), state, base, live, storage.nbytes, copies)
+
+
+def _memory_for(fields: Sequence[Tensor], n: int, store: Store) -> list[Tensor]:
+    """Memory for a copy of ``n`` rows of each field. Pages of it that lie in RAM are there already."""
+    sizes = [field[:n].nbytes + -field[:n].nbytes % 8 for field in fields]
+    memory = store.zeroed(sum(sizes))[: sum(sizes)]
+    memory[::_PAGE] = 0
+    return [
+        raw[: field[:n].nbytes].view(field.dtype).view(n, *field.shape[1:])
+        if field.is_cpu
+        else torch.empty_like(field[:n])
+        for field, raw in zip(fields, torch.split(memory, sizes), strict=True)
+    ]
+
+
+def _copied(rows: Tensor, memory: Tensor) -> Tensor:
+    """A copy of rows in the first part of ``memory``. Rows in RAM are copied by the calling thread alone: torch's would wait for
+    each other where other processes have the cores, and writers for them.
+    """
+    copy = memory[: len(rows)]
+    if rows.is_cpu:
+        bytes_of(copy)[:] = bytes_of(rows)
+    else:
+        copy.copy_(rows)
+    return copy
 
 
 class RowsState(NamedTuple):

@@ -12,6 +12,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from engram import _fork, _native
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.format.schema import Field, Schema
@@ -333,7 +335,7 @@ class Store:
         clock, write_count = self.core.next_ticket, self.core.write_count
         lanes, numbers = self.lane_states(), torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
         known = self.numbers_before(clock, lanes)
-        numbers[: len(known)] = known
+        numbers[: len(known)] = torch.from_numpy(known)
         return StoreState(lanes, numbers, clock, write_count)
 
     def rows_in_use(self, lanes: Tensor) -> int:
@@ -353,15 +355,14 @@ class Store:
         self.core.read_lanes(lanes.data_ptr())
         return lanes
 
-    def numbers_before(self, clock: int, lanes: Tensor) -> Tensor:
+    def numbers_before(self, clock: int, lanes: Tensor) -> NDArray[np.int64]:
         """Ticket numbers, int64, of the rows up to the last one in use when ``lanes`` were read.
 
         0 for a row that was written at ``clock`` or later, is not whole, or holds a step that its lane had already given up
         when ``lanes`` were read, because the writer that was to replace it died before it began.
         """
-        rows = self.rows_in_use(lanes)
-        numbers = torch.zeros(rows, dtype=torch.int64, device="cpu")
-        self.core.read_numbers(clock, lanes.data_ptr(), numbers.data_ptr(), rows)
+        numbers = np.zeros(self.rows_in_use(lanes), np.int64)
+        self.core.read_numbers(clock, lanes.data_ptr(), numbers.ctypes.data, len(numbers))
         return numbers
 
     def replace(self, state: StoreState, fill: Callable[[Sequence[Tensor]], object]) -> None:
