@@ -70,15 +70,10 @@ def play(replay: ReplayBuffer, agent: Agent, seed: int) -> Iterator[tuple[Tensor
         else:
             action = agent.act(now)
         observation, reward, terminated, truncated, _ = environment.step(action)
-        after = {
-            "observation": torch.from_numpy(observation),
-            "reward": torch.tensor([float(reward)]),
-            "terminated": torch.tensor([terminated]),
-            "truncated": torch.tensor([truncated]),
-            "done": torch.tensor([terminated or truncated]),
-        }
-        total += float(reward)
-        done = terminated or truncated
+        done, total = terminated or truncated, total + float(reward)
+        after = {"observation": torch.from_numpy(observation), "reward": torch.tensor([float(reward)])}
+        after |= {"terminated": torch.tensor([terminated]), "truncated": torch.tensor([truncated])}
+        after["done"] = torch.tensor([done])
         yield TensorDict({"observation": now, "action": torch.tensor(action), "next": after}), total if done else None
         if done:
             observation, total = environment.reset()[0], 0.0
@@ -129,18 +124,15 @@ class Actor:
         with contextlib.suppress(OSError):  # the actor was just killed: receive() will return None
             self.channel.send(steps)
 
-    def receive(self) -> list[Acknowledged] | None:
-        """Rows acknowledged since the last call; None if the process is dead and all of its rows were returned before."""
-        rows: list[Acknowledged] = []
+    def receive(self) -> Acknowledged | None:
+        """The next row that the actor acknowledges; waits for it. None: the process is dead, and all of its rows were returned."""
         try:
-            while self.channel.poll():
-                rows.append(self.channel.recv())
+            row: Acknowledged = self.channel.recv()
         except (EOFError, OSError):
-            if not rows:
-                return None
-        self.owed -= len(rows)
-        self.acknowledged += rows
-        return rows
+            return None
+        self.owed -= 1
+        self.acknowledged.append(row)
+        return row
 
     def close(self) -> None:
         """Close the pipe, so that the actor ends, and wait for it. Repeatable."""

@@ -116,11 +116,6 @@ class Learner:
         """Mean return of the last 20 episodes; 0 before there are 20."""
         return sum(self.returns[-WINDOW:]) / WINDOW if len(self.returns) >= WINDOW else 0.0
 
-    @property
-    def behind(self) -> bool:
-        """Whether an update is due for the rows written so far."""
-        return self.steps >= LEARN_FROM + LEARN_EVERY * self.updates
-
     def _start_actor(self, lane: int) -> Actor:
         return Actor(self.replay, self.policies, lane, 1_000_003 * self.seed + self.steps + lane)
 
@@ -143,15 +138,18 @@ class Learner:
     def train(self) -> bool:
         """Train until the task is solved or all steps are taken; False if stdin was closed before."""
         events = self._halfway_events()
+        for actor in self.actors:
+            self._grant(actor)
         shown, updates = time.monotonic(), self.updates
-        while not (self.resumed and (self.mean_return > SOLVED or (self.steps >= self.total and not self.behind))):
-            self._receive()
-            if self.behind:
-                self._update()
-            next(events, None)
-            ready = wait([STDIN, *(actor.channel for actor in self.actors)], timeout=0 if self.behind else 0.1)
+        while not (self.resumed and (self.mean_return > SOLVED or self.steps >= self.total)):
+            ready = wait([STDIN, *(actor.channel for actor in self.actors)], timeout=0.1)
             if STDIN in ready:  # Ctrl-C, or the command that started this process is dead
                 return False
+            for actor in [actor for actor in self.actors if actor.channel in ready]:
+                self._receive(actor)
+            while self.steps >= LEARN_FROM + LEARN_EVERY * self.updates:
+                self._update()
+            next(events, None)
             if (elapsed := time.monotonic() - shown) > 2:
                 rate = (self.updates - updates) * BATCH / elapsed
                 bar = "█" * int(20 * min(self.mean_return / SOLVED, 1))
@@ -159,20 +157,21 @@ class Learner:
                 shown, updates = time.monotonic(), self.updates
         return True
 
-    def _receive(self) -> None:
-        """Count what the actors wrote, replace those that died, and let the others take more steps."""
-        for lane, actor in enumerate(self.actors):
-            rows = actor.receive()
-            if rows is None:
-                self.actors[lane] = self._replace(actor)
-            else:
-                self.returns += [row.episode_return for row in rows if row.episode_return is not None]
-        allowed = min(self.total, LEARN_FROM + LEARN_EVERY * self.updates + AT_ONCE * len(self.actors))
-        left = allowed - self.steps - sum(actor.owed for actor in self.actors)
-        for actor in sorted(self.actors, key=lambda actor: (actor.owed, len(actor.acknowledged))):
-            if (steps := min(left, AT_ONCE - actor.owed)) > 0:
-                actor.grant(steps)
-                left -= steps
+    def _receive(self, actor: Actor) -> None:
+        """Count a row of an actor, or replace the actor if it is dead. Let it take more steps when it has taken all it may."""
+        row = actor.receive()
+        if row is None:
+            actor = self.actors[actor.lane] = self._replace(actor)
+        elif row.episode_return is not None:
+            self.returns.append(row.episode_return)
+        if actor.owed == 0:
+            self._grant(actor)
+
+    def _grant(self, actor: Actor) -> None:
+        """Let an actor take more steps, if there are any left."""
+        left = self.total - self.steps - sum(other.owed for other in self.actors)
+        if left > 0:
+            actor.grant(min(left, AT_ONCE))
 
     def _replace(self, dead: Actor) -> Actor:
         dead.process.join()
