@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engram.persist.components import Dumpable
-from engram.state import check_keys
+from engram.state import Loads, check_keys
 from engram.types import Declared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from typing import Self
+
+    from engram.types import Commit
 
 __all__ = ["Component", "adopt"]
 
@@ -22,20 +24,11 @@ class Component(Declared, Dumpable):
         """All state, as tensors and plain values: copies."""
         return {}
 
-    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
-        """Check a state; the result takes it over. ``capacity``: rows that the storage will have then; None: as now."""
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        """Check a state. ``capacity``: rows that the storage will have when it is committed; None: as now."""
         del capacity  # an empty state fits all
         check_keys(state_dict, (), type(self).__name__)
-        return lambda: None
-
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Take over a saved state.
-
-        Raises:
-            KeyError: an entry is missing or unknown. TypeError: one has another type. ValueError: a number is out of range.
-            IncompatibleCheckpoint: the state belongs to another configuration. Nothing is changed then.
-        """
-        self.checked_state(state_dict)()
+        return Loads()
 
     def config(self) -> dict[str, object]:
         """The constructor's arguments, as plain values: a store notes them to make the component again."""

@@ -3,8 +3,8 @@
 Tensors and plain values only (dict with str keys, list, str, int, float, bool, None), so that ``torch.save`` with
 ``weights_only``, ``torch.distributed.checkpoint`` and safetensors carry it.
 
-A component with a state of its own has ``checked_state(state)``: it checks everything, changes nothing, and returns a function that takes
-the state over. So several components can be checked before the first one changes.
+A :class:`Stateful` component has ``prepare_load(state)``: it checks everything, changes nothing, and returns a commit that takes the
+state over. So several components can be checked before the first one changes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -21,17 +20,20 @@ from torch import Tensor
 from engram.errors import CorruptCheckpoint, EngramError, PriorityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from engram.types import Commit
 
 __all__ = [
     "Change",
+    "Loads",
+    "Stateful",
     "check_keys",
-    "checked",
     "copied",
+    "has_state",
     "integer",
     "mapped",
+    "prepare_load",
     "read_from",
     "real",
     "saved",
@@ -81,6 +83,50 @@ def _copy(value: Tensor) -> Tensor:
 
 # ---- components --------------------------------------------------------------------------------------------------------
 
+_P = ParamSpec("_P")
+
+
+class Change(Generic[_P]):
+    """A :class:`~engram.types.Commit` of one call, with its arguments."""
+
+    def __init__(self, apply: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        self._apply, self._args, self._kwargs = apply, args, kwargs
+
+    def commit(self) -> None:
+        self._apply(*self._args, **self._kwargs)
+
+
+class Loads(NamedTuple):
+    """Several loads as one, or none."""
+
+    parts: Sequence[Commit] = ()
+
+    def commit(self) -> None:
+        for part in self.parts:
+            part.commit()
+
+
+class Stateful:
+    """A component whose ``state_dict`` returns copies, and whose states are checked before anything changes."""
+
+    def prepare_load(self, state_dict: dict[str, Any]) -> Commit:
+        """Check a state. Raises as :meth:`load_state_dict`; nothing is changed."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a saved state.
+
+        Raises:
+            KeyError: an entry is missing or unknown. TypeError: an entry has another type. ValueError: a number is out of range.
+            IncompatibleCheckpoint: the state belongs to another configuration. Nothing is changed then.
+        """
+        self.prepare_load(state_dict).commit()
+
+
+def has_state(component: object) -> bool:
+    """Whether a component, perhaps the user's own, has a ``state_dict``."""
+    return callable(getattr(component, "state_dict", None))
+
 
 def saved(component: Any, where: str) -> dict[str, Any]:
     """A copy of a component's ``state_dict()``; empty for one that has none.
@@ -88,41 +134,30 @@ def saved(component: Any, where: str) -> dict[str, Any]:
     Raises:
         TypeError: it holds something else than tensors and plain values; names the way to it.
     """
-    if not callable(getattr(component, "state_dict", None)):
+    if not has_state(component):
         return {}
     state = component.state_dict()
     if not isinstance(state, dict):
         raise TypeError(f"{where}: expected a dict from state_dict, got a {type(state).__name__}.")
-    copy: dict[str, Any] = state if hasattr(component, "checked_state") else copied(state, where)  # ours are copies
+    copy: dict[str, Any] = state if isinstance(component, Stateful) else copied(state, where)
     return copy
 
 
-class Change:
-    """A :class:`~engram.types.Commit` of one step."""
-
-    def __init__(self, apply: Callable[[], None]) -> None:
-        self._apply = apply
-
-    def commit(self) -> None:
-        self._apply()
-
-
-def checked(component: Any, state: object, where: str) -> Commit:
+def prepare_load(component: Any, state: object, where: str) -> Commit:
     """Check that a component takes a state over.
 
-    One without ``checked_state``, of the user's own, is tried: it takes the state, and then its old one again.
+    One of the user's own is tried: it takes the state, and then its old one again.
 
     Raises: whatever the component raises; nothing is changed then.
         TypeError: no such tree.
     """
     if not isinstance(state, dict):
         raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
-    own = getattr(component, "checked_state", None)
-    if own is not None:
-        return Change(own(state))
+    if isinstance(component, Stateful):
+        return component.prepare_load(state)
     if not callable(getattr(component, "load_state_dict", None)):
         check_keys(state, (), where)
-        return Change(_nothing)
+        return Loads()
     kept, before = copied(state, where), saved(component, where)
     try:
         component.load_state_dict(copied(kept))
@@ -131,7 +166,7 @@ def checked(component: Any, state: object, where: str) -> Commit:
         raise
     finally:
         component.load_state_dict(before)
-    return Change(partial(component.load_state_dict, kept))
+    return Change(component.load_state_dict, kept)
 
 
 class _Theirs(threading.local):
@@ -161,10 +196,6 @@ def read_from(where: str) -> Iterator[None]:
         raise CorruptCheckpoint(f"{where}: {str(said).removesuffix('.')}. No engram saves such a state.") from error
     finally:
         _theirs.error = None
-
-
-def _nothing() -> None:
-    """For components without state."""
 
 
 # ---- entries -----------------------------------------------------------------------------------------------------------

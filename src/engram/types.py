@@ -444,8 +444,8 @@ class DeclaredSampler(Sampler, Protocol):
     def mark_update(self, index: Any) -> None:
         """Rows were rewritten: they get the default priority again."""
 
-    def checked_state(self, state_dict: dict[str, Any], capacity: int | None = None) -> Callable[[], None]:
-        """Check a state; what takes it over. ``capacity``: rows that the storage will have then; None: as now."""
+    def prepare_load(self, state_dict: dict[str, Any], capacity: int | None = None) -> Commit:
+        """Check a state. ``capacity``: rows that the storage will have when it is committed; None: as now."""
 
 
 class DeclaredWriter(Writer, Protocol):

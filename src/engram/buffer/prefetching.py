@@ -13,18 +13,17 @@ from engram._tensordict import children
 from engram.nested import has_entries, map_leaves
 from engram.packing import pack, unpack
 from engram.prefetch import LEAVE_S, Prefetcher
-from engram.state import check_keys, copied, integer, typed
+from engram.state import Change, Loads, check_keys, copied, integer, typed
 from engram.store import Copied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engram.buffer.read_path import ReadPath
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.store import Key
+    from engram.types import Commit
 
-__all__ = ["Prefetching", "SavedBatches", "checked_batches"]
+__all__ = ["Prefetching", "SavedBatches", "prepare_batches"]
 
 
 class SavedBatches(NamedTuple):
@@ -149,7 +148,7 @@ class Prefetching:
         self.prefetcher.restore(_from_value(copy))
 
     def saved(self, *, drop: bool = False) -> SavedBatches:
-        """What is prefetched, for :func:`checked_batches`. Draws what was asked for.
+        """What is prefetched, for :func:`prepare_batches`. Draws what was asked for.
 
         ``drop``: nothing of it, as if it had never been drawn.
         """
@@ -173,15 +172,23 @@ class Prefetching:
         }
         return SavedBatches(state, None)
 
+    def take(self, batches: list[dict[str, Any]], keys: list[int], clock: int) -> None:
+        """Go on with batches of a state, whose rows have new tickets, in the old order. ``clock``: the next one, then."""
+        moved = self._wiring.storage.next_number() - clock
+        for batch in batches:
+            for made in batch.get("made", ()):
+                _renumber(made, moved)
+        self.prefetcher.restore({"batches": batches, "keys": keys})
 
-def checked_batches(state: Any, prefetching: Prefetching | None, wiring: Wiring, where: str) -> Callable[[], None]:
-    """Check the state of prefetched batches; what takes them over.
+
+def prepare_batches(state: Any, prefetching: Prefetching | None, where: str) -> Commit:
+    """Check the state of prefetched batches.
 
     Raises:
         KeyError, TypeError, ValueError: no such state. RuntimeError: another depth. Nothing is changed.
     """
     if state is None:
-        return lambda: None
+        return Loads()
     check_keys(state, ("version", "capacity", "clock", "queue", "keys"), where)
     integer(state, "version", 1, 2, where)
     depth = integer(state, "capacity", 1, 1 << 31, where)
@@ -191,16 +198,7 @@ def checked_batches(state: Any, prefetching: Prefetching | None, wiring: Wiring,
     queue = enumerate(typed(state, "queue", list, where))
     batches = [_checked_batch(entry, f"{where}: batch {i}") for i, entry in queue]
     keys = [_checked_key(key, f"{where}: keys") for key in typed(state, "keys", list, where)]
-    clock = integer(state, "clock", 0, 1 << 62, where)
-
-    def take() -> None:
-        moved = wiring.storage.next_number() - clock  # the rows have new tickets, in the old order
-        for batch in batches:
-            for made in batch.get("made", ()):
-                _renumber(made, moved)
-        prefetching.prefetcher.restore({"batches": batches, "keys": keys})
-
-    return take
+    return Change(prefetching.take, batches, keys, integer(state, "clock", 0, 1 << 62, where))
 
 
 def _checked_batch(entry: Any, where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from engram import priorities
 from engram._words import warn
-from engram.buffer.prefetching import checked_batches
+from engram.buffer.prefetching import prepare_batches
 from engram.buffer.settings import check_batch_size
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk, series
@@ -24,10 +24,10 @@ from engram.reshard.driver import convert as converted_for
 from engram.reshard.driver import seed_of
 from engram.reshard.reports import said_counts
 from engram.reshard.shards import open_shard
-from engram.state import Change, check_keys, checked, read_from, saved, tensor_in, typed
+from engram.state import Loads, check_keys, prepare_load, read_from, saved, tensor_in, typed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     from engram.buffer.lanes import Lanes
     from engram.buffer.prefetching import Prefetching
@@ -229,7 +229,7 @@ class Saving:
         """Check a :meth:`state_dict`."""
         kind = self._settings.kind
         check_keys(state, _ENTRIES, kind)
-        return self._prepare(state, self._wiring.storage.prepare_state(state["_storage"]), default_rng=default_rng)
+        return self._prepare(state, self._wiring.storage.prepare_load(state["_storage"]), default_rng=default_rng)
 
     def prepare_load(
         self,
@@ -405,11 +405,11 @@ class Saving:
             raise TypeError(f"{kind}: _consume_after_n_samples: expected None: a ConsumingSampler will carry it.")
         rng = _checked_rng(state["_rng"], f"{kind}: _rng")
         default = _checked_generator(state["_default_rng"], f"{kind}: _default_rng")
-        batches = checked_batches(state["_prefetch_state"], self._prefetching, wiring, f"{kind}: _prefetch_state")
+        batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         sampler = self._sampler()
-        writer = checked(wiring.writer, state["_writer"], f"{kind}: _writer")
-        transforms = checked(wiring.transform, state["_transforms"], f"{kind}: _transforms")
-        components = (Change(sampler.checked_state(state["_sampler"], rows.capacity)), writer, transforms)
+        writer = prepare_load(wiring.writer, state["_writer"], f"{kind}: _writer")
+        transforms = prepare_load(wiring.transform, state["_transforms"], f"{kind}: _transforms")
+        components = Loads([sampler.prepare_load(state["_sampler"], rows.capacity), writer, transforms, batches])
         return _BufferLoad(
             self._wiring,
             self._settings,
@@ -423,7 +423,6 @@ class Saving:
             iterating,
             rng,
             default if default_rng else None,
-            batches,
         )
 
 
@@ -436,15 +435,14 @@ class _BufferLoad(NamedTuple):
     prefetching: Prefetching | None
     recipe: Recipe
     rows: StorageLoad
-    components: tuple[Commit, ...]
-    """Sampler, writer and transforms."""
+    components: Commit
+    """Sampler, writer, transforms and prefetched batches."""
     batch_size: int | None
     lane: int | None
     iterating: bool
     rng: torch.Generator | None
     default_rng: torch.Generator | None
     """What torch's default one becomes; None: it stays."""
-    batches: Callable[[], None]
 
     def commit(self) -> None:
         storage = self.wiring.storage
@@ -456,8 +454,7 @@ class _BufferLoad(NamedTuple):
             self.rows.commit()
             storage.notify(None, None)
             self.wiring.bound_sampler()  # to what was allocated just now
-            for component in self.components:
-                component.commit()
+            self.components.commit()
             self.settings.batch_size, self.settings.iterating = self.batch_size, self.iterating
             self.lanes.take(self.lane)
             if self.rng is not None:
@@ -465,7 +462,6 @@ class _BufferLoad(NamedTuple):
                 self.wiring.generator.set_state(self.rng.get_state())
             if self.default_rng is not None:
                 torch.default_generator.set_state(self.default_rng.get_state())
-            self.batches()
         if not self.recipe.noted:
             self.recipe.note_if_possible()
 

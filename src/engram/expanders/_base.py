@@ -13,15 +13,13 @@ from engram.samplers.windows import WindowSampler
 from engram.types import Declared, Draw, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from engram.field_paths import FieldPath
     from engram.samplers._base import NativeSampler
     from engram.store import Key as DrawKey
     from engram.store import Store
-    from engram.types import DeclaredSampler, Extent, SampledStorage, Traits, Write
+    from engram.types import Commit, DeclaredSampler, Extent, SampledStorage, Traits, Write
 
 __all__ = ["Expander", "check_count", "check_discount"]
 
@@ -213,9 +211,9 @@ class Expander(Declared, Dumpable):
         """Calls that of :attr:`sampler`."""
         self._source.mark_update(index)
 
-    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         """Calls that of :attr:`sampler`."""
-        return self._source.checked_state(state_dict, capacity)
+        return self._source.prepare_load(state_dict, capacity)
 
     def moved(self) -> None:
         """The storage's rows lie elsewhere now, with their indexes."""

@@ -15,19 +15,17 @@ from engram.field_paths import as_paths, public
 from engram.nested import find
 from engram.samplers import SamplerWithoutReplacement
 from engram.samplers.trajectory_tables import END_KEYS
-from engram.state import check_keys, typed
+from engram.state import Stateful, check_keys, typed
 from engram.storages import TensorStorage
 from engram.store import Key as DrawKey
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from engram.expanders.reading import Reading
     from engram.field_paths import FieldPath
-    from engram.types import SampledStorage, Sampler
+    from engram.types import Commit, SampledStorage, Sampler
 
 __all__ = ["FinalObservations", "NextFromFollowing"]
 
@@ -35,7 +33,7 @@ __all__ = ["FinalObservations", "NextFromFollowing"]
 _MARK: FieldPath = ("next", "final")
 
 
-class FinalObservations:
+class FinalObservations(Stateful):
     """A write transform that removes next observations from rows, and keeps those that no row follows in a storage of
     its own.
 
@@ -140,15 +138,11 @@ class FinalObservations:
         """The state of :attr:`storage`: copies."""
         return {"storage": self.storage.state_dict()}
 
-    def checked_state(self, state_dict: dict[str, object]) -> Callable[[], None]:
-        """Check a state; what takes it over."""
+    def prepare_load(self, state_dict: dict[str, object]) -> Commit:
+        """Check a state. Raises: as :meth:`TensorStorage.load_state_dict`; nothing is changed."""
         check_keys(state_dict, ("storage",), "FinalObservations")
-        take: Callable[[], None] = self.storage.checked_state(typed(state_dict, "storage", dict, "FinalObservations"))
-        return take
-
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Take over a saved state. Raises: as :meth:`TensorStorage.load_state_dict`."""
-        self.checked_state(state_dict)()
+        load: Commit = self.storage.prepare_load(typed(state_dict, "storage", dict, "FinalObservations"))
+        return load
 
     def __repr__(self) -> str:
         return f"FinalObservations({[public(key) for key in self.keys]}, {self.storage!r})"

@@ -15,7 +15,7 @@ from engram.format.checkpoints import replacing
 from engram.format.parts import PartReader, PartWriter
 from engram.format.problems import corrupt
 from engram.format.schema import DTYPES
-from engram.state import checked, mapped, saved
+from engram.state import Stateful, mapped, prepare_load, saved
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -92,7 +92,7 @@ class StateSnapshot(NamedTuple):
         return write_part(folder, self.part, self.kind, self.state)
 
 
-class Dumpable:
+class Dumpable(Stateful):
     """A component that can be saved as a folder of its own."""
 
     #: What it is to a buffer.
@@ -110,7 +110,7 @@ class Dumpable:
     def prepare_part(self, reader: PartReader) -> Commit:
         """Check a part. Raises as :meth:`loads`; nothing is changed."""
         check_kind(reader, self.part, type(self).__name__)
-        return checked(self, read_state(reader), self.part)
+        return prepare_load(self, read_state(reader), self.part)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state as a folder, which in one step replaces one that was saved there.

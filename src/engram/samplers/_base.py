@@ -9,16 +9,14 @@ import torch
 from engram._words import warn
 from engram.components import Component, adopt
 from engram.errors import NoSampleable
-from engram.state import checked, saved
+from engram.state import prepare_load, saved
 from engram.types import Declared, Traits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from engram.store import Key
-    from engram.types import DeclaredSampler, Draw, Extent, SampledStorage, Sampler, Write
+    from engram.types import Commit, DeclaredSampler, Draw, Extent, SampledStorage, Sampler, Write
 
 __all__ = ["NativeSampler", "check_drawable", "declared"]
 
@@ -137,8 +135,8 @@ class _Adapted(NativeSampler):
     def state_dict(self) -> dict[str, object]:
         return saved(self._inner, "_sampler")
 
-    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
-        return checked(self._inner, state_dict, "_sampler").commit
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        return prepare_load(self._inner, state_dict, "_sampler")
 
     def __repr__(self) -> str:
         return repr(self._inner)

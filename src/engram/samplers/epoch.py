@@ -9,17 +9,16 @@ import torch
 from engram import _native
 from engram.epochs import KIND, EpochIndex, checked_progress
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.state import check_keys, typed
+from engram.state import Change, check_keys, typed
 from engram.store import check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
+    from engram.epochs import Progress
     from engram.store import Key, Store
-    from engram.types import Extent, SampledStorage, Write
+    from engram.types import Commit, Extent, SampledStorage, Write
 
 __all__ = ["SamplerWithoutReplacement"]
 
@@ -153,16 +152,14 @@ class SamplerWithoutReplacement(NativeSampler):
         """``key``, ``rows`` and ``visited`` of the current epoch, and ``ran_out``: plain values."""
         return {**self._epoch.state(), "ran_out": self.ran_out}
 
-    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         check_keys(state_dict, ("key", "rows", "visited", "ran_out"), "SamplerWithoutReplacement")
         progress = checked_progress(state_dict, "SamplerWithoutReplacement")
-        ran_out = typed(state_dict, "ran_out", bool, "SamplerWithoutReplacement")
+        return Change(self._go_on, progress, typed(state_dict, "ran_out", bool, "SamplerWithoutReplacement"))
 
-        def take() -> None:
-            self._epoch.progress = progress
-            self._ran_out, self._drawn_from = ran_out, None if ran_out or not progress[2] else progress[0]
-
-        return take
+    def _go_on(self, progress: Progress, ran_out: bool) -> None:
+        self._epoch.progress = progress
+        self._ran_out, self._drawn_from = ran_out, None if ran_out or not progress[2] else progress[0]
 
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:

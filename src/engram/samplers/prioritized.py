@@ -12,7 +12,7 @@ from engram._words import warn
 from engram.errors import IncompatibleCheckpoint, NoSampleable, RowError
 from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of
 from engram.samplers._base import NativeSampler
-from engram.state import check_keys, tensor_in
+from engram.state import Change, check_keys, tensor_in
 from engram.store import check_index_name
 from engram.types import Draw
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.store import Key
-    from engram.types import Extent, SampledStorage
+    from engram.types import Commit, Extent, SampledStorage
 
 __all__ = ["PrioritizedSampler"]
 
@@ -349,8 +349,7 @@ class PrioritizedSampler(NativeSampler):
         index = self._attached()
         return state_of(self._config) if index is None else index.state()
 
-    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
-        """Check a state; what takes it over. ``capacity``: rows that the storage will have then; None: as now."""
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "PrioritizedSampler"
         check_keys(state_dict, NAMES, where)
         index = self._attached()
@@ -362,14 +361,13 @@ class PrioritizedSampler(NativeSampler):
             raise RuntimeError(f"{where}: expected a storage with rows before their priorities are loaded.")
         if capacity is None and index is not None and not leaves:
             raise IncompatibleCheckpoint(f"{where}: leaves: expected those of {rows} rows, got 0.")
+        return Change(self._take, config, state_dict)
 
-        def take() -> None:
-            self._config = config
-            index = self._attached()
-            if index is not None:
-                index.restore(state_dict)
-
-        return take
+    def _take(self, config: PriorityConfig, state_dict: dict[str, object]) -> None:
+        self._config = config
+        index = self._attached()
+        if index is not None:
+            index.restore(state_dict)
 
     def config(self) -> dict[str, object]:
         return {

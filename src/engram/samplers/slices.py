@@ -17,13 +17,12 @@ from engram.samplers.window_spec import Setting, WindowArguments, WindowSpec
 from engram.samplers.windows import WindowSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Self, Unpack
 
     from torch import Tensor
 
     from engram.samplers.windows import Arguments
-    from engram.types import SampledStorage
+    from engram.types import Commit, SampledStorage
 
 __all__ = ["SliceArguments", "SliceSampler", "SliceSamplerWithoutReplacement"]
 
@@ -210,9 +209,9 @@ class SliceSampler(WindowSampler):
         """As :meth:`PrioritizedSampler.state_dict`; without anchors it is empty."""
         return {} if self.anchors is None else self.anchors.state_dict()
 
-    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
-        checked = super().checked_state if self.anchors is None else self.anchors.checked_state
-        return checked(state_dict, capacity)
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        prepare = super().prepare_load if self.anchors is None else self.anchors.prepare_load
+        return prepare(state_dict, capacity)
 
     def config(self) -> dict[str, object]:
         spec = self.spec

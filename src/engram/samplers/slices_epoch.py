@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from engram.errors import NoSampleable
 from engram.samplers.window_spec import WindowArguments, WindowSpec
 from engram.samplers.windows import WindowSampler
-from engram.state import check_keys, integer, typed
+from engram.state import Change, check_keys, integer, typed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Unpack
 
     from torch import Tensor
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from engram import _native
     from engram.samplers.windows import Arguments
     from engram.store import Store
-    from engram.types import Write
+    from engram.types import Commit, Write
 
 __all__ = ["SliceSamplerWithoutReplacement"]
 
@@ -112,7 +111,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         memory: Store | None = None if self._storage is None else self._storage.memory
         return (0, 0) if memory is None else (int(memory.core.next_ticket), memory.base)
 
-    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = type(self).__name__
         check_keys(state_dict, ("key", "version", "visited", "count", "clock", "ran_out"), where)
         key = integer(state_dict, "key", 0, 1 << 64, where)
@@ -121,15 +120,15 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         count = integer(state_dict, "count", 0, 1 << 62, where)
         visited = integer(state_dict, "visited", 0, count + 1, where)
         ran_out = typed(state_dict, "ran_out", bool, where)
+        return Change(self._go_on, (key, visited, count), clock if clock == version else None, ran_out)
 
-        def take() -> None:
-            with self._lock:
-                now, base = self._clock()
-                same = now - base == clock == version
-                self._epoch = (key, now, visited, count) if same else _NO_EPOCH
-                self.ran_out = ran_out
-
-        return take
+    def _go_on(self, epoch: tuple[int, int, int], clock: int | None, ran_out: bool) -> None:
+        """``clock``: that of the last write, if the epoch began after it."""
+        key, visited, count = epoch
+        with self._lock:
+            now, base = self._clock()
+            self._epoch = (key, now, visited, count) if now - base == clock else _NO_EPOCH
+            self.ran_out = ran_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_pass" in state:  # pickled by an earlier version

@@ -19,7 +19,7 @@ from engram.persist.snapshot import WholeSnapshot
 from engram.types import Declared, Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from engram.format.parts import PartReader
@@ -324,13 +324,9 @@ class Storage(Declared, Dumpable):
         """
         raise NotImplementedError
 
-    def prepare_state(self, state_dict: dict[str, Any]) -> StorageLoad:
+    def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         """Check a state. Raises as :meth:`load_state_dict`; nothing is changed."""
         raise NotImplementedError
-
-    def checked_state(self, state_dict: dict[str, Any]) -> Callable[[], None]:
-        """Check a state; what takes it over."""
-        return self.prepare_state(state_dict).commit
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace what is stored by a saved state. The next writes go where they would have gone then.
@@ -345,7 +341,7 @@ class Storage(Declared, Dumpable):
 
         Cost: O(capacity).
         """
-        self.prepare_state(state_dict).commit()
+        self.prepare_load(state_dict).commit()
         self.notify(None, None)
 
     # ---- files ---------------------------------------------------------------------------------------------------------
@@ -370,7 +366,7 @@ class Storage(Declared, Dumpable):
         Raises: as :meth:`loads`. Nothing is changed.
         """
         self._check_kind(reader)
-        return self.prepare_state(read_state(reader))
+        return self.prepare_load(read_state(reader))
 
     def _check_kind(self, reader: PartReader) -> None:
         check_kind(reader, "storage", *dict.fromkeys((*self._loads, type(self).__name__)))

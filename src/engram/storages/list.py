@@ -252,7 +252,7 @@ class ListStorage(Storage):
 
     _loads = ("ListStorage",)
 
-    def prepare_state(self, state_dict: dict[str, Any]) -> StorageLoad:
+    def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = "ListStorage"
         names = ("max_size", "cursor", "write_count", "clock", "numbers", "items", "priorities")
         check_keys(state_dict, names, where)

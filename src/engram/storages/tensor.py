@@ -636,7 +636,7 @@ class TensorStorage(Storage):
             return unwritten()
         return with_numbers(store, describe_store(store, store.indexes.refreshed(), without))
 
-    def prepare_state(self, state_dict: dict[str, Any]) -> StorageLoad:
+    def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = type(self).__name__
         check_keys(state_dict, (*ENTRIES, "rows"), where)
         head = {name: value for name, value in state_dict.items() if name != "rows"}

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engram.state import check_keys, checked, saved
+from engram.state import Loads, Stateful, check_keys, has_state, prepare_load, saved
 from engram.transforms._base import Transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from engram.types import Commit
 
 __all__ = ["Compose"]
 
@@ -50,7 +52,7 @@ class _Step:
         return getattr(self.transform, "__name__", None) or type(self.transform).__name__
 
 
-class Compose:
+class Compose(Stateful):
     """A list of transforms. :meth:`forward` applies them in order to batches, :meth:`inv` in reverse to written rows.
 
     A transform is an object with ``forward``, ``inv`` or both (such as TorchRL's, or another ``Compose``), a
@@ -162,11 +164,7 @@ class Compose:
         return {number: saved(transform, f"transform {number}") for number, transform in self._with_states().items()}
 
     def _with_states(self) -> dict[str, Any]:
-        return {
-            str(number): step.transform
-            for number, step in enumerate(self._steps)
-            if callable(getattr(step.transform, "state_dict", None))
-        }
+        return {str(number): step.transform for number, step in enumerate(self._steps) if has_state(step.transform)}
 
     @property
     def functions(self) -> list[str]:
@@ -175,32 +173,20 @@ class Compose:
         for step in self._steps:
             if isinstance(step.transform, Compose):
                 named += step.transform.functions
-            elif not callable(getattr(step.transform, "state_dict", None)):
+            elif not has_state(step.transform):
                 named.append(step.name)
         return named
 
-    def checked_state(self, state_dict: dict[str, dict[str, Any]]) -> Callable[[], None]:
-        """Check the states of all transforms. The returned function loads them."""
+    def prepare_load(self, state_dict: dict[str, dict[str, Any]]) -> Commit:
+        """Check the states of all transforms. Raises what a transform raises for its state; nothing is changed."""
         transforms = self._with_states()
         check_keys(state_dict, transforms, "Compose")
-        takes = [
-            checked(transform, state_dict[number], f"transform {number}") for number, transform in transforms.items()
-        ]
-
-        def take() -> None:
-            for one in takes:
-                one.commit()
-
-        return take
-
-    def load_state_dict(self, state_dict: dict[str, dict[str, Any]]) -> None:
-        """Load the state of every transform.
-
-        Raises:
-            KeyError: the positions of the states are not those of the transforms.
-            Exception: what a transform raises for its state. Nothing is changed.
-        """
-        self.checked_state(state_dict)()
+        return Loads(
+            [
+                prepare_load(transform, state_dict[number], f"transform {number}")
+                for number, transform in transforms.items()
+            ]
+        )
 
     def __len__(self) -> int:
         return len(self._steps)

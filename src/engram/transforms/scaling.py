@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engram.state import check_keys, tensor_in
+from engram.state import Change, Stateful, check_keys, tensor_in
 from engram.transforms._base import KeyedTransform, arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engram.transforms._base import Keys
+    from engram.types import Commit
 
 __all__ = ["ObservationNorm", "RewardScaling"]
 
 
-class ObservationNorm(KeyedTransform):
+class ObservationNorm(KeyedTransform, Stateful):
     """Computes ``x * scale + loc``, or ``(x - loc) / scale`` with ``standard_normal``. On writing, the inverse.
 
     Args:
@@ -87,28 +86,14 @@ class ObservationNorm(KeyedTransform):
             "standard_normal": torch.tensor(self.standard_normal, device="cpu"),
         }
 
-    def checked_state(self, state_dict: dict[str, Tensor]) -> Callable[[], None]:
-        """Check a state; what takes it over."""
+    def prepare_load(self, state_dict: dict[str, Tensor]) -> Commit:
         name = type(self).__name__
         check_keys(state_dict, ("loc", "scale", "standard_normal"), name)
         loc, scale = (_constant(state_dict[part], f"{name}: {part}") for part in ("loc", "scale"))
         if not bool((scale > 0).all()):
             raise ValueError(f"{name}: scale: expected positive values, got {float(scale.min())}.")
-        standard_normal = tensor_in(state_dict, "standard_normal", torch.bool, (), name)
-
-        def take() -> None:
-            self.loc, self.scale, self.standard_normal = loc, scale, bool(standard_normal)
-
-        return take
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Load a saved state.
-
-        Raises:
-            KeyError: the entries are not those of :meth:`state_dict`.
-            TypeError, ValueError: an entry is not such a tensor, or out of range. Nothing is changed.
-        """
-        self.checked_state(state_dict)()
+        standard_normal = bool(tensor_in(state_dict, "standard_normal", torch.bool, (), name))
+        return Change(vars(self).update, loc=loc, scale=scale, standard_normal=standard_normal)
 
     def __repr__(self) -> str:
         return arguments(self, ("loc", "scale", "in_keys", "in_keys_inv"))

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engram.state import tensor_in
+from engram.state import Change, Stateful, tensor_in
 from engram.transforms._base import KeyedTransform, arguments, entry, find, is_tensor, is_tensordict, put, shallow
 from engram.transforms.compose import Compose
 from engram.transforms.scaling import ObservationNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Self
 
     from engram.transforms._base import Key, Keys
+    from engram.types import Commit
 
 __all__ = ["VecNorm"]
 
@@ -40,7 +40,7 @@ class _Moments(NamedTuple):
         )
 
 
-class VecNorm(KeyedTransform):
+class VecNorm(KeyedTransform, Stateful):
     """Computes ``(x - mean) / std`` on reading, from statistics of everything read so far. Later batches weigh more.
 
     As in TorchRL, each call first adds its batch to the statistics, then normalizes with them. Written rows are not changed.
@@ -229,8 +229,7 @@ class VecNorm(KeyedTransform):
                     state |= {f"{i}.{name}": value.clone() for name, value in moments._asdict().items()}
         return state
 
-    def checked_state(self, state_dict: dict[str, Tensor]) -> Callable[[], None]:
-        """Check a state. The returned function loads it."""
+    def prepare_load(self, state_dict: dict[str, Tensor]) -> Commit:
         if not isinstance(state_dict, dict):
             raise TypeError(f"VecNorm: expected a dict, got a {type(state_dict).__name__}.")
         left = set(state_dict) - {"frozen"}
@@ -244,12 +243,11 @@ class VecNorm(KeyedTransform):
                 f"VecNorm: expected 'frozen' and the statistics of {len(self.in_keys)} keys, got {sorted(state_dict)}."
             )
         frozen = bool(tensor_in(state_dict, "frozen", torch.bool, (), "VecNorm"))
+        return Change(self._take, moments, frozen)
 
-        def take() -> None:
-            with self._lock:
-                self._moments, self.frozen = moments, frozen
-
-        return take
+    def _take(self, moments: list[_Moments | None], frozen: bool) -> None:
+        with self._lock:
+            self._moments, self.frozen = moments, frozen
 
     def _checked_moments(self, i: int, names: list[str], state: dict[str, Any]) -> _Moments:
         """The statistics of a key, copied."""
@@ -270,15 +268,6 @@ class VecNorm(KeyedTransform):
                 f"VecNorm: {names}: expected finite statistics with a positive weight and squares of at least 0."
             )
         return moments
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Load the statistics of a saved state.
-
-        Raises:
-            KeyError: entries are missing or unknown.
-            TypeError, ValueError: an entry is not a statistic, or has another shape than ``shapes``. Nothing is changed.
-        """
-        self.checked_state(state_dict)()
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:

@@ -15,7 +15,7 @@ from engram._tensordict import children, find
 from engram._unsupported import reject_unsupported
 from engram.errors import IncompatibleCheckpoint
 from engram.field_paths import checked_path, public
-from engram.state import check_keys
+from engram.state import Loads, check_keys
 from engram.types import Extent, Ranking, Traits, WritePlan
 from engram.writers._base import NativeWriter
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engram.store import Store
-    from engram.types import Write
+    from engram.types import Commit, Write
 
 __all__ = ["TensorDictMaxValueWriter"]
 
@@ -207,12 +207,7 @@ class TensorDictMaxValueWriter(NativeWriter):
         """What rows are ranked by: ``rank_key``, a list, and ``reduction``. Ranks follow from the rows."""
         return {"rank_key": list(self._rank_key), "reduction": self._reduction}
 
-    def checked_state(self, state_dict: dict[str, object], capacity: int | None = None) -> Callable[[], None]:
-        """Check a state; what takes it over.
-
-        Raises:
-            KeyError: a missing or unknown entry. IncompatibleCheckpoint: rows were ranked by something else; nothing is changed.
-        """
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         check_keys(state_dict, ("rank_key", "reduction"), type(self).__name__)
         here = self.state_dict()
         if state_dict != here:
@@ -220,7 +215,7 @@ class TensorDictMaxValueWriter(NativeWriter):
                 f"{type(self).__name__}: expected rows that are ranked by {here}, as here, got {state_dict!r:.300}. Make the "
                 "writer with those arguments."
             )
-        return lambda: None
+        return Loads()
 
     def config(self) -> dict[str, object]:
         return {"rank_key": self.rank_key, "reduction": self._reduction}
