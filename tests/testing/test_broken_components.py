@@ -317,8 +317,8 @@ class SharesCopies(LazyTensorStorage):
     ("storage", "test"),
     [
         (NeverForgets, "test_empty_forgets_all"),
-        (GivesNoState, "test_a_state_is_a_copy_and_restores_all"),
-        (SharesCopies, "test_copies_are_independent"),
+        (GivesNoState, "test_a_state_goes_on_where_it_was_taken"),
+        (SharesCopies, "test_copies_go_on_by_themselves"),
         (lambda capacity: LazyTensorStorage(capacity - 1), "test_holds_what_was_written"),
     ],
 )

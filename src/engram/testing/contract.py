@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
@@ -11,7 +12,9 @@ from tensordict import TensorDict
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Contract", "check", "refuses", "same"]
+    from engram.buffer.replay_buffer import ReplayBuffer
+
+__all__ = ["BufferContract", "Contract", "check", "refuses", "same"]
 
 T = TypeVar("T")
 
@@ -28,12 +31,74 @@ class Contract:
 
     def run_all(self) -> None:
         """Run every test of the contract, for use without a test runner. Raises ``AssertionError`` at the first that fails."""
-        classes = reversed(type(self).__mro__)
+        classes = type(self).__mro__
         for name in dict.fromkeys(name for cls in classes for name in vars(cls) if name.startswith("test_")):
             getattr(type(self)(), name)()
 
     def _copies(self, it: T) -> list[T]:
         return [how(it) for how in self.copies]  # type: ignore[misc]
+
+
+class BufferContract(Contract):
+    """Base of the contracts of components that have a part in what a buffer does next."""
+
+    goes_on = "rows"
+    """What :meth:`_go_on` returns, for messages."""
+
+    def rows(self, first: int, n: int) -> object:
+        """``n`` rows to write, each of which differs from all others."""
+        return steps(first, n)
+
+    def _buffer(self) -> ReplayBuffer:
+        """An empty buffer with a new component."""
+        raise NotImplementedError
+
+    def _begun(self) -> ReplayBuffer | None:
+        """A buffer in use; None: nothing can be done with one."""
+        raise NotImplementedError
+
+    def _go_on(self, rb: ReplayBuffer) -> object:
+        """What a buffer does next."""
+        raise NotImplementedError
+
+    def test_a_state_goes_on_where_it_was_taken(self) -> None:
+        rb = self._begun()
+        if rb is None:
+            return
+        state = rb.state_dict()
+        expected = self._go_on(rb)
+        for way in ("the first time", "again, after the first one was used"):
+            other = self._buffer()
+            other.load_state_dict(state)
+            check(
+                same(self._go_on(other), expected),
+                f"expected the {self.goes_on} after state_dict() from a buffer that loads the state {way}: it must be a copy, and have "
+                "all that they depend on",
+            )
+
+    def test_a_dump_goes_on_where_it_was_saved(self) -> None:
+        rb = self._begun()
+        if rb is None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            rb.dumps(f"{folder}/dump")
+            expected = self._go_on(rb)
+            other = self._buffer()
+            other.loads(f"{folder}/dump")
+            said = f"expected the {self.goes_on} after dumps() from a buffer that loads the folder"
+            check(same(self._go_on(other), expected), said)
+
+    def test_copies_go_on_by_themselves(self) -> None:
+        rb = self._begun()
+        if rb is None:
+            return
+        twins = self._copies(rb)
+        expected = self._go_on(rb)
+        rb.extend(self.rows(800, 8))
+        self._go_on(rb)
+        for twin in twins:
+            said = f"expected the {self.goes_on} of the original from a copy, without the writes since"
+            check(same(self._go_on(twin), expected), said)
 
 
 def check(true: object, message: str) -> None:

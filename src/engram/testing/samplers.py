@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import tempfile
 import warnings
 from typing import TYPE_CHECKING
 
@@ -12,12 +11,14 @@ import torch
 
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.storages import LazyTensorStorage
-from engram.testing.contract import Contract, check, refuses, same, steps
+from engram.testing.contract import BufferContract, check, refuses, same, steps
 from engram.types import Declared, Sampler
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
+
+    from engram.buffer.replay_buffer import ReplayBuffer
 
 __all__ = ["SamplerContract"]
 
@@ -26,9 +27,10 @@ _CAPACITY = 32
 _FIRST = 104
 
 
-class SamplerContract(Contract):
+class SamplerContract(BufferContract):
     """What a buffer expects of a sampler. Derive from it and override :meth:`make`."""
 
+    goes_on = "draws"
     batch_size = 8
     ends_epochs = False
     """Draws come to an end, and the last batch may be smaller."""
@@ -54,15 +56,20 @@ class SamplerContract(Contract):
         rb.extend(self.rows(_FIRST, n))
         return rb
 
-    def _draw(self, rb: TensorDictReplayBuffer) -> tuple[Tensor, Tensor]:
+    def _begun(self) -> TensorDictReplayBuffer:
+        rb = self._filled()
+        self._go_on(rb)
+        return rb
+
+    def _draw(self, rb: ReplayBuffer) -> tuple[Tensor, Tensor]:
         """Rows of a batch, and the steps that were read there."""
         data, info = rb.sample(return_info=True)
         index = info["index"]
         rows = index[0] if isinstance(index, tuple) else index
         return rows.reshape(-1), data["step"].reshape(-1)
 
-    def _draws(self, rb: TensorDictReplayBuffer, n: int = 6) -> list[list[int]]:
-        return [self._draw(rb)[0].tolist() for _ in range(n)]
+    def _go_on(self, rb: ReplayBuffer) -> list[list[int]]:
+        return [self._draw(rb)[0].tolist() for _ in range(6)]
 
     def _check_draws(self, rb: TensorDictReplayBuffer, first: int, end: int) -> None:
         """Draws are of the steps ``[first, end)``, and of as many as were asked for."""
@@ -123,7 +130,7 @@ class SamplerContract(Contract):
             random.seed(seed)
             rb = self._filled()
             before = torch.get_rng_state(), random.getstate()
-            found.append(self._draws(rb))
+            found.append(self._go_on(rb))
             check(
                 torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate(),
                 "expected draws to leave the random numbers of torch and of Python alone: derive them from the key",
@@ -146,51 +153,12 @@ class SamplerContract(Contract):
             rb.update_priority(rows, torch.ones(len(rows)))
         self._check_draws(rb, _FIRST + 8, _FIRST + 40)
 
-    def test_a_state_goes_on_where_it_was_taken(self) -> None:
-        rb = self._filled()
-        self._draws(rb, 3)
-        state = rb.state_dict()
-        expected = self._draws(rb)
-        for way in ("the first time", "again, after other draws"):
-            other = self._buffer()
-            other.load_state_dict(state)
-            check(
-                self._draws(other) == expected,
-                f"expected the draws after state_dict() from a sampler that loads the state {way}: a state must have all that a "
-                "draw depends on",
-            )
-
     def test_a_state_is_a_copy(self) -> None:
         rb, other = self._filled(), self._filled()
         state = rb.sampler.state_dict()
         before = copy.deepcopy(state)
-        self._draws(rb)
+        self._go_on(rb)
         check(same(before, state), "expected state_dict() to copy: draws have changed a state")
         other.sampler.load_state_dict(state)
-        self._draws(other)
+        self._go_on(other)
         check(same(before, state), "expected load_state_dict() to copy: draws have changed the state that was loaded")
-
-    def test_a_dump_goes_on_where_it_was_saved(self) -> None:
-        rb = self._filled()
-        self._draws(rb, 3)
-        with tempfile.TemporaryDirectory() as folder:
-            rb.dumps(f"{folder}/dump")
-            expected = self._draws(rb)
-            other = self._buffer()
-            other.loads(f"{folder}/dump")
-            check(
-                self._draws(other) == expected, "expected the draws after dumps() from a buffer that loads the folder"
-            )
-
-    def test_copies_go_on_by_themselves(self) -> None:
-        rb = self._filled()
-        self._draws(rb, 3)
-        twins = self._copies(rb)
-        expected = self._draws(rb)
-        rb.extend(self.rows(800, 16))
-        self._draws(rb)
-        for twin in twins:
-            check(
-                self._draws(twin) == expected,
-                "expected a copy to draw as the original would have, without the writes since",
-            )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import TYPE_CHECKING
 
 import torch
 
 from engram.buffer.replay_buffer import ReplayBuffer
-from engram.testing.contract import Contract, check, refuses, same
+from engram.testing.contract import BufferContract, check, refuses, same
 
 if TYPE_CHECKING:
     from engram.storages import Storage
@@ -18,7 +17,7 @@ __all__ = ["StorageContract"]
 _CAPACITY = 12
 
 
-class StorageContract(Contract):
+class StorageContract(BufferContract):
     """What a buffer expects of a storage. Derive from it and override :meth:`make`."""
 
     def make(self, capacity: int) -> Storage:
@@ -34,6 +33,14 @@ class StorageContract(Contract):
         if n:
             rb.extend(self.rows(0, n))
         return rb
+
+    def _begun(self) -> ReplayBuffer:
+        return self._buffer(8)
+
+    def _go_on(self, rb: ReplayBuffer) -> list[object]:
+        held = [rb[row] for row in range(len(rb))]
+        rb.extend(self.rows(8, 4))
+        return [*held, *(rb[row] for row in range(len(rb)))]
 
     def _check_holds(self, rb: ReplayBuffer, first: int, n: int, where: str) -> None:
         """The rows, in order, are those that begin with ``first``."""
@@ -87,32 +94,3 @@ class StorageContract(Contract):
         rb[2] = other[6]
         check(same(rb[2], other[6]), "expected row 2 to hold what was assigned")
         check(same(rb[3], other[3]), "expected row 3 to stay")
-
-    def test_copies_are_independent(self) -> None:
-        rb = self._buffer(8)
-        twins = self._copies(rb)
-        rb.extend(self.rows(100, 8))
-        for twin in twins:
-            self._check_holds(twin, 0, 8, "in a copy, whatever the original writes")
-            twin.extend(self.rows(8, 4))
-            self._check_holds(twin, 0, _CAPACITY, "in a copy that is written to")
-
-    def test_a_state_is_a_copy_and_restores_all(self) -> None:
-        rb = self._buffer(8)
-        state = rb.state_dict()
-        rb.extend(self.rows(100, 8))
-        for way in ("", ", again, after the first one was written to"):
-            other = self._buffer()
-            other.load_state_dict(state)
-            self._check_holds(other, 0, 8, f"in a storage that loads the state{way}")
-            other.extend(self.rows(200, _CAPACITY))
-
-    def test_a_dump_restores_all(self) -> None:
-        rb = self._buffer(8)
-        with tempfile.TemporaryDirectory() as folder:
-            rb.dumps(f"{folder}/dump")
-            other = self._buffer()
-            other.loads(f"{folder}/dump")
-        self._check_holds(other, 0, 8, "in a storage that loads the folder")
-        other.extend(self.rows(8, 4))
-        self._check_holds(other, 0, _CAPACITY, "and that is written to then")
