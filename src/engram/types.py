@@ -6,7 +6,7 @@ each other. Letters: ``B`` batch, ``n`` rows of a write, ``C`` capacity, ``L`` l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from engram.persist.parts import Snapshot
     from engram.priorities import PriorityConfig, PriorityIndex
     from engram.reshard.driver import Reshard
+    from engram.samplers.trajectory_tables import TrajectoryKeys
     from engram.store import Key, Store
+
+    #: An entry of a batch: its name, or the path of names to it.
+    Entry: TypeAlias = str | tuple[str, ...]
+    #: What a batch is said to be, beside its data.
+    Info: TypeAlias = dict[Entry, object]
+    #: Columns, rows and info of a batch, as samplers read it natively.
+    NativeBatch: TypeAlias = tuple[list[Tensor], Tensor, Info]
+    #: Reads the rows of a draw: columns, and places of rows that have moved.
+    ReadDraw: TypeAlias = Callable[["Draw"], tuple[list[Tensor], list[int]]]
 
 __all__ = [
     "Declared",
@@ -158,7 +168,7 @@ class Draw(NamedTuple):
     #: int64 ``[B]`` numbers the rows must still have when they are read, or None: any whole row will do.
     tickets: Tensor | None = None
     #: Named arrays with one entry per drawn row, handed to the user beside the batch.
-    info: Mapping[str, Any] = {}
+    info: Mapping[str, object] = {}
 
 
 class Traits(NamedTuple):
@@ -170,10 +180,13 @@ class Traits(NamedTuple):
     # ---- samplers
     #: Draws are uniform, independent, and without state: the store may make them in place of :meth:`Sampler.draw`.
     draws_uniformly: bool = False
-    #: ``sample_natively`` draws and reads in one native call, in place of :meth:`Sampler.draw`.
+    #: ``sample_natively`` draws and reads in one native call, in place of :meth:`Sampler.draw`. One that draws windows has
+    #: ``sample_apart`` and ``rules``, too.
     reads_natively: bool = False
     #: Batches are windows of consecutive steps: ``info["index"]`` is a tuple.
     draws_windows: bool = False
+    #: Each live row comes once per epoch, so no other row can be drawn in its place.
+    draws_once: bool = False
     #: Draws come to an end, which ``ran_out`` says.
     has_epochs: bool = True
     #: A saved state takes the sampler back to an earlier place in its epoch.
@@ -198,6 +211,11 @@ class Traits(NamedTuple):
     # ---- storages
     #: Rows are tensors in named fields of a store; else they are items of a list.
     has_fields: bool = False
+
+    @property
+    def reads_windows(self) -> bool:
+        """Whether windows are drawn and read natively."""
+        return self.draws_windows and self.reads_natively
 
     def without(self, overridden: Collection[str]) -> Traits:
         """The traits of a subclass that overrides these methods."""
@@ -239,7 +257,7 @@ class Listener(Protocol):
     def listens(self) -> bool:
         """Whether :meth:`observe` does something with writes."""
 
-    def observe(self, write: Write | None, data: Any) -> None:
+    def observe(self, write: Write | None, data: object) -> None:
         """Rows were written or edited; ``write=None``: all were forgotten."""
 
     def moved(self) -> None:
@@ -424,24 +442,31 @@ class DeclaredSampler(Sampler, Protocol):
     def own_indexes(self) -> tuple[tuple[str, str], ...]:
         """Names and kinds of the store's indexes whose content the state has."""
 
-    def bind(self, storage: Any) -> None:
+    def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn; raises to refuse it."""
 
     def moved(self) -> None:
         """The storage's rows lie elsewhere now, with their indexes; or a buffer that draws from it is closed."""
 
-    def can_sample(self, storage: Any, batch_size: int) -> bool:
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Whether a draw of that size would succeed now."""
 
-    def sample_natively(
-        self, storage: Any, key: Key, n: int, *, numbered: bool = False
-    ) -> tuple[list[Tensor], Tensor, dict[Any, Any]]:
+    def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False) -> NativeBatch:
         """Draw and read, if the traits say so: ``(columns, rows, info)``."""
 
-    def check_priority(self, priority: Any, n: int) -> None:
+    @property
+    def rules(self) -> TrajectoryKeys | None:
+        """Which trajectories its windows are of, if the traits say that it reads them; None: no field tells."""
+
+    def sample_apart(
+        self, storage: SampledStorage, key: Key, n: int, read: ReadDraw, *, numbered: bool = False
+    ) -> NativeBatch:
+        """As :meth:`sample_natively`, but ``read`` reads the columns of a draw, and says which rows have moved."""
+
+    def check_priority(self, priority: object, n: int) -> None:
         """Raise as :meth:`update_priority` would for priorities of ``n`` rows."""
 
-    def mark_update(self, index: Any) -> None:
+    def mark_update(self, index: object) -> None:
         """Rows were rewritten: they get the default priority again."""
 
     def prepare_load(self, state_dict: dict[str, Any], capacity: int | None = None) -> Commit:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from engram import _fork, samplers
 from engram.expanders.expansion import Expansion
-from engram.expanders.reading import Reading, TrajectoryKeys
+from engram.expanders.reading import Reading
 from engram.field_paths import plain, public
 from engram.persist.components import Dumpable
-from engram.samplers.windows import WindowSampler
+from engram.samplers.trajectory_tables import TrajectoryKeys
 from engram.types import Declared, Draw, Sampler
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engram.samplers._base import NativeSampler
     from engram.store import Key as DrawKey
     from engram.store import Store
-    from engram.types import Commit, DeclaredSampler, Extent, SampledStorage, Traits, Write
+    from engram.types import Commit, DeclaredSampler, Extent, Info, NativeBatch, SampledStorage, Traits, Write
 
 __all__ = ["Expander", "check_count", "check_discount"]
 
@@ -86,15 +86,15 @@ class Expander(Declared, Dumpable):
                     f"{tuple(theirs)}, got {tuple(keys)}. Give them to the innermost expander only."
                 )
             keys = theirs
-        elif isinstance(inner, WindowSampler):
-            if not inner.recordable:
+        elif (source := samplers.declared(inner)).traits.reads_windows:
+            of_windows = source.rules
+            if of_windows is None:
                 raise TypeError(
                     f"{name}: sampler: expected windows of trajectories that the rows tell, got a {type(inner).__name__} with ends or "
                     "trajectories of its own. Store them as a field, and name it with traj_key or end_key."
                 )
             if keys == (None, None, None):
-                ends = inner.end_keys or (None if inner.end_key is None else (inner.end_key,))
-                keys = TrajectoryKeys(inner.traj_key, ends, inner.index)
+                keys = of_windows
         self._rules = keys
         self.sampler: Any = inner
         self._attach()
@@ -279,9 +279,7 @@ class Expander(Declared, Dumpable):
         """Refused: rows alone are not what an expander is for. Raises ``RuntimeError``."""
         raise RuntimeError(self._elsewhere("a storage of other rows"))
 
-    def sample_natively(
-        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False
-    ) -> tuple[list[Tensor], Tensor, dict[Any, Tensor]]:
+    def sample_natively(self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False) -> NativeBatch:
         """Draw, and read the rows with what is around them in one native call: ``(columns, rows, info)``.
 
         Raises:
@@ -291,7 +289,7 @@ class Expander(Declared, Dumpable):
         """
         source, memory = self._innermost, storage.memory
         assert memory is not None  # the buffer asks only then
-        if isinstance(source, WindowSampler):
+        if source.traits.reads_windows:
 
             def read(draw: Draw) -> tuple[list[Tensor], list[int]]:
                 # After the draw, whose sampler makes the table first: it counts the windows of the sampler that made it.
@@ -306,7 +304,7 @@ class Expander(Declared, Dumpable):
         draw = source.draw(extent, n, key.value)
         tensors, moved, waiting = expansion.read(draw)
         rows = draw.rows
-        info: dict[Any, Any] = dict(draw.info)
+        info: Info = dict(draw.info.items())
         if moved:
             rows, info = expansion.read_again(storage, source, key.value, draw, tensors, moved, waiting)
         expansion.stack(tensors)

@@ -8,6 +8,7 @@ import torch
 
 from engram import _native
 from engram.errors import NoSampleable, RowError
+from engram.expanders.reading import boundaries_of
 from engram.field_paths import public
 from engram.retries import IN_A_ROW, Retries
 from engram.samplers import RandomSampler
@@ -16,14 +17,12 @@ from engram.store import dlpack_specs
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from torch import Tensor
 
-    from engram.expanders.reading import Reading, TrajectoryKeys
-    from engram.samplers.end_marks import Entry
+    from engram.expanders.reading import Reading
+    from engram.samplers.trajectory_tables import TrajectoryKeys
     from engram.store import Store
-    from engram.types import DeclaredSampler, SampledStorage
+    from engram.types import DeclaredSampler, Entry, Info, SampledStorage
 
 __all__ = ["Expansion"]
 
@@ -36,7 +35,7 @@ class Expansion:
 
     def __init__(self, memory: Store, reading: Reading, keys: TrajectoryKeys, who: str) -> None:
         """Raises ``RuntimeError``: nothing in the rows says where trajectories end. Messages begin with ``who``."""
-        boundaries, ends = keys.boundaries(reading, who)
+        boundaries, ends = boundaries_of(keys, reading, who)
         specs = dlpack_specs(reading.fields)
         columns = [*reading.columns, *reading.entries.values()]
         names = [*reading.entries]
@@ -103,7 +102,7 @@ class Expansion:
         tensors: list[Tensor],
         moved: list[int],
         waiting: bool,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, Info]:
         """Replace what :meth:`read` returned at places where something moved; the rows and their info in the end.
 
         Other rows are drawn if draws are independent of each other, or if the sampler named the tickets that it means. Rows of
@@ -114,7 +113,8 @@ class Expansion:
             WriterStalled: something moved at every try.
         """
         others = draw.tickets is not None or self._following is not None or source.traits.draws_uniformly
-        rows, info = draw.rows.clone(), {name: _copied(value) for name, value in draw.info.items()}
+        rows = draw.rows.clone()
+        info: Info = {name: _copied(value) for name, value in draw.info.items()}
         retries = Retries()
         while moved:
             extent = storage.extent()
@@ -128,8 +128,9 @@ class Expansion:
                 fresh = source.draw(extent, len(moved), retries.key_of(key))
                 rows[places] = fresh.rows
                 for name, value in fresh.info.items():
-                    if isinstance(value, torch.Tensor):
-                        info[name][places.to(value.device)] = value
+                    known = info[name]
+                    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
+                        known[places.to(value.device)] = value
             else:
                 gone = places[storage.hold_nothing(rows[places])]
                 if len(gone):  # their writer died meanwhile
@@ -146,7 +147,7 @@ class Expansion:
             place = frames.ndim - 1 + dim
             tensors[at] = frames.movedim(1, place).flatten(place, place + 1)
 
-    def fields(self, tensors: list[Tensor], info: dict[Any, Any]) -> list[Tensor]:
+    def fields(self, tensors: list[Tensor], info: Info) -> list[Tensor]:
         """The stored fields of a batch; the entries that are not stored go to ``info``."""
         info.update(zip(self._names, tensors[self._count :], strict=True))
         return tensors[: self._count]
@@ -165,5 +166,5 @@ def _as_rows(rows: Tensor) -> Tensor:
     return rows.to("cpu", torch.int64).contiguous()
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -13,7 +13,6 @@ from engram.expanders._base import Expander
 from engram.expanders.following import Following
 from engram.field_paths import as_paths, public
 from engram.nested import find
-from engram.samplers import SamplerWithoutReplacement
 from engram.samplers.trajectory_tables import END_KEYS
 from engram.state import Stateful, check_keys, typed
 from engram.storages import TensorStorage
@@ -204,7 +203,7 @@ class NextFromFollowing(Expander):
         self.finals = finals
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
         source = self.innermost
-        if isinstance(source, SamplerWithoutReplacement):
+        if source.traits.draws_once:
             raise TypeError(
                 "NextFromFollowing: sampler: expected one with replacement: in place of a row whose next one is not written yet "
                 "another is drawn. Use RandomSampler or PrioritizedSampler."

@@ -7,21 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram.field_paths import as_path, as_paths, public
-from engram.samplers.trajectory_tables import END_KEYS, ID_KEYS, find_boundaries
-from engram.store import check_index_name
+from engram.field_paths import public
+from engram.samplers.trajectory_tables import END_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Self
 
     from engram import _native
     from engram.expanders.following import Following
     from engram.field_paths import FieldPath
     from engram.format.schema import Field
-    from engram.samplers.trajectory_tables import Boundaries
+    from engram.samplers.trajectory_tables import Boundaries, TrajectoryKeys
 
-__all__ = ["Column", "Reading", "TrajectoryKeys"]
+__all__ = ["Column", "Reading", "boundaries_of"]
 
 
 class Column(NamedTuple):
@@ -104,40 +102,14 @@ class Reading:
         self.entries[key] = column
 
 
-class TrajectoryKeys(NamedTuple):
-    """Which trajectories an expander reads along: its arguments, of which all may be None."""
+def boundaries_of(keys: TrajectoryKeys, reading: Reading, who: str) -> tuple[Boundaries, list[int]]:
+    """What the table of trajectories goes by, and the flags that end one besides.
 
-    traj_key: FieldPath | None
-    end_keys: tuple[FieldPath, ...] | None
-    table: str | None
-    """Name of the store's table of trajectories: the argument ``index``."""
-
-    @classmethod
-    def of(cls, who: str, traj_key: object, end_keys: object, index: str | None) -> Self:
-        """Check the arguments. Raises ``TypeError``, ``ValueError``; messages begin with ``who``."""
-        if index is not None:
-            check_index_name(index, f"{who}: index")
-        return cls(as_path(traj_key, f"{who}: traj_key"), as_paths(end_keys, f"{who}: end_keys"), index)
-
-    def boundaries(self, reading: Reading, who: str) -> tuple[Boundaries, list[int]]:
-        """What the table of trajectories goes by, and the flags that end one besides.
-
-        Raises ``RuntimeError``: the rows have none of the fields.
-        """
-        flags = self.end_keys or END_KEYS
-        ends = [reading.numbers[key] for key in flags if key in reading.numbers]
-        shared = END_KEYS[:1] if self.end_keys is None and END_KEYS[0] in reading.numbers else flags
-        found = find_boundaries(
-            reading.fields,
-            reading.numbers,
-            ID_KEYS if self.traj_key is None else (self.traj_key,),
-            shared,  # slice samplers go by the same flag, so they use the same table
-            ends_first=self.traj_key is None and self.end_keys is not None,
-        )
-        if found is None:
-            raise RuntimeError(
-                f"sample: {who}: expected rows with one of the trajectory ids {[public(key) for key in ID_KEYS]}, "
-                f"of the end flags {[public(key) for key in flags]} or with a 'step_type' of integers, got "
-                f"{[f.name for f in reading.fields]}. Name a stored field with traj_key or end_keys."
-            )
-        return found, ends or ([] if found.by_id else list(found.which))
+    Raises ``RuntimeError``: the rows have none of the fields.
+    """
+    flags, numbers = keys.end_keys or END_KEYS, reading.numbers
+    ends = [numbers[key] for key in flags if key in numbers]
+    # Slice samplers go by the first flag alone, if it is stored, so they use the same table.
+    shared = END_KEYS[:1] if END_KEYS[0] in numbers else END_KEYS
+    found = keys.boundaries(reading.fields, numbers, shared, f"sample: {who}")
+    return found, ends or ([] if found.by_id else list(found.which))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store import Key
-    from engram.types import Commit, DeclaredSampler, Draw, Extent, SampledStorage, Sampler, Write
+    from engram.types import Commit, DeclaredSampler, Draw, Extent, Info, NativeBatch, SampledStorage, Sampler, Write
 
 __all__ = ["NativeSampler", "check_drawable", "declared"]
 
@@ -51,9 +51,7 @@ class NativeSampler(Component):
     def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn."""
 
-    def sample_natively(
-        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False
-    ) -> tuple[list[Tensor], Tensor, dict[Any, Any]]:
+    def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False) -> NativeBatch:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
         raise NotImplementedError
 
@@ -83,11 +81,11 @@ class NativeSampler(Component):
         """Whether a draw of this size would succeed now."""
         return len(storage) > 0 and batch_size > 0
 
-    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``(int64 [B], info)``."""
         key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         draw = self.draw(storage.extent(), batch_size, key)
-        return draw.rows, dict(draw.info)
+        return draw.rows, dict(draw.info.items())
 
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:

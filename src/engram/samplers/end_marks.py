@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from engram.field_paths import FieldPath
     from engram.store import Store
+    from engram.types import Entry, Info
 
-    Entry: TypeAlias = str | FieldPath
     Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 __all__ = ["EndMarks"]
@@ -101,9 +101,9 @@ class EndMarks(NamedTuple):
             places["priority_weight"] = at
         return cls(_native.Marks(ends, never, done, begun, begun_is_column, padded), places, merged)
 
-    def info(self, tensors: Sequence[Tensor], *, numbered: bool) -> dict[Entry, Tensor]:
+    def info(self, tensors: Sequence[Tensor], *, numbered: bool) -> Info:
         """The ``info`` of a batch, without its index. ``numbered``: the last tensor holds tickets."""
-        info = {entry: tensors[place] for entry, place in self.places.items()}
+        info: Info = {entry: tensors[place] for entry, place in self.places.items()}
         for entry, merge, field, mark in self.merged:
             info[entry] = merge(tensors[field], tensors[mark])
         if numbered:

@@ -14,11 +14,9 @@ from engram.store import check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from engram.epochs import Progress
     from engram.store import Key, Store
-    from engram.types import Commit, Extent, SampledStorage, Write
+    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Write
 
 __all__ = ["SamplerWithoutReplacement"]
 
@@ -51,7 +49,7 @@ class SamplerWithoutReplacement(NativeSampler):
     [4, 4, 1]
     """
 
-    traits = NativeSampler.traits._replace(reads_natively=True, has_epochs=True, can_rewind=True)
+    traits = NativeSampler.traits._replace(reads_natively=True, draws_once=True, has_epochs=True, can_rewind=True)
 
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False, index: str = "main"
@@ -132,9 +130,7 @@ class SamplerWithoutReplacement(NativeSampler):
             torch.arange(start, start + count, out=ranks, device="cpu")
         return Draw(extent.rows(ranks))
 
-    def sample_natively(
-        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False
-    ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+    def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False) -> NativeBatch:
         """:meth:`draw` and the rows' data in two native calls: ``(columns, rows, info)``."""
         store = storage.memory
         assert store is not None  # the buffer asks only then
@@ -142,7 +138,7 @@ class SamplerWithoutReplacement(NativeSampler):
         size = store.core.size()
         order, start, count = self._advance(epoch, size, n, key.value)
         columns = store.read_ranked(order, size, start, count, shuffle=self.shuffle, with_numbers=numbered)
-        info = {"index_generation": columns.pop()} if numbered else {}
+        info: Info = {"index_generation": columns.pop()} if numbered else {}
         return columns, columns.pop(), info
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
@@ -169,7 +165,7 @@ class SamplerWithoutReplacement(NativeSampler):
     def config(self) -> dict[str, object]:
         return {"drop_last": self.drop_last, "shuffle": self.shuffle, "index": self.index_name}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_bound")}
         return state | {"walk": self._own.progress}
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.store import Key
-    from engram.types import Commit, Extent, SampledStorage
+    from engram.types import Commit, Extent, NativeBatch, SampledStorage
 
 __all__ = ["PrioritizedSampler"]
 
@@ -224,14 +224,7 @@ class PrioritizedSampler(NativeSampler):
             numbers = self._storage.numbers_of(rows)
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": numbers})
 
-    def sample_natively(
-        self,
-        storage: SampledStorage,
-        key: Key,
-        n: int,
-        *,
-        numbered: bool = True,
-    ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+    def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True) -> NativeBatch:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
         if storage is not self._storage:
             self.bind(storage)
@@ -388,7 +381,7 @@ class PrioritizedSampler(NativeSampler):
         made.adopts_index = True
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self._config = self._config._replace(alpha=self.alpha, beta=self.beta)
         return {**self.__dict__, "_storage": None, "_index": None, "adopts_index": True}
 

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram import _fork, _native, _progress
+from engram.field_paths import as_path, as_paths, public
 from engram.format.schema import DTYPES
 from engram.persist.roles import of_the_step
+from engram.store import check_index_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Self
 
     from torch import Tensor
 
@@ -31,7 +34,7 @@ __all__ = [
     "NAMED",
     "Boundaries",
     "StaticTable",
-    "find_boundaries",
+    "TrajectoryKeys",
     "numbers_by_path",
     "shared_table",
     "step_type_bytes",
@@ -80,30 +83,51 @@ def _step_type_of(fields: Sequence[Field]) -> int | None:
     return fields.index(of_the_step(found)[0]) if found else None
 
 
-def find_boundaries(
-    fields: Sequence[Field],
-    numbers: dict[FieldPath, int],
-    ids: Sequence[FieldPath],
-    ends: Sequence[FieldPath],
-    *,
-    ends_first: bool,
-) -> Boundaries | None:
-    """The boundaries that some keys mean in a store; None if it holds none of the fields, and no step types.
+class TrajectoryKeys(NamedTuple):
+    """Which trajectories are meant: arguments of samplers and expanders, of which all may be None."""
 
-    Args:
-        fields: of the store.
-        numbers: those of them that have a path, by path.
-        ids: trajectory ids; the first one that is stored counts.
-        ends: end flags; all that are stored count.
-        ends_first: end flags come before ids.
-    """
-    by_id = [Boundaries(True, (numbers[key],)) for key in ids if key in numbers][:1]
-    stored = tuple(numbers[key] for key in ends if key in numbers)
-    by_end = [Boundaries(False, stored)] if stored else []
-    for found in by_end + by_id if ends_first else by_id + by_end:
-        return found
-    step_type = _step_type_of(fields)
-    return None if step_type is None else Boundaries(False, (step_type,))
+    traj_key: FieldPath | None
+    end_keys: tuple[FieldPath, ...] | None
+    table: str | None
+    """Name of the store's table of trajectories: the argument ``index``."""
+
+    @classmethod
+    def of(cls, who: str, traj_key: object, end_keys: object, index: str | None) -> Self:
+        """Check the arguments. Raises ``TypeError``, ``ValueError``; messages begin with ``who``."""
+        if index is not None:
+            check_index_name(index, f"{who}: index")
+        return cls(as_path(traj_key, f"{who}: traj_key"), as_paths(end_keys, f"{who}: end_keys"), index)
+
+    def boundaries(
+        self, fields: Sequence[Field], numbers: dict[FieldPath, int], ends: Sequence[FieldPath], call: str
+    ) -> Boundaries:
+        """The boundaries in a store: the first id that is stored, or all end flags that are, or step types.
+
+        End flags come before ids if they were given, and no id.
+
+        Args:
+            fields: of the store.
+            numbers: those of them that have a path, by path.
+            ends: end flags that are looked for if none were given.
+            call: what messages begin with.
+
+        Raises ``RuntimeError``: the store holds none of the fields, and no step types.
+        """
+        ids, ends = ID_KEYS if self.traj_key is None else (self.traj_key,), self.end_keys or ends
+        by_id = [Boundaries(True, (numbers[key],)) for key in ids if key in numbers][:1]
+        stored = tuple(numbers[key] for key in ends if key in numbers)
+        by_end = [Boundaries(False, stored)] if stored else []
+        step_type = _step_type_of(fields)
+        by_type = [] if step_type is None else [Boundaries(False, (step_type,))]
+        ends_first = self.traj_key is None and self.end_keys is not None
+        for found in [*by_end, *by_id, *by_type] if ends_first else [*by_id, *by_end, *by_type]:
+            return found
+        got = [field.name for field in fields] if numbers else "rows that are no TensorDicts"
+        raise RuntimeError(
+            f"{call}: expected rows with one of the trajectory ids {[public(key) for key in ids]}, of the end flags "
+            f"{[public(key) for key in ends]} or with a {STEP_TYPE!r} of integers, got {got}. Name a stored field with "
+            "traj_key or end_keys."
+        )
 
 
 def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) -> _native.Trajectories:

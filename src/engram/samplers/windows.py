@@ -11,32 +11,21 @@ from engram.field_paths import FieldPath
 from engram.retries import Retries
 from engram.samplers._base import NativeSampler
 from engram.samplers.end_marks import EndMarks
-from engram.samplers.trajectory_tables import (
-    END_KEYS,
-    ID_KEYS,
-    STEP_TYPE,
-    StaticTable,
-    find_boundaries,
-    numbers_by_path,
-    shared_table,
-)
+from engram.samplers.trajectory_tables import END_KEYS, StaticTable, TrajectoryKeys, numbers_by_path, shared_table
 from engram.samplers.window_spec import Setting, WindowSpec
 from engram.store import Key as DrawKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
-    from engram.samplers.end_marks import Entry
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
-    from engram.types import Extent, SampledStorage
+    from engram.types import Extent, Info, NativeBatch, ReadDraw, SampledStorage
 
     #: What all native draws of windows take: the store's core, fields, address of the key, number of windows, which windows,
     #: whether to pad them, whether to return tickets, marks.
-    Arguments: TypeAlias = tuple[Any, _native.Layout, int, int, _native.Shape, bool, bool, _native.Marks]
+    Arguments: TypeAlias = tuple[object, _native.Layout, int, int, _native.Shape, bool, bool, _native.Marks]
 
 __all__ = ["WindowSampler"]
 
@@ -115,7 +104,14 @@ class WindowSampler(NativeSampler):
     @property
     def recordable(self) -> bool:
         """Whether :meth:`config` says all: static boundaries are not noted in a store."""
-        return self.spec.static is None
+        return self.rules is not None
+
+    @property
+    def rules(self) -> TrajectoryKeys | None:
+        """Which trajectories its windows are of; None: those of static boundaries, which no field tells."""
+        spec = self.spec
+        ends = spec.end_keys or (None if spec.end_key is None else (spec.end_key,))
+        return TrajectoryKeys(spec.traj_key, ends, spec.index) if spec.static is None else None
 
     def _bound_to(self, storage: SampledStorage | None, length: int) -> _Bound:
         """A storage's table and marks, looked for if another storage was drawn from last."""
@@ -139,12 +135,14 @@ class WindowSampler(NativeSampler):
                 f"{name}: expected a tensor storage of TensorDicts, got a {type(storage).__name__}. "
                 "Use LazyTensorStorage or LazyMemmapStorage."
             )
-        static = None
-        if spec.static is None:
-            table = self._stored_table(memory, length)
+        static, rules, numbers = None, self.rules, numbers_by_path(memory)
+        if rules is not None:
+            boundaries = rules.boundaries(memory.schema.fields, numbers, END_KEYS[:1], "sample")
+            table = shared_table(memory, spec.index, boundaries, length)
         else:
-            if not numbers_by_path(memory):
+            if not numbers:
                 raise RuntimeError(f"{name}: expected a storage of TensorDicts, got other rows.")
+            assert spec.static is not None  # as there are no rules
             kind, values = spec.static
             static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=length)
             table = static.table
@@ -160,26 +158,6 @@ class WindowSampler(NativeSampler):
             for apart in (False, True)
         )
         return _Bound(memory, table, static, marks, apart)
-
-    def _stored_table(self, memory: Store, length: int) -> _native.Trajectories:
-        """The table over fields of the rows. What the user named comes first; then ids, end flags and step types are looked for."""
-        spec, fields = self.spec, numbers_by_path(memory)
-        ids = ID_KEYS if spec.traj_key is None else (spec.traj_key,)
-        ends = spec.end_keys or (spec.end_key or END_KEYS[0],)
-        boundaries = find_boundaries(
-            memory.schema.fields,
-            fields,
-            ids,
-            ends,
-            ends_first=spec.traj_key is None and (spec.end_key is not None or spec.end_keys is not None),
-        )
-        if boundaries is None:
-            stored = [field.name for field in memory.schema.fields] if fields else "rows that are no TensorDicts"
-            raise RuntimeError(
-                f"sample: expected TensorDicts with one of the trajectory ids {list(ids)}, of the end flags {list(ends)} or with a "
-                f"{STEP_TYPE!r} of integers, got {stored}. Name a stored field with traj_key or end_key."
-            )
-        return shared_table(memory, spec.index, boundaries, length)
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
@@ -227,9 +205,7 @@ class WindowSampler(NativeSampler):
             self._raise_without_windows(bound.table, length)
         return marks, tensors
 
-    def sample_natively(
-        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False
-    ) -> tuple[list[Tensor], Tensor, dict[Entry, Tensor]]:
+    def sample_natively(self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False) -> NativeBatch:
         """Draw windows, read them and mark their ends in one native call: ``(columns, rows, info)``.
 
         Rows on an accelerator are read by torch, after the draw.
@@ -246,14 +222,8 @@ class WindowSampler(NativeSampler):
         return tensors[:fields], tensors[fields], marks.info(tensors, numbered=numbered)
 
     def sample_apart(
-        self,
-        storage: SampledStorage,
-        key: DrawKey,
-        n: int,
-        read: Callable[[Draw], tuple[list[Tensor], list[int]]],
-        *,
-        numbered: bool = False,
-    ) -> tuple[list[Tensor], Tensor, dict[Entry, Tensor]]:
+        self, storage: SampledStorage, key: DrawKey, n: int, read: ReadDraw, *, numbered: bool = False
+    ) -> NativeBatch:
         """As :meth:`sample_natively`, but the caller reads the columns.
 
         Args:
@@ -315,7 +285,7 @@ class WindowSampler(NativeSampler):
             return False
         return bool(bound.table.anchors(length if self.strict_length else 1) > 0)
 
-    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[tuple[Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
         self._bound_to(storage, self.spec.split(batch_size)[1])  # raises for a storage without windows
