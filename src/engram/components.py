@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from engram.field_paths import plain
 from engram.persist.components import Dumpable
 from engram.state import Loads, check_keys
 from engram.types import Declared
@@ -20,6 +21,9 @@ __all__ = ["Component", "adopt"]
 class Component(Declared, Dumpable):
     """A sampler or writer of engram's own."""
 
+    #: Arguments of the constructor that a store notes: attributes of these names.
+    noted: ClassVar[tuple[str, ...]] = ()
+
     def state_dict(self) -> dict[str, object]:
         """All state, as tensors and plain values: copies."""
         return {}
@@ -32,7 +36,7 @@ class Component(Declared, Dumpable):
 
     def config(self) -> dict[str, object]:
         """The constructor's arguments, as plain values: a store notes them to make the component again."""
-        return {}
+        return {name: plain(getattr(self, name)) for name in self.noted}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:

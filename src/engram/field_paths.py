@@ -39,6 +39,10 @@ def public(path: Sequence[str]) -> str | FieldPath:
     return path[0] if len(path) == 1 else tuple(path)
 
 
-def plain(path: FieldPath | None) -> str | list[str] | None:
-    """A path as JSON values."""
-    return None if path is None else path[0] if len(path) == 1 else list(path)
+def plain(value: object) -> object:
+    """A path, or a tuple of them, as JSON values; anything else as it is."""
+    if not isinstance(value, tuple):
+        return value
+    if len(value) == 1 and isinstance(value[0], str):
+        return value[0]
+    return [plain(part) for part in value]

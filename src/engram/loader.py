@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engram._checks import check_count
 from engram._devices import existing_device
 from engram.nested import map_tensors, tensors
 from engram.pinning import HostMemory, Pinning
@@ -118,15 +119,11 @@ class DeviceLoader:
     """
 
     def __init__(self, rb: Any, device: torch.device | str | int, depth: int = 2, *, return_info: bool = False) -> None:
-        if type(depth) is not int:
-            raise TypeError(f"DeviceLoader: depth: expected an int, got {type(depth).__name__}.")
-        if depth < 1:
-            raise ValueError(f"DeviceLoader: depth: expected at least 1 batch, got {depth}.")
+        self.depth = check_count("DeviceLoader: depth", depth, "batch")
         self.device = existing_device(device, "DeviceLoader: device")
         if rb.batch_size is None:
             raise RuntimeError("DeviceLoader: expected a buffer with a batch size: ReplayBuffer(batch_size=…).")
         self.rb = rb
-        self.depth = depth
         self.return_info = bool(return_info)
         self._streams = None if self.device.type in ("cpu", "meta") else Streams(self.device)
         self._updates: collections.deque[_Update] = collections.deque()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from engram._checks import check_count
 from engram._words import said_bytes
 from engram.format import layout
 from engram.storages._structure import Structure
@@ -55,10 +56,7 @@ def plan(example: object, capacity: int) -> StoragePlan:
     """
     from engram import _native
 
-    if type(capacity) is not int:
-        raise TypeError(f"plan: capacity: expected an int, got {type(capacity).__name__}.")
-    if capacity < 1:
-        raise ValueError(f"plan: capacity: expected at least 1, got {capacity}.")
+    check_count("plan: capacity", capacity)
     structure = Structure.of(example, batched=False, call="plan")
     row_bytes = sum(field.row_bytes for field in structure.fields)
     overhead = layout.tickets_bytes(capacity) + _native.control_bytes(1)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram import expanders, storages, writers
-from engram.buffer.settings import check_batch_size, checked_depth
+from engram._checks import check_count
+from engram.buffer.settings import checked_depth
 from engram.errors import CorruptStore
 from engram.format import files, layout
 
@@ -170,7 +171,7 @@ def _noted_batch_size(noted: dict[str, Any]) -> int | None:
     batch_size: int | None = noted.get("batch_size")
     if batch_size is not None:
         try:
-            check_batch_size(batch_size)
+            check_count("batch_size", batch_size)
         except (TypeError, ValueError) as error:
             raise CorruptStore(f"open: the recorded {error}") from error
     return batch_size

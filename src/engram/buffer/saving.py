@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from engram import priorities
+from engram._checks import check_count
 from engram._words import warn
 from engram.buffer.prefetching import prepare_batches
-from engram.buffer.settings import check_batch_size
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, finish_dump, replacing
@@ -392,7 +392,7 @@ class Saving:
         wiring, settings, kind = self._wiring, self._settings, self._settings.kind
         batch_size = typed(state, "_batch_size", (int, type(None)), kind)
         if batch_size is not None:
-            check_batch_size(batch_size)
+            check_count("batch_size", batch_size)
         elif wiring.source.drop_last:
             raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as drop_last needs one, got None.")
         elif settings.prefetch:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engram._checks import check_count
 from engram._words import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Settings", "check_batch_size", "checked_depth"]
+__all__ = ["Settings", "checked_depth"]
 
 
 class Settings:
@@ -27,7 +28,7 @@ class Settings:
 
     def __init__(self, kind: str, batch_size: Any, prefetch: Any, priority_key: str | None = None) -> None:
         if batch_size is not None:
-            check_batch_size(batch_size)
+            check_count("batch_size", batch_size)
         self.kind = kind
         self.batch_size: int | None = batch_size
         self.prefetch = checked_depth(prefetch, batch_size, kind)
@@ -64,7 +65,7 @@ class Settings:
                     "sample: expected a batch size: pass sample(batch_size) or ReplayBuffer(batch_size=…)."
                 )
             return self.batch_size
-        check_batch_size(batch_size)
+        check_count("batch_size", batch_size)
         if drawing and self.prefetch and batch_size != self.batch_size:
             raise ValueError(
                 f"sample: batch_size: expected the prefetched {self.batch_size}, got {batch_size}. Sample from another ReplayBuffer "
@@ -79,22 +80,11 @@ class Settings:
         return {**self.__dict__, "iterator": None, "_resumes": False}
 
 
-def check_batch_size(batch_size: Any) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless it is an int of at least 1."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool):
-        raise TypeError(f"batch_size: expected an int, got {type(batch_size).__name__}.")
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
-
-
 def checked_depth(prefetch: Any, batch_size: int | None, call: str) -> int:
     """Batches to ask for ahead. Raises ``TypeError``, ``ValueError``: another value, or no batch size."""
     if prefetch is None or prefetch is False:
         return 0
-    if type(prefetch) is not int:
-        raise TypeError(f"{call}: prefetch: expected an int, a number of batches, got {type(prefetch).__name__}.")
-    if prefetch < 0:
-        raise ValueError(f"{call}: prefetch: expected at least 0 batches, got {prefetch}.")
-    if prefetch and batch_size is None:
+    depth = check_count(f"{call}: prefetch", prefetch, "batches", least=0)
+    if depth and batch_size is None:
         raise ValueError(f"{call}: prefetch={prefetch}: expected a batch size, too: pass batch_size=….")
-    return prefetch
+    return depth

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engram import samplers, storages, writers
+from engram._checks import check_count
 from engram.errors import RowError
 from engram.types import Sampler, Traits, Writer
 
@@ -187,10 +188,7 @@ def first_storage(given: Any, size: int | None, call: str) -> Storage:
         TypeError: it is none, or ``size`` is no int. ValueError: ``size`` is below 1, or not the storage's ``max_size``.
     """
     if size is not None:
-        if type(size) is not int:
-            raise TypeError(f"{call}: size: expected an int, got {type(size).__name__}.")
-        if size < 1:
-            raise ValueError(f"{call}: size: expected at least 1 row, got {size}.")
+        check_count(f"{call}: size", size, "row")
     storage: Storage = component(given, storages.Storage, "storage", lambda: storages.ListStorage(size or 1000))
     if size is not None:
         storage.bound(size)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
+from engram._checks import check_count
 from engram.format import strict
 from engram.persist.roles import check_roles
 from engram.reshard.driver import Policy, checked_incomplete
@@ -60,10 +61,7 @@ class Options(NamedTuple):
             value = getattr(self, name)
             if value is None and name in ("full_every", "every_steps"):
                 continue
-            if type(value) is not int:
-                raise TypeError(f"Checkpointer: {name}: expected an int, got {type(value).__name__}.")
-            if value < 1:
-                raise ValueError(f"Checkpointer: {name}: expected at least 1, got {value}.")
+            check_count(f"Checkpointer: {name}", value)
         check_roles(self.roles)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from engram import _fork, samplers
+from engram._checks import check_count
+from engram.components import Component
 from engram.expanders.expansion import Expansion
 from engram.expanders.reading import Reading
 from engram.field_paths import plain, public
-from engram.persist.components import Dumpable
 from engram.samplers.trajectory_tables import TrajectoryKeys
-from engram.types import Declared, Draw, Sampler
+from engram.types import Draw, Sampler
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Commit, DeclaredSampler, Extent, Info, NativeBatch, SampledStorage, Traits, Write
 
-__all__ = ["Expander", "check_count", "check_discount"]
+__all__ = ["Expander", "check_discount", "check_steps"]
 
 
-class Expander(Declared, Dumpable):
+class Expander(Component):
     """A sampler around a sampler. The inner one draws the rows; the expander adds what it computes from the steps
     around them.
 
@@ -325,13 +326,8 @@ class Expander(Declared, Dumpable):
     def config(self) -> dict[str, object]:
         """The constructor's arguments, as plain values: what a store notes to make the expander again."""
         inner = {"type": type(self.sampler).__name__, "config": self.sampler.config()} if self.recordable else {}
-        traj_key, end_keys, index = self._rules
-        return {
-            "sampler": inner,
-            "traj_key": plain(traj_key),
-            "end_keys": None if end_keys is None else [plain(key) for key in end_keys],
-            "index": index,
-        }
+        keys = zip(("traj_key", "end_keys", "index"), map(plain, self._rules), strict=True)
+        return {"sampler": inner, **dict(keys), **super().config()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -353,13 +349,12 @@ class Expander(Declared, Dumpable):
         return f"{type(self).__name__}({', '.join([repr(self.sampler), *(f'{k}={v!r}' for k, v in shown.items())])})"
 
 
-def check_count(what: str, value: object) -> int:
-    """A number of steps. Raises ``TypeError``, ``ValueError``: it is none, or below 1."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what}: expected an int, got {type(value).__name__}.")
-    if not 1 <= value < 1 << 31:
-        raise ValueError(f"{what}: expected at least 1 and less than 2 ** 31, got {value}.")
-    return value
+def check_steps(what: str, value: object) -> int:
+    """A number of steps. Raises ``TypeError``, ``ValueError``: it is none, below 1, or larger than the native core takes."""
+    steps = check_count(what, value)
+    if steps >= 1 << 31:
+        raise ValueError(f"{what}: expected less than 2 ** 31, got {steps}.")
+    return steps
 
 
 def check_discount(what: str, value: float) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from engram.expanders._base import Expander, check_count
-from engram.field_paths import as_paths, plain, public
+from engram.expanders._base import Expander, check_steps
+from engram.field_paths import as_paths, public
 
 if TYPE_CHECKING:
     from engram.expanders.reading import Reading
@@ -59,6 +59,8 @@ class FrameStack(Expander):
     [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
     """
 
+    noted = ("n", "dim", "in_keys", "padding", "padding_value")
+
     def __init__(
         self,
         sampler: Sampler | type[Sampler],
@@ -72,8 +74,8 @@ class FrameStack(Expander):
         end_keys: object = None,
         index: str | None = None,
     ) -> None:
-        self.n = check_count("FrameStack: n", n)
-        if type(dim) is not int:
+        self.n = check_steps("FrameStack: n", n)
+        if not isinstance(dim, int):
             raise TypeError(f"FrameStack: dim: expected an int, got {type(dim).__name__}.")
         if dim >= 0:
             raise ValueError(
@@ -118,13 +120,3 @@ class FrameStack(Expander):
             reading.columns[number] = column._replace(
                 kind="frames", frames=self.n, dim=self.dim, first=before, padding=padding
             )
-
-    def config(self) -> dict[str, object]:
-        more = {
-            "n": self.n,
-            "dim": self.dim,
-            "in_keys": [plain(key) for key in self.in_keys],
-            "padding": self.padding,
-            "padding_value": self.padding_value,
-        }
-        return {**super().config(), **more}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engram.expanders._base import Expander, check_count, check_discount
+from engram.expanders._base import Expander, check_discount, check_steps
 from engram.expanders.reading import Column
-from engram.field_paths import as_path, as_paths, plain
+from engram.field_paths import as_path, as_paths
 
 if TYPE_CHECKING:
     from engram.expanders.reading import Reading
@@ -84,6 +84,8 @@ class NStep(Expander):
     (1.75, 3, 0.125)
     """
 
+    noted = ("n", "gamma", "reward_key", "next_keys")
+
     def __init__(
         self,
         sampler: Sampler | type[Sampler],
@@ -96,7 +98,7 @@ class NStep(Expander):
         end_keys: object = None,
         index: str | None = None,
     ) -> None:
-        self.n = check_count("NStep: n", n)
+        self.n = check_steps("NStep: n", n)
         self.gamma = check_discount("NStep: gamma", gamma)
         self.reward_key = as_path(reward_key, "NStep: reward_key") or ("next", "reward")
         self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
@@ -118,12 +120,3 @@ class NStep(Expander):
         reading.add((*self.reward_key[:-1], "original_reward"), Column("row", reward), "NStep")
         reading.add(("steps_to_next_obs",), Column("steps", ahead=ahead), "NStep")
         reading.add(("gamma",), Column("discount", ahead=ahead, gamma=self.gamma), "NStep")
-
-    def config(self) -> dict[str, object]:
-        more = {
-            "n": self.n,
-            "gamma": self.gamma,
-            "reward_key": plain(self.reward_key),
-            "next_keys": [plain(key) for key in self.next_keys],
-        }
-        return {**super().config(), **more}

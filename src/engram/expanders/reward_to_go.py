@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from engram.expanders._base import Expander, check_discount
 from engram.expanders.reading import Column
-from engram.field_paths import as_path, plain
+from engram.field_paths import as_path
 
 if TYPE_CHECKING:
     from engram.expanders.reading import Reading
@@ -57,6 +57,8 @@ class RewardToGo(Expander):
     (tensor([5.]), True)
     """
 
+    noted = ("gamma", "reward_key", "out_key")
+
     def __init__(
         self,
         sampler: Sampler | type[Sampler],
@@ -78,7 +80,3 @@ class RewardToGo(Expander):
         reading.add(self.out_key, Column("sum", reward, _TO_THE_END, self.gamma), "RewardToGo")
         complete = (*self.out_key[:-1], f"{self.out_key[-1]}_complete")
         reading.add(complete, Column("over", ahead=_TO_THE_END), "RewardToGo")
-
-    def config(self) -> dict[str, object]:
-        more = {"gamma": self.gamma, "reward_key": plain(self.reward_key), "out_key": plain(self.out_key)}
-        return {**super().config(), **more}

@@ -50,6 +50,7 @@ class SamplerWithoutReplacement(NativeSampler):
     """
 
     traits = NativeSampler.traits._replace(reads_natively=True, draws_once=True, has_epochs=True, can_rewind=True)
+    noted = ("drop_last", "shuffle")
 
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False, index: str = "main"
@@ -163,7 +164,7 @@ class SamplerWithoutReplacement(NativeSampler):
         return ((self.index_name, KIND),)
 
     def config(self) -> dict[str, object]:
-        return {"drop_last": self.drop_last, "shuffle": self.shuffle, "index": self.index_name}
+        return {**super().config(), "index": self.index_name}
 
     def __getstate__(self) -> dict[str, object]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_bound")}

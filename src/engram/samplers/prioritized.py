@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._checks import check_count
 from engram._words import warn
 from engram.errors import IncompatibleCheckpoint, NoSampleable, RowError
 from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of
@@ -89,10 +90,6 @@ class PrioritizedSampler(NativeSampler):
         *,
         index: str = "main",
     ) -> None:
-        if type(max_capacity) is not int:
-            raise TypeError(f"PrioritizedSampler: max_capacity: expected an int, got {type(max_capacity).__name__}.")
-        if max_capacity < 1:
-            raise ValueError(f"PrioritizedSampler: max_capacity: expected at least 1, got {max_capacity}.")
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(
                 f"PrioritizedSampler: reduction: expected one of {tuple(_REDUCTIONS)}, got {reduction!r}."
@@ -100,7 +97,7 @@ class PrioritizedSampler(NativeSampler):
         if not dtype.is_floating_point:
             raise TypeError(f"PrioritizedSampler: dtype: expected a floating point dtype, got {dtype}.")
         check_index_name(index, "PrioritizedSampler: index")
-        self._capacity = max_capacity
+        self._capacity = check_count("PrioritizedSampler: max_capacity", max_capacity)
         self._config = PriorityConfig(
             _number("alpha", alpha), _number("beta", beta), _number("eps", eps), bool(max_priority_within_buffer)
         )

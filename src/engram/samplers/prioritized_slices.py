@@ -8,6 +8,7 @@ import torch
 
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.slices import SliceSampler
+from engram.samplers.windows import WindowSampler
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -53,6 +54,7 @@ class PrioritizedSliceSampler(SliceSampler):
     """
 
     traits = SliceSampler.traits._replace(prioritized=True, takes_priorities=True)
+    noted = (*WindowSampler.noted, "span")
     anchors: PrioritizedSampler
 
     def __new__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:  # noqa: ARG004 - for __init__
@@ -98,8 +100,7 @@ class PrioritizedSliceSampler(SliceSampler):
         self.anchors.beta = value
 
     def config(self) -> dict[str, object]:
-        nested = ("pad_output", "uniform_over", "anchors")
-        slices = {name: value for name, value in super().config().items() if name not in nested}
+        slices = {name: value for name, value in super().config().items() if name != "anchors"}
         return {**slices, **self.anchors.config()}
 
     @classmethod

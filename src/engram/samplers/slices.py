@@ -99,6 +99,8 @@ class SliceSampler(WindowSampler):
     True
     """
 
+    noted = (*WindowSampler.noted, "pad_output", "span", "uniform_over")
+
     span = Setting[tuple[bool | int, bool | int]]()
     uniform_over = Setting[str]()
 
@@ -214,10 +216,8 @@ class SliceSampler(WindowSampler):
         return prepare(state_dict, capacity)
 
     def config(self) -> dict[str, object]:
-        spec = self.spec
-        more = {"pad_output": spec.pad_output, "span": list(spec.span), "uniform_over": spec.uniform_over}
         anchors = {} if self.anchors is None else {"anchors": self.anchors.config()}
-        return {**super().config(), **more, **anchors}
+        return {**super().config(), **anchors}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:

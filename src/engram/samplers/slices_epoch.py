@@ -45,6 +45,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
     """
 
     traits = WindowSampler.traits._replace(has_epochs=True, can_rewind=True)
+    noted = (*WindowSampler.noted, "drop_last", "shuffle")
 
     def __init__(
         self,
@@ -134,6 +135,3 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         if "_pass" in state:  # pickled by an earlier version
             state["_epoch"] = state.pop("_pass")
         super().__setstate__(state)
-
-    def config(self) -> dict[str, object]:
-        return {**super().config(), "drop_last": self.drop_last, "shuffle": self.shuffle}

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Generic, Self, TypedDict, TypeVar, overload
 import torch
 
 from engram import _native
+from engram._checks import check_count
 from engram._unsupported import reject_unsupported
-from engram.field_paths import FieldPath, as_path, as_paths, plain
+from engram.field_paths import FieldPath, as_path, as_paths
 from engram.store import check_index_name
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class WindowSpec:
             )
         for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
             if value is not None:
-                _check_count(f"{who}: {name}", value)
+                check_count(f"{who}: {name}", value)
         signals = ("ends", "trajectories", "end_key", "end_keys", "traj_key")
         given = {name for name, value in arguments.items() if name in signals and value is not None}
         if {"end_key", "end_keys"} <= given:
@@ -127,20 +128,6 @@ class WindowSpec:
             raise ValueError(f"SliceSampler: span: expected less than the {length} steps of a window, got {self.span}.")
         return _native.Shape(length, self.strict_length, self.uniform_over == "anchors", left, right)
 
-    def config(self) -> dict[str, object]:
-        """The arguments that all slice samplers take, as JSON values."""
-        return {
-            "num_slices": self.num_slices,
-            "slice_len": self.slice_len,
-            "end_key": plain(self.end_key),
-            "end_keys": None if self.end_keys is None else [plain(key) for key in self.end_keys],
-            "traj_key": plain(self.traj_key),
-            "truncated_key": plain(self.truncated_key),
-            "init_key": plain(self.init_key),
-            "strict_length": self.strict_length,
-            "index": self.index,
-        }
-
 
 class Setting(Generic[_T]):
     """An attribute of a slice sampler: an entry of its :class:`WindowSpec`. It can be set at any time."""
@@ -160,13 +147,6 @@ class Setting(Generic[_T]):
 
     def __set__(self, sampler: WindowSampler, value: _T) -> None:
         sampler.change(**{self._name: value})
-
-
-def _check_count(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what}: expected an int, got {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"{what}: expected at least 1, got {value}.")
 
 
 def _as_static(values: object, what: str) -> Tensor | None:

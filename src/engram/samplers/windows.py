@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 from engram import _fork, _native
 from engram.errors import NoSampleable
@@ -54,6 +54,18 @@ class WindowSampler(NativeSampler):
 
     #: Draws the first steps of windows by priority, and holds the priorities; None: they are drawn without.
     anchors: PrioritizedSampler | None = None
+
+    noted: ClassVar[tuple[str, ...]] = (
+        "num_slices",
+        "slice_len",
+        "end_key",
+        "end_keys",
+        "traj_key",
+        "truncated_key",
+        "init_key",
+        "strict_length",
+        "index",
+    )
 
     num_slices = Setting[int | None]()
     slice_len = Setting[int | None]()
@@ -293,9 +305,6 @@ class WindowSampler(NativeSampler):
         key.draw()
         _, rows, info = self.sample_natively(storage, key, batch_size)
         return (rows,), info
-
-    def config(self) -> dict[str, object]:
-        return self.spec.config()
 
     def __getstate__(self) -> dict[str, Any]:
         local = ("_lock", "_storage", "_bound", "_splits", "spec")
