@@ -120,7 +120,7 @@ class Stateful:
             KeyError: an entry is missing or unknown. TypeError: an entry has another type. ValueError: a number is out of range.
             IncompatibleCheckpoint: the state belongs to another configuration. Nothing is changed then.
         """
-        self.prepare_load(state_dict).commit()
+        prepare_load(self, state_dict, type(self).__name__).commit()
 
 
 def has_state(component: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from engram import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -47,14 +47,13 @@ class Transform:
 class KeyedTransform(Transform):
     """Computes ``out_keys`` from ``in_keys`` on reading, and ``in_keys_inv`` from ``out_keys_inv`` on writing."""
 
+    #: Arguments that ``repr`` shows, but those that are None or empty.
+    shown: ClassVar[tuple[str, ...]] = ("in_keys", "out_keys", "in_keys_inv", "out_keys_inv")
+
     def __init__(self, in_keys: Keys, out_keys: Keys, in_keys_inv: Keys, out_keys_inv: Keys) -> None:
         name = type(self).__name__
-        self.in_keys = as_keys(in_keys, f"{name}: in_keys")
-        self.out_keys = self.in_keys if out_keys is None else as_keys(out_keys, f"{name}: out_keys")
-        self.in_keys_inv = as_keys(in_keys_inv, f"{name}: in_keys_inv")
-        self.out_keys_inv = self.in_keys_inv if out_keys_inv is None else as_keys(out_keys_inv, f"{name}: out_keys_inv")
-        check_pairs(self.in_keys, self.out_keys, f"{name}: in_keys and out_keys")
-        check_pairs(self.in_keys_inv, self.out_keys_inv, f"{name}: in_keys_inv and out_keys_inv")
+        self.in_keys, self.out_keys = _pairs(in_keys, out_keys, name, "")
+        self.in_keys_inv, self.out_keys_inv = _pairs(in_keys_inv, out_keys_inv, name, "_inv")
         self.reads, self.writes = bool(self.in_keys), bool(self.in_keys_inv)
 
     def apply(self, value: Tensor) -> Tensor:
@@ -83,6 +82,11 @@ class KeyedTransform(Transform):
             put(copied, target, change(torch.as_tensor(entry(data, source, type(self).__name__))))
         return copied
 
+    def __repr__(self) -> str:
+        values = {name: getattr(self, name) for name in self.shown}
+        shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, []))
+        return f"{type(self).__name__}({shown})"
+
 
 def as_keys(keys: object, name: str) -> list[Key]:
     """A user's keys as a list. None is no key; a tuple is one key, as in TorchRL.
@@ -103,11 +107,16 @@ def as_keys(keys: object, name: str) -> list[Key]:
     return [key[0] if isinstance(key, tuple) and len(key) == 1 else key for key in keys]
 
 
-def check_pairs(sources: list[Key], targets: list[Key], name: str) -> None:
+def _pairs(given: object, others: object, who: str, which: str) -> tuple[list[Key], list[Key]]:
+    """``in_keys`` and ``out_keys``, which are the same by default; ``which``: those of writing. Raises ``ValueError``."""
+    sources = as_keys(given, f"{who}: in_keys{which}")
+    targets = sources if others is None else as_keys(others, f"{who}: out_keys{which}")
     if len(sources) != len(targets):
         raise ValueError(
-            f"{name}: expected equally many keys, got {len(sources)} and {len(targets)}: {sources} and {targets}."
+            f"{who}: in_keys{which} and out_keys{which}: expected equally many keys, got {len(sources)} and {len(targets)}: "
+            f"{sources} and {targets}."
         )
+    return sources, targets
 
 
 def path_of(key: Key) -> tuple[str, ...]:
@@ -187,11 +196,3 @@ def _set(data: dict[str, object] | TensorDictBase, name: str, value: object) -> 
 def map_tensors(data: object, change: Callable[[Tensor], Tensor]) -> Any:
     """New containers around ``change(tensor)`` of every tensor and array. Other objects stay."""
     return nested.map_tensors(nested.map_leaves(data, lambda x: torch.as_tensor(x) if is_tensor(x) else x), change)
-
-
-def arguments(transform: Transform, names: Iterable[str]) -> str:
-    """The text of ``repr``."""
-    shown = ", ".join(
-        f"{name}={getattr(transform, name)!r}" for name in names if getattr(transform, name) not in (None, [])
-    )
-    return f"{type(transform).__name__}({shown})"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from engram._devices import existing_device
-from engram.transforms._base import KeyedTransform, arguments, is_tensor, is_tensordict, map_tensors, shallow
+from engram.transforms._base import KeyedTransform, is_tensor, is_tensordict, map_tensors, shallow
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,8 @@ class DTypeCastTransform(KeyedTransform):
     >>> rb.storage[:]["a"].dtype, rb.sample(2)["a"].dtype
     (torch.float16, torch.float32)
     """
+
+    shown: ClassVar[tuple[str, ...]] = ("dtype_in", "dtype_out", "in_keys", "in_keys_inv")
 
     def __init__(
         self,
@@ -79,9 +81,6 @@ class DTypeCastTransform(KeyedTransform):
             return super().inv(data)
         return map_tensors(data, lambda x: x.to(self.dtype_in) if x.dtype is self.dtype_out else x)
 
-    def __repr__(self) -> str:
-        return arguments(self, ("dtype_in", "dtype_out", "in_keys", "in_keys_inv"))
-
 
 class DoubleToFloat(DTypeCastTransform):
     """:class:`DTypeCastTransform` from float64 inside to float32 outside.
@@ -92,13 +91,12 @@ class DoubleToFloat(DTypeCastTransform):
     torch.float32
     """
 
+    shown = ("in_keys", "in_keys_inv")
+
     def __init__(
         self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
     ) -> None:
         super().__init__(torch.float64, torch.float32, in_keys, out_keys, in_keys_inv, out_keys_inv)
-
-    def __repr__(self) -> str:
-        return arguments(self, ("in_keys", "in_keys_inv"))
 
 
 class DeviceCastTransform(KeyedTransform):
@@ -123,6 +121,8 @@ class DeviceCastTransform(KeyedTransform):
     >>> DeviceCastTransform("cpu")({"a": torch.zeros(2)})["a"].device
     device(type='cpu')
     """
+
+    shown = ("device", "orig_device", "in_keys", "in_keys_inv")
 
     def __init__(
         self,
@@ -157,9 +157,6 @@ class DeviceCastTransform(KeyedTransform):
         if self.orig_device is None:
             return data
         return _everything(data, self.orig_device) if self._all else super().inv(_without_device(data))
-
-    def __repr__(self) -> str:
-        return arguments(self, ("device", "orig_device", "in_keys", "in_keys_inv"))
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

@@ -23,13 +23,13 @@ class _Step:
     def __init__(self, transform: object, *, invert: bool) -> None:
         forward: Callable[[Any], Any] | None
         inverse: Callable[[Any], Any] | None
-        if isinstance(transform, type) and (hasattr(transform, "forward") or hasattr(transform, "inv")):
-            raise RuntimeError(
-                f"transform: expected a transform, got the class {transform.__name__}. Pass an instance of it."
-            )
-        if hasattr(transform, "forward") or hasattr(transform, "inv"):
-            forward = transform if isinstance(transform, torch.nn.Module) else getattr(transform, "forward", None)
-            inverse = getattr(transform, "inv", None)
+        forward, inverse = getattr(transform, "forward", None), getattr(transform, "inv", None)
+        if forward is not None or inverse is not None:
+            if isinstance(transform, type):
+                raise RuntimeError(
+                    f"transform: expected a transform, got the class {transform.__name__}. Pass an instance of it."
+                )
+            forward = transform if isinstance(transform, torch.nn.Module) else forward
         elif callable(transform):
             forward, inverse = transform, None
         else:
@@ -45,6 +45,14 @@ class _Step:
         self.invert = invert
         self.forward = inverse if invert else forward
         self.inverse = forward if invert else inverse
+
+    def apply(self, change: Callable[[Any], Any], data: object, number: int, when: str) -> Any:
+        """``change(data)``. An error gets a note that names the transform."""
+        try:
+            return change(data)
+        except Exception as error:
+            error.add_note(f"Raised by transform {number}, {self.name}, on {when}.")
+            raise
 
     @property
     def name(self) -> str:
@@ -125,11 +133,7 @@ class Compose(Stateful):
         for number, step in enumerate(self._steps):
             if step.forward is None:
                 continue
-            try:
-                data = step.forward(data)
-            except Exception as error:
-                error.add_note(f"Raised by transform {number}, {step.name}, on reading.")
-                raise
+            data = step.apply(step.forward, data, number, "reading")
             if data is None:
                 raise RuntimeError(
                     f"transform {number}, {step.name}: expected the batch, got None. Does it end with a return?"
@@ -143,13 +147,8 @@ class Compose(Stateful):
             Exception: what a transform raises, with a note that names the transform.
         """
         for number, step in reversed(list(enumerate(self._steps))):
-            if step.inverse is None or data is None:
-                continue
-            try:
-                data = step.inverse(data)
-            except Exception as error:
-                error.add_note(f"Raised by transform {number}, {step.name}, on writing.")
-                raise
+            if step.inverse is not None and data is not None:
+                data = step.apply(step.inverse, data, number, "writing")
         return data
 
     def __call__(self, data: object) -> Any:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from engram.nested import has_entries
 from engram.transforms._base import (
+    KeyedTransform,
     Transform,
-    arguments,
     as_keys,
-    check_pairs,
     described,
     find,
     is_tensordict,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ExcludeTransform", "RenameTransform", "SelectTransform"]
 
 
-class RenameTransform(Transform):
+class RenameTransform(KeyedTransform):
     """Renames entries: ``in_keys`` become ``out_keys`` on reading, ``out_keys_inv`` become ``in_keys_inv`` on writing.
 
     Args:
@@ -53,19 +52,11 @@ class RenameTransform(Transform):
         out_keys_inv: Keys = None,
         create_copy: bool = False,
     ) -> None:
-        self.in_keys = as_keys(in_keys, "RenameTransform: in_keys")
-        self.out_keys = as_keys(out_keys, "RenameTransform: out_keys")
-        self.in_keys_inv = as_keys(in_keys_inv, "RenameTransform: in_keys_inv")
-        self.out_keys_inv = (
-            self.in_keys_inv if out_keys_inv is None else as_keys(out_keys_inv, "RenameTransform: out_keys_inv")
-        )
+        super().__init__(in_keys, [] if out_keys is None else out_keys, in_keys_inv, out_keys_inv)
         self.create_copy = bool(create_copy)
-        check_pairs(self.in_keys, self.out_keys, "RenameTransform: in_keys and out_keys")
-        check_pairs(self.in_keys_inv, self.out_keys_inv, "RenameTransform: in_keys_inv and out_keys_inv")
         both = [key for key in self.in_keys if key in self.out_keys]
         if both:
             raise ValueError(f"RenameTransform: expected no key among both in_keys and out_keys, got {both}. Use two.")
-        self.reads, self.writes = bool(self.in_keys), bool(self.in_keys_inv)
 
     def forward(self, data: object) -> Any:
         return self._renamed(data, self.in_keys, self.out_keys)
@@ -84,9 +75,6 @@ class RenameTransform(Transform):
         for source, target in zip(old, new, strict=True):
             put(made, target, find(data, source))
         return made
-
-    def __repr__(self) -> str:
-        return arguments(self, ("in_keys", "out_keys", "in_keys_inv", "out_keys_inv"))
 
 
 class SelectTransform(Transform):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engram.state import Change, Stateful, check_keys, tensor_in
-from engram.transforms._base import KeyedTransform, arguments
+from engram.transforms._base import KeyedTransform
 
 if TYPE_CHECKING:
     from engram.transforms._base import Keys
@@ -42,6 +42,8 @@ class ObservationNorm(KeyedTransform, Stateful):
     {'pixels': tensor([0., 1.])}
     """
 
+    shown = ("loc", "scale", "in_keys", "in_keys_inv")
+
     def __init__(
         self,
         loc: float | Tensor,
@@ -59,10 +61,7 @@ class ObservationNorm(KeyedTransform, Stateful):
             raise TypeError(f"{name}: in_keys: expected the keys of the entries to transform, got none.")
         known = isinstance(scale, Tensor) and scale.dtype.is_floating_point
         self.eps = eps if eps is not None else torch.finfo(scale.dtype).eps if known else 1e-6  # type: ignore[union-attr]
-        self.loc = _constant(loc, f"{name}: loc")
-        given = _constant(scale, f"{name}: scale")
-        if not bool((given > 0).all()):
-            raise ValueError(f"{name}: scale: expected positive values, got {float(given.min())}.")
+        self.loc, given = _constants(loc, scale, name)
         self.scale = given.clamp_min(self.eps)
         self.standard_normal = bool(standard_normal)
 
@@ -89,14 +88,9 @@ class ObservationNorm(KeyedTransform, Stateful):
     def prepare_load(self, state_dict: dict[str, Tensor]) -> Commit:
         name = type(self).__name__
         check_keys(state_dict, ("loc", "scale", "standard_normal"), name)
-        loc, scale = (_constant(state_dict[part], f"{name}: {part}") for part in ("loc", "scale"))
-        if not bool((scale > 0).all()):
-            raise ValueError(f"{name}: scale: expected positive values, got {float(scale.min())}.")
+        loc, scale = _constants(state_dict["loc"], state_dict["scale"], name)
         standard_normal = bool(tensor_in(state_dict, "standard_normal", torch.bool, (), name))
         return Change(vars(self).update, loc=loc, scale=scale, standard_normal=standard_normal)
-
-    def __repr__(self) -> str:
-        return arguments(self, ("loc", "scale", "in_keys", "in_keys_inv"))
 
 
 class RewardScaling(ObservationNorm):
@@ -126,6 +120,13 @@ class RewardScaling(ObservationNorm):
     ) -> None:
         keys = ["reward"] if in_keys is None else in_keys
         super().__init__(loc, scale, keys, out_keys, standard_normal=standard_normal, eps=1e-6)
+
+
+def _constants(loc: object, scale: object, name: str) -> tuple[Tensor, Tensor]:
+    checked = _constant(loc, f"{name}: loc"), _constant(scale, f"{name}: scale")
+    if not bool((checked[1] > 0).all()):
+        raise ValueError(f"{name}: scale: expected positive values, got {float(checked[1].min())}.")
+    return checked
 
 
 def _constant(value: object, name: str) -> Tensor:

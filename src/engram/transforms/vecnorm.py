@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engram.state import Change, Stateful, tensor_in
-from engram.transforms._base import KeyedTransform, arguments, entry, find, is_tensor, is_tensordict, put, shallow
+from engram.state import Change, Stateful, check_keys, tensor_in
+from engram.transforms._base import KeyedTransform, entry, find, is_tensor, is_tensordict, put, shallow
 from engram.transforms.compose import Compose
 from engram.transforms.scaling import ObservationNorm
 
@@ -72,6 +72,7 @@ class VecNorm(KeyedTransform, Stateful):
     """
 
     writes = False
+    shown = ("in_keys", "out_keys", "decay", "eps")
 
     def __init__(
         self,
@@ -150,9 +151,9 @@ class VecNorm(KeyedTransform, Stateful):
         return decayed.joined(_Moments(*(part.to(before.mean.device) for part in moments)))
 
     def _normalized(self, i: int, value: Tensor) -> Tensor:
-        loc, scale = self._loc_scale(i)
         dtype = value.dtype if value.dtype.is_floating_point else torch.get_default_dtype()
-        return (value - loc.to(value.device, dtype)) / scale.to(value.device, dtype)
+        loc, scale = (part.to(value.device, dtype) for part in self._loc_scale(i))
+        return (value - loc) / scale
 
     def _loc_scale(self, i: int) -> tuple[Tensor, Tensor]:
         moments = self._moments[i]
@@ -195,20 +196,17 @@ class VecNorm(KeyedTransform, Stateful):
             RuntimeError: nothing was read yet.
         """
         if is_tensor(data):
-            loc, scale = self._loc_scale(0)
-            value = torch.as_tensor(data)
-            return value * scale.to(value.device, value.dtype) + loc.to(value.device, value.dtype)
+            return self._restored(0, torch.as_tensor(data))
         restored = shallow(data, "VecNorm")
         for i, key in enumerate(self.out_keys):
             value = find(data, key)
             if value is not None:
-                loc, scale = self._loc_scale(i)
-                put(
-                    restored,
-                    self.in_keys[i],
-                    value * scale.to(value.device, value.dtype) + loc.to(value.device, value.dtype),
-                )
+                put(restored, self.in_keys[i], self._restored(i, value))
         return restored
+
+    def _restored(self, i: int, value: Tensor) -> Tensor:
+        loc, scale = (part.to(value.device, value.dtype) for part in self._loc_scale(i))
+        return value * scale + loc
 
     def to_observation_norm(self) -> ObservationNorm | Compose:
         """A fixed transform with the current statistics; a :class:`Compose` if there are several keys."""
@@ -230,18 +228,10 @@ class VecNorm(KeyedTransform, Stateful):
         return state
 
     def prepare_load(self, state_dict: dict[str, Tensor]) -> Commit:
-        if not isinstance(state_dict, dict):
-            raise TypeError(f"VecNorm: expected a dict, got a {type(state_dict).__name__}.")
-        left = set(state_dict) - {"frozen"}
-        moments: list[_Moments | None] = []
-        for i in range(len(self.in_keys)):
-            names = [f"{i}.{name}" for name in _Moments._fields]
-            moments.append(self._checked_moments(i, names, state_dict) if left.intersection(names) else None)
-            left.difference_update(names)
-        if left or "frozen" not in state_dict:
-            raise KeyError(
-                f"VecNorm: expected 'frozen' and the statistics of {len(self.in_keys)} keys, got {sorted(state_dict)}."
-            )
+        names = {i: [f"{i}.{name}" for name in _Moments._fields] for i in range(len(self.in_keys))}
+        known = {i: entries for i, entries in names.items() if entries[0] in state_dict}
+        check_keys(state_dict, ["frozen", *(name for entries in known.values() for name in entries)], "VecNorm")
+        moments = [self._checked_moments(i, known[i], state_dict) if i in known else None for i in names]
         frozen = bool(tensor_in(state_dict, "frozen", torch.bool, (), "VecNorm"))
         return Change(self._take, moments, frozen)
 
@@ -251,13 +241,11 @@ class VecNorm(KeyedTransform, Stateful):
 
     def _checked_moments(self, i: int, names: list[str], state: dict[str, Any]) -> _Moments:
         """The statistics of a key, copied."""
-        if any(name not in state for name in names):
-            raise KeyError(f"VecNorm: expected {', '.join(names)} of key {i}, got {sorted(state)}.")
-        known = self._shapes[i]
-        shape = torch.Size(getattr(state[names[1]], "shape", ())) if known is None else known
+        known, mean = self._shapes[i], state[names[1]]
+        shape = known if known is not None else mean.shape if isinstance(mean, Tensor) else ()
         for name, expected in zip(names, ((), shape, shape), strict=True):
             value = state[name]
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
                 raise TypeError(f"VecNorm: {name}: expected a tensor of floats, got {type(value).__name__}.")
             if value.shape != torch.Size(expected):
                 raise ValueError(f"VecNorm: {name}: expected the shape {list(expected)}, got {list(value.shape)}.")
@@ -279,6 +267,3 @@ class VecNorm(KeyedTransform, Stateful):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return arguments(self, ("in_keys", "out_keys", "decay", "eps"))
