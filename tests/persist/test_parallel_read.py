@@ -25,7 +25,7 @@ class Elsewhere:
 
 def all_ended():
     def there():
-        return any(thread.name == "engram-read" for thread in threading.enumerate())
+        return any(thread.name == "engram-worker" for thread in threading.enumerate())
 
     until = time.monotonic() + 5
     while there() and time.monotonic() < until:

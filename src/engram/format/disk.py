@@ -7,23 +7,25 @@ name is when ``sync_folder`` returns.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import secrets
 import stat
 import sys
 import threading
 import weakref
+from types import NoneType
 from typing import TYPE_CHECKING
 
 from engram.format import files
+from engram.format.workers import work_off
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from typing_extensions import Buffer
@@ -164,15 +166,10 @@ class _Batch(list[files.Descriptor]):
     """Files and folders whose ``fsync`` comes at the end of a :func:`batched_fsync`."""
 
 
-def _no_batch() -> None:
-    """Stands for a reference to no batch."""
-
-
 class _Waiting(threading.local):
     """A reference to the batch of this thread, which lives as long as its :func:`batched_fsync`."""
 
-    def __init__(self) -> None:
-        self.batch: Callable[[], _Batch | None] = _no_batch
+    batch: Callable[[], _Batch | None] = NoneType  # there is none
 
 
 _waiting = _Waiting()
@@ -204,67 +201,28 @@ def batched_fsync() -> Iterator[None]:
         yield
         _wait(batch)
     finally:
-        _waiting.batch = _no_batch
+        _waiting.batch = NoneType
         for fd in batch:
             fd.close()
 
 
 def _wait(fds: _Batch) -> None:
-    if len(fds) > 1 and THREADS > 1:
-        _sync_all(fds)
-    else:
-        for fd in fds:
-            _sync(fd)
+    sync = _sync()
+    work_off([[functools.partial(sync, fd)] for fd in fds], THREADS)
     while fds:
         fds.pop()  # closes it
 
 
-def _sync_all(fds: Sequence[int]) -> None:
-    todo, errors, started = iter(fds), list[BaseException](), list[_thread.LockType]()
-    turn = _thread.allocate_lock()
-
-    def work(ended: _thread.LockType | None = None) -> None:
-        while True:
-            with turn:
-                fd = next(todo, None)
-            if fd is None:
-                break
-            try:
-                _sync(fd)
-            except BaseException as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-        if ended is not None:
-            ended.release()
-
-    try:
-        for _ in range(min(THREADS, len(fds)) - 1):
-            # Bare threads cost few calls. Those of an executor are refused while the interpreter ends, and a save may end after
-            # the program.
-            ended = _thread.allocate_lock()
-            ended.acquire()
-            try:
-                _thread.start_new_thread(work, (ended,))
-            except RuntimeError:  # there can be no more threads
-                break
-            started.append(ended)
-        work()
-    finally:
-        for ended in started:
-            ended.acquire()
-    if errors:
-        raise errors[0]
-
-
-def _sync(fd: int) -> None:
+def _sync() -> Callable[[int], None]:
     # A folder too: what fdatasync leaves out is when it was changed.
-    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
+    return os.fdatasync if hasattr(os, "fdatasync") else os.fsync
 
 
 def _wait_for(fd: files.Descriptor, *, now: bool = False) -> None:
     """Wait until this file or folder is on disk, and close it; inside of a :func:`batched_fsync`, at its end."""
     batch = None if now else _waiting.batch()
     if batch is None:
-        _sync(fd)
+        _sync()(fd)
         fd.close()
     else:
         batch.append(fd)

@@ -1,0 +1,72 @@
+"""Work that several threads share: while one waits for the disk, another goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["work_off"]
+
+#: Seconds between two looks at whether a thread is there, of which nothing was heard.
+_LOOK_S = 0.1
+
+
+def work_off(shares: Sequence[Iterable[Callable[[], object]]], threads: int) -> None:
+    """Call all that the shares consist of: each share one after another, several shares at once.
+
+    Raises what the first one that fails does, an interrupt too, once the others stopped.
+
+    Args:
+        shares: no two of them may touch the same thing at once.
+        threads: at most, the calling thread included. Where there can be no more, it does all.
+    """
+    left, turn = iter(shares), threading.Lock()
+    failed: list[BaseException] = []
+
+    def work(ended: threading.Event | None = None) -> None:
+        """One share after another, until there are no more or something failed in whatever thread."""
+        try:
+            while not failed:
+                with turn:
+                    share = next(left, None)
+                if share is None:
+                    break
+                for act in share:
+                    if failed:
+                        break
+                    act()
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for all
+            failed.append(error)
+        if ended is not None:
+            ended.set()
+
+    # Plain threads, as those of an executor are refused while the interpreter ends. Each says itself when it has ended: ``join``
+    # takes a thread for ended that it was interrupted in waiting for.
+    helpers: list[tuple[threading.Thread, threading.Event]] = []
+    try:
+        for _ in range(min(threads, len(shares)) - 1):
+            ended = threading.Event()
+            helpers.append((threading.Thread(target=work, args=(ended,), name="engram-worker"), ended))
+            with contextlib.suppress(RuntimeError):  # there can be no more threads
+                helpers[-1][0].start()
+        work()
+    except BaseException as error:  # noqa: BLE001 - an interrupt between two lines
+        failed.append(error)
+    if helpers:
+        _join(helpers, failed)
+    if failed:
+        raise failed[0]
+
+
+def _join(helpers: Sequence[tuple[threading.Thread, threading.Event]], failed: list[BaseException]) -> None:
+    """Return when all have ended. They use what they were given: no second interrupt gives that free before."""
+    for helper, ended in helpers:
+        while not ended.is_set() and helper in threading.enumerate():
+            try:
+                ended.wait(_LOOK_S)
+            except KeyboardInterrupt as error:
+                failed.append(error)
