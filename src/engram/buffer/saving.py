@@ -119,7 +119,7 @@ class Saving:
         with storage.paused:
             began = time.perf_counter()
             rows = prepared.take()
-            parts = self._parts(rows.priorities, drop_prefetched=drop)
+            parts = self._parts(rows.state["priorities"], drop_prefetched=drop)
             return Snapshot(rows, parts, self.form, time.perf_counter() - began)
 
     @property

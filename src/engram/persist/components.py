@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Dumpable",
     "Preparation",
+    "SavedPart",
     "Snapshot",
     "StateSnapshot",
     "check_blocks",
@@ -36,6 +37,8 @@ __all__ = [
     "read_state",
     "write_part",
 ]
+
+S_co = TypeVar("S_co", covariant=True)
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 
@@ -64,11 +67,11 @@ class Snapshot(Protocol):
         """Write it into a new folder, as a part of a dump. Others may be writing. Raises as :meth:`Dumpable.dumps`."""
 
 
-class Preparation(Protocol):
+class Preparation(Protocol[S_co]):
     """What a snapshot needs, gathered before writers wait for it."""
 
-    def take(self) -> Snapshot:
-        """The snapshot of this moment."""
+    def take(self) -> S_co:
+        """The snapshot of this moment. Call it while writers are paused."""
 
 
 class _StatePreparation:
@@ -103,7 +106,7 @@ class Dumpable(Stateful):
         """Inside nothing that is saved changes."""
         return contextlib.nullcontext()
 
-    def prepare_snapshot(self) -> Preparation:
+    def prepare_snapshot(self) -> Preparation[Snapshot]:
         """What takes a snapshot, as fast as can be, while the component is :attr:`paused`. Raises as :meth:`dumps`."""
         return _StatePreparation(self)
 
@@ -143,18 +146,17 @@ class Dumpable(Stateful):
     load = loads
 
 
-class Kind(Protocol):
-    """What says of which kind a part is."""
+class SavedPart(NamedTuple):
+    """A part that was read, every block of it checked."""
 
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def part(self) -> str: ...
-    @property
-    def type(self) -> str: ...
+    folder: Path
+    part: str
+    type: str
+    """The class that wrote it."""
+    state: dict[str, Any]
 
 
-def check_kind(reader: Kind, part: str, *kinds: str) -> None:
+def check_kind(reader: PartReader | SavedPart, part: str, *kinds: str) -> None:
     """Raise ``IncompatibleCheckpoint`` unless that part is one of these kinds."""
     if reader.part != part or reader.type not in kinds:
         raise IncompatibleCheckpoint(
@@ -203,14 +205,8 @@ def _check_entries(state: Any, where: str) -> None:
     elif isinstance(state, list):
         for i, value in enumerate(state):
             _check_entries(value, f"{where}[{i}]")
-    elif isinstance(state, torch.Tensor) and (state.dtype not in _NAMES or state.layout is not torch.strided):
-        raise TypeError(
-            f"{where}: expected a dense tensor of {', '.join(DTYPES)}, got a {_form(state)} one of {state.dtype}."
-        )
-
-
-def _form(value: Tensor) -> str:
-    return "dense" if value.layout is torch.strided else "sparse"
+    elif isinstance(state, torch.Tensor) and state.dtype not in _NAMES:
+        raise TypeError(f"{where}: expected a dense tensor of {', '.join(DTYPES)}, got one of {state.dtype}.")
 
 
 def read_state(reader: PartReader) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -15,25 +15,24 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.types import RowsSource
 
-__all__ = ["ForeignDump", "ForeignFormat", "ForeignPriorities", "foreign_format"]
+__all__ = ["DumpedPriorities", "ForeignDump", "ForeignFormat", "foreign_format"]
 
 #: A file that lies in folders of a format, and the module whose ``FORMAT`` reads those.
 _FORMATS = {"buffer_metadata.json": "engram.migrate.torchrl.dump"}
 
 
-class ForeignPriorities(Protocol):
-    """Priorities that another library saved, as ours are."""
+class DumpedPriorities(NamedTuple):
+    """What a prioritized sampler saved."""
 
-    @property
-    def alpha(self) -> float: ...
-    @property
-    def beta(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def leaves(self) -> Tensor: ...
-    @property
-    def max_priority(self) -> float | None: ...
+    alpha: float
+    beta: float
+    eps: float
+    leaves: Tensor
+    """float64 ``[length]``, CPU: ``(priority + eps) ** alpha`` of each row; finite, at least 0."""
+    max_priority: float | None
+    """The largest priority so far, not raised to ``alpha``; None before the first."""
+    max_row: int | None
+    """The row that has it, if that is known."""
 
 
 class ForeignDump(Protocol):
@@ -44,7 +43,7 @@ class ForeignDump(Protocol):
     @property
     def batch_size(self) -> int | None: ...
     @property
-    def priorities(self) -> ForeignPriorities | None: ...
+    def priorities(self) -> DumpedPriorities | None: ...
     @property
     def rng_state(self) -> Tensor | None: ...
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engram.errors import IncompatibleCheckpoint
 from engram.format.problems import corrupt
-from engram.persist.components import check_kind, read_state, write_part
+from engram.persist.components import SavedPart, check_kind, read_state, write_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -23,7 +23,6 @@ __all__ = [
     "INDEX",
     "STORAGE",
     "Parts",
-    "SavedPart",
     "Snapshot",
     "checked_states",
     "index_state",
@@ -75,16 +74,6 @@ def write_parts(folder: Path, parts: Parts) -> Iterator[PartInfo]:
         if name in EMPTY and state == EMPTY[name]:
             continue
         yield write_part(folder / name, name, parts.kinds[name], state)
-
-
-class SavedPart(NamedTuple):
-    """A part that was read, every block of it checked."""
-
-    folder: Path
-    part: str
-    type: str
-    """The class that wrote it."""
-    state: dict[str, Any]
 
 
 def read_parts(checkpoint: Checkpoint, rank: int, *, without: Collection[str] = (STORAGE,)) -> dict[str, SavedPart]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from engram._words import count
 from engram.format.checkpoints import Cut, Totals
 from engram.format.parts import NO_SCHEMA
-from engram.persist.components import write_part
+from engram.persist.components import Preparation, write_part
 from engram.persist.roles import roles_of
 from engram.persist.rows import SavedRows, described, save_flat
 from engram.persist.segments import save_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -30,54 +30,6 @@ __all__ = ["RowsSnapshot", "StoragePreparation", "StorageSnapshot", "WholeSnapsh
 _log = logging.getLogger("engram")
 
 
-def _unwatched(_: int) -> None:
-    """In place of a progress bar."""
-
-
-class StorageSnapshot(Protocol):
-    """What a storage held at one moment."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows of the storage."""
-
-    @property
-    def priorities(self) -> Collection[str]:
-        """Names of the priorities in it."""
-
-    def fields(self, roles: Mapping[Any, str] | None) -> Sequence[PartField]:
-        """The fields of the rows with their roles. None before the first row, and of rows that are no tensors."""
-
-    def save(self, folder: Path) -> SavedRows:
-        """Write it into a new folder, as a part of a dump."""
-
-    def save_segments(
-        self,
-        folder: Path,
-        *,
-        roles: Mapping[Any, str] | None = None,
-        parent: PartReader | None = None,
-        paranoid: bool = False,
-        progress: Callable[[int], None] = _unwatched,
-    ) -> SavedRows:
-        """Write it into a new folder, as a part of a checkpoint.
-
-        Args:
-            folder: where.
-            roles: what fields mean, by key, where they are not called as usual.
-            parent: the same part of an older checkpoint of this very storage: what did not change is linked.
-            paranoid: compare what is linked with what is stored.
-            progress: called with how many bytes were done.
-        """
-
-
-class StoragePreparation(Protocol):
-    """What a snapshot needs, gathered before writers wait for it."""
-
-    def take(self) -> StorageSnapshot:
-        """The snapshot of this moment. Call it while writers are paused."""
-
-
 class WholeSnapshot(NamedTuple):
     """A state that is all of a storage: items of a list, or a storage that was never written."""
 
@@ -87,10 +39,6 @@ class WholeSnapshot(NamedTuple):
     clock: int
     steps: int
     nbytes: int
-
-    @property
-    def priorities(self) -> Collection[str]:
-        return list(self.state["priorities"])
 
     def fields(self, roles: Mapping[Any, str] | None) -> Sequence[PartField]:  # noqa: ARG002 - it has none
         return ()
@@ -119,10 +67,6 @@ class RowsSnapshot(NamedTuple):
     copies: Sequence[Tensor] | None = None
     """Copies of all rows, by field. None: rows are read when they are written."""
 
-    @property
-    def priorities(self) -> Collection[str]:
-        return list(self.state["priorities"])
-
     def fields(self, roles: Mapping[Any, str] | None) -> Sequence[PartField]:
         schema = self.store.schema
         return described(schema, roles_of(schema.fields, roles))[1]
@@ -149,9 +93,14 @@ class RowsSnapshot(NamedTuple):
         self,
         folder: Path,
         *,
-        roles: Mapping[Any, str] | None = None,
+        roles: Mapping[Any, str] | None,
+        progress: Callable[[int], None],
         parent: PartReader | None = None,
         paranoid: bool = False,
-        progress: Callable[[int], None] = _unwatched,
     ) -> SavedRows:
-        return save_segments(folder, self, roles, parent=parent, paranoid=paranoid, progress=progress)
+        return save_segments(folder, self, roles, progress=progress, parent=parent, paranoid=paranoid)
+
+
+#: What a storage held at one moment.
+StorageSnapshot: TypeAlias = RowsSnapshot | WholeSnapshot
+StoragePreparation: TypeAlias = Preparation[StorageSnapshot]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from engram.format.checkpoints import Checkpoint
-    from engram.persist.parts import SavedPart
+    from engram.persist.components import SavedPart
     from engram.reshard.driver import Reshard
     from engram.reshard.shards import SavedShard
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartField
     from engram.format.schema import Schema
-    from engram.persist.parts import SavedPart
+    from engram.persist.components import SavedPart
     from engram.reshard.plan import ReshardPlan
     from engram.reshard.shards import SavedShard
     from engram.types import Ranking, RowsSource

@@ -27,11 +27,12 @@ from engram.format import schema as schemas
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.migrate.torchrl.folder import Folder, convert
 from engram.migrate.torchrl.storage import MAX_ROWS, Count, Leaf, Shape, Storage
+from engram.persist.foreign import DumpedPriorities
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["FORMAT", "DumpedPriorities", "DumpedRanks", "TorchRLDump", "is_torchrl_dump", "read"]
+__all__ = ["FORMAT", "DumpedRanks", "TorchRLDump", "is_torchrl_dump", "read"]
 
 #: Bytes that are read at a time.
 _PIECE = 16 << 20
@@ -65,21 +66,6 @@ class _Priorities(msgspec.Struct):
     max_priority: tuple[_Parameter | None, float | None] = msgspec.field(name="_max_priority")
     max_capacity: Annotated[float, msgspec.Meta(ge=1, lt=MAX_ROWS)] = msgspec.field(name="_max_capacity")
     schema_version: Count = msgspec.field(name="_schema_version", default=0)
-
-
-@dataclass(frozen=True)
-class DumpedPriorities:
-    """What a prioritized sampler saved."""
-
-    alpha: float
-    beta: float
-    eps: float
-    leaves: Tensor
-    """float64 ``[length]``, CPU: ``(priority + eps) ** alpha`` of each row; finite, at least 0."""
-    max_priority: float | None
-    """The largest priority so far, not raised to ``alpha``; None before the first."""
-    max_row: int | None
-    """The row that has it, if that is known."""
 
 
 @dataclass(frozen=True)
