@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import re
-from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 import xxhash
@@ -38,10 +38,8 @@ MAX_DEPTH = 16
 
 _SORTED = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
 _IN_ORDER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-# A string, closed or not, or a bracket. Possessive: whatever the text, one pass over it.
-_STRING = rb'"(?:[^"\\]++|\\.)*+"?'
-_STRINGS = re.compile(_STRING, re.DOTALL)
-_TOKENS = re.compile(_STRING + rb"|[\[{]|[\]}]", re.DOTALL)
+# Closed or not. Possessive: whatever the text, one pass over it.
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 #: So many digits may be more than an int64.
 _DIGITS = re.compile(rb"[0-9]{19}")
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
@@ -112,13 +110,10 @@ def parse(raw: bytes, max_depth: int = MAX_DEPTH) -> object:
         pass  # said below
     if len(raw) > MAX_BYTES:
         raise ValueError(f"expected at most {MAX_BYTES} bytes, got {len(raw)}")
-    _check_depth(raw, max_depth)
-    tree = json.loads(
-        raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_int64, parse_float=_finite
-    )
-    if b"\\u" in raw:  # the only way to half a character
-        json.dumps(tree, ensure_ascii=False).encode()
-    return tree
+    try:
+        return _plain(json.loads(raw.decode(), object_pairs_hook=_unique), "$", max_depth)
+    except RecursionError as error:
+        raise ValueError(f"nested more than {max_depth} deep") from error
 
 
 def decode(raw: bytes, path: StrPath, kind: type[D]) -> D:
@@ -151,7 +146,7 @@ def encode(value: msgspec.Struct | Mapping[str, object]) -> bytes:
             return raw
     except _REFUSALS:
         pass  # said below
-    raw = _text(_plain(value, "$", 1))
+    raw = _text(_plain(value, "$", MAX_DEPTH))
     if len(raw) > MAX_BYTES:
         raise ValueError(f"expected at most {MAX_BYTES} bytes of JSON, got {len(raw)}. Keep what is long in an array.")
     return raw
@@ -222,18 +217,6 @@ def _format_of(kind: type[Document]) -> str:
     return str(field.default)
 
 
-def _check_depth(raw: bytes, limit: int) -> None:
-    depth = 0
-    for token in _TOKENS.finditer(raw):
-        first = raw[token.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > limit:
-                raise ValueError(f"nested more than {limit} deep at byte {token.start()}")
-        elif first in b"]}":
-            depth -= 1
-
-
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -241,23 +224,6 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         twice = next(key for key, following in itertools.pairwise(keys) if key == following)
         raise ValueError(f"the key {twice[:100]!r} appears twice")
     return result
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number here")
-
-
-def _int64(text: str) -> int:
-    if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
-        raise ValueError(f"{text[:30]} is not a 64-bit integer")
-    return int(text)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:30]} is not a finite number")
-    return value
 
 
 def _refuse_unknown(tree: object, known: object, where: str) -> None:
@@ -273,8 +239,8 @@ def _refuse_unknown(tree: object, known: object, where: str) -> None:
             _refuse_unknown(part, read, f"{where}[{i}]")
 
 
-def _plain(value: object, where: str, depth: int) -> object:
-    """The value as json takes it; what json would write but not read back as it was is refused."""
+def _plain(value: object, where: str, most: int, depth: int = 1) -> object:
+    """The value as json takes it; what json would write but not read back as it was is refused, and what is too deep."""
     if isinstance(value, int):  # bools are ints
         if not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"{where}: expected a 64-bit integer, got one of {value.bit_length()} bits.")
@@ -282,9 +248,14 @@ def _plain(value: object, where: str, depth: int) -> object:
         if not math.isfinite(value):
             raise ValueError(f"{where}: expected a finite number, got {value}.")
     elif isinstance(value, str):
-        _check_text(value, where)
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: expected text that is valid Unicode, got {value!a:.100}.") from error
     elif isinstance(value, msgspec.Struct | dict | list | tuple):
-        return _container(value, where, depth)
+        if depth > most:
+            raise ValueError(f"{where}: nested more than {most} deep.")
+        return _container(value, where, most, depth + 1)
     elif value is not None:
         raise TypeError(
             f"{where}: expected None, a bool, number, string, list or dict, got {type(value).__name__}. "
@@ -293,25 +264,15 @@ def _plain(value: object, where: str, depth: int) -> object:
     return value
 
 
-def _container(value: _Container, where: str, depth: int) -> object:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"{where}: nested more than {MAX_DEPTH} deep.")
+def _container(value: _Container, where: str, most: int, depth: int) -> object:
     if isinstance(value, list | tuple):
-        return [_plain(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
+        return [_plain(part, f"{where}[{i}]", most, depth) for i, part in enumerate(value)]
     if isinstance(value, msgspec.Struct):
-        named = {name: getattr(value, name) for name in value.__struct_fields__}
-        value = {name: part for name, part in named.items() if part is not msgspec.UNSET}
+        value = {name: part for name, part in msgspec.structs.asdict(value).items() if part is not msgspec.UNSET}
     plain = {}
     for key, part in value.items():
         if not isinstance(key, str):
             raise TypeError(f"{where}: expected keys that are strings, got {key!r:.100}.")
-        _check_text(key, where)
-        plain[key] = _plain(part, f"{where}.{key}", depth + 1)
+        _plain(key, where, most)
+        plain[key] = _plain(part, f"{where}.{key}", most, depth)
     return plain
-
-
-def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: expected text that is valid Unicode, got {text!a:.100}.") from error
