@@ -57,18 +57,45 @@ class Wanted(NamedTuple):
                 why = str(error).removeprefix("restore: ")
                 warn(f"restore: {path.name} is loaded, as: {why}")
                 return path, problems
-        if self.partial and (left := self._incomplete(known)) is not None:
-            return left, []
+        if self.is_open and not self.partial:
+            return self._newest(known)
+        meant = [path for name in series.names(self.root) if self._means(name, path := self.root / str(name))]
+        if self.partial:
+            for path in meant:
+                if series.look(path, known) is None or series.is_partial(path):
+                    return path, []
+        if self.is_open:
+            return self._newest(known)
+        if not meant:
+            named = (
+                f"called {self.name!r}, found none"
+                if self.name
+                else f"of one of the steps {self._steps()}, got {self.step}"
+            )
+            raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint {named}.")
+        passed_over: list[Problem] = []
+        for path in meant:
+            wrong = series.look(path, known)
+            if wrong is None:
+                return path, passed_over
+            passed_over.append(wrong)
         if self.name is not None:
-            if self.name not in map(str, series.names(self.root)):
-                raise FileNotFoundError(
-                    f"restore: {self.root}: expected a checkpoint called {self.name!r}, found none."
-                )
-            wrong = series.look(self.root / self.name, known)
-            if wrong is not None:
-                raise corrupt(*wrong)
-            return self.root / self.name, []
-        return self._newest(known) if self.step is None else self._of_step(self.step, known)
+            raise corrupt(*passed_over[0])
+        raise CorruptCheckpoint(
+            f"restore: no checkpoint of step {self.step} is whole: {'; '.join(map(str, passed_over))}"
+        )
+
+    def _means(self, name: series.Name, path: Path) -> bool:
+        """Whether that one will do, as far as its name says."""
+        return (
+            self.step in (None, name.step)
+            and self.name in (None, str(name))
+            and (self.at_most is None or name.step <= self.at_most)
+            and all(path != problem.path for problem in self.damaged)
+        )
+
+    def _steps(self) -> list[int]:
+        return sorted({name.step for name in series.names(self.root)})
 
     def _newest(self, known: series.Known) -> tuple[Path, list[Problem]]:
         """The newest that is whole, and what was passed over."""
@@ -81,42 +108,11 @@ class Wanted(NamedTuple):
                 raise CorruptCheckpoint(
                     f"restore: {self.root}: expected {what}, found none that is whole: {'; '.join(map(str, passed_over))}"
                 )
-            steps = sorted({name.step for name in series.names(self.root)})
-            raise FileNotFoundError(
-                f"restore: {self.root}: expected {what}, found {f'the steps {steps}' if steps else 'none'}."
-            )
+            found = f"the steps {steps}" if (steps := self._steps()) else "none"
+            raise FileNotFoundError(f"restore: {self.root}: expected {what}, found {found}.")
         for problem in passed_over:
             warn(f"restore: {path.name} is loaded, and not: {problem}")
         return path, passed_over
-
-    def _incomplete(self, known: series.Known) -> Path | None:
-        """The newest that is whole, or of which shards are there."""
-        for name in series.names(self.root):
-            path = self.root / str(name)
-            meant = (
-                self.step in (None, name.step)
-                and self.name in (None, str(name))
-                and (self.at_most is None or name.step <= self.at_most)
-            )
-            damaged = any(path == problem.path for problem in self.damaged)
-            if meant and not damaged and (series.look(path, known) is None or series.is_partial(path)):
-                return path
-        return None
-
-    def _of_step(self, step: int, known: series.Known) -> tuple[Path, list[Problem]]:
-        named = [name for name in series.names(self.root) if name.step == step]
-        if not named:
-            steps = sorted({name.step for name in series.names(self.root)})
-            raise FileNotFoundError(
-                f"restore: {self.root}: expected a checkpoint of one of the steps {steps}, got {step}."
-            )
-        problems: list[Problem] = []
-        for name in named:
-            wrong = series.look(self.root / str(name), known)
-            if wrong is None:
-                return self.root / str(name), problems
-            problems.append(wrong)
-        raise CorruptCheckpoint(f"restore: no checkpoint of step {step} is whole: {'; '.join(map(str, problems))}")
 
 
 def lost_with(checkpoint: Checkpoint, root: Path) -> Lost:
