@@ -4,7 +4,8 @@ import random
 from array import array
 
 from engram.format import series
-from engram.format.checkpoints import Count, Cut, Totals, finish_dump, rank_folder, replacing
+from engram.format.checkpoints import Count, Cut, ShardRows, Totals, rank_folder
+from engram.format.dumps import finish_dump, replacing
 from engram.format.parts import (
     Geometry,
     PartField,
@@ -106,6 +107,7 @@ SCHEMA_SUM = schema_sum(SCHEMA)
 
 
 TOTALS = Totals(steps=ROWS, episodes=3, complete=Count(1, 7), open=Count(1, 5), headless=Count(1, 15))
+CONTENT = ShardRows(Cut(41), TOTALS, SCHEMA_SUM)
 
 
 def write_dump(path, seed=0, user=None):
@@ -115,15 +117,13 @@ def write_dump(path, seed=0, user=None):
             write_index(folder / "sampler"),
             write_index(folder / "indexes/000", name="critic", part="index"),
         ]
-        return finish_dump(
-            folder, parts, cut=Cut(41), totals=TOTALS, schema_sum=SCHEMA_SUM, step=seed, user=user or {"seed": seed}
-        )
+        return finish_dump(folder, parts, CONTENT, step=seed, user=user or {"seed": seed})
 
 
 def vote(folder, rank, world, seed=0, parent=None):
     own = folder / rank_folder(rank, world)
     parts = [write_segments(own / "storage", seed, parent), write_index(own / "sampler")]
-    return series.accept(folder, rank, parts, layout="segments", cut=Cut(41), totals=TOTALS, schema_sum=SCHEMA_SUM)
+    return series.accept(folder, rank, parts, CONTENT)
 
 
 def save(root, step, epoch, world=1, parent=None):

@@ -9,7 +9,7 @@ import pytest
 
 from engram.errors import CorruptCheckpoint
 from engram.format import disk, series, strict
-from engram.format.checkpoints import Checkpoint, Cut, rank_folder
+from engram.format.checkpoints import Checkpoint, rank_folder
 from engram.format.parts import PartReader
 from engram.format.problems import corrupt
 from engram.format.series import Name
@@ -74,7 +74,7 @@ def test_all_votes_make_a_checkpoint(tmp_path, epoch):
 
 
 def vote_again(folder):
-    series.accept(folder, 0, [], layout="segments", cut=made.Cut(1), totals=made.TOTALS, schema_sum="")
+    series.accept(folder, 0, [], made.CONTENT._replace(schema_sum=""))
 
 
 @pytest.mark.parametrize("late", ["before", "after"])
@@ -117,7 +117,7 @@ def test_two_committers_and_an_abort_race_and_all_report_the_winner(tmp_path, ep
                 seen.append(series.decide(folder, epoch))
             else:  # one that does not see a vote yet
                 given = [vote._replace(shard=None, entry=None) for vote in series.votes(folder)]
-                raw = series._manifest(series.read_attempt(folder), given, ["too late"]).encode()
+                raw = series.manifest_of(series.read_attempt(folder), given, ["too late"]).encode()
                 disk.publish(folder / "manifest.json", raw)
                 seen.append(series.decision(folder))
 
@@ -174,7 +174,7 @@ def test_votes_that_do_not_count(tmp_path, epoch, wrong):
         shutil.copytree(folder / rank_folder(0, 2), own)
     elif wrong == "schema":
         parts = [made.write_index(own / "sampler")]
-        series.accept(folder, 1, parts, layout="segments", cut=made.Cut(1), totals=made.TOTALS, schema_sum="0" * 16)
+        series.accept(folder, 1, parts, made.CONTENT._replace(schema_sum="0" * 16))
     else:
         made.vote(folder, 1, 2)
         path = own / ("shard.json" if wrong == "damaged" else "sampler/part.json")
@@ -394,9 +394,7 @@ def test_a_process_does_not_read_what_it_wrote(tmp_path, monkeypatch):
     folder = series.begin(tmp_path, step=1, epoch=1, world=1, trigger="save")
     parts = [made.write_segments(folder / rank_folder(0, 1) / "storage")]
     names = decoded(monkeypatch)
-    series.accept(
-        folder, 0, parts, layout="segments", cut=Cut(1), totals=made.TOTALS, schema_sum=made.SCHEMA_SUM, known=known
-    )
+    series.accept(folder, 0, parts, made.CONTENT, known=known)
     assert series.decide(folder, 1, known=known).status == "complete"
     assert series.look(folder, known) is None
     assert names == ["Attempt"]

@@ -15,7 +15,8 @@ from engram._words import warn
 from engram.buffer.prefetching import prepare_batches
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk, series
-from engram.format.checkpoints import Checkpoint, finish_dump, replacing
+from engram.format.checkpoints import Checkpoint
+from engram.format.dumps import finish_dump, replacing
 from engram.persist import parts as saved_parts
 from engram.persist.components import check_blocks
 from engram.persist.foreign import foreign_format
@@ -109,7 +110,7 @@ class Saving:
                 parts = self._parts((), drop_prefetched=prefetch == "drop")
             rows = snapshot.save(folder / saved_parts.STORAGE)
             infos = [rows.info, *saved_parts.write_parts(folder, parts)]
-            finish_dump(folder, infos, cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum)
+            finish_dump(folder, infos, rows.shard)
 
     def snapshot(self, prefetched: Literal["save", "drop"]) -> Snapshot:
         """As :meth:`~engram.types.Checkpointable.snapshot`."""

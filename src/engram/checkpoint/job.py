@@ -93,17 +93,7 @@ class Job:
         """Write it, and vote for the attempt."""
         rank = self.ranks.rank
         rows, infos = self.write_parts(attempt / rank_folder(rank, self.ranks.world), snapshot, parent)
-        series.accept(
-            attempt,
-            rank,
-            infos,
-            layout="segments",
-            cut=rows.cut,
-            totals=rows.totals,
-            schema_sum=rows.schema_sum,
-            step=step,
-            known=self.known,
-        )
+        series.accept(attempt, rank, infos, rows.shard, step=step, known=self.known)
 
     def write_parts(self, folder: Path, snapshot: Snapshot, parent: Parent | None) -> tuple[SavedRows, list[PartInfo]]:
         """Write its parts, but for the vote."""

@@ -194,6 +194,4 @@ def _write_rank(checkpoint: Checkpoint, made: Reshard, rank: int, folder: Path, 
                 infos = [rows.info, *(write_part(folder / part, part, kind, state) for part, kind, state in others)]
         finally:
             storage.close()
-        series.accept(
-            attempt, rank, infos, layout="segments", cut=rows.cut, totals=rows.totals, schema_sum=rows.schema_sum
-        )
+        series.accept(attempt, rank, infos, rows.shard)

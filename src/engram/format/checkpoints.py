@@ -7,34 +7,31 @@ and only if its manifest says ``complete``. One that ``dumps`` writes is of one 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
-import os
 import re
-import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk, files, strict
+from engram.errors import CorruptCheckpoint
+from engram.format import disk, strict
 from engram.format.description import NO_SCHEMA
-from engram.format.part_reader import Level, PartReader, is_part
+from engram.format.part_reader import Level, PartReader
 from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from typing import Self
 
     from engram.format.listing import Listing
     from engram.format.part_writer import PartInfo
-    from engram.format.series import Attempt
 
 __all__ = [
     "MANIFEST",
     "SHARD",
+    "Attempt",
     "Checkpoint",
     "Contents",
     "Count",
@@ -43,12 +40,12 @@ __all__ = [
     "PartEntry",
     "Shard",
     "ShardEntry",
+    "ShardRows",
     "Totals",
-    "finish_dump",
+    "entry_of",
     "is_checkpoint",
     "rank_folder",
-    "replacing",
-    "with_parts",
+    "shard_of",
 ]
 
 MANIFEST = "manifest.json"
@@ -61,11 +58,25 @@ MAX_RANKS = 1 << 16
 _PART_FOLDER = re.compile(r"[a-z][a-z_]{0,31}(/[0-9]{3})?")
 #: Left behind by a process that was killed while it published a file.
 LEFTOVER = re.compile(r"(.*/)?[A-Za-z0-9._-]+\.[0-9a-f]{8}\.tmp")
-#: Behind the name of a dump: folders of writers, which a killed one leaves.
-_LEFT = re.compile(r"(tmp|trash)-[0-9a-f]{16}")
+
+Layout = Literal["flat", "segments"]
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
+
+
+class Attempt(strict.Document, frozen=True, kw_only=True):
+    """``attempt.json``: what all ranks agreed on before they began."""
+
+    name: str
+    attempt: str
+    epoch: int
+    step: int
+    world: int
+    trigger: str
+    parent: str | None
+    user: dict[str, object]
+    format: Literal["engram.attempt"] = "engram.attempt"
 
 
 class PartEntry(msgspec.Struct, frozen=True):
@@ -112,6 +123,15 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     bytes_linked: int = 0
 
 
+class ShardRows(NamedTuple):
+    """What a shard says of its rows."""
+
+    cut: Cut
+    totals: Totals
+    schema_sum: str
+    """Of ``()`` where there is no schema."""
+
+
 class Shard(strict.Document, frozen=True, kw_only=True):
     """One rank's part of a checkpoint."""
 
@@ -121,7 +141,7 @@ class Shard(strict.Document, frozen=True, kw_only=True):
     rank: int
     world: int
     trigger: str
-    layout: Literal["flat", "segments"]
+    layout: Layout
     schema_sum: str
     parts: tuple[PartEntry, ...]
     cut: Cut
@@ -156,13 +176,25 @@ def rank_folder(rank: int, world: int) -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def with_parts(shard: Shard, folder: Path, parts: Sequence[PartInfo]) -> Shard:
-    """A shard's document with the parts that lie finished below ``folder``, and with their bytes.
+def shard_of(
+    attempt: Attempt,
+    rank: int,
+    folder: Path,
+    parts: Sequence[PartInfo],
+    rows: ShardRows,
+    layout: Layout,
+    step: int | None = None,
+) -> Shard:
+    """The document of a shard whose parts lie finished below ``folder``, with their bytes.
 
     Args:
-        shard: all but that.
+        attempt: that it is of.
+        rank: whose it is.
         folder: of the shard.
         parts: as ``PartWriter.finish`` returned them.
+        rows: what it holds.
+        layout: of its rows.
+        step: of this rank. Default: that of the attempt.
 
     Raises:
         ValueError: a part lies elsewhere or under an impossible name.
@@ -174,201 +206,32 @@ def with_parts(shard: Shard, folder: Path, parts: Sequence[PartInfo]) -> Shard:
             raise ValueError(f"{part.folder}: expected a part called like 'sampler' or 'indexes/000', got {name!r}.")
         found.append(PartEntry(name, part.bytes, part.sha256))
     written, linked = sum([part.written for part in parts]), sum([part.linked for part in parts])
-    totals = msgspec.structs.replace(
-        shard.totals, bytes_logical=written + linked, bytes_written=written, bytes_linked=linked
+    return Shard(
+        attempt=attempt.attempt,
+        epoch=attempt.epoch,
+        step=attempt.step if step is None else step,
+        rank=rank,
+        world=attempt.world,
+        trigger=attempt.trigger,
+        layout=layout,
+        schema_sum=rows.schema_sum,
+        parts=tuple(sorted(found, key=lambda part: part.folder)),
+        cut=rows.cut,
+        totals=msgspec.structs.replace(
+            rows.totals, bytes_logical=written + linked, bytes_written=written, bytes_linked=linked
+        ),
     )
-    return msgspec.structs.replace(shard, parts=tuple(sorted(found, key=lambda part: part.folder)), totals=totals)
+
+
+def entry_of(shard: Shard, raw: bytes) -> ShardEntry:
+    """How a manifest names a shard, whose text is ``raw``."""
+    return ShardEntry(shard.rank, len(raw), hashlib.sha256(raw).hexdigest())
 
 
 def sync_parts(folder: Path, shard: Shard) -> None:
     """Wait until the names of a shard's parts are on disk."""
     for parent in sorted({part.folder.rpartition("/")[0] for part in shard.parts}, reverse=True):
         disk.sync_folder(f"{folder}/{parent}" if parent else folder)
-
-
-def finish_dump(
-    folder: Path,
-    parts: Sequence[PartInfo],
-    *,
-    cut: Cut,
-    totals: Totals,
-    schema_sum: str,
-    step: int = 0,
-    user: Mapping[str, object] | None = None,
-) -> Manifest:
-    """Make a checkpoint of one rank out of the parts in a folder. It is on disk when this returns.
-
-    Args:
-        folder: which ``replacing`` gave.
-        parts: as ``PartWriter.finish`` returned them, all below it.
-        cut: the moment it is of.
-        totals: what it holds; bytes are filled in.
-        schema_sum: of the rows; of ``()`` where there is no schema.
-        step: of the training.
-        user: the user's own state, as JSON.
-
-    Raises:
-        TypeError: ``user`` has something that JSON has no word for; names it.
-        ValueError: ``user`` is too long or too deep, or a part lies elsewhere.
-        OSError: no space, or an I/O error.
-    """
-    shard = Shard(
-        parts=(),
-        attempt=secrets.token_hex(4),
-        epoch=0,
-        step=step,
-        rank=0,
-        world=1,
-        trigger="dumps",
-        layout="flat",
-        schema_sum=schema_sum,
-        cut=cut,
-        totals=totals,
-    )
-    shard = with_parts(shard, folder, parts)
-    raw = strict.encode(shard)
-    manifest = Manifest(
-        name="",
-        step=step,
-        steps_by_rank=(step,),
-        world=1,
-        trigger="dumps",
-        status="complete",
-        reasons=(),
-        parent=None,
-        schema_sum=schema_sum,
-        shards=(ShardEntry(0, len(raw), hashlib.sha256(raw).hexdigest()),),
-        user=dict(user or {}),
-    )
-    raw_manifest = manifest.encode()
-    disk.put(folder / SHARD, raw)
-    disk.put(folder / MANIFEST, raw_manifest)
-    sync_parts(folder, shard)
-    disk.sync_folder(folder)
-    return manifest
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A new folder that takes the place of ``path`` in one step, when the block ends without an exception.
-
-    For ``dumps`` of a buffer (``finish_dump`` in it) and of one component (a part in it). Until then, and after an exception,
-    ``path`` is what it was. What was replaced is removed in the background; what a killed process left beside it, first.
-
-    Raises:
-        FileExistsError: ``path`` is neither free, nor an empty folder, nor a dump of the same kind.
-        OSError: no space; or a dump is to be replaced where two names cannot be exchanged in one step.
-    """
-    path = Path(os.path.abspath(path))
-    _check_target(path)
-    _sweep(path)
-    for parent in reversed(path.parents):
-        if not parent.exists():
-            with contextlib.suppress(FileExistsError):
-                disk.make_folder(parent)
-                disk.sync_folder(parent.parent)
-    temporary, held = _temporary(path)
-    try:
-        yield temporary
-        if not (_is_dump(temporary) or is_part(temporary)):
-            raise ValueError(f"{temporary}: expected a finished dump or part.")
-        _take_place(temporary, path)
-    except BaseException:
-        _throw_away(temporary, path, lambda remove: remove())
-        raise
-    else:
-        _throw_away(temporary, path, disk.run_in_background)
-    finally:
-        held.close()
-
-
-def _throw_away(temporary: Path, path: Path, run: Callable[[Callable[[], None]], None]) -> None:
-    """Remove a folder with ``run``: the dump that was replaced, or a new one that failed."""
-    trash = temporary.with_name(f".{path.name}.trash-{secrets.token_hex(8)}")
-
-    def remove() -> None:
-        try:
-            with contextlib.suppress(OSError):
-                disk.remove(trash)
-        finally:
-            fd.close()
-
-    with contextlib.suppress(OSError):
-        fd = disk.open_folder(temporary)
-        disk.lock(fd)  # others see that it is being removed
-        try:
-            disk.rename(temporary, trash)
-        except OSError:
-            fd.close()
-            raise
-        run(remove)
-
-
-def _take_place(temporary: Path, path: Path) -> None:
-    try:
-        disk.rename(temporary, path)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        _check_target(path)
-        try:
-            disk.exchange(temporary, path)
-        except OSError as why:
-            raise OSError(
-                why.errno,
-                f"{os.strerror(why.errno or 0)}: this file system cannot exchange two names in one step, and a dump is "
-                "never away while it is replaced. Dump to a new name",
-                str(path),
-            ) from why
-    disk.sync_folder(path.parent)
-
-
-def _check_target(path: Path) -> None:
-    if not os.path.lexists(path):
-        return
-    if path.is_dir() and not path.is_symlink() and (_is_dump(path) or is_part(path) or not any(path.iterdir())):
-        return
-    raise FileExistsError(
-        errno.EEXIST,
-        "expected a free name, an empty folder or a dump to replace. Remove it, or take another",
-        str(path),
-    )
-
-
-def _is_dump(path: Path) -> bool:
-    """Whether the folder has the manifest of a dump. A damaged manifest does not count."""
-    try:
-        raw = (path / MANIFEST).read_bytes()
-        return Manifest.decode(raw, path / MANIFEST).name == ""
-    except (OSError, CorruptCheckpoint, IncompatibleCheckpoint):
-        return False
-
-
-def _temporary(path: Path) -> tuple[Path, files.Descriptor]:
-    """A new folder beside ``path``, and the descriptor whose lock tells other processes that it is in use."""
-    while True:
-        temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
-        disk.make_folder(temporary)
-        try:
-            held = disk.open_folder(temporary)
-        except FileNotFoundError:  # another process swept it before it was locked
-            continue
-        disk.lock(held, wait=True)
-        if temporary.exists():
-            return temporary, held
-        held.close()
-
-
-def _sweep(path: Path) -> None:
-    """Remove temporary folders that killed processes left of dumps to ``path``."""
-    if not path.parent.is_dir():
-        return
-    ours = f".{path.name}."
-    for name in os.listdir(path.parent):
-        if name.startswith(ours) and _LEFT.fullmatch(name, len(ours)):
-            with contextlib.suppress(OSError), disk.open_folder(path.parent / name) as fd:
-                if disk.lock(fd):
-                    disk.remove(path.parent / name)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -397,7 +260,7 @@ class Contents:
 
     def wrote(self, folder: str, shard: Shard, raw: bytes, parts: Sequence[PartInfo]) -> None:
         """Add a shard that this process has written: its text is ``raw``, and ``folder`` is that of its rank."""
-        self.shards[f"{folder}/{SHARD}"] = shard, ShardEntry(shard.rank, len(raw), hashlib.sha256(raw).hexdigest())
+        self.shards[f"{folder}/{SHARD}"] = shard, entry_of(shard, raw)
         listings = {part.sha256: part.listing for part in parts}
         for entry in shard.parts:
             self.listings[f"{folder}/{entry.folder}"] = listings[entry.sha256]
@@ -650,6 +513,6 @@ def read_shard(
         raise corrupt(
             folder / name, f"expected parts called like 'sampler' or 'indexes/000', in order, got {names!r:.200}"
         )
-    found = shard, ShardEntry(shard.rank, len(raw), digest)
+    found = shard, entry_of(shard, raw)
     contents.shards[name] = found
     return found

@@ -38,17 +38,17 @@ from engram.format.checkpoints import (
     MAX_RANKS,
     REFUSAL,
     SHARD,
+    Attempt,
     Checkpoint,
     Contents,
-    Cut,
     Manifest,
     Shard,
     ShardEntry,
-    Totals,
+    ShardRows,
     rank_folder,
     read_shard,
+    shard_of,
     sync_parts,
-    with_parts,
 )
 from engram.format.description import NO_SCHEMA
 from engram.format.part_reader import PartReader
@@ -76,6 +76,7 @@ __all__ = [
     "is_partial",
     "is_series",
     "latest",
+    "manifest_of",
     "names",
     "newest_epoch",
     "open_partial",
@@ -113,20 +114,6 @@ class Name(NamedTuple):
         found = _NAME.fullmatch(text)
         name = cls(int(found[1]), int(found[2]), found[3]) if found else None
         return name if str(name) == text else None
-
-
-class Attempt(strict.Document, frozen=True, kw_only=True):
-    """``attempt.json``: what all ranks agreed on before they began."""
-
-    name: str
-    attempt: str
-    epoch: int
-    step: int
-    world: int
-    trigger: str
-    parent: str | None
-    user: dict[str, object]
-    format: Literal["engram.attempt"] = "engram.attempt"
 
 
 class Refusal(strict.Document, frozen=True, kw_only=True):
@@ -320,11 +307,8 @@ def accept(
     folder: Path,
     rank: int,
     parts: Sequence[PartInfo],
+    rows: ShardRows,
     *,
-    layout: Literal["flat", "segments"],
-    cut: Cut,
-    totals: Totals,
-    schema_sum: str,
     step: int | None = None,
     known: Known | None = None,
 ) -> Shard:
@@ -334,10 +318,7 @@ def accept(
         folder: of the attempt.
         rank: which votes.
         parts: as ``PartWriter.finish`` returned them.
-        layout: of its rows.
-        cut: the moment they are of.
-        totals: what they are; bytes are filled in.
-        schema_sum: of the rows.
+        rows: what it holds; bytes are filled in.
         step: of this rank. Default: that of the attempt.
         known: what this process knows of the series; this shard is added.
 
@@ -347,20 +328,7 @@ def accept(
     """
     attempt = read_attempt(folder, known)
     own = folder / rank_folder(rank, attempt.world)
-    shard = Shard(
-        parts=(),
-        attempt=attempt.attempt,
-        epoch=attempt.epoch,
-        step=attempt.step if step is None else step,
-        rank=rank,
-        world=attempt.world,
-        trigger=attempt.trigger,
-        layout=layout,
-        schema_sum=schema_sum,
-        cut=cut,
-        totals=totals,
-    )
-    shard = with_parts(shard, own, parts)
+    shard = shard_of(attempt, rank, own, parts, rows, "segments", step)
     raw = strict.encode(shard)
     if known is not None:
         known.contents(folder).wrote(rank_folder(rank, attempt.world), shard, raw, parts)
@@ -479,7 +447,7 @@ def decide(folder: Path, epoch: int, *, give_up: str | None = None, known: Known
         reasons = [f"{give_up}: no vote of ranks {missing}"[:10_000]]
     if not reasons:
         reasons = _unfit(folder, attempt, given, Known() if known is None else known)
-    manifest = _manifest(attempt, given, reasons).sealed()
+    manifest = manifest_of(attempt, given, reasons).sealed()
     first = disk.publish(f"{folder}/{MANIFEST}", strict.encode(manifest))
     disk.sync_folder(folder.parent)
     return manifest if first else decision(folder)
@@ -493,7 +461,7 @@ def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], known: Known) 
             by_schema.setdefault(vote.shard.schema_sum, []).append(vote.rank)
     if len(by_schema) > 1:
         return [_unlike(folder, attempt.world, by_schema)[:10_000]]
-    with known.open(folder, _manifest(attempt, given, [])) as checkpoint:
+    with known.open(folder, manifest_of(attempt, given, [])) as checkpoint:
         return [str(problem).removesuffix(".") for problem in checkpoint.problems("meta")][:100]
 
 
@@ -519,8 +487,10 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _manifest(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -> Manifest:
+def manifest_of(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -> Manifest:
+    """The decision on an attempt: complete, or aborted for these reasons."""
     shards = [vote.shard for vote in given if vote.shard is not None]
+    schema_sums = {shard.schema_sum for shard in shards} - {NO_SCHEMA}  # where nothing was ever written there is none
     complete = not reasons
     return Manifest(
         name=attempt.name,
@@ -531,19 +501,10 @@ def _manifest(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -
         status="complete" if complete else "aborted",
         reasons=tuple(reasons),
         parent=attempt.parent,
-        schema_sum=_schema_sum(shards) if complete else "",
+        schema_sum=min(schema_sums, default=NO_SCHEMA) if complete else "",
         shards=tuple(vote.entry for vote in given if vote.entry is not None) if complete else (),
         user=attempt.user if complete else {},
     )
-
-
-def _schema_sums(shards: Sequence[Shard]) -> list[str]:
-    """The schema sums of all shards with fields. A rank where nothing was ever written has none."""
-    return sorted({shard.schema_sum for shard in shards} - {NO_SCHEMA})
-
-
-def _schema_sum(shards: Sequence[Shard]) -> str:
-    return next(iter(_schema_sums(shards)), NO_SCHEMA)
 
 
 def _open(folder: Path) -> files.Descriptor:
@@ -671,7 +632,7 @@ def open_partial(folder: Path) -> Checkpoint:
     if not given:
         raise corrupt(folder, "expected shards of some ranks, found none")
     manifest = msgspec.structs.replace(
-        _manifest(attempt, given, []),
+        manifest_of(attempt, given, []),
         world=len(given),
         shards=tuple(
             msgspec.structs.replace(vote.entry, rank=i) for i, vote in enumerate(given) if vote.entry is not None

@@ -11,7 +11,7 @@ import torch
 
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk
-from engram.format.checkpoints import replacing
+from engram.format.dumps import replacing
 from engram.format.parts import PartReader, PartWriter
 from engram.format.problems import corrupt
 from engram.format.schema import DTYPES

@@ -16,7 +16,7 @@ import torch
 from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format import schema as schemas
-from engram.format.checkpoints import Count, Cut, Totals
+from engram.format.checkpoints import Count, Cut, ShardRows, Totals
 from engram.format.files import Descriptor
 from engram.format.parts import Geometry, PartField, PartWriter, schema_sum, segment_layout
 from engram.format.problems import corrupt
@@ -76,9 +76,7 @@ class SavedRows(NamedTuple):
     """A storage that was written, and what a shard says of it."""
 
     info: PartInfo
-    cut: Cut
-    totals: Totals
-    schema_sum: str
+    shard: ShardRows
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -146,7 +144,8 @@ class RowsWriter:
             segment_rows=segment_rows,
             segments=segments,
         )
-        return SavedRows(info, Cut(state["clock"], exact=not lost, lost_rows=lost), totals, schema_sum(self.fields))
+        cut = Cut(state["clock"], exact=not lost, lost_rows=lost)
+        return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
 
 
 def save_flat(folder: Path, snapshot: RowsSnapshot) -> SavedRows:

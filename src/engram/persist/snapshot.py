@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from engram._words import count
-from engram.format.checkpoints import Cut, Totals
+from engram.format.checkpoints import Cut, ShardRows, Totals
 from engram.format.parts import NO_SCHEMA
 from engram.persist.components import Preparation, write_part
 from engram.persist.roles import roles_of
@@ -45,7 +45,7 @@ class WholeSnapshot(NamedTuple):
 
     def save(self, folder: Path) -> SavedRows:
         info = write_part(folder, "storage", self.kind, self.state)
-        return SavedRows(info, Cut(self.clock), Totals(steps=self.steps, episodes=0), NO_SCHEMA)
+        return SavedRows(info, ShardRows(Cut(self.clock), Totals(steps=self.steps, episodes=0), NO_SCHEMA))
 
     def save_segments(self, folder: Path, **_: object) -> SavedRows:
         return self.save(folder)
@@ -84,8 +84,8 @@ class RowsSnapshot(NamedTuple):
 
     def save(self, folder: Path) -> SavedRows:
         rows = save_flat(folder, self)
-        if rows.cut.lost_rows:
-            lost = count(rows.cut.lost_rows, "row")
+        if lost_rows := rows.shard.cut.lost_rows:
+            lost = count(lost_rows, "row")
             _log.warning("dumps: left out, as others changed them before they were copied: %s", lost)
         return rows
 
