@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from engram.errors import RankFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["Ranks"]
 
@@ -122,10 +122,9 @@ class Ranks(abc.ABC):
             if self.rank:
                 self.add(key, 1)
             elif others > 0:
-                until, pause = time.monotonic() + timeout, _SOON
-                while self.add(key, 0) < others and time.monotonic() < until:
-                    time.sleep(pause)
-                    pause = min(pause * _LONGER, _LATER)
+                for _ in looks(timeout):
+                    if self.add(key, 0) >= others:
+                        break
                 self.forget(key)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
@@ -140,15 +139,11 @@ class Ranks(abc.ABC):
     def _wait(self, keys: Sequence[str], timeout: float, over: str | None = None) -> list[bytes | None]:
         """As :meth:`wait`, which ends too when the key ``over`` is set."""
         found: dict[str, bytes] = {}
-        until = time.monotonic() + timeout
-        pause = _SOON
-        while True:
+        for _ in looks(timeout):
             found.update(self._look([key for key in keys if key not in found]))
-            left = until - time.monotonic()
-            if len(found) == len(set(keys)) or left <= 0 or (over is not None and self.get(over) is not None):
-                return [found.get(key) for key in keys]
-            time.sleep(min(pause, left))
-            pause = min(pause * _LONGER, _LATER)
+            if len(found) == len(set(keys)) or (over is not None and self.get(over) is not None):
+                break
+        return [found.get(key) for key in keys]
 
     def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
         """What is set now, of some keys."""
@@ -248,6 +243,21 @@ class Ranks(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of connections. Repeatable."""
+
+
+def looks(timeout: float) -> Iterator[float]:
+    """When to look at something that others do: at once, after pauses that become longer, and when the time is over.
+
+    Gives the seconds that have passed.
+    """
+    began, pause = time.monotonic(), _SOON
+    while True:
+        passed = time.monotonic() - began
+        yield passed
+        if passed >= timeout:
+            return
+        time.sleep(min(pause, max(timeout - passed, 0.0)))
+        pause = min(pause * _LONGER, _LATER)
 
 
 def _names(ranks: Sequence[int]) -> str:

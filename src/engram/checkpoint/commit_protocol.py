@@ -7,12 +7,14 @@ makes others wait for a deadline, and no longer.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from typing import TYPE_CHECKING
 
 from engram.errors import RankFailed
 from engram.format import series
+from engram.ranks import looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Attempts"]
 
-#: Seconds between two looks at what others wrote: the first, and the longest.
-_SOON, _LATER = 0.001, 0.05
 #: Seconds after which ranks other than 0, which does it at once, try to decide: it may be dead.
 _TRY_S = 2.0
 #: Seconds that they leave rank 0 at the deadline, to give up for all.
@@ -125,16 +125,13 @@ class Attempts:
         if name is None:
             raise RankFailed(f"save: expected the name of an attempt from rank 0, got {said['name']!r:.100}.")
         folder = self.root / str(name)
-        pause = _SOON
-        while not os.path.lexists(folder / series.ATTEMPT):
-            if time.monotonic() - started > timeout:
-                raise RankFailed(
-                    f"save: rank {self.ranks.rank}: expected {folder}, which rank 0 made, found none in {timeout:g} s. Is it a file "
-                    "system that all ranks share?"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LATER)
-        return folder
+        for _ in looks(started + timeout - time.monotonic()):
+            if os.path.lexists(folder / series.ATTEMPT):
+                return folder
+        raise RankFailed(
+            f"save: rank {self.ranks.rank}: expected {folder}, which rank 0 made, found none in {timeout:g} s. Is it a file "
+            "system that all ranks share?"
+        )
 
     def decided(self, folder: Path, timeout: float) -> Manifest:
         """The decision on an attempt, when it is there; after ``timeout`` seconds votes that are missing are ones against.
@@ -142,22 +139,18 @@ class Attempts:
         Raises:
             RuntimeError: a later incarnation of the job has taken over.
         """
-        started = time.monotonic()
-        first = self.ranks.rank == 0
-        asked, pause = started, _SOON
-        while True:
-            now = time.monotonic()
-            late = now - started > timeout + (0 if first else _GRACE_S)
+        first, asked, when = self.ranks.rank == 0, 0.0, looks(math.inf)
+        made: Manifest | None = None
+        while made is None:
+            passed = next(when)
+            late = passed > timeout + (0 if first else _GRACE_S)
             made = series.decision(folder)
-            if made is None and (first or late or now - asked > _TRY_S):
-                asked = now
+            if made is None and (first or late or passed - asked > _TRY_S):
+                asked = passed
                 made = series.decide(
                     folder, self.epoch, give_up=f"after {timeout:g} s" if late else None, known=self.known
                 )
-            if made is not None:
-                return made
-            time.sleep(pause)
-            pause = min(2 * pause, _LATER)
+        return made
 
 
 def _joined_of(key: str) -> str:

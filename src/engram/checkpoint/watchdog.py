@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
+from engram.ranks import looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -63,8 +64,8 @@ class Watchdog:
         self._file = attempts.root / f"CRASH-e{attempts.epoch:04d}-{number}"
         self._key = f"{attempts.section}watch/{number}/"
         self._once = threading.RLock()
-        self._begun = False
         self._saver: int | None = None
+        """The thread that saves or has saved; None: all is well."""
         self._over = threading.Event()
         self._stop = threading.Event()
         self._dead: set[int] = set()
@@ -101,7 +102,7 @@ class Watchdog:
         until = time.monotonic() + self._timeout
         try:
             self._ranks.set(self._end_of(self._ranks.rank), b"")
-            while not self._begun:
+            while not self.begun:
                 said = self._ranks.wait([self._end_of(rank) for rank in range(self._ranks.world)], _LOOK_S)
                 missing = [rank for rank, one in enumerate(said) if one is None]
                 if not missing:
@@ -119,7 +120,7 @@ class Watchdog:
                     break
         except RankFailed:  # the watch sees it, too
             pass
-        if self._begun:
+        if self.begun:
             self._over.wait(self._grace)
 
     def _end_of(self, rank: int) -> str:
@@ -130,16 +131,15 @@ class Watchdog:
 
     @property
     def begun(self) -> bool:
-        return self._begun
+        return self._saver is not None
 
     def save(self, cause: str) -> None:
         """Save this rank's shard, and let all others save theirs; once. Raises nothing: whatever failed is logged."""
-        with self._once:
-            first, self._begun = not self._begun, True
-            if first:
-                self._saver = threading.get_ident()
+        mine = threading.get_ident()
+        with self._once:  # without a call in between, where a signal could be handled
+            first, self._saver = self._saver is None, self._saver or mine
         if not first:
-            if self._saver != threading.get_ident():  # a signal, while this thread saves: it will end soon
+            if self._saver != mine:  # a signal, while this thread saves: it will end soon
                 self._over.wait(self._grace)
             return
         try:
@@ -174,17 +174,14 @@ class Watchdog:
                 attempt=agreed.attempt,
             )
         except FileExistsError:
-            until = time.monotonic() + self._grace
-            while not os.path.lexists(folder / series.ATTEMPT):
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.01)
+            if not any(os.path.lexists(folder / series.ATTEMPT) for _ in looks(self._grace)):
+                raise
         return folder
 
     def _decide(self, folder: Path) -> None:
         """Wait for those that live; commit if all voted."""
-        until = time.monotonic() + self._grace
-        while True:
+        missing: set[int] = set()
+        for _ in looks(self._grace):
             made = series.decide(folder, self._attempts.epoch, known=self._attempts.known)
             if made is not None:
                 _log.warning("saved %s: %s", folder.name, made.status)
@@ -193,10 +190,9 @@ class Watchdog:
                         series.set_latest(folder.parent, folder.name, self._attempts.epoch)
                 return
             missing = {vote.rank for vote in series.votes(folder) if vote.shard is None and vote.error is None}
-            if missing <= self._dead or time.monotonic() > until:
-                _log.warning("saved %s without ranks %s", folder.name, sorted(missing))
-                return
-            time.sleep(0.05)
+            if missing <= self._dead:
+                break
+        _log.warning("saved %s without ranks %s", folder.name, sorted(missing))
 
     # ---- watching --------------------------------------------------------------------------------------------------------
 
@@ -205,7 +201,7 @@ class Watchdog:
         while not self._stop.wait(0 if self._signals is not None else _LOOK_S):
             if self._signals is not None and signal.SIGTERM in self._received():
                 self._terminated()
-            if not self._begun and self._file.exists():
+            if not self.begun and self._file.exists():
                 self.save("another rank failed")
             if self._ranks.world > 1 and time.monotonic() - beat >= _BEAT_S:
                 beat = time.monotonic()
@@ -217,7 +213,7 @@ class Watchdog:
             counts = {rank: self._ranks.add(f"{self._key}{rank}", 0) for rank in range(self._ranks.world)}
         except RankFailed as error:
             self._dead.add(0)
-            if not (self._stop.is_set() or self._begun):
+            if not (self._stop.is_set() or self.begun):
                 self.save(str(error))
             return
         now = time.monotonic()
@@ -232,7 +228,7 @@ class Watchdog:
         except RankFailed:
             return  # the next look says it
         self._dead |= silent
-        if silent and not self._begun:
+        if silent and not self.begun:
             self.save(f"no heartbeat of ranks {sorted(silent)} for {_SILENT_S:g} s")
 
     # ---- signals ---------------------------------------------------------------------------------------------------------
