@@ -45,7 +45,7 @@ def alias(name: str) -> property:
 def returns_itself(doc: str) -> Callable[[Any], Any]:
     """A method that returns the buffer."""
 
-    def method(self: Any) -> Any:
+    def method(self: object) -> Any:
         return self
 
     method.__doc__ = doc

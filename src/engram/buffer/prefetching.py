@@ -52,7 +52,7 @@ class Prefetching:
         has_epochs, kept = wiring.of_sampler.has_epochs, not wiring.storage.shared
         self.prefetcher.draws(plainly=plainly, has_epochs=has_epochs, kept=kept)
 
-    def sample(self, batch_size: int, return_info: bool) -> Any:
+    def sample(self, batch_size: int, return_info: bool) -> object:
         """The next batch: what ``ReplayBuffer.sample`` returns."""
         prefetcher, reading = self.prefetcher, self._reading
         if prefetcher.lazy:
@@ -82,7 +82,7 @@ class Prefetching:
     def ask(self, key: Key) -> None:
         self._reading.draw_key(key)
 
-    def read(self, key: Key) -> tuple[Any, Any]:
+    def read(self, key: Key) -> tuple[object, object]:
         wiring, reading, batch_size = self._wiring, self._reading, self._settings.batch_size
         assert batch_size is not None
         rewinds = wiring.of_sampler.can_rewind and not wiring.storage.shared
@@ -92,7 +92,7 @@ class Prefetching:
         with wiring.pinning.gathering():
             return reading.read(key, batch_size), before
 
-    def finish(self, raw: Any) -> Any:
+    def finish(self, raw: Any) -> object:
         """``(data, rows, info)``: the info is made when it is asked for. Pinned, it is complete, and the rows are None."""
         columns, rows, info = raw
         if self._wiring.pinning is None:
@@ -139,11 +139,11 @@ class Prefetching:
 
     # ---- copies and states -----------------------------------------------------------------------------------------------
 
-    def copy(self) -> dict[str, Any]:
+    def copy(self) -> dict[str, object]:
         """What is prefetched, for :meth:`restore` in another process."""
         return _by_value(self.prefetcher.saved(self))  # type: ignore[no-any-return]
 
-    def restore(self, copy: dict[str, Any]) -> None:
+    def restore(self, copy: dict[str, object]) -> None:
         """Go on with what :meth:`copy` returned."""
         self.prefetcher.restore(_from_value(copy))
 
@@ -201,7 +201,7 @@ def prepare_batches(state: Any, prefetching: Prefetching | None, where: str) -> 
     return Change(prefetching.take, batches, keys, integer(state, "clock", 0, 1 << 62, where))
 
 
-def _checked_batch(entry: Any, where: str) -> dict[str, Any]:
+def _checked_batch(entry: Any, where: str) -> dict[str, object]:
     check_keys(entry, ("key", "made", "last", "before"), where)
     key = _checked_key(entry["key"], where)
     if entry["made"] is None:
@@ -215,7 +215,7 @@ def _checked_batch(entry: Any, where: str) -> dict[str, Any]:
     return {"key": key, "made": (data, rows[0] if rows else None, info), "last": last, "before": before}
 
 
-def _checked_key(key: Any, where: str) -> int:
+def _checked_key(key: object, where: str) -> int:
     """64 bits, as an int. Raises ``TypeError``, ``ValueError``: they are none."""
     return integer({"key": key}, "key", -(1 << 63), 1 << 64, where)
 
@@ -245,10 +245,10 @@ class _ByValue:
         return TensorDict(entries, batch_size=self._batch_size, device=self._device, names=self._names)
 
 
-def _by_value(data: Any) -> Any:
+def _by_value(data: object) -> Any:
     """Batches for a copy: copies of their tensors, which go by value (see ``Copied``); other objects as they are."""
 
-    def copied(leaf: Any) -> Any:
+    def copied(leaf: object) -> object:
         if type(leaf) is TensorDict:
             return _ByValue(leaf)
         return Copied(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
@@ -256,10 +256,10 @@ def _by_value(data: Any) -> Any:
     return map_leaves(data, copied)
 
 
-def _from_value(data: Any) -> Any:
+def _from_value(data: object) -> Any:
     """Batches again."""
 
-    def restored(leaf: Any) -> Any:
+    def restored(leaf: object) -> object:
         if isinstance(leaf, _ByValue):
             return leaf.restored()
         return leaf.tensor if isinstance(leaf, Copied) else leaf

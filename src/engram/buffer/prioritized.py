@@ -84,7 +84,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         priority_key: str = "td_error",
         eps: float = 1e-8,
         reduction: str = "max",
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         name = type(self).__name__
         sampler = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, reduction=reduction)

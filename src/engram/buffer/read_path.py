@@ -34,7 +34,7 @@ class ReadPath:
         self._wiring = wiring
         self._key = ThreadKey()
 
-    def sample(self, batch_size: int, return_info: bool) -> Any:
+    def sample(self, batch_size: int, return_info: bool) -> object:
         """Draw a batch: what ``ReplayBuffer.sample`` returns."""
         key, wiring = self._key, self._wiring
         if wiring.generator is None:  # draw_key, without a call
@@ -58,7 +58,7 @@ class ReadPath:
         wiring = self._wiring
         return wiring.pinning is not None and not wiring.transform.reads and not wiring.collates
 
-    def sample_with(self, key: Key, batch_size: int, return_info: bool) -> Any:
+    def sample_with(self, key: Key, batch_size: int, return_info: bool) -> object:
         """Draw with a key, and read."""
         wiring = self._wiring
         memory = wiring.storage.memory if wiring.draws_natively else None
@@ -70,7 +70,7 @@ class ReadPath:
         info = {"index_generation": columns.pop()} if tracks else {}
         return self.finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
 
-    def read(self, key: Key, n: int) -> tuple[Any, Tensor, dict[Any, Any]]:
+    def read(self, key: Key, n: int) -> tuple[Any, Tensor, dict[Any, object]]:
         """Draw with a key, and copy the rows: ``(columns, rows, info)``."""
         wiring = self._wiring
         storage, tracks = wiring.storage, wiring.of_writer.tracks_tickets
@@ -84,7 +84,9 @@ class ReadPath:
             return natively(storage, key, n, numbered=tracks)
         return self._draw(n, key.value)
 
-    def finish(self, columns: Any, n: int, rows: Tensor | None, info: dict[Any, Any], return_info: bool) -> Any:
+    def finish(
+        self, columns: object, n: int, rows: Tensor | None, info: dict[object, object], return_info: bool
+    ) -> Any:
         """From ``n`` rows that were read to what the user gets. ``rows`` may be None where they are not shown."""
         wiring = self._wiring
         data = wiring.storage.batch(columns, n)
@@ -99,11 +101,11 @@ class ReadPath:
         sample = (data, self.info(rows, info)) if return_info else data
         return sample if wiring.pinning is None else wiring.pinning(sample, device)
 
-    def attached(self, data: Any, n: int, rows: Any, info: dict[Any, Any]) -> Any:  # noqa: ARG002 - of batches that show rows
+    def attached(self, data: object, n: int, rows: object, info: dict[object, object]) -> Any:  # noqa: ARG002 - of batches that show rows
         """The batch with the entries that say which rows it holds."""
         return data
 
-    def info(self, rows: Any, info: dict[Any, Any]) -> dict[Any, Any]:
+    def info(self, rows: Any, info: dict[object, object]) -> dict[object, object]:
         """What a batch is said to be beside it: ``"index"``, and what the sampler says."""
         wiring = self._wiring
         index: Any = wiring.user_index(rows)
@@ -115,14 +117,14 @@ class ReadPath:
 
     # ---- collating -------------------------------------------------------------------------------------------------------
 
-    def collated(self, data: Any) -> Any:
+    def collated(self, data: Any) -> object:
         """A batch of what was gathered: list storages gather a list of items."""
         wiring = self._wiring
         if wiring.collate_fn is not None:
             return wiring.collate_fn(data)
         return data if wiring.storage.traits.has_fields else collate.stack(data)
 
-    def copied(self, data: Any, *, stacked: bool) -> Any:
+    def copied(self, data: object, *, stacked: bool) -> Any:
         """Data that transforms may change: a list storage hands out what it keeps, unless it was stacked into something new."""
         if self._wiring.storage.traits.has_fields:
             return data
@@ -132,7 +134,7 @@ class ReadPath:
 
     # ---- rows that move --------------------------------------------------------------------------------------------------
 
-    def _draw(self, batch_size: int, key: int) -> tuple[Any, Tensor, dict[Any, Any]]:
+    def _draw(self, batch_size: int, key: int) -> tuple[Any, Tensor, dict[Any, object]]:
         """Ask the sampler, read, and draw again what moved meanwhile."""
         wiring = self._wiring
         storage, source, tracks = wiring.storage, wiring.source, wiring.of_writer.tracks_tickets
@@ -153,7 +155,7 @@ class ReadPath:
         return columns, draw.rows, info
 
     def read_again(
-        self, draw: Draw, columns: Any, moved: list[int], call: str, *, key: int | None = None, chosen: bool = False
+        self, draw: Draw, columns: object, moved: list[int], call: str, *, key: int | None = None, chosen: bool = False
     ) -> Draw:
         """Replace what was read of rows that moved meanwhile; what was read in the end.
 
@@ -203,7 +205,7 @@ class ReadPath:
         rows[gone] = samplers.RandomSampler().draw(extent, len(gone), key).rows
 
 
-def _replaced(values: Any, places: Tensor, others: Any) -> Any:
+def _replaced(values: object, places: Tensor, others: object) -> object:
     """An entry of a draw's info in which some rows were drawn again."""
     if not isinstance(values, Tensor) or not isinstance(others, Tensor):
         return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engram import expanders, storages, writers
 from engram._checks import check_count
@@ -34,8 +34,10 @@ _WRITERS: dict[str, Any] = {
 }
 _BUFFERS: dict[str, Any] = {}
 
+B = TypeVar("B", bound=type)
 
-def register(cls: Any) -> Any:
+
+def register(cls: B) -> B:
     """Let :func:`open_buffer` make a buffer of this class again."""
     _BUFFERS[cls.__name__] = cls
     return cls
@@ -133,14 +135,14 @@ def _path(directory: Any) -> Path:
     return Path(directory) / layout.FOLDER / layout.BUFFER
 
 
-def _described(component: Any, known: dict[str, Any]) -> dict[str, Any]:
+def _described(component: Any, known: dict[str, Any]) -> dict[str, object]:
     name = type(component).__name__
     if known.get(name) is type(component) and component.recordable:
         return {"type": name, "config": component.config()}
     return {"type": name, "custom": True}
 
 
-def _read(directory: Any) -> dict[str, Any]:
+def _read(directory: object) -> dict[str, object]:
     """What a directory notes; empty if it notes nothing."""
     path = _path(directory)
     if not path.exists():
@@ -154,7 +156,7 @@ def _read(directory: Any) -> dict[str, Any]:
     return entries
 
 
-def _made_again(noted: Any, known: dict[str, Any], kind: str) -> Any:
+def _made_again(noted: object, known: dict[str, Any], kind: str) -> object:
     if noted is None:
         return None
     name = noted.get("type") if isinstance(noted, dict) else None
@@ -177,7 +179,7 @@ def _noted_batch_size(noted: dict[str, Any]) -> int | None:
     return batch_size
 
 
-def _noted_prefetch(noted: dict[str, Any], batch_size: int | None) -> int:
+def _noted_prefetch(noted: dict[str, object], batch_size: int | None) -> int:
     try:
         return checked_depth(noted.get("prefetch"), batch_size, "what was recorded")
     except (TypeError, ValueError) as error:

@@ -91,9 +91,9 @@ class ReplayBuffer:
         storage: Storage | Callable[[], Storage] | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-        transform: Any = None,
-        transform_factory: Callable[[], Any] | None = None,
+        collate_fn: Callable[[Any], object] | None = None,
+        transform: object = None,
+        transform_factory: Callable[[], object] | None = None,
         batch_size: int | None = None,
         prefetch: int | None = None,
         pin_memory: bool | None = False,
@@ -141,7 +141,7 @@ class ReplayBuffer:
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def add(self, data: Any, *, lane: int | None = None) -> Any:
+    def add(self, data: object, *, lane: int | None = None) -> Any:
         """Write one row.
 
         Args:
@@ -164,7 +164,7 @@ class ReplayBuffer:
         return self._writing.add(data, lane)
 
     def extend(
-        self, data: Any, *, lane: int | Tensor | Literal["each"] | None = None, update_priority: bool | None = None
+        self, data: object, *, lane: int | Tensor | Literal["each"] | None = None, update_priority: bool | None = None
     ) -> Tensor:
         """Write a batch of rows.
 
@@ -211,7 +211,7 @@ class ReplayBuffer:
         """Rings of consecutive rows that the storage is divided into."""
         return int(self._wiring.storage.lanes)
 
-    def observe(self, write: Write | None, data: Any) -> None:
+    def observe(self, write: Write | None, data: object) -> None:
         """Called by the storage after a write through any buffer or writer; tells the sampler if it listens."""
         wiring = self._wiring
         if write is not None:
@@ -322,7 +322,7 @@ class ReplayBuffer:
         """
         return self._rows.get(index)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         """Replace live rows, or with a key one field of all live rows. Write transforms apply to rows.
 
         Cursor and length stay.
@@ -333,7 +333,7 @@ class ReplayBuffer:
         """
         self._rows.set(index, value)
 
-    def set_at_(self, key: Any, value: Any, index: Any) -> Self:
+    def set_at_(self, key: object, value: object, index: object) -> Self:
         """Replace one stored field of live rows, in place, without transforms.
 
         Raises: as ``rb[index] = value``. TypeError: a list storage, which has no fields.
@@ -341,17 +341,17 @@ class ReplayBuffer:
         self._rows.set_field(key, value, index, "set_at_")
         return self
 
-    def set_(self, key: Any, value: Any) -> Self:
+    def set_(self, key: object, value: object) -> Self:
         """Replace one stored field of all live rows: ``value`` is ``[len(rb), ...]``. Raises: as :meth:`set_at_`."""
         self._rows.set_field(key, value, slice(None), "set_")
         return self
 
     def update_(
         self,
-        input: Any,  # noqa: A002 - TensorDict's name
+        input: object,  # noqa: A002 - TensorDict's name
         clone: bool = False,  # noqa: ARG002 - TensorDict's argument: what is stored is always a copy
         *,
-        keys_to_update: Iterable[Any] | None = None,
+        keys_to_update: Iterable[object] | None = None,
     ) -> Self:
         """Replace several stored fields of all live rows.
 
@@ -369,13 +369,13 @@ class ReplayBuffer:
         """``rb[:end]``: live rows in row order."""
         return self[:end]
 
-    def write_all(self, data: Any, end: int | None = None) -> None:
+    def write_all(self, data: object, end: int | None = None) -> None:
         """``rb[:end] = data``; ``end`` defaults to the number of rows given."""
         self[: rows_of(data) if end is None else end] = data
 
     # ---- components ----------------------------------------------------------------------------------------------------
 
-    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
+    def append_transform(self, transform: object, *, invert: bool = False) -> Self:
         """Add a transform at the end of the list: forward on what is read, inverse on what is written.
 
         A plain callable is for reading; with ``invert`` for writing. On reading, a transform must return something; on
@@ -392,7 +392,7 @@ class ReplayBuffer:
         self._rewire()
         return self
 
-    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
+    def insert_transform(self, index: int, transform: object, *, invert: bool = False) -> Self:
         """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range."""
         self._discard_prefetched("insert_transform")
         self._wiring.transform.insert(index, transform, invert=invert)
@@ -480,7 +480,7 @@ class ReplayBuffer:
         self._recipe.noted = False
         self._recipe.note_if_possible()
 
-    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], object] | None = None) -> Storage:
         """Swap the storage (and the collate function, if one is given); the previous storage is returned."""
         wiring = self._wiring
         previous: Storage = wiring.storage
@@ -526,7 +526,7 @@ class ReplayBuffer:
         self._discard_prefetched("set_rng", keys=False)
         self._wiring.generator = generator
 
-    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: Any, *, generation: Tensor | None = None) -> None:
         """New priorities of rows; a sampler without priorities warns and does nothing.
 
         Args:
@@ -541,7 +541,7 @@ class ReplayBuffer:
         rows = self._wiring.rows_named(index)
         self._bound_sampler().update_priority(rows, priority, generation=generation)
 
-    def mark_update(self, index: Any) -> None:
+    def mark_update(self, index: object) -> None:
         """Rows were rewritten: give them the default priority again. No effect on samplers without priorities."""
         self._bound_sampler().mark_update(self._wiring.rows_named(index))
 
@@ -583,7 +583,7 @@ class ReplayBuffer:
         """
         return self._saving.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, default_rng: bool = False) -> None:
+    def load_state_dict(self, state_dict: dict[str, object], *, default_rng: bool = False) -> None:
         """Take over a saved state: every later operation gives what it would have given then.
 
         Draws, too, if a generator was given, or with ``default_rng``. Rows get new tickets: draws of before do not match any more,
@@ -697,10 +697,10 @@ class ReplayBuffer:
     def open(
         directory: str | os.PathLike[str],
         *,
-        sampler: Any = None,
-        writer: Any = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-        transform: Any = None,
+        sampler: object = None,
+        writer: object = None,
+        collate_fn: Callable[[Any], object] | None = None,
+        transform: object = None,
         batch_size: int | None = None,
         prefetch: int | None = None,
         pin_memory: bool | None = False,
@@ -744,7 +744,7 @@ class ReplayBuffer:
         return rb
 
     @classmethod
-    def open_arguments(cls, record: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it
+    def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it
         """Constructor arguments of this class in what a store recorded."""
         return {}
 
@@ -797,7 +797,7 @@ class ReplayBuffer:
         if self._prefetching is not None:
             self._prefetching.close(timeout)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         storage = self._wiring.storage
         if _fork.is_spawning():
             self._materialize()

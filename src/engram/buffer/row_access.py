@@ -35,7 +35,7 @@ class RowAccess:
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 
-    def get(self, index: Any) -> Any:
+    def get(self, index: object) -> Any:
         """What ``rb[index]`` returns."""
         if _is_key(index):
             return _entry(self.get(slice(None)), index)
@@ -52,7 +52,7 @@ class RowAccess:
             data = wiring.transform.forward(reading.copied(data, stacked=stacked and wiring.collate_fn is None))
         return data
 
-    def _where(self, index: Any) -> Rows:
+    def _where(self, index: object) -> Rows:
         """The rows an index means: with ``ndim > 1`` it is one into the layout of ``extend``, ``[*columns, T]``."""
         storage = self._wiring.storage
         if not storage.initialized:
@@ -60,7 +60,7 @@ class RowAccess:
         where: Rows = storage.locate(index)
         return where
 
-    def _read(self, where: Rows) -> Any:
+    def _read(self, where: Rows) -> object:
         storage = self._wiring.storage
         columns, moved = storage.read(where.rows)
         if moved:
@@ -77,7 +77,7 @@ class RowAccess:
 
     # ---- editing ---------------------------------------------------------------------------------------------------------
 
-    def set(self, index: Any, value: Any) -> None:
+    def set(self, index: object, value: object) -> None:
         """What ``rb[index] = value`` does."""
         if _is_key(index):
             self.set_field(index, value, slice(None), "rb[key] = value")
@@ -92,18 +92,18 @@ class RowAccess:
         prepared = wiring.storage.prepare_at(where, value, call, ignored=self._settings.ignored)
         wiring.storage.notify(wiring.storage.edit(where, prepared), value)
 
-    def storable(self, data: Any, call: str) -> Any:  # noqa: ARG002 - TensorDict buffers have such entries
+    def storable(self, data: object, call: str) -> Any:  # noqa: ARG002 - TensorDict buffers have such entries
         """Data without the entries that are made on reading."""
         return data
 
-    def set_field(self, key: Any, value: Any, index: Any, call: str) -> None:
+    def set_field(self, key: Any, value: object, index: object, call: str) -> None:
         """Replace one stored field of live rows, without transforms."""
         self._check_editable(call)
         storage = self._fields(call)
         path = (key,) if isinstance(key, str) else tuple(key)
         storage.notify(storage.edit_fields(self._where(index), {path: value}, call), None)
 
-    def update(self, values: Any, keys: Iterable[Any] | None) -> None:
+    def update(self, values: object, keys: Iterable[Any] | None) -> None:
         """Replace several stored fields of all live rows; ``keys``: only these of the values."""
         call = "update_"
         self._check_editable(call)
@@ -131,13 +131,13 @@ class RowAccess:
             self._prefetching.materialize()
 
 
-def _is_key(index: Any) -> bool:
+def _is_key(index: object) -> bool:
     return isinstance(index, str) or (
         isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
     )
 
 
-def _entry(data: Any, key: Any) -> Any:
+def _entry(data: Any, key: Any) -> object:
     for part in (key,) if isinstance(key, str) else key:
         known = list(data.keys()) if has_entries(data) else []
         if part not in known:

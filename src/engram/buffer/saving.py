@@ -472,7 +472,7 @@ def _free_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _checked_rng(rng: Any, where: str) -> torch.Generator | None:
+def _checked_rng(rng: object, where: str) -> torch.Generator | None:
     if rng is None:
         return None
     if not isinstance(rng, list | tuple) or len(rng) != 2:
@@ -482,7 +482,7 @@ def _checked_rng(rng: Any, where: str) -> torch.Generator | None:
     return _checked_generator(rng[0], where)
 
 
-def _checked_generator(state: Any, where: str) -> torch.Generator:
+def _checked_generator(state: object, where: str) -> torch.Generator:
     """A generator of a saved state. Raises ``TypeError``, ``ValueError``: it is none."""
     generator = torch.Generator()
     try:

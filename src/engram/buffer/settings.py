@@ -26,7 +26,7 @@ class Settings:
         TypeError: no ints. ValueError: ``batch_size`` below 1; ``prefetch`` below 0, or without ``batch_size``.
     """
 
-    def __init__(self, kind: str, batch_size: Any, prefetch: Any, priority_key: str | None = None) -> None:
+    def __init__(self, kind: str, batch_size: Any, prefetch: object, priority_key: str | None = None) -> None:
         if batch_size is not None:
             check_count("batch_size", batch_size)
         self.kind = kind
@@ -76,11 +76,11 @@ class Settings:
             warn(f"sample: batch_size={batch_size} is used instead of the buffer's batch_size={self.batch_size}.")
         return batch_size
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "iterator": None, "_resumes": False}
 
 
-def checked_depth(prefetch: Any, batch_size: int | None, call: str) -> int:
+def checked_depth(prefetch: object, batch_size: int | None, call: str) -> int:
     """Batches to ask for ahead. Raises ``TypeError``, ``ValueError``: another value, or no batch size."""
     if prefetch is None or prefetch is False:
         return 0

@@ -43,7 +43,7 @@ class TensorDictReadPath(ReadPath):
 class TensorDictWritePath(WritePath):
     """Rows may bring their first priority along. What the sampler would refuse is refused before rows are written."""
 
-    def add(self, data: Any, lane: int | None) -> Any:
+    def add(self, data: object, lane: int | None) -> Any:
         row, priority = _to_store(data, "add"), self._priority_in(data)
         if priority is None:
             return super().add(row, lane)
@@ -59,7 +59,7 @@ class TensorDictWritePath(WritePath):
             self._update_priority(index, priority)
         return index
 
-    def extend(self, data: Any, lane: int | Tensor | str | None, *, update_priority: bool | None = None) -> Tensor:
+    def extend(self, data: object, lane: int | Tensor | str | None, *, update_priority: bool | None = None) -> Tensor:
         data = _to_store(data, "extend")
         priority = None if update_priority is False else self._priority_in(data)
         if priority is None:
@@ -76,7 +76,7 @@ class TensorDictWritePath(WritePath):
             self._update_priority(index, priority)
         return index
 
-    def check_rows(self, n: int | None, priority: Any) -> None:
+    def check_rows(self, n: int | None, priority: object) -> None:
         """Refuse priorities that the sampler would. ``n``: of how many rows; None: the data does not say, and is refused later."""
         if n:
             self._bound_sampler().check_priority(priority, n)
@@ -85,7 +85,7 @@ class TensorDictWritePath(WritePath):
         """The priorities that come along with rows; None if there are none, or the sampler takes none."""
         return data.get(self._settings.priority_key, None) if self._wiring.of_sampler.prioritized else None
 
-    def _update_priority(self, index: Any, priority: Any) -> None:
+    def _update_priority(self, index: object, priority: object) -> None:
         self._bound_sampler().update_priority(self._wiring.rows_named(index), priority)
 
     def _bound_sampler(self) -> Any:
@@ -202,7 +202,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
 
 
-def _attach(data: Any, n: int, entries: dict[Any, Any]) -> None:
+def _attach(data: Any, n: int, entries: dict[object, Any]) -> None:
     """Add entries ``[n, ...]`` to a batch of another form than ours."""
     if not is_tensor_collection(data):
         raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
@@ -221,7 +221,7 @@ def _attach(data: Any, n: int, entries: dict[Any, Any]) -> None:
         data.set(key, laid_out.expand(*data.batch_size, *value.shape[1:]))
 
 
-def _to_store(data: Any, call: str) -> Any:
+def _to_store(data: Any, call: str) -> object:
     """A TensorDict without the entries that are synthesised on reading."""
     if not is_tensor_collection(data) or is_tensorclass(data):
         raise ValueError(

@@ -34,7 +34,7 @@ class Wiring:
         storage: Storage,
         transform: Compose,
         *,
-        collate_fn: Callable[[Any], Any] | None,
+        collate_fn: Callable[[Any], object] | None,
         pinning: Pinning | None,
         generator: torch.Generator | None,
     ) -> None:
@@ -124,7 +124,7 @@ class Wiring:
         """The index of no rows."""
         return torch.empty((0, self.storage.ndim), dtype=torch.int64, device="cpu")
 
-    def rows_named(self, index: Any) -> Any:
+    def rows_named(self, index: object) -> Any:
         """Rows of an index in the users' form; with ``ndim > 1`` coordinates ``[B, ndim]`` or an ``ndim``-tuple of ``[B]``."""
         dims = self.storage.ndim
         if dims == 1:
@@ -141,7 +141,7 @@ class Wiring:
 
     # ---- copies ----------------------------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         derived = ("source", "of_sampler", "placer", "of_writer", "generator")
         paths = ("draws_natively", "sample_natively", "appends", "collates")
         state = {name: value for name, value in self.__dict__.items() if name not in (*derived, *paths)}
@@ -149,7 +149,7 @@ class Wiring:
         state["generator_state"] = None if self.generator is None else self.generator.get_state().numpy()
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         generator_state = state.pop("generator_state")
         self.__dict__.update(state)
         self.generator = None
@@ -167,7 +167,7 @@ def checked_generator(generator: torch.Generator | None) -> torch.Generator | No
     return generator
 
 
-def component(given: Any, kind: Any, name: str, default: Callable[[], Any] | None) -> Any:
+def component(given: object, kind: Any, name: str, default: Callable[[], object] | None) -> Any:
     """The component that an argument names: one, a class of it or a callable that makes it; of None the default.
 
     Raises:
@@ -181,7 +181,7 @@ def component(given: Any, kind: Any, name: str, default: Callable[[], Any] | Non
     return made
 
 
-def first_storage(given: Any, size: int | None, call: str) -> Storage:
+def first_storage(given: object, size: int | None, call: str) -> Storage:
     """The storage of a new buffer.
 
     Raises:

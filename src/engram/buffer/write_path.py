@@ -53,7 +53,7 @@ class WritePath:
 
     # ---- one row ---------------------------------------------------------------------------------------------------------
 
-    def add(self, data: Any, lane: int | None) -> Any:
+    def add(self, data: object, lane: int | None) -> Any:
         """Write one row: what ``ReplayBuffer.add`` returns."""
         lane = self.begin_row(lane)
         if not self._wiring.transform.writes:
@@ -70,7 +70,7 @@ class WritePath:
             self._wiring.storage.unnamed_lanes("add", batched=False)  # refuses
         return lane
 
-    def arrived_row(self, data: Any) -> Arrived | None:
+    def arrived_row(self, data: object) -> Arrived | None:
         """A row behind the write transforms; None if they hold it back.
 
         Transforms see it as a batch of one: a dimension more behind the batch dimensions that it has.
@@ -92,7 +92,7 @@ class WritePath:
         """Write what arrived."""
         return self.write_rows(arrived.data, lane) if arrived.batched else self.write_row(arrived.data, lane)
 
-    def write_row(self, data: Any, lane: int | None) -> Any:
+    def write_row(self, data: object, lane: int | None) -> object:
         """Write one row that went through the transforms."""
         wiring = self._wiring
         storage = wiring.storage
@@ -110,12 +110,12 @@ class WritePath:
 
     # ---- a batch ---------------------------------------------------------------------------------------------------------
 
-    def extend(self, data: Any, lane: int | Tensor | str | None) -> Tensor:
+    def extend(self, data: object, lane: int | Tensor | str | None) -> Tensor:
         """Write a batch of rows: what ``ReplayBuffer.extend`` returns."""
         data = self.arrived_rows(data)
         return self._wiring.no_index() if data is HELD_BACK else self.write_rows(data, lane)
 
-    def arrived_rows(self, data: Any) -> Any:
+    def arrived_rows(self, data: object) -> object:
         """A batch behind the write transforms; :data:`HELD_BACK` if they leave no row of it."""
         if self._prefetching is not None:
             self._prefetching.materialize()
@@ -126,7 +126,7 @@ class WritePath:
                 return HELD_BACK
         return data
 
-    def write_rows(self, data: Any, lane: int | Tensor | str | None) -> Tensor:
+    def write_rows(self, data: object, lane: int | Tensor | str | None) -> Tensor:
         """Write a batch that went through the transforms."""
         wiring = self._wiring
         write = self._write(data, lane, "extend", batched=True)
@@ -134,7 +134,7 @@ class WritePath:
 
     # ---- both ------------------------------------------------------------------------------------------------------------
 
-    def _write(self, data: Any, lane: Any, call: str, *, batched: bool) -> Write:
+    def _write(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
         wiring = self._wiring
         storage = wiring.storage
         if wiring.of_writer.read_only:
@@ -186,17 +186,17 @@ class WritePath:
 # ---- dimensions of nested data -----------------------------------------------------------------------------------------
 
 
-def map_dimensioned(data: Any, change: Callable[[Any], Any]) -> Any:
+def map_dimensioned(data: object, change: Callable[[Any], object]) -> object:
     """Nested data with ``change`` of every tensor, array or TensorDict, in new containers."""
     return map_leaves(data, lambda leaf: change(leaf) if has_dimensions(leaf) else leaf)
 
 
-def new_containers(data: Any) -> Any:
+def new_containers(data: object) -> object:
     """The same tensors in containers that a transform may change: the caller's stay as they are."""
     return map_leaves(data, lambda leaf: leaf.copy() if is_tensor_collection(leaf) else leaf)
 
 
-def rows_of(data: Any, dims: int = 1) -> int | None:
+def rows_of(data: object, dims: int = 1) -> int | None:
     """Rows of a batch whose first ``dims`` dimensions count them: 0 for None, None where that cannot be told."""
     if data is None:
         return 0
@@ -209,14 +209,14 @@ def rows_of(data: Any, dims: int = 1) -> int | None:
     return math.prod(shape[:dims]) if len(shape) >= dims else None
 
 
-def _with_dim(x: Any, at: int) -> Any:
+def _with_dim(x: Any, at: int) -> object:
     """A row as a batch of one: the dimension stands behind a TensorDict's own, or at ``at``."""
     if is_tensor_collection(x):
         return x.unsqueeze(-1)
     return x.unsqueeze(at) if isinstance(x, Tensor) else np.expand_dims(x, at)
 
 
-def _size_of_dim(batch: Any, at: int) -> int:
+def _size_of_dim(batch: object, at: int) -> int:
     """Rows in what a transform made of a batch of one."""
     leaf = first_leaf(batch)
     if not has_dimensions(leaf):
@@ -226,13 +226,13 @@ def _size_of_dim(batch: Any, at: int) -> int:
     return int(leaf.shape[at]) if leaf.ndim > at else 1
 
 
-def _without_dim(x: Any, at: int) -> Any:
+def _without_dim(x: Any, at: int) -> object:
     if is_tensor_collection(x):
         return x.squeeze(-1) if x.batch_size else x
     return x.squeeze(at) if x.ndim > at else x
 
 
-def _move_dim(x: Any, at: int) -> Any:
+def _move_dim(x: Any, at: int) -> object:
     """Several rows in the layout of ``extend``."""
     if not is_tensor_collection(x):
         return x
