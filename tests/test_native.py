@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,3 +119,18 @@ class TestMaking:
         del maker
         assert gone() is None
         assert held.shape == (3,)
+
+
+def test_the_stub_names_what_the_extension_has():
+    stub = ast.parse((Path(__file__).parents[1] / "src/engram/_core.pyi").read_text())
+    said = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    there = {name for name in dir(_native._core) if not name.startswith("_")}
+    assert set(said) | {"epoch_bytes"} == there
+    for name, node in said.items():
+        if isinstance(node, ast.ClassDef):
+            members = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            members |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+            own = {member for member in vars(getattr(_native._core, name)) if not member.startswith("__")}
+            assert {member for member in members if not member.startswith("__")} <= own, name
+            if name == "Store":
+                assert own <= members

@@ -3,11 +3,45 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from engram import _core as _extension
+from engram import _core
+from engram._core import (
+    BadPriority,
+    Epoch,
+    Expansion,
+    Index,
+    Layout,
+    Marks,
+    NothingLive,
+    Participants,
+    Priorities,
+    Ranking,
+    Shape,
+    Store,
+    Trajectories,
+    check_state,
+    control_bytes,
+    empty_rows,
+    epoch_bytes,
+    folder_lock,
+    format_control,
+    format_epoch,
+    format_priorities,
+    permute,
+    pid_namespace,
+    place_runs,
+    prefetch,
+    priority_bytes,
+    reset_epoch_mutex,
+    reset_priorities_mutex,
+    stack,
+    start_time_of,
+    uniform,
+    wait_limit,
+)
 from engram.errors import CorruptStore, WriterStalled
 
 if TYPE_CHECKING:
@@ -16,12 +50,11 @@ if TYPE_CHECKING:
 
     MakeTensor: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
-_core: Any = _extension
-
 __all__ = [
     "BadPriority",
     "Epoch",
     "Expansion",
+    "Index",
     "Layout",
     "Marks",
     "NothingLive",
@@ -54,38 +87,6 @@ __all__ = [
     "uniform",
     "wait_limit",
 ]
-
-BadPriority = _extension.BadPriority
-Expansion = _extension.Expansion
-Layout = _extension.Layout
-Marks = _extension.Marks
-Participants = _core.Participants
-NothingLive = _extension.NothingLive
-Epoch = _extension.Epoch
-Priorities = _extension.Priorities
-Ranking = _extension.Ranking
-Shape = _extension.Shape
-Store = _core.Store
-Trajectories = _extension.Trajectories
-control_bytes = _core.control_bytes
-empty_rows = _core.empty_rows
-folder_lock = _core.folder_lock
-check_state = _core.check_state
-format_control = _core.format_control
-format_epoch = _core.format_epoch
-format_priorities = _core.format_priorities
-epoch_bytes: int = _core.epoch_bytes
-permute = _core.permute
-pid_namespace = _core.pid_namespace
-place_runs = _core.place_runs
-prefetch = _core.prefetch
-priority_bytes = _core.priority_bytes
-reset_epoch_mutex = _core.reset_epoch_mutex
-reset_priorities_mutex = _core.reset_priorities_mutex
-stack = _core.stack
-start_time_of = _core.start_time_of
-uniform = _core.uniform
-wait_limit = _core.wait_limit
 
 _core.raise_stalled_as(WriterStalled)
 _core.raise_damaged_as(CorruptStore)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     #: What all native draws of windows take: the store's core, fields, address of the key, number of windows, which windows,
     #: whether to pad them, whether to return tickets, marks.
-    Arguments: TypeAlias = tuple[object, _native.Layout, int, int, _native.Shape, bool, bool, _native.Marks]
+    Arguments: TypeAlias = tuple[_native.Store, _native.Layout, int, int, _native.Shape, bool, bool, _native.Marks]
 
 __all__ = ["WindowSampler"]
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram import _native
+
 __all__ = ["INDEX_KINDS", "Host", "Index", "IndexKey", "Indexes", "check_index_name"]
 
 #: Name and kind of an index.
@@ -30,7 +32,7 @@ IndexKey: TypeAlias = tuple[str, str]
 class Host(NamedTuple):
     """What an index needs of its store."""
 
-    core: Any
+    core: _native.Store
     control: Tensor
     tickets: Tensor
     directory: Path | None
@@ -128,7 +130,7 @@ class Indexes(Mapping[IndexKey, Any]):
     def __len__(self) -> int:
         return len(self._lasting)
 
-    def close(self, core: Any) -> None:
+    def close(self, core: _native.Store) -> None:
         """Replaces the store's core, and those of its indexes, by one that raises."""
         self.core, self._closed = core, True
         for index in self._lasting.values():

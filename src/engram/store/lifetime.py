@@ -119,7 +119,7 @@ class Attachment:
         self._participants: Any = None
         self._finalizer: weakref.finalize[..., Any] | None = None
 
-    def begin(self, owner: object, core: Any) -> None:
+    def begin(self, owner: object, core: _native.Store) -> None:
         """From here on :meth:`end`, or the collection of the owner, releases all that was taken.
 
         Raises:
@@ -140,7 +140,7 @@ class Attachment:
         """Whether another process has the store open."""
         return others_attached(self._participants, self.directory)
 
-    def join(self, core: Any, indexes: NewIndexes) -> None:
+    def join(self, core: _native.Store, indexes: NewIndexes) -> None:
         """Take an entry in the table. From now on writes attach indexes that other processes make.
 
         Raises:
@@ -159,7 +159,7 @@ class Attachment:
 
         core.on_new_index(attach)
 
-    def rejoin(self, owner: object, core: Any, indexes: NewIndexes) -> None:
+    def rejoin(self, owner: object, core: _native.Store, indexes: NewIndexes) -> None:
         """In a forked child: join beside the parent. The child has its descriptors and maps, but not its locks."""
         self._detach()
         check_store(self.directory)
@@ -187,7 +187,7 @@ class Attachment:
         forget(owner)
         finalizer.detach()
 
-    def _leave(self, core: Any, participants: Any) -> None:
+    def _leave(self, core: _native.Store, participants: Any) -> None:
         if self._alive.pid != os.getpid():
             return  # a forked child that could not join
         try:

@@ -165,7 +165,7 @@ def reattach(saved: Saved) -> Store:
     return store
 
 
-def skip_numbers(core: Any, given: int) -> None:
+def skip_numbers(core: _native.Store, given: int) -> None:
     """Let a new store begin behind that many ticket numbers, so that no earlier draw matches: each emptying takes one."""
     for _ in range(given):
         core.empty(False)
@@ -301,7 +301,7 @@ def _attach_first(store: Store, directory: Path, unclean: str) -> None:
     store.join()
 
 
-def _check_closed(core: Any, directory: Path) -> None:
+def _check_closed(core: _native.Store, directory: Path) -> None:
     """Check the control memory of a store that was closed in order. Cost: O(lanes)."""
     try:
         core.check_closed()
@@ -316,7 +316,7 @@ def _boot_id() -> str:
         return "unknown"
 
 
-def _last_boot_id(core: Any) -> str:
+def _last_boot_id(core: _native.Store) -> str:
     """The boot that a store was last opened in, "" for none yet."""
     try:
         return str(core.boot_id)

@@ -145,7 +145,7 @@ class Store:
         self._placing = _fork.rlock()
         self._pausing = _fork.rlock()
         _fork.mended(self, uses_others=True)  # recovery tells the indexes
-        self.core: Any = _native.Store(
+        self.core: _native.Store = _native.Store(
             control.address,
             control.nbytes,
             tickets.address,
@@ -199,7 +199,7 @@ class Store:
             return
         where = "" if self.directory is None else f" in {str(self.directory)!r}"
         why = f"the store{where} was closed. Use ReplayBuffer.open to go on with one in a folder."
-        refusing = _Refusing(lambda: RuntimeError(why))
+        refusing: Any = _Refusing(lambda: RuntimeError(why))
         self.core = refusing
         self.indexes.close(refusing)
         self.closed = True
@@ -309,7 +309,8 @@ class Store:
         except (OSError, StoreInUse) as error:
             forget(self)
             why = f"the store in {str(self.directory)!r} could not be shared with this forked process: {error}"
-            self.core = self.indexes.core = _Refusing(lambda: ForkedHandle(why))
+            refusing: Any = _Refusing(lambda: ForkedHandle(why))
+            self.core = self.indexes.core = refusing
 
     # ---- its state ---------------------------------------------------------------------------------------------------
 
