@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from engram.checkpoint.schedule import Requests
     from engram.format.problems import Problem
+    from engram.persist.roles import Roles
     from engram.types import Checkpointable
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
@@ -104,7 +105,7 @@ class Checkpointer:
         keep: int = 3,
         on_failure: Literal["raise", "warn"] = "warn",
         prefetch: Literal["save", "drop"] = "save",
-        roles: Mapping[Any, str] | None = None,
+        roles: Roles | None = None,
         timeout: float = 600.0,
         **seldom: Unpack[SeldomArguments],
     ) -> None:
@@ -144,7 +145,7 @@ class Checkpointer:
 
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, *, user: Mapping[str, Any] | None = None, wait: bool = True) -> Any:
+    def save(self, step: int, *, user: Mapping[str, object] | None = None, wait: bool = True) -> Any:
         """Save a checkpoint. With several ranks, each of them calls this with the same step.
 
         If a save is under way, this waits until it has ended: every checkpoint is of its own step. :meth:`poll` never waits.
@@ -210,7 +211,7 @@ class Checkpointer:
 
     # ---- when to save ----------------------------------------------------------------------------------------------------
 
-    def poll(self, step: int, *, user: Mapping[str, Any] | None = None) -> SaveHandle | None:
+    def poll(self, step: int, *, user: Mapping[str, object] | None = None) -> SaveHandle | None:
         """Save in the background if a save is due, or was requested on any rank. All ranks then save at this step.
 
         Every rank calls this at every step, with the same numbers. At every ``poll_every``-th call the ranks exchange one number, and

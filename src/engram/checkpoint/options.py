@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from engram._checks import check_count
 from engram.format import strict
@@ -12,6 +12,7 @@ from engram.persist.roles import check_roles
 from engram.reshard.driver import Policy, checked_incomplete
 
 if TYPE_CHECKING:
+    from engram.persist.roles import Roles
     from engram.types import Ranking
 
 __all__ = [
@@ -41,7 +42,7 @@ class Options(NamedTuple):
     keep: int
     on_failure: str
     prefetch: Literal["save", "drop"]
-    roles: Mapping[Any, str] | None
+    roles: Roles | None
     timeout: float
     full_every: int | None = None
     paranoid: bool = False
@@ -77,7 +78,7 @@ class Asked(NamedTuple):
     """What a checkpoint is asked for with, checked."""
 
     step: int
-    user: dict[str, Any]
+    user: dict[str, object]
     """A copy."""
 
 
@@ -91,7 +92,7 @@ def checked_step(what: str, step: object) -> int:
     return number
 
 
-def checked_user(what: str, user: object) -> dict[str, Any] | None:
+def checked_user(what: str, user: object) -> dict[str, object] | None:
     """As it comes back from a checkpoint."""
     if user is None:
         return None
@@ -104,11 +105,11 @@ class Heard(NamedTuple):
     """What this rank was told of the latest step: a crash checkpoint is of that."""
 
     step: int = 0
-    user: dict[str, Any] = {}  # noqa: RUF012 - a value
+    user: dict[str, object] = {}  # noqa: RUF012 - a value
     user_step: int = 0
     """Of the call that gave ``user``."""
 
-    def then(self, step: int, user: dict[str, Any] | None) -> Heard:
+    def then(self, step: int, user: dict[str, object] | None) -> Heard:
         """After another call: that of an earlier step changes nothing that a later one has said."""
         latest = self if user is None or step < self.user_step else self._replace(user=user, user_step=step)
         return latest._replace(step=max(step, self.step))

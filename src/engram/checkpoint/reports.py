@@ -65,7 +65,7 @@ class RestoreReport(NamedTuple):
     path: Path
     steps: int
     """Rows that are there now."""
-    user: dict[str, Any]
+    user: dict[str, object]
     passed_over: list[Problem]
     """Newer ones that were damaged or not complete."""
     seconds: float

@@ -13,7 +13,7 @@ import select
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
@@ -53,7 +53,7 @@ class Watchdog:
         self,
         attempts: Attempts,
         number: int,
-        heard: Callable[[], tuple[int, Mapping[str, Any]]],
+        heard: Callable[[], tuple[int, Mapping[str, object]]],
         write: Callable[[Path], None],
         grace: float,
         timeout: float,

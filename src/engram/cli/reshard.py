@@ -24,7 +24,7 @@ from engram.storages import LazyMemmapStorage
 from engram.writers import TensorDictMaxValueWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from engram.reshard.driver import Reshard
@@ -92,7 +92,7 @@ def _check_rows(made: Reshard) -> None:
 
 def _ranking(checkpoint: Checkpoint) -> Ranking | None:
     """How the writer that was saved ranks rows, if it does."""
-    (state,) = (read_state(reader) for reader in checkpoint.parts(0) if reader.part == "writer")
+    state: dict[str, Any] = next(read_state(reader) for reader in checkpoint.parts(0) if reader.part == "writer")
     if state.keys() != {"rank_key", "reduction"}:
         return None
     return TensorDictMaxValueWriter(tuple(state["rank_key"]), state["reduction"]).ranking
@@ -180,7 +180,9 @@ def _write(checkpoint: Checkpoint, made: Reshard, root: Path) -> str:
     return attempt.name
 
 
-def _write_rank(checkpoint: Checkpoint, made: Reshard, rank: int, folder: Path, attempt: Path, progress: Any) -> None:
+def _write_rank(
+    checkpoint: Checkpoint, made: Reshard, rank: int, folder: Path, attempt: Path, progress: Callable[[int], None]
+) -> None:
     placed, target = made.rows(rank), made.targets[rank]
     roles = {field.key: field.role for field in made.shards[made.leader].reader.schema or ()}
     with tempfile.TemporaryDirectory(prefix=".reshard-", dir=attempt.parent) as scratch:

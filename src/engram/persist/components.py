@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ S_co = TypeVar("S_co", covariant=True)
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 
 
-def write_part(folder: Path, part: str, kind: str, state: dict[str, Any]) -> PartInfo:
+def write_part(folder: Path, part: str, kind: str, state: dict[str, object]) -> PartInfo:
     """Write a state into a new folder.
 
     Args:
@@ -89,7 +89,7 @@ class StateSnapshot(NamedTuple):
     part: str
     kind: str
     """The class of the component."""
-    state: dict[str, Any]
+    state: dict[str, object]
 
     def save(self, folder: Path) -> PartInfo:
         return write_part(folder, self.part, self.kind, self.state)
@@ -102,7 +102,7 @@ class Dumpable(Stateful):
     part: ClassVar[str]
 
     @property
-    def paused(self) -> AbstractContextManager[Any]:
+    def paused(self) -> AbstractContextManager[object]:
         """Inside nothing that is saved changes."""
         return contextlib.nullcontext()
 
@@ -153,7 +153,7 @@ class SavedPart(NamedTuple):
     part: str
     type: str
     """The class that wrote it."""
-    state: dict[str, Any]
+    state: dict[str, object]
 
 
 def check_kind(reader: PartReader | SavedPart, part: str, *kinds: str) -> None:
@@ -170,7 +170,7 @@ def check_blocks(reader: PartReader) -> None:
         raise corrupt(*problem)
 
 
-def described_state(writer: PartWriter, state: dict[str, Any], where: str) -> dict[str, Any]:
+def described_state(writer: PartWriter, state: dict[str, object], where: str) -> dict[str, object]:
     """The state as JSON values, its tensors written as arrays. Raises as :func:`write_part`."""
 
     def written(value: Tensor) -> dict[str, int]:
@@ -179,11 +179,11 @@ def described_state(writer: PartWriter, state: dict[str, Any], where: str) -> di
         return {"$array": writer.array(_NAMES[value.dtype], tuple(plain.shape), raw)}
 
     _check_entries(state, where)
-    described: dict[str, Any] = mapped(_without_tails(state), written, where)
+    described: dict[str, object] = mapped(_without_tails(state), written, where)
     return described
 
 
-def _without_tails(state: Any) -> Any:
+def _without_tails(state: object) -> object:
     """Leaves of priorities without those behind the last row that has one: capacity costs nothing."""
     if not isinstance(state, dict):
         return state
@@ -196,7 +196,7 @@ def _without_tails(state: Any) -> Any:
     return shorter
 
 
-def _check_entries(state: Any, where: str) -> None:
+def _check_entries(state: object, where: str) -> None:
     if isinstance(state, dict):
         for key, value in state.items():
             if isinstance(key, str) and key.startswith("$"):
@@ -209,17 +209,16 @@ def _check_entries(state: Any, where: str) -> None:
         raise TypeError(f"{where}: expected a dense tensor of {', '.join(DTYPES)}, got one of {state.dtype}.")
 
 
-def read_state(reader: PartReader) -> dict[str, Any]:
+def read_state(reader: PartReader) -> dict[str, object]:
     """The state of a part, every block of it checked.
 
     Raises:
         CorruptCheckpoint: a block has another sum; names file and byte.
     """
-    state: dict[str, Any] = _read(reader.state, reader)
-    return state
+    return {name: _read(value, reader) for name, value in reader.state.items()}
 
 
-def _read(value: Any, reader: PartReader) -> Any:
+def _read(value: object, reader: PartReader) -> object:
     if isinstance(value, dict):
         if "$array" in value:
             return _array(reader, value["$array"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -50,7 +50,7 @@ class ForeignDump(Protocol):
     def schema(self, like: Schema | None, without: Collection[str]) -> Schema:
         """The schema of a store with its rows, as that of the storage, ``like``, if there is one; without some entries."""
 
-    def state(self, schema: Schema) -> dict[str, Any]:
+    def state(self, schema: Schema) -> dict[str, object]:
         """The state without rows of a storage of that schema."""
 
     def source(self, schema: Schema) -> RowsSource:

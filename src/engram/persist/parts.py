@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engram.errors import IncompatibleCheckpoint
@@ -35,7 +36,7 @@ __all__ = [
 
 STORAGE = "storage"
 #: Parts that are left out where they say nothing else.
-EMPTY: dict[str, dict[str, Any]] = {"prefetch": {"batches": None}, "transforms": {}}
+EMPTY: dict[str, dict[str, object]] = {"prefetch": {"batches": None}, "transforms": {}}
 #: In a sampler's state: where its epoch is.
 _OF_AN_EPOCH = ("rows", "visited", "count", "version", "clock")
 #: In a sampler's state: the name of the storage's priorities, which are all of that state.
@@ -49,7 +50,7 @@ FUNCTIONS = "functions"
 class Parts(NamedTuple):
     """A buffer's state without its storage, and which class each part is of."""
 
-    states: dict[str, dict[str, Any]]
+    states: dict[str, dict[str, object]]
     kinds: dict[str, str]
 
 
@@ -88,7 +89,9 @@ def read_parts(checkpoint: Checkpoint, rank: int, *, without: Collection[str] = 
     }
 
 
-def checked_states(parts: Mapping[str, SavedPart], shard: Path, kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def checked_states(
+    parts: Mapping[str, SavedPart], shard: Path, kinds: Mapping[str, str]
+) -> dict[str, dict[str, object]]:
     """The states of all parts but the storage, by the name of the part.
 
     Args:
@@ -112,7 +115,7 @@ def checked_states(parts: Mapping[str, SavedPart], shard: Path, kinds: Mapping[s
     return states
 
 
-def reset(part: str, state: dict[str, Any], seed: int, generator: Any) -> dict[str, Any]:
+def reset(part: str, state: dict[str, object], seed: int, generator: Any) -> dict[str, object]:
     """The state of a part for rows that were moved: epochs and generators begin again, and nothing is prefetched.
 
     Args:
@@ -124,7 +127,8 @@ def reset(part: str, state: dict[str, Any], seed: int, generator: Any) -> dict[s
     Raises:
         IncompatibleCheckpoint: priorities that are not beside the rows that they belong to.
     """
-    if part == "sampler" and len(state.get("leaves", ())):
+    leaves = state.get("leaves")
+    if part == "sampler" and isinstance(leaves, Sized) and len(leaves):
         raise IncompatibleCheckpoint(
             "expected priorities in the part of the storage, as a Checkpointer saves them, got those of a dump. Load it with "
             "loads(path, convert=True), and save that with a Checkpointer."
@@ -142,7 +146,7 @@ def reset(part: str, state: dict[str, Any], seed: int, generator: Any) -> dict[s
     return state
 
 
-def reset_epoch(state: dict[str, Any], seed: int) -> dict[str, Any]:
+def reset_epoch(state: dict[str, object], seed: int) -> dict[str, object]:
     """The state of a sampler, of which a pass over rows or trajectories begins again. ``seed``: of its order."""
     if "visited" not in state:
         return state
@@ -150,13 +154,14 @@ def reset_epoch(state: dict[str, Any], seed: int) -> dict[str, Any]:
     return {**state, **begin, "key": seed, "ran_out": False}
 
 
-def index_state(storage: PartReader, sampler: Mapping[str, Any]) -> dict[str, Any]:
+def index_state(storage: PartReader, sampler: Mapping[str, object]) -> dict[str, object]:
     """The state of a sampler that lies in the storage's part. Raises ``CorruptCheckpoint``: it does not."""
     name = sampler[INDEX]
     found = storage.state.get("priorities", {})
     if not isinstance(name, str) or not isinstance(found, dict) or name not in found:
         raise corrupt(storage.folder, f"expected the priorities {name!r:.100} of the sampler, found none")
-    state: dict[str, Any] = read_state(storage)["priorities"][name]
+    states: dict[str, Any] = read_state(storage)
+    state: dict[str, object] = states["priorities"][name]
     return state
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ENDS", "IDS", "ROLES", "boundary_fields", "check_roles", "doubts", "of_the_step", "roles_of"]
 
+#: The role of fields, by key, as users say it.
+Roles: TypeAlias = "Mapping[str, str] | Mapping[tuple[str, ...], str] | Mapping[str | tuple[str, ...], str]"
 F = TypeVar("F", bound="Keyed")
 
 ROLES = ("data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position")
@@ -38,7 +40,7 @@ class Keyed(Protocol):
     def key(self) -> tuple[str, ...]: ...
 
 
-def check_roles(given: Mapping[Any, str] | None) -> None:
+def check_roles(given: Roles | None) -> None:
     """Raise ``ValueError`` unless these are roles."""
     for key, role in (given or {}).items():
         if role not in ROLES:
@@ -75,7 +77,7 @@ def boundary_fields(fields: Sequence[F], roles: Sequence[str]) -> dict[str, list
     }
 
 
-def roles_of(fields: Sequence[Field], given: Mapping[Any, str] | None = None) -> tuple[str, ...]:
+def roles_of(fields: Sequence[Field], given: Roles | None = None) -> tuple[str, ...]:
     """The role of each field. Several may have the same one.
 
     Args:
@@ -109,7 +111,7 @@ def roles_of(fields: Sequence[Field], given: Mapping[Any, str] | None = None) ->
     return tuple(roles)
 
 
-def doubts(fields: Sequence[PartField], given: Mapping[Any, str] | None = None) -> list[str]:
+def doubts(fields: Sequence[PartField], given: Roles | None = None) -> list[str]:
     """What may go wrong where trajectories are moved, by fields with a key, a dtype and a role: an entry each.
 
     ``given``: what the user said of fields, who has thought of those.

@@ -27,13 +27,14 @@ from engram.persist.roles import boundary_fields, roles_of
 from engram.persist.trajectory_table import Marks, count_kinds, find_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.format.parts import PartInfo, PartReader, SegmentRows
     from engram.format.schema import Schema
+    from engram.persist.roles import Roles
     from engram.persist.snapshot import RowsSnapshot
     from engram.store import Store
 
@@ -107,7 +108,7 @@ class RowsWriter:
         roles: what fields mean, by key, where they are not called as usual.
     """
 
-    def __init__(self, folder: Path, snapshot: RowsSnapshot, roles: Mapping[Any, str] | None) -> None:
+    def __init__(self, folder: Path, snapshot: RowsSnapshot, roles: Roles | None) -> None:
         schema = snapshot.store.schema
         self.part = PartWriter(folder, "storage", snapshot.kind)
         self.boundaries = Boundaries(schema, own := roles_of(schema.fields, roles))
@@ -353,7 +354,7 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
     Raises:
         CorruptCheckpoint: a block has another sum, or a table says what no store does.
     """
-    state = read_state(reader)
+    state: dict[str, Any] = read_state(reader)
     geometry = reader.geometry
     if geometry is None:
         return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +12,13 @@ from engram.format.parts import SegmentRows, schema_sum, segment_layout
 from engram.persist.rows import RowsWriter, ticket_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from engram.format.parts import PartField, PartReader
+    from engram.persist.roles import Roles
     from engram.persist.rows import SavedRows
     from engram.persist.snapshot import RowsSnapshot
     from engram.store import Store
@@ -57,7 +58,7 @@ def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[_
 def save_segments(
     folder: Path,
     snapshot: RowsSnapshot,
-    roles: Mapping[Any, str] | None,
+    roles: Roles | None,
     *,
     parent: PartReader | None = None,
     paranoid: bool = False,

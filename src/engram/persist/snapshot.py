@@ -14,7 +14,7 @@ from engram.persist.rows import SavedRows, described, save_flat
 from engram.persist.segments import save_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.parts import PartField, PartReader
+    from engram.persist.roles import Roles
     from engram.store import Store
 
 __all__ = ["RowsSnapshot", "StoragePreparation", "StorageSnapshot", "WholeSnapshot"]
@@ -40,7 +41,7 @@ class WholeSnapshot(NamedTuple):
     steps: int
     nbytes: int
 
-    def fields(self, roles: Mapping[Any, str] | None) -> Sequence[PartField]:  # noqa: ARG002 - it has none
+    def fields(self, roles: Roles | None) -> Sequence[PartField]:  # noqa: ARG002 - it has none
         return ()
 
     def save(self, folder: Path) -> SavedRows:
@@ -67,7 +68,7 @@ class RowsSnapshot(NamedTuple):
     copies: Sequence[Tensor] | None = None
     """Copies of all rows, by field. None: rows are read when they are written."""
 
-    def fields(self, roles: Mapping[Any, str] | None) -> Sequence[PartField]:
+    def fields(self, roles: Roles | None) -> Sequence[PartField]:
         schema = self.store.schema
         return described(schema, roles_of(schema.fields, roles))[1]
 
@@ -93,7 +94,7 @@ class RowsSnapshot(NamedTuple):
         self,
         folder: Path,
         *,
-        roles: Mapping[Any, str] | None,
+        roles: Roles | None,
         progress: Callable[[int], None],
         parent: PartReader | None = None,
         paranoid: bool = False,

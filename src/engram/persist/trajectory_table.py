@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ KINDS = ("complete", "open", "headless", "both", "mid", "orphan")
 class Marks(NamedTuple):
     """What ``n`` rows say of where trajectories begin and end. None: no field says it."""
 
-    ids: NDArray[np.integer[Any]] | None = None
+    ids: NDArray[np.signedinteger] | None = None
     """``[n, words]``: of another trajectory where other words stand."""
     ends: NDArray[np.bool_] | None = None
     """``[n]``: the last step of its trajectory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -63,10 +63,10 @@ def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
     ]
 
 
-def _state(shard: SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, Any]:
+def _state(shard: SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, object]:
     """All of it that could matter to others."""
     storage = shard.head
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "priorities": {name: {_OF_PRIORITIES: it[_OF_PRIORITIES]} for name, it in storage["priorities"].items()},
         "windows": storage["windows"],
         "transforms": {},
@@ -74,7 +74,7 @@ def _state(shard: SavedShard, parts: Mapping[str, SavedPart]) -> dict[str, Any]:
     return state | {name: reset(name, it.state, 0, None) for name, it in parts.items() if name not in _RESET}
 
 
-def _differences(ours: Any, theirs: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+def _differences(ours: object, theirs: object, where: str) -> Iterator[tuple[str, object, object]]:
     """The deepest entries that differ; of a storage's state, that it does."""
     if where.rpartition(".")[2] == _ROWS and any(True for _ in _differences(ours, theirs, "")):
         yield where, ours, theirs
@@ -83,8 +83,10 @@ def _differences(ours: Any, theirs: Any, where: str) -> Iterator[tuple[str, Any,
         for key, value in ours.items():
             yield from _differences(value, theirs[key], f"{where}.{key}" if where else key)
         return
-    tensors = isinstance(ours, torch.Tensor), isinstance(theirs, torch.Tensor)
-    same = _same_tensors(ours, theirs) if all(tensors) else not any(tensors) and repr(ours) == repr(theirs)
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        same = _same_tensors(ours, theirs)
+    else:
+        same = repr(ours) == repr(theirs)
     if not same:
         yield where, ours, theirs
 
@@ -97,5 +99,5 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*raw)
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     return f" ({value!r})" if isinstance(value, bool | int | float | str) and len(repr(value)) < 40 else ""

@@ -124,7 +124,7 @@ class Reshard:
         scatter.check_ranges()
         return PlacedRows(state, scatter)
 
-    def parts(self, checkpoint: Checkpoint, rank: int) -> list[tuple[str, str, dict[str, Any]]]:
+    def parts(self, checkpoint: Checkpoint, rank: int) -> list[tuple[str, str, dict[str, object]]]:
         """The parts of a rank that are not of rows, by name and class: as the leader has them, but for what begins again.
 
         Raises:
