@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram.errors import CorruptCheckpoint
-from engram.format import sums
+from engram.format import description, sums
 from engram.format.parts import PartReader, PartWriter, is_part, segment_layout
 from engram.format.schema import DTYPES
 from tests.format import checkpoint_folders as made
@@ -25,7 +25,7 @@ def test_there_and_back(tmp_path):
         assert part.lanes() == made.LANES
         assert list(part.trajectories()) == made.TRAJECTORIES
         assert part.records == {"lanes": 2, "tickets": made.ROWS, "trajectories": 3}
-        assert part.read_all(part.field_file(0)) == made.noise(80, 0) + bytes(28)
+        assert part.read_all(description.field_name(part.schema[0])) == made.noise(80, 0) + bytes(28)
         assert part.read_all(".engram/tickets.bin") == made.noise(8 * made.ROWS)
         assert part.read_all("meta.json") == made.META
         part.verify()
@@ -47,7 +47,7 @@ def test_segments_and_links(tmp_path):
             assert [it[:4] for it in part.segments()] == [it[:4] for it in made.SEGMENTS]
             assert [it.tickets_sum for it in part.segments()] == [11, 12, 13, 14]
             for it, size in zip(part.segments(), sizes, strict=True):
-                name = part.segment_file(it)
+                name = description.segment_name(it.lane, it.k)
                 assert it.nbytes == size == part.files[name]
                 same = os.path.samefile(tmp_path / "one" / name, tmp_path / "two" / name)
                 assert same == (it.lane == 0)
@@ -61,8 +61,8 @@ def test_arrays_of_the_state(tmp_path):
         leaves = bytearray(32)
         part.read(0, 0, leaves)
         assert [float(leaf).hex() for leaf in memoryview(leaves).cast("d")] == [x.hex() for x in (0.0, 0.5, 2.0, -0.0)]
-        assert part.array(1).shape == (2, 0)
-        assert part.array(1).nbytes == 0
+        assert part.arrays[1].shape == (2, 0)
+        assert part.arrays[1].nbytes == 0
         assert part.read_all(1) == b""
         assert part.read_all(2) == b"abcde"
 
@@ -124,7 +124,7 @@ def test_any_state_and_arrays(tmp_path_factory, arrays, state):
         assert json.dumps(part.state, sort_keys=True) == json.dumps({"state": state}, sort_keys=True)  # bits, not ==
         assert part.name == "näme"
         for i, (dtype, shape, _) in enumerate(arrays):
-            assert (part.array(i).dtype, list(part.array(i).shape)) == (dtype, shape)
+            assert (part.arrays[i].dtype, list(part.arrays[i].shape)) == (dtype, shape)
             assert part.read_all(i) == datas[i]
 
 

@@ -14,10 +14,10 @@ from engram.persist.trajectory_table import KINDS
 from engram.reshard.reports import reshard_lines, said_reshard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from engram.format.checkpoints import Shard
+    from engram.format.checkpoints import Totals
     from engram.format.problems import Problem
 
 __all__ = ["Entry", "RestoreReport", "SaveReport", "episodes_of", "forget_reports", "note_restore"]
@@ -97,17 +97,10 @@ class Entry(NamedTuple):
     """Why it cannot be loaded; None: it can."""
 
 
-def episodes_of(shards: Sequence[Shard]) -> dict[str, dict[str, int]]:
-    """Episodes and steps of some shards, by kind; without the kinds that there are none of."""
-    episodes = {}
-    for kind in KINDS:
-        counts = [getattr(shard.totals, kind) for shard in shards]
-        if any(one.episodes for one in counts):
-            episodes[kind] = {
-                "episodes": sum(one.episodes for one in counts),
-                "steps": sum(one.steps for one in counts),
-            }
-    return episodes
+def episodes_of(totals: Totals) -> dict[str, dict[str, int]]:
+    """Episodes and steps by kind; without the kinds that there are none of."""
+    counts = msgspec.to_builtins(totals)
+    return {kind: counts[kind] for kind in KINDS if counts[kind]["episodes"]}
 
 
 def note_restore(root: Path, report: RestoreReport, rank: int) -> None:

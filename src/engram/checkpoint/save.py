@@ -15,6 +15,7 @@ from engram.checkpoint.options import Asked
 from engram.checkpoint.reports import SaveReport, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
+from engram.format.checkpoints import added
 from engram.reshard.shards import has_ends, saved_fields
 
 if TYPE_CHECKING:
@@ -211,16 +212,17 @@ class SaveAttempt(SaveHandle):
             _log.warning(
                 "save: %s is there; it cannot be read for a report, which lacks figures: %s", attempt.name, error
             )
-        episodes = episodes_of(shards)
+        totals = added(shard.totals for shard in shards)
+        episodes = episodes_of(totals)
         return SaveReport(
             attempt.name,
             step,
             attempt,
-            sum(shard.totals.steps for shard in shards),
+            totals.steps,
             episodes,
             sum(shard.cut.lost_rows for shard in shards),
-            sum(shard.totals.bytes_written for shard in shards),
-            sum(shard.totals.bytes_linked for shard in shards),
+            totals.bytes_written,
+            totals.bytes_linked,
             snapshot.paused_s,
             time.perf_counter() - self._started,
             {kind: one for kind, one in episodes.items() if drops and kind != "complete"},

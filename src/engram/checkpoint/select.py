@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engram._words import warn
 from engram.errors import CorruptCheckpoint
 from engram.format import series
-from engram.format.checkpoints import Checkpoint
+from engram.format.checkpoints import Checkpoint, added
 from engram.format.problems import Problem, corrupt
 from engram.reshard.reports import Lost
 
@@ -124,5 +124,5 @@ def lost_with(checkpoint: Checkpoint, root: Path) -> Lost:
     with Checkpoint(path) as before:
         if before.manifest.world != manifest.world + len(missing):
             return Lost(missing)
-        totals = [before.shard(rank).totals for rank in missing]
-    return Lost(missing, path.name, sum(it.episodes for it in totals), sum(it.steps for it in totals))
+        totals = added(before.shard(rank).totals for rank in missing)
+    return Lost(missing, path.name, totals.episodes, totals.steps)

@@ -37,7 +37,7 @@ class _Resharding(TypedDict):
     max_drop_fraction: float
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="engram")
 def main() -> None:
     """Experience replay that survives a crash: show and check stores and checkpoints, and run a demo."""
@@ -48,7 +48,6 @@ def main() -> None:
     "--steps",
     type=click.IntRange(min=1),
     default=100_000,
-    show_default=True,
     help="Maximum number of environment steps.",
 )
 @click.option(
@@ -58,21 +57,18 @@ def main() -> None:
     "--seed",
     type=click.IntRange(min=0),
     default=0,
-    show_default=True,
     help="Seed of networks, environments and exploration.",
 )
 @click.option(
     "--sampler",
     type=click.Choice(SAMPLERS),
     default=SAMPLERS[0],
-    show_default=True,
     help="Sampler of the replay buffer.",
 )
 @click.option(
     "--actors",
     type=click.IntRange(1, MOST_ACTORS),
     default=2,
-    show_default=True,
     help="Number of processes that play while another one learns.",
 )
 def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: int) -> None:
@@ -137,7 +133,6 @@ def inspect(path: Path, as_json: bool) -> None:
     "--level",
     type=click.Choice(["meta", "read", "full"]),
     default="full",
-    show_default=True,
     help="meta: descriptions and sizes of files. read: also every block. full: also that no other file is there.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
@@ -181,28 +176,24 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
     "open_ones",
     type=click.Choice(["drop", "truncate", "keep"]),
     default="drop",
-    show_default=True,
     help="What to do with trajectories that lack a last step.",
 )
 @click.option(
     "--headless",
     type=click.Choice(["drop", "keep"]),
     default="drop",
-    show_default=True,
     help="What to do with trajectories that lack their first steps.",
 )
 @click.option(
     "--overflow",
     type=click.Choice(["cut", "fill"]),
     default="cut",
-    show_default=True,
     help="If not all fit: keep only the newest (cut), or also older, shorter ones where they fit (fill).",
 )
 @click.option(
     "--max-drop-fraction",
     type=click.FloatRange(0, 1),
     default=0.5,
-    show_default=True,
     help="Largest fraction of the steps that may be dropped as incomplete, or as longer than a lane.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import operator
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -22,7 +23,7 @@ from engram.format.part_reader import Level, PartReader
 from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from typing import Self
 
     from engram.format.listing import Listing
@@ -42,6 +43,7 @@ __all__ = [
     "ShardEntry",
     "ShardRows",
     "Totals",
+    "added",
     "entry_of",
     "is_checkpoint",
     "rank_folder",
@@ -106,6 +108,9 @@ class Count(msgspec.Struct, frozen=True):
     episodes: int = 0
     steps: int = 0
 
+    def __add__(self, other: Count) -> Count:
+        return Count(self.episodes + other.episodes, self.steps + other.steps)
+
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """What a shard holds. Bytes are filled in when it is written."""
@@ -121,6 +126,13 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     bytes_logical: int = 0
     bytes_written: int = 0
     bytes_linked: int = 0
+
+
+def added(every: Iterable[Totals]) -> Totals:
+    """The totals of some shards together."""
+    columns = zip(*map(msgspec.structs.astuple, [*every] or [Totals(steps=0, episodes=0)]), strict=True)
+    sums = (functools.reduce(operator.add, column) for column in columns)
+    return Totals(**dict(zip(Totals.__struct_fields__, sums, strict=True)))
 
 
 class ShardRows(NamedTuple):

@@ -14,10 +14,10 @@ import msgspec
 
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import control, disk, files, layout, schema, series, tables
-from engram.format.checkpoints import Checkpoint, Count, Totals
+from engram.format.checkpoints import Checkpoint, Totals, added
 from engram.format.description import PartField
 from engram.format.part_reader import PartReader
-from engram.format.verify import is_aborted, kind_of, store_header, verify
+from engram.format.verify import is_aborted, kind_of, read_store, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -90,21 +90,9 @@ def _attempt(path: Path) -> Entries:
         **{name: value for name, value in msgspec.to_builtins(attempt).items() if name not in ("format", "version")},
         "status": "undecided" if made is None else made.status,
         "reasons": [] if made is None else list(made.reasons),
-        "totals": _totals(totals),
+        "totals": msgspec.to_builtins(added(totals)),
         "votes": votes,
     }
-
-
-def _totals(shards: Sequence[Totals]) -> Entries:
-    """Of some ranks together, entry by entry."""
-    sums: Entries = {}
-    for name, value in msgspec.structs.asdict(Totals(steps=0, episodes=0)).items():
-        every = [getattr(totals, name) for totals in shards]
-        if isinstance(value, Count):
-            sums[name] = {"episodes": sum(it.episodes for it in every), "steps": sum(it.steps for it in every)}
-        else:
-            sums[name] = sum(every)
-    return sums
 
 
 def _in_short(shards: Sequence[Totals]) -> dict[str, int]:
@@ -141,7 +129,7 @@ def _checkpoint(checkpoint: Checkpoint) -> Entries:
         "trigger": manifest.trigger,
         "parent": manifest.parent,
         "user": manifest.user,
-        "totals": _totals(totals),
+        "totals": msgspec.to_builtins(added(totals)),
         "shards": shards,
     }
 
@@ -175,11 +163,11 @@ def _priorities_of(part: PartReader, state: object) -> Entries | None:
     """Of a state that has leaves; None: it has none."""
     leaves = state.get(LEAVES) if isinstance(state, dict) else None
     number = leaves.get("$array") if isinstance(leaves, dict) else None
-    if not isinstance(state, dict) or not isinstance(number, int) or part.array(number).dtype != "float64":
+    if not isinstance(state, dict) or not isinstance(number, int) or part.arrays[number].dtype != "float64":
         return None
     names = {"alpha": "alpha", "beta": "beta", "eps": "eps", "highest": "max_priority"}
     parameters = {name: state[key] for key, name in names.items() if key in state}
-    return parameters | _priorities(part.array(number).nbytes, lambda into, offset: part.read(number, offset, into))
+    return parameters | _priorities(part.arrays[number].nbytes, lambda into, offset: part.read(number, offset, into))
 
 
 def _trajectories(every: Iterable[tables.Trajectory], columns: int) -> dict[str, int]:
@@ -249,8 +237,7 @@ def _series(root: Path) -> Entries:
 
 def _store(path: Path) -> Entries:
     folder = path / layout.FOLDER
-    decoded = schema.decode(files.read_small(folder / layout.STORE, schema.MAX_BYTES), str(folder / layout.STORE))
-    header = store_header(path)
+    decoded, header = read_store(path)
     lanes = bytearray(control.control_bytes(header.lanes) - control.FIXED_BYTES)
     _read_file(folder / layout.CONTROL, memoryview(lanes), control.FIXED_BYTES)
     filled = control.filled(bytes(lanes), header)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import xxhash
@@ -48,7 +48,7 @@ __all__ = [
 PART = "part.json"
 SUMS = "sums.bin"
 #: Each field begins at a multiple of that many bytes in a segment.
-ALIGN = 4096
+ALIGN: Literal[4096] = 4096
 MAX_ARRAYS = 1 << 16
 #: Sums of 2 TiB; they are kept in memory while a part is open.
 MAX_SUMS_BYTES = 1 << 26
@@ -96,7 +96,7 @@ class TableEntry(msgspec.Struct, frozen=True):
 
 
 class SumsEntry(msgspec.Struct, frozen=True):
-    bytes: int
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_SUMS_BYTES, multiple_of=8)]
     sha256: str
 
 
@@ -126,15 +126,15 @@ class PartField(msgspec.Struct, frozen=True):
 class SegmentSize(msgspec.Struct, frozen=True):
     rows: int
     """Rows of a whole segment; the last one of a lane may have fewer."""
-    align: int = ALIGN
+    align: Literal[4096] = ALIGN
 
 
 class Part(strict.Summed, frozen=True, kw_only=True):
-    part: str
+    part: Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}\\Z")]
     type: str
     name: str
     state: dict[str, object]
-    arrays: tuple[ArrayInfo, ...]
+    arrays: Annotated[tuple[ArrayInfo, ...], msgspec.Meta(max_length=MAX_ARRAYS)]
     sums: SumsEntry
     geometry: Geometry | msgspec.UnsetType = msgspec.UNSET
     byteorder: Literal["little"] | msgspec.UnsetType = msgspec.UNSET
@@ -221,15 +221,9 @@ def table_entries(placed: Mapping[str, tuple[int, int]]) -> dict[TableName, Tabl
 
 def check(part: Part) -> None:
     """All that the types of ``Part`` cannot say, but for the places of sums. Raises ``ValueError``."""
-    if not NAME.fullmatch(part.part):
-        raise ValueError(f"an impossible name of a part: {part.part!r:.200}")
-    if len(part.arrays) > MAX_ARRAYS:
-        raise ValueError(f"{len(part.arrays)} arrays, at most {MAX_ARRAYS} are possible")
     for i, array in enumerate(part.arrays):
         _check_array(i, array)
     _check_state(part.state, len(part.arrays))
-    if part.sums.bytes % 8 or not 0 <= part.sums.bytes <= MAX_SUMS_BYTES:
-        raise ValueError(f"{part.sums.bytes} bytes of sums, expected a multiple of 8 and at most {MAX_SUMS_BYTES}")
     extras = (part.geometry, part.byteorder, part.schema, part.schema_sum, part.segment, part.storage, part.tables)
     if part.part != "storage":
         if extras.count(msgspec.UNSET) < len(extras):
@@ -314,8 +308,8 @@ def _check_rows(part: Part, schema: tuple[PartField, ...]) -> None:
         raise ValueError("expected either storage or segment")
     if part.storage is msgspec.UNSET:
         assert part.segment is not msgspec.UNSET
-        if not 1 <= part.segment.rows <= part.geometry.lane_length or part.segment.align != ALIGN:
-            raise ValueError(f"segments of {part.segment.rows} rows at multiples of {part.segment.align} bytes")
+        if not 1 <= part.segment.rows <= part.geometry.lane_length:
+            raise ValueError(f"segments of {part.segment.rows} rows in lanes of {part.geometry.lane_length}")
     if ("segments" in part.tables) != (part.segment is not msgspec.UNSET):
         raise ValueError("segments without their table, or a table without segments")
     if part.storage is not msgspec.UNSET:

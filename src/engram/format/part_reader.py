@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from engram.errors import CorruptCheckpoint
 from engram.format import description, disk, files, layout, sums, tables
-from engram.format.description import PART, ArrayInfo, Geometry, PartField
+from engram.format.description import PART, Geometry, PartField
 from engram.format.listing import Listing, read_listing
 from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, wrong_block
 
@@ -21,12 +20,10 @@ if TYPE_CHECKING:
 
     from engram.format.files import Descriptor
 
+
 __all__ = ["Level", "PartReader", "is_part"]
 
 Level = Literal["meta", "read", "full"]
-
-#: Files that a reader keeps open, beside the folder of the last one.
-MAX_OPEN = 1
 
 _CHUNK = 1 << 20
 
@@ -60,7 +57,8 @@ class PartReader:
         listing: Listing | None = None,
     ) -> None:
         self.folder = folder
-        self._open: OrderedDict[str, files.Descriptor] = OrderedDict()
+        # What was opened last, by name; both close when others take their places.
+        self._file: tuple[str, files.Descriptor] | None = None
         self._checked: dict[str, bytearray] = {}
         self._below: tuple[str, files.Descriptor] | None = None
         try:
@@ -117,11 +115,10 @@ class PartReader:
 
     def close(self) -> None:
         """Close its files. A second call does nothing."""
-        while self._open:
-            self._open.popitem()[1].close()
-        if self._below is not None:
-            self._below[1].close()
-            self._below = None
+        for opened in (self._file, self._below):
+            if opened is not None:
+                opened[1].close()
+        self._file = self._below = None
         self.folder_fd.close()
 
     # -- what there is --
@@ -141,30 +138,9 @@ class PartReader:
         """Records of each table of a storage."""
         return {name: table.records for name, table in (self.listing.document.tables or {}).items()}
 
-    def array(self, number: int) -> ArrayInfo:
-        """Dtype, shape and size of an array of the state."""
-        return self.arrays[number]
-
-    def sums_of(self, relative: str) -> tuple[int, sums.Sums]:
-        """Size and sums of a file. Raises ``KeyError``."""
-        return self.listing.files[relative].bytes, self.listing.sums_of(relative)
-
-    def field_file(self, field: int) -> str:
-        """The path of a field's rows in a flat storage."""
-        assert self.schema is not None
-        return description.field_name(self.schema[field])
-
     def array_file(self, number: int) -> str:
         """The path of an array of the state."""
         return description.array_name(description.prefix(self.part), number)
-
-    def table_file(self, table: str) -> str:
-        """The path of a table of a storage."""
-        return description.table_name(table)
-
-    def bytes_of(self, file: str) -> int:
-        """Size of a file, by its path in the folder."""
-        return self.listing.files[file].bytes
 
     # -- bytes --
 
@@ -237,10 +213,6 @@ class PartReader:
         """The segments of a storage, by lane and number."""
         return list(self.listing.segments)
 
-    def segment_file(self, segment: tables.Segment) -> str:
-        """The path of a segment."""
-        return description.segment_name(segment.lane, segment.k)
-
     # -- checks --
 
     def misfits(self) -> Iterator[Problem]:
@@ -300,26 +272,23 @@ class PartReader:
 
     def _fill(self, name: str, view: memoryview, offset: int) -> None:
         nbytes = self.listing.files[name].bytes
-        fd = self._open.get(name)
-        if fd is None:
-            try:
-                fd = self._opened(name)
-            except OSError as error:
-                raise corrupt(self.folder / name, no_file(error, nbytes)) from error
-            self._open[name] = fd
-            if len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
+        try:
+            fd = self._opened(name)
+        except OSError as error:
+            raise corrupt(self.folder / name, no_file(error, nbytes)) from error
         read = disk.read(fd, view, offset)
         if read != len(view):
             raise corrupt(self.folder / name, f"expected {nbytes} bytes, the file ends here", offset + read)
 
     def _opened(self, name: str) -> Descriptor:
-        parent, _, base = name.rpartition("/")
-        if not parent:
-            return disk.open_file(self.folder_fd, name)
-        if self._below is None or self._below[0] != parent:  # files of one folder are read one after another
-            self._below = parent, disk.open_below(self.folder_fd, parent)
-        return disk.open_file(self._below[1], base)
+        """The file, which stays open until another one is read, and its folder until one of another is."""
+        if self._file is None or self._file[0] != name:
+            parent, _, base = name.rpartition("/")
+            if parent and (self._below is None or self._below[0] != parent):
+                self._below = parent, disk.open_below(self.folder_fd, parent)
+            folder_fd = self._below[1] if parent and self._below else self.folder_fd
+            self._file = name, disk.open_file(folder_fd, base)
+        return self._file[1]
 
     def _read_checked(self, name: str, target: memoryview, offset: int) -> None:
         """As :meth:`read`, of one chunk."""

@@ -255,7 +255,7 @@ class PartWriter:
             FileExistsError: it was begun before.
             KeyError: the other part has no such file.
         """
-        nbytes, its_sums = reader.sums_of(its_relative)
+        nbytes, its_sums = reader.listing.files[its_relative].bytes, reader.listing.sums_of(its_relative)
         self._begin(relative)
         target = self._path(relative)
         made = disk.link(its_relative, reader.folder_fd, target)

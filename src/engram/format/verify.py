@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from engram.format.checkpoints import Manifest
 
-__all__ = ["Kind", "Report", "is_aborted", "kind_of", "store_header", "verify"]
+__all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "verify"]
 
 Kind = Literal["store", "dump", "checkpoint", "attempt", "part", "series"]
 
@@ -97,8 +97,8 @@ def verify(path: Path, level: Level = "full") -> Report:
     return Report(path, kind, level, problems, notes)
 
 
-def store_header(path: Path) -> control.Header:
-    """The header of a live store.
+def read_store(path: Path) -> tuple[schema.Schema, control.Header]:
+    """The description and the header of a live store.
 
     Raises:
         CorruptStore: it is damaged, or not of its description.
@@ -124,7 +124,7 @@ def store_header(path: Path) -> control.Header:
         raise CorruptStore(
             f"{folder / layout.CONTROL}: expected the header of this store's description, got another's."
         )
-    return header
+    return decoded, header
 
 
 def _said(path: Path, error: Exception) -> Problem:
@@ -209,9 +209,8 @@ def _series(root: Path, level: Level) -> tuple[list[Problem], list[Problem]]:
 
 def _store(path: Path) -> Iterator[Problem]:
     """A store that may be in use: what never changes of it, and the sizes of its files."""
-    store_header(path)
+    decoded, _ = read_store(path)
     folder = path / layout.FOLDER
-    decoded = schema.decode(files.read_small(folder / layout.STORE, schema.MAX_BYTES), str(folder / layout.STORE))
     fields = [field for field in decoded.fields if field.row_bytes]  # empty rows have no file
     sizes = {layout.field_path(path, field.key): field.row_bytes * decoded.capacity for field in fields}
     sizes[folder / layout.TICKETS] = layout.tickets_bytes(decoded.capacity)

@@ -229,7 +229,7 @@ def _read(value: object, reader: PartReader) -> object:
 
 
 def _array(reader: PartReader, number: int) -> Tensor:
-    array = reader.array(number)
+    array = reader.arrays[number]
     if not hasattr(torch, array.dtype):
         raise corrupt(reader.folder, f"expected a dtype that this torch has, got {array.dtype}")
     made = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="cpu")

@@ -17,6 +17,7 @@ from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.checkpoints import Count, Cut, ShardRows, Totals
+from engram.format.description import field_name, segment_name
 from engram.format.files import Descriptor
 from engram.format.parts import Geometry, PartField, PartWriter, schema_sum, segment_layout
 from engram.format.problems import corrupt
@@ -447,12 +448,12 @@ def stretches(reader: PartReader) -> Iterator[Stretch]:
     """Where all rows of a part lie."""
     fields = reader.schema or ()
     if reader.segment_rows is None:
-        for number in range(len(fields)):
-            yield Stretch(reader.field_file(number), 0, number, 0, reader.records["tickets"])
+        for number, field in enumerate(fields):
+            yield Stretch(field_name(field), 0, number, 0, reader.records["tickets"])
         return
     for it in reader.segments():
         for number, offset in enumerate(segment_layout(fields, it.rows)[0]):
-            yield Stretch(reader.segment_file(it), offset, number, it.first_row, it.first_row + it.rows)
+            yield Stretch(segment_name(it.lane, it.k), offset, number, it.first_row, it.first_row + it.rows)
 
 
 class SavedRowsSource:

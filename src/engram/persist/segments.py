@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import xxhash
 
+from engram.format.description import segment_name
 from engram.format.parts import SegmentRows, schema_sum, segment_layout
 from engram.persist.rows import RowsWriter, ticket_words
 
@@ -88,12 +89,13 @@ def save_segments(
     if parent is not None and parent.schema_sum == schema_sum(fields) and parent.segment_rows is not None:
         size = parent.segment_rows
         known = {
-            (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): parent.segment_file(it) for it in parent.segments()
+            (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): segment_name(it.lane, it.k)
+            for it in parent.segments()
         }
     rows = _Rows(store, fields, size)
     segments = []
     for it in _ranges(lanes, store.lane_length, size):
-        name = f"seg/{it.lane}-{it.k}.bin"
+        name = segment_name(it.lane, it.k)
         wanted = numbers[it.begin : it.end]
         tickets_sum = _sum(wanted, base)
         theirs = known.get((it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))

@@ -82,7 +82,7 @@ def windows(
     for low, high in wanted.windows(stretch.begin, stretch.end, max(1, _WINDOW // size), max(1, BLOCK // size)):
         at = stretch.offset + (low - stretch.begin) * size
         skipped = at % BLOCK
-        stop = min(-(-(at + (high - low) * size) // BLOCK) * BLOCK, reader.bytes_of(stretch.file))
+        stop = min(-(-(at + (high - low) * size) // BLOCK) * BLOCK, reader.listing.files[stretch.file].bytes)
         reader.read(stretch.file, at - skipped, memory[: stop - at + skipped].numpy().data)
         yield low, memory[skipped : skipped + (high - low) * size]
 

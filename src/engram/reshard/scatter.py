@@ -10,6 +10,7 @@ import torch
 
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
+from engram.format.description import table_name
 from engram.format.problems import corrupt
 from engram.persist.parallel_read import parallel_read
 from engram.persist.roles import boundary_fields
@@ -202,7 +203,7 @@ def _place_numbers(shard: SavedShard, extents: Extents, later: int, numbers: Ten
         put(torch.where(held != 0, held + later, 0), 0, extents, numbers)
         return
     reader = shard.reader
-    file = reader.table_file("tickets")
+    file = table_name("tickets")
     at = 0
     pieces = [Stretch(file, 0, 0, 0, reader.records["tickets"])]
     if reader.segment_rows is not None:
@@ -225,7 +226,7 @@ def _place_leaves(shard: SavedShard, extents: Extents, name: str, leaves: Tensor
         put(found, 0, extents, leaves)
         return
     reader = shard.reader
-    array = reader.array(found["$array"])
+    array = reader.arrays[found["$array"]]
     if array.dtype != "float64" or len(array.shape) != 1:
         raise corrupt(
             reader.folder, f"priorities {name!r}: expected a float64 one of [n], got {array.dtype} {array.shape}"
