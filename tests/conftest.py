@@ -1,3 +1,5 @@
+import gc
+import signal
 import tempfile
 from pathlib import Path
 
@@ -14,6 +16,17 @@ settings.load_profile("engram")
 
 # There is a worker per core: torch's threads would only wait for each other.
 torch.set_num_threads(1)
+
+
+def pytest_configure():
+    """Ctrl-C reaches tests that send it, also where pytest runs in the background of a shell, which lets it ignore that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    """Modules and thousands of tests are there to stay. The collector need not look at them each time, nor in each forked child."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Exceptions that come from outside, as Ctrl-C does, at every bytecode of whatever takes a lock, a pause or a descriptor:
+"""Exceptions that come from outside, as Ctrl-C does, at every moment of whatever takes a lock, a pause or a descriptor:
 afterwards nothing is held, other processes write at once, and so does this one.
 """
 
@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from engram import (
     TensorDictReplayBuffer,
     _native,
 )
+from engram.format import files
 from tests import stress
 from tests.failing_calls import OPERATIONS, ROWS, Operation, descriptors, forked, in_this_process
 from tests.twins import rows
@@ -38,8 +40,34 @@ class Interrupted(KeyboardInterrupt):
 
 
 def interrupted_at(n, act):
-    """Call it; an exception is raised before its n-th bytecode. Where that was; nothing, if there are not as many."""
+    """Call it; an exception is raised at the n-th moment at which Python handles signals: where a function begins, and where one of
+    C has returned, whose result is lost then. Where that was; nothing, if there are not as many.
+    """
+    left = n
+
+    def profile(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_return") and not uninterrupted(frame):
+            left -= 1
+            if left == 0:
+                where.extend(traceback.format_stack(frame, 4))
+                raise Interrupted  # which ends the profiling, too
+
     where = []
+    sys.setprofile(profile)
+    try:
+        act()
+    except Interrupted:
+        pass
+    finally:
+        sys.setprofile(None)
+    return where
+
+
+def interrupted_before(n, act):
+    """As :func:`interrupted_at`, before the n-th bytecode, so also where Python handles no signals. Between the body of a ``with``
+    and the call that releases a lock, say: code as a whole cannot do without.
+    """
     left = n
 
     def trace(frame, event, argument):
@@ -49,9 +77,10 @@ def interrupted_at(n, act):
             left -= 1
             if left == 0:
                 where.extend(traceback.format_stack(frame, 4))
-                raise Interrupted  # which ends the tracing, too
+                raise Interrupted
         return trace
 
+    where = []
     sys.settrace(trace)
     try:
         act()
@@ -60,6 +89,11 @@ def interrupted_at(n, act):
     finally:
         sys.settrace(None)
     return where
+
+
+def __del__(descriptor):  # noqa: N807
+    """Under the name by which :func:`uninterrupted` knows destructors, in which Python swallows interrupts."""
+    descriptor.close()
 
 
 def uninterrupted(frame):
@@ -103,6 +137,7 @@ class WriteTheBest(Write):
         )
 
     def act(self):
+        self.rb.empty()
         self.rb.extend(rows(6, 20))
 
 
@@ -173,12 +208,12 @@ def ram(monkeypatch):
     monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
     monkeypatch.setattr("engram.storages._home.shared_memory", lambda: home)
     monkeypatch.setattr(engram.store.locks, "WAIT_S", 0.2)
+    monkeypatch.setattr(files.Descriptor, "__del__", __del__)
     before = _native.wait_limit()
     _native._core.set_wait_limit(0.2)
     gc.collect()
     gc.freeze()  # each child looks for what it has open
     yield folder
-    gc.unfreeze()
     _native._core.set_wait_limit(before)
     shutil.rmtree(folder)
 
@@ -198,12 +233,12 @@ def others_go_on(folder):
 
 def join_threads():
     for thread in threading.enumerate():
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and thread.ident is not None:  # else an interrupt ended its start
             thread.join()
 
 
 def interrupt(operation, n, asking, told):
-    """In a process of its own. Whether there was an n-th bytecode."""
+    """In a process of its own. Whether there was an n-th moment."""
     operation.prepare()
     join_threads()
     gc.collect()
@@ -239,7 +274,7 @@ def test_what_is_held_is_given_back(how, ram):
     failed = []
     threading.excepthook, before = failed.append, threading.excepthook
     for n in itertools.count(1):
-        hit = interrupted_at(n, lambda: exec(code, names))
+        hit = interrupted_before(n, lambda: exec(code, names))
         thread = threading.Thread(target=others)
         thread.start()
         thread.join(10)
@@ -262,15 +297,103 @@ def test_nothing_is_held_afterwards(name, ram):
         shutil.rmtree(work)
         for left in (ram / "shm").iterdir():
             shutil.rmtree(left)
-    print(f"{name}: up to bytecode {n}", file=sys.stderr)
+    print(f"{name}: up to moment {n}", file=sys.stderr)
+
+
+@pytest.mark.parametrize("name", [name for name in WORK if name not in OPERATIONS])
+def test_nothing_is_held_after_each(name, ram):
+    """One process is interrupted again and again, a moment later each time, beside another one."""
+    work, seen, report = ram / "work", ram / "seen", ram / "report"
+    step = stress.size(None, 7, 1)
+    n = 1 if step is None else 1 + stress.chance("moments", name).randrange(step)
+    status, failed = 0, []
+    while status != ALL:
+        work.mkdir()
+        seen.write_text("")
+        chosen = range(n, n + 16 * (step or 1), step or 1)
+        status = forked(lambda chosen=chosen: interrupt_each(WORK[name](work), chosen, seen), report)
+        if status in (0, ALL):
+            status = forked(lambda: others_go_on(work), report) or status
+        n += len(seen.read_text()) * chosen.step
+        if status not in (0, ALL):
+            failed.append(f"moment {n}: {status}\n{said(report)}")
+            n += chosen.step
+        shutil.rmtree(work)
+        if step is None:
+            break
+    print(f"{name}: {n - 1} moments, one in {step}", file=sys.stderr)
+    assert not failed, "\n".join([f"{len(failed)} failed, of which the first:", *failed[:5]])
+
+
+#: Status of a process that found no more moments: of a function that returned False.
+ALL = 3
+
+
+def said(report):
+    return report.read_text() if report.exists() else ""
+
+
+def interrupt_each(operation, moments, seen):
+    """In a process of its own, which in the end goes on. Whether there were as many moments."""
+    beside = Beside(operation.folder)
+    operation.prepare()
+    operation.act()
+    beside.writes()
+    join_threads()
+    gc.disable()
+    before = descriptors()
+    for n in moments:
+        hit = interrupted_at(n, operation.act)
+        join_threads()
+        left = [path for path in descriptors() if path not in before]
+        assert not left, f"{n}: descriptors were left open: {left}\n{''.join(hit)}"
+        assert beside.writes(), f"{n}: another process cannot write\n{said(beside.report)}\n{''.join(hit)}"
+        if not hit:
+            break
+        with seen.open("a") as file:
+            file.write(".")
+    operation.again()
+    beside.end()
+    return bool(hit)
+
+
+class Beside:
+    """Another process, which opens the store before it writes for the first time."""
+
+    def __init__(self, folder):
+        self.report = folder / "report of the other"
+        self.ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.ours.close()
+            in_this_process(lambda: self.serve(theirs, folder), self.report)
+        theirs.close()
+
+    def serve(self, asked, folder):
+        rb = None
+        while asked.recv(1):
+            rb = rb or ReplayBuffer.open(folder / "store")
+            rb.extend(rows(2))
+            with rb.storage.placing, rb.storage.paused:
+                pass
+            asked.send(b"x")
+        return True
+
+    def writes(self):
+        self.ours.send(b"x")
+        return self.ours.recv(1) == b"x"
+
+    def end(self):
+        self.ours.close()
+        assert os.waitpid(self.pid, 0)[1] == 0, said(self.report)
 
 
 def moments(name):
-    """Bytecodes to interrupt: one in each octave; for longer runs one in so many."""
-    step, draws = stress.size(None, 97, 11), stress.chance("interrupts", name)
+    """Those to interrupt: one in each octave; for longer runs one in so many."""
+    step, draws = stress.size(None, 7, 1), stress.chance("interrupts", name)
     if step is not None:
         return itertools.count(1 + draws.randrange(step), step)
-    return (draws.randrange(1 << k, 2 << k) for k in itertools.count(6))
+    return (draws.randrange(1 << k, 2 << k) for k in itertools.count(2))
 
 
 def go_on_after(operation, n, ram):
@@ -284,10 +407,10 @@ def go_on_after(operation, n, ram):
     try:
         if os.read(asked, 1):
             status = forked(lambda: others_go_on(operation.folder), ram / "report of others")
-            assert status == 0, f"bytecode {n}: others: {status}\n{(ram / 'report of others').read_text()}"
+            assert status == 0, f"moment {n}: others: {status}\n{(ram / 'report of others').read_text()}"
         os.close(telling)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert status in (0, 3), f"bytecode {n}: {status}\n{report.read_text() if report.exists() else ''}"
+        assert status in (0, 3), f"moment {n}: {status}\n{report.read_text() if report.exists() else ''}"
     finally:
         os.close(asked)
         with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ def all_ended():
     def there():
         return any(thread.name == "engram-worker" for thread in threading.enumerate())
 
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while there() and time.monotonic() < until:
         time.sleep(0.01)
     return not there()
@@ -51,6 +51,20 @@ def test_what_is_elsewhere_is_filled_by_this_thread():
     seen = set()
     parallel_read([[lambda: seen.add(threading.get_ident())]] * 6, [*HERE, Elsewhere()])
     assert seen == {threading.get_ident()}
+
+
+def test_an_interrupt_before_a_thread_begins_leaves_nobody_to_wait_for(monkeypatch):
+    """Python lists the thread from the middle of ``start`` on: for ever, where an interrupt ends that."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for name in ("_start_new_thread", "_start_joinable_thread"):  # until Python 3.12, and since
+        monkeypatch.setattr(threading, name, interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        parallel_read([[lambda: None]] * READERS, HERE)
+    assert [thread.name for thread in threading._limbo.values()] == ["engram-worker"] * (READERS - 1)
+    threading._limbo.clear()
 
 
 @pytest.mark.parametrize("fails", range(READERS))

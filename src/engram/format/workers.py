@@ -63,9 +63,13 @@ def work_off(shares: Sequence[Iterable[Callable[[], object]]], threads: int) -> 
 
 
 def _join(helpers: Sequence[tuple[threading.Thread, threading.Event]], failed: list[BaseException]) -> None:
-    """Return when all have ended. They use what they were given: no second interrupt gives that free before."""
+    """Return when all have ended. They use what they were given: no second interrupt gives that free before.
+
+    A thread without a number has not begun, as an interrupt ended its start, after which Python lists it for ever. If it begins yet,
+    it sees the failure and touches nothing.
+    """
     for helper, ended in helpers:
-        while not ended.is_set() and helper in threading.enumerate():
+        while helper.ident is not None and not ended.is_set() and helper in threading.enumerate():
             try:
                 ended.wait(_LOOK_S)
             except KeyboardInterrupt as error:
