@@ -1,13 +1,11 @@
-"""Jobs of real processes with gloo. They come from a process that has loaded torch already, so that many are cheap."""
+"""Jobs of real processes with gloo."""
 
 import json
-import multiprocessing
 import os
 import time
 import traceback
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.ranks.jobs", "torch.distributed", "engram.checkpoint.checkpointer"])
+from tests.forkserver import CONTEXT
 
 
 def start(n, act, folder, *more):
@@ -18,7 +16,7 @@ def start(n, act, folder, *more):
 
 def spawn(n, main, *more):
     """``n`` processes that run ``main(rank, n, *more)``."""
-    every = [_context.Process(target=main, args=(rank, n, *more)) for rank in range(n)]
+    every = [CONTEXT.Process(target=main, args=(rank, n, *more)) for rank in range(n)]
     for process in every:
         process.start()
     return every
