@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from engram.persist.parts import Snapshot
     from engram.priorities import PriorityConfig, PriorityIndex
     from engram.reshard.driver import Reshard
-    from engram.samplers.trajectory_tables import TrajectoryKeys
-    from engram.store import Key, Store
+    from engram.store import Store
 
     #: An entry of a batch: its name, or the path of names to it.
     Entry: TypeAlias = str | tuple[str, ...]
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Declared",
-    "DeclaredSampler",
-    "DeclaredWriter",
     "Draw",
     "Extent",
     "Listener",
@@ -424,68 +421,3 @@ class Writer(Protocol):
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: Any) -> WritePlan:
         """Choose where the ``n`` rows of ``data`` go. Must not have side effects; raises to refuse the write."""
-
-
-class DeclaredSampler(Sampler, Protocol):
-    """What a buffer asks of a sampler. Of one that follows :class:`Sampler` only, ``samplers.declared`` makes one."""
-
-    @property
-    def traits(self) -> Traits:
-        """What it can do."""
-
-    #: Whether the last batch ended an epoch. The buffer sets it.
-    ran_out: bool
-    #: Whether rows that do not fill a batch are skipped at the end of an epoch.
-    drop_last: bool
-
-    @property
-    def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        """Names and kinds of the store's indexes whose content the state has."""
-
-    def bind(self, storage: SampledStorage) -> None:
-        """Meet the storage whose rows are drawn; raises to refuse it."""
-
-    def moved(self) -> None:
-        """The storage's rows lie elsewhere now, with their indexes; or a buffer that draws from it is closed."""
-
-    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        """Whether a draw of that size would succeed now."""
-
-    def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False) -> NativeBatch:
-        """Draw and read, if the traits say so: ``(columns, rows, info)``."""
-
-    @property
-    def rules(self) -> TrajectoryKeys | None:
-        """Which trajectories its windows are of, if the traits say that it reads them; None: no field tells."""
-
-    def sample_apart(
-        self, storage: SampledStorage, key: Key, n: int, read: ReadDraw, *, numbered: bool = False
-    ) -> NativeBatch:
-        """As :meth:`sample_natively`, but ``read`` reads the columns of a draw, and says which rows have moved."""
-
-    def check_priority(self, priority: object, n: int) -> None:
-        """Raise as :meth:`update_priority` would for priorities of ``n`` rows."""
-
-    def mark_update(self, index: object) -> None:
-        """Rows were rewritten: they get the default priority again."""
-
-    def prepare_load(self, state_dict: dict[str, Any], capacity: int | None = None) -> Commit:
-        """Check a state. ``capacity``: rows that the storage will have when it is committed; None: as now."""
-
-
-class DeclaredWriter(Writer, Protocol):
-    """What a buffer asks of a writer. Of one that follows :class:`Writer` only, ``writers.declared`` makes one."""
-
-    @property
-    def traits(self) -> Traits:
-        """What it can do."""
-
-    def register_storage(self, storage: Any) -> None:
-        """Meet the storage that is written to; raises to refuse it."""
-
-    @property
-    def ranking(self) -> Ranking | None:
-        """Which rows are kept of saved ones, if there is no room for all; None: whole trajectories."""
-
-    def written(self, plan: WritePlan, write: Write) -> None:
-        """Hear that a plan was written, before anyone else can place rows."""

@@ -27,7 +27,7 @@ from engram.buffer.wiring import Wiring, checked_generator, component, first_sto
 from engram.buffer.write_path import WritePath, rows_of
 from engram.pinning import pinning_for
 from engram.transforms import Compose
-from engram.types import DeclaredSampler, Sampler, Write, Writer
+from engram.types import Sampler, Write, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Checkpoint
     from engram.persist.parts import Snapshot
     from engram.reshard.driver import Reshard
+    from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.types import Commit, Form
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from engram.format.parts import PartReader
     from engram.persist.foreign import ForeignDump
     from engram.reshard.driver import Reshard
-    from engram.types import Commit, DeclaredSampler, Form, StorageLoad
+    from engram.samplers._base import DeclaredSampler
+    from engram.types import Commit, Form, StorageLoad
 
 __all__ = ["Saving"]
 
@@ -337,7 +338,7 @@ class Saving:
         shard = open_shard(reader, held=True)
         own = [name for name, kind in self._own_indexes() if kind == priorities.KIND and "leaves" in sampler]
         for name in own:
-            here = self._wiring.source.state_dict()
+            here: State = self._wiring.source.state_dict()
             shard.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])
         schema = storage.schema_here(shard.head["schema"], str(reader.folder))
         converted = converted_for(shard, schema, storage.ndim, self.form.ranking)

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.pinning import Pinning
+    from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.transforms import Compose
-    from engram.types import DeclaredSampler, DeclaredWriter
+    from engram.writers._base import NativeWriter
 
 __all__ = ["Wiring", "component", "first_storage"]
 
@@ -50,7 +51,7 @@ class Wiring:
         self.of_sampler = Traits()
         self.writer: Any = None
         #: The writer, with all that is asked of one.
-        self.placer: DeclaredWriter
+        self.placer: NativeWriter
         self.of_writer = Traits()
 
     # ---- taking components -----------------------------------------------------------------------------------------------

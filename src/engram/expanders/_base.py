@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from engram import _fork, samplers
 from engram._checks import check_count
-from engram.components import Component
 from engram.expanders.expansion import Expansion
 from engram.expanders.reading import Reading
 from engram.field_paths import plain, public
+from engram.samplers._base import DeclaredSampler
 from engram.samplers.trajectory_tables import TrajectoryKeys
 from engram.types import Draw, Sampler
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
     from engram.field_paths import FieldPath
     from engram.samplers._base import NativeSampler
+    from engram.samplers.windows import WindowSampler
     from engram.store import Key as DrawKey
     from engram.store import Store
-    from engram.types import Commit, DeclaredSampler, Extent, Info, NativeBatch, SampledStorage, Traits, Write
+    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Traits, Write
 
 __all__ = ["Expander", "check_discount", "check_steps"]
 
 
-class Expander(Component):
+class Expander(DeclaredSampler):
     """A sampler around a sampler. The inner one draws the rows; the expander adds what it computes from the steps
     around them.
 
@@ -47,7 +48,6 @@ class Expander(Component):
     Computed entries are in the batches of TensorDict buffers, and in the ``info`` of all buffers.
     """
 
-    part = "sampler"
     #: What a store's record may name.
     known: ClassVar[dict[str, type[NativeSampler] | type[Expander]]] = {**samplers.KNOWN}
 
@@ -88,7 +88,7 @@ class Expander(Component):
                 )
             keys = theirs
         elif (source := samplers.declared(inner)).traits.reads_windows:
-            of_windows = source.rules
+            of_windows = cast("WindowSampler", source).rules
             if of_windows is None:
                 raise TypeError(
                     f"{name}: sampler: expected windows of trajectories that the rows tell, got a {type(inner).__name__} with ends or "
@@ -296,7 +296,7 @@ class Expander(Component):
                 # After the draw, whose sampler makes the table first: it counts the windows of the sampler that made it.
                 return self._expansion_of(memory).read_windows(draw)
 
-            tensors, rows, marks = source.sample_apart(storage, key, n, read, numbered=numbered)
+            tensors, rows, marks = cast("WindowSampler", source).sample_apart(storage, key, n, read, numbered=numbered)
             return self._expansion_of(memory).fields(tensors, marks), rows, marks
         expansion = self._expansion_of(memory)
         extent = storage.extent()

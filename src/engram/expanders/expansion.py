@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.expanders.reading import Reading
+    from engram.samplers._base import DeclaredSampler
     from engram.samplers.trajectory_tables import TrajectoryKeys
     from engram.store import Store
-    from engram.types import DeclaredSampler, Entry, Info, SampledStorage
+    from engram.types import Entry, Info, SampledStorage
 
 __all__ = ["Expansion"]
 

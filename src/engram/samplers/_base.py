@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store import Key
-    from engram.types import Commit, DeclaredSampler, Draw, Extent, Info, NativeBatch, SampledStorage, Sampler, Write
+    from engram.types import Commit, Draw, Extent, Info, NativeBatch, SampledStorage, Sampler, Write
 
-__all__ = ["NativeSampler", "check_drawable", "declared"]
+__all__ = ["DeclaredSampler", "NativeSampler", "check_drawable", "declared"]
 
 
 def check_drawable(size: int) -> None:
@@ -27,32 +27,25 @@ def check_drawable(size: int) -> None:
         raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
 
 
-class NativeSampler(Component):
-    """Base of the samplers that draw in the native core."""
+class DeclaredSampler(Component):
+    """What a buffer asks of a sampler. Of one that follows the protocol only, :func:`declared` makes one."""
 
     part = "sampler"
     traits = Traits(has_epochs=False, listens=False, takes_priorities=False)
 
-    #: Set by the last batch of an epoch, for samplers that have epochs.
+    #: Whether the last batch ended an epoch. The buffer sets it.
     ran_out = False
     #: Whether rows that do not fill a batch are skipped at the end of an epoch.
     drop_last = False
-    #: Priority of rows without one.
-    default_priority = 1.0
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         raise NotImplementedError
 
-    @property
-    def prioritized(self) -> bool:
-        """Whether draws are by priority."""
-        return self.traits.prioritized
-
     def bind(self, storage: SampledStorage) -> None:
-        """Meet the storage whose rows are drawn."""
+        """Meet the storage whose rows are drawn; raises to refuse it."""
 
     def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False) -> NativeBatch:
-        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
+        """:meth:`draw` and the rows' data in one native call, if the traits say so: ``(columns, rows, info)``."""
         raise NotImplementedError
 
     def moved(self) -> None:
@@ -68,6 +61,30 @@ class NativeSampler(Component):
     def check_priority(self, priority: object, n: int) -> None:
         """Raise as :meth:`update_priority` would for priorities of ``n`` rows."""
 
+    def mark_update(self, index: object) -> None:
+        """Rows were rewritten: they get the default priority again. No effect: this sampler has no priorities."""
+
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
+        """Whether a draw of this size would succeed now."""
+        return len(storage) > 0 and batch_size > 0
+
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Names and kinds of the store's indexes whose content the state has: a buffer's state has it there only."""
+        return ()
+
+
+class NativeSampler(DeclaredSampler):
+    """Base of the samplers that draw in the native core, with TorchRL's verbs."""
+
+    #: Priority of rows without one.
+    default_priority = 1.0
+
+    @property
+    def prioritized(self) -> bool:
+        """Whether draws are by priority."""
+        return self.traits.prioritized
+
     def mark_update(self, index: object, *, storage: object = None) -> None:
         """No effect: this sampler has no priorities."""
 
@@ -77,27 +94,18 @@ class NativeSampler(Component):
     def extend(self, index: object) -> None:
         """No effect, because rows are known from the store."""
 
-    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        """Whether a draw of this size would succeed now."""
-        return len(storage) > 0 and batch_size > 0
-
     def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``(int64 [B], info)``."""
         key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         draw = self.draw(storage.extent(), batch_size, key)
         return draw.rows, dict(draw.info.items())
 
-    @property
-    def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        """Names and kinds of the store's indexes whose content the state has: a buffer's state has it there only."""
-        return ()
-
 
 #: Methods of a user's sampler that a buffer calls, if they are there.
 _METHODS = ("draw", "observe", "update_priority", "bind", "moved", "can_sample", "check_priority", "mark_update")
 
 
-class _Adapted(NativeSampler):
+class _Adapted(DeclaredSampler):
     """A sampler that follows the protocol only, with the rest of what a buffer asks of one.
 
     The optional attributes of such a sampler are looked up here and nowhere else.

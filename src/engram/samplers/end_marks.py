@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.field_paths import FieldPath
+    from engram.samplers.window_spec import WindowSpec
     from engram.store import Store
     from engram.types import Entry, Info
 
@@ -42,16 +42,7 @@ class EndMarks(NamedTuple):
     """Entries made of a stored flag and a mark: the entry, the function that merges them, and the places of both."""
 
     @classmethod
-    def of(
-        cls,
-        store: Store,
-        truncated_key: FieldPath | None,
-        init_key: FieldPath | None,
-        *,
-        padded: bool,
-        weighted: bool,
-        apart: bool,
-    ) -> EndMarks:
+    def of(cls, store: Store, spec: WindowSpec, *, weighted: bool, apart: bool) -> EndMarks:
         """The marks for the flags that a store holds.
 
         Under ``truncated_key`` and its siblings ``done`` and ``terminated`` they are bool ``[B, 1]``. Under ``init_key``, if it is
@@ -59,11 +50,11 @@ class EndMarks(NamedTuple):
 
         Args:
             store: holds the rows.
-            truncated_key, init_key: as for the slice samplers.
-            padded: short windows are filled up.
+            spec: names the flags, and says whether short windows are filled up.
             weighted: the batch has ``"priority_weight"``.
             apart: the native core does not read the stored flags, so it cannot merge its marks with them.
         """
+        truncated_key, init_key, padded = spec.truncated_key, spec.init_key, spec.pad_output
         fields = numbers_by_path(store)
         places: dict[Entry, int] = {}
         merged: list[tuple[Entry, Merge, int, int]] = []

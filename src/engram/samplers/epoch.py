@@ -150,9 +150,9 @@ class SamplerWithoutReplacement(NativeSampler):
         return {**self._epoch.state(), "ran_out": self.ran_out}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        check_keys(state_dict, ("key", "rows", "visited", "ran_out"), "SamplerWithoutReplacement")
-        progress = checked_progress(state_dict, "SamplerWithoutReplacement")
-        return Change(self._go_on, progress, typed(state_dict, "ran_out", bool, "SamplerWithoutReplacement"))
+        where = "SamplerWithoutReplacement"
+        check_keys(state_dict, ("key", "rows", "visited", "ran_out"), where)
+        return Change(self._go_on, checked_progress(state_dict, where), typed(state_dict, "ran_out", bool, where))
 
     def _go_on(self, progress: Progress, ran_out: bool) -> None:
         self._epoch.progress = progress

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.samplers._base import NativeSampler
     from engram.samplers.windows import Arguments
     from engram.types import Commit, SampledStorage
 
@@ -180,40 +181,39 @@ class SliceSampler(WindowSampler):
     # ---- priorities, which are the anchors' --------------------------------------------------------------------------
 
     @property
+    def _priorities(self) -> NativeSampler:
+        """The anchors; without any, this sampler as one that has no priorities."""
+        return super() if self.anchors is None else self.anchors  # type: ignore[return-value] # super() has its methods
+
+    @property
     def default_priority(self) -> float:  # type: ignore[override]
         """Priority of new rows."""
-        return 1.0 if self.anchors is None else self.anchors.default_priority
+        return self._priorities.default_priority
 
     def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
         """As :meth:`PrioritizedSampler.update_priority`, step by step; without anchors it has no effect and warns."""
-        if self.anchors is None:
-            super().update_priority(index, priority, generation=generation)
-        else:
-            self.anchors.update_priority(index, priority, generation=generation)
+        self._priorities.update_priority(index, priority, generation=generation)
 
     def check_priority(self, priority: object, n: int) -> None:
         """As :meth:`PrioritizedSampler.check_priority`."""
-        if self.anchors is not None:
-            self.anchors.check_priority(priority, n)
+        self._priorities.check_priority(priority, n)
 
     def mark_update(self, index: object, *, storage: object = None) -> None:
         """As :meth:`PrioritizedSampler.mark_update`."""
-        if self.anchors is not None:
-            self.anchors.mark_update(index)
+        self._priorities.mark_update(index)
 
     # ---- state: the table of trajectories follows from the rows ------------------------------------------------------
 
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        return () if self.anchors is None else self.anchors.own_indexes
+        return self._priorities.own_indexes
 
     def state_dict(self) -> dict[str, object]:
         """As :meth:`PrioritizedSampler.state_dict`; without anchors it is empty."""
-        return {} if self.anchors is None else self.anchors.state_dict()
+        return self._priorities.state_dict()
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        prepare = super().prepare_load if self.anchors is None else self.anchors.prepare_load
-        return prepare(state_dict, capacity)
+        return self._priorities.prepare_load(state_dict, capacity)
 
     def config(self) -> dict[str, object]:
         anchors = {} if self.anchors is None else {"anchors": self.anchors.config()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Self, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
 
 import torch
 
@@ -78,9 +78,8 @@ class WindowSpec:
             raise TypeError(
                 f"{who}: expected one of num_slices and slice_len, got num_slices={num_slices}, slice_len={slice_len}."
             )
-        for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if value is not None:
-                check_count(f"{who}: {name}", value)
+        name, value = ("num_slices", num_slices) if slice_len is None else ("slice_len", slice_len)
+        check_count(f"{who}: {name}", value)
         signals = ("ends", "trajectories", "end_key", "end_keys", "traj_key")
         given = {name for name, value in arguments.items() if name in signals and value is not None}
         if {"end_key", "end_keys"} <= given:
@@ -135,14 +134,8 @@ class Setting(Generic[_T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, sampler: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, sampler: WindowSampler, owner: type) -> _T: ...
-    def __get__(self, sampler: WindowSampler | None, owner: type) -> Self | _T:
-        if sampler is None:
-            return self
-        value: _T = getattr(sampler.spec, self._name)
+    def __get__(self, sampler: WindowSampler | None, owner: type) -> _T:
+        value: _T = self if sampler is None else getattr(sampler.spec, self._name)  # type: ignore[assignment] # of a class
         return value
 
     def __set__(self, sampler: WindowSampler, value: _T) -> None:

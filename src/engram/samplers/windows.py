@@ -159,15 +159,7 @@ class WindowSampler(NativeSampler):
             static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=length)
             table = static.table
         marks, apart = (
-            EndMarks.of(
-                memory,
-                spec.truncated_key,
-                spec.init_key,
-                padded=spec.pad_output,
-                weighted=self.anchors is not None,
-                apart=apart,
-            )
-            for apart in (False, True)
+            EndMarks.of(memory, spec, weighted=self.anchors is not None, apart=apart) for apart in (False, True)
         )
         return _Bound(memory, table, static, marks, apart)
 

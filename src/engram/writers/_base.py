@@ -11,7 +11,7 @@ from engram.components import Component, adopt
 from engram.types import Declared, Extent, Traits, WritePlan
 
 if TYPE_CHECKING:
-    from engram.types import DeclaredWriter, Ranking, Write, Writer
+    from engram.types import Ranking, Write, Writer
 
 __all__ = ["NativeWriter", "declared"]
 
@@ -137,7 +137,7 @@ class _Adapted(NativeWriter):
         return repr(self._inner)
 
 
-def declared(writer: Writer) -> DeclaredWriter:
+def declared(writer: Writer) -> NativeWriter:
     """The writer, or of one that follows the protocol only, one around it that answers all that buffers ask."""
     made: Any = writer if isinstance(writer, Declared) else _Adapted(writer)
     return made  # type: ignore[no-any-return]
