@@ -12,12 +12,12 @@ from engram import _native
 from engram._tensordict import children, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["stack"]
 
 
-def stack(items: list[Any]) -> Any:
+def stack(items: list[Any]) -> object:
     """Stack items along a new first dimension.
 
     Tensors; TensorDicts: dense if their shapes agree, else a lazy stack; (nested) dicts of the same keys, leaf by leaf.
@@ -58,7 +58,7 @@ def _stack_tensors(items: list[Tensor]) -> Tensor:
     return torch.stack(items)
 
 
-def _check_kind(items: list[Any], fits: Callable[[Any], bool]) -> None:
+def _check_kind(items: Sequence[object], fits: Callable[[object], bool]) -> None:
     odd = next((item for item in items if not fits(item)), None)
     if odd is not None:
         raise TypeError(
@@ -67,7 +67,7 @@ def _check_kind(items: list[Any], fits: Callable[[Any], bool]) -> None:
         )
 
 
-def _stack_dicts(items: list[dict[str, Any]]) -> dict[str, Any]:
+def _stack_dicts(items: list[dict[str, object]]) -> dict[str, object]:
     _native.prefetch(items)
     _check_kind(items, lambda item: isinstance(item, dict))
     keys = items[0].keys()
@@ -77,7 +77,7 @@ def _stack_dicts(items: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: stack([item[key] for item in items]) for key in keys}
 
 
-def _stack_flat(items: list[Any]) -> TensorDict | None:
+def _stack_flat(items: list[TensorDict]) -> TensorDict | None:
     """Flat TensorDicts of the same fields, shapes and dtypes; None if they are not."""
     _native.prefetch(items)
     batch, device = items[0].batch_size, items[0].device
@@ -88,7 +88,7 @@ def _stack_flat(items: list[Any]) -> TensorDict | None:
     names = sources[0].keys()
     if any(source.keys() != names for source in sources):
         return None
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     for name in names:
         column = [source[name] for source in sources]
         first = column[0]

@@ -73,7 +73,7 @@ class Streams:
 
 
 class _Ready(NamedTuple):
-    batch: Any
+    batch: object
     events: tuple[torch.Event, ...]
     """The batch is complete when these have occurred."""
 
@@ -139,7 +139,7 @@ class DeviceLoader:
         self._runs.add(run)
         return self._handed_out(run)
 
-    def _drawn(self) -> Iterator[Any]:
+    def _drawn(self) -> Iterator[object]:
         """Batches as the buffer returns them."""
         if not self.return_info:
             yield from self.rb
@@ -151,14 +151,14 @@ class DeviceLoader:
             if sampler.ran_out:
                 return
 
-    def _passed_through(self) -> Iterator[Any]:
+    def _passed_through(self) -> Iterator[object]:
         for batch in self._drawn():
             if all(leaf.device == self.device for leaf in tensors(batch)):
                 yield batch
             else:
                 yield map_tensors(batch, lambda leaf: leaf.to(self.device), device=self.device)
 
-    def _handed_out(self, run: _Run) -> Iterator[Any]:
+    def _handed_out(self, run: _Run) -> Iterator[object]:
         streams = self._streams
         assert streams is not None
         try:
@@ -262,7 +262,7 @@ class DeviceLoader:
 class _Run:
     """One iteration: a thread that draws and copies, at most ``depth`` batches ahead."""
 
-    def __init__(self, drawn: Callable[[], Iterator[Any]], streams: Streams, depth: int) -> None:
+    def __init__(self, drawn: Callable[[], Iterator[object]], streams: Streams, depth: int) -> None:
         work = _Work(drawn, streams, depth)
         self._work = work
         self._thread = threading.Thread(target=work.run, name="engram-device-loader", daemon=True)
@@ -278,8 +278,7 @@ class _Run:
         self._work.slots.release()
         if isinstance(found, BaseException):
             raise found
-        ready: _Ready | None = found
-        return ready
+        return found
 
     def close(self) -> None:
         self._end()
@@ -288,11 +287,11 @@ class _Run:
 class _Work:
     """The work of the thread. It has no reference to its iteration, so that the iteration can be garbage-collected."""
 
-    def __init__(self, drawn: Callable[[], Iterator[Any]], streams: Streams, depth: int) -> None:
+    def __init__(self, drawn: Callable[[], Iterator[object]], streams: Streams, depth: int) -> None:
         self.drawn = drawn
         self.streams = streams
         self.pinning = Pinning(streams.memory)
-        self.ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[_Ready | BaseException | None] = queue.SimpleQueue()
         self.slots = threading.Semaphore(depth)
         self.stopped = False
 
@@ -312,7 +311,7 @@ class _Work:
         self.slots.acquire()
         return not self.stopped
 
-    def _sent(self, batch: Any) -> _Ready:
+    def _sent(self, batch: object) -> _Ready:
         streams = self.streams
         # Leaves that are already on the device were computed on this thread's stream; the stream of the copies does not wait for it.
         there = any(streams.holds(leaf) for leaf in tensors(batch))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
-from tensordict import is_non_tensor, is_tensor_collection
+from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __all__ = [
     "flatten",
     "has_dimensions",
     "has_entries",
+    "is_tensordict",
     "map_leaves",
     "map_tensors",
     "map_with_paths",
@@ -27,6 +28,11 @@ __all__ = [
 ]
 
 Path = tuple[str, ...]
+
+
+def is_tensordict(data: object) -> TypeGuard[TensorDictBase]:
+    """Whether data is a TensorDict or a tensorclass, which has its methods."""
+    return bool(is_tensor_collection(data))
 
 
 def has_dimensions(data: object) -> bool:
@@ -39,7 +45,9 @@ def has_entries(data: object) -> bool:
     return isinstance(data, dict) or is_tensor_collection(data)
 
 
-def map_with_paths(data: Any, change: Callable[[Any, Path], Any], path: Path = (), *, keep: bool = False) -> Any:
+def map_with_paths(
+    data: object, change: Callable[[object, Path], object], path: Path = (), *, keep: bool = False
+) -> Any:
     """The same dicts, tuples and lists around ``change(leaf, path)`` of all that they hold.
 
     A TensorDict is a leaf, as is everything else. Containers are new; with ``keep`` one in which nothing changed is returned
@@ -62,31 +70,31 @@ def map_with_paths(data: Any, change: Callable[[Any, Path], Any], path: Path = (
     return change(data, path)
 
 
-def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(data: object, change: Callable[[object], object]) -> Any:
     """The same dicts, tuples and lists, new, around ``change(leaf)`` of all that they hold; a TensorDict is a leaf."""
     return map_with_paths(data, lambda leaf, _: change(leaf))
 
 
-def map_tensors(data: Any, change: Callable[[Tensor], Any], **device: torch.device | None) -> Any:
+def map_tensors(data: object, change: Callable[[Tensor], object], **device: torch.device | None) -> Any:
     """New containers, TensorDicts among them, around ``change(tensor)`` of every tensor. Other objects stay.
 
     ``device=…`` is what TensorDicts say that they are on.
     """
 
-    def within(leaf: Any) -> Any:
-        if is_tensor_collection(leaf):
+    def within(leaf: object) -> object:
+        if is_tensordict(leaf):
             return leaf.apply(lambda x: change(x) if isinstance(x, Tensor) else x, filter_empty=False, **device)
         return change(leaf) if isinstance(leaf, Tensor) else leaf
 
     return map_leaves(data, within)
 
 
-def tensors(data: Any) -> list[Tensor]:
+def tensors(data: object) -> list[Tensor]:
     """Every tensor in data."""
     found: list[Tensor] = []
 
-    def note(leaf: Any) -> None:
-        if is_tensor_collection(leaf):
+    def note(leaf: object) -> None:
+        if is_tensordict(leaf):
             leaf.apply(note, filter_empty=True)
         elif isinstance(leaf, Tensor):
             found.append(leaf)
@@ -95,7 +103,7 @@ def tensors(data: Any) -> list[Tensor]:
     return found
 
 
-def first_leaf(data: Any) -> Any:
+def first_leaf(data: object) -> Any:
     """The first leaf of dicts and tuples; None if they hold none. A list is a leaf: of rows."""
     while isinstance(data, dict | tuple) and not is_tensor_collection(data):
         data = next(iter(data.values() if isinstance(data, dict) else data), None)

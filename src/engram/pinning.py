@@ -10,17 +10,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, is_tensor_collection
+from tensordict import TensorDict
 from torch import Tensor
 
 from engram import _native
 from engram._tensordict import children
 from engram._words import warn
-from engram.nested import map_with_paths, tensors
+from engram.nested import is_tensordict, map_with_paths, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
+
+    from tensordict import TensorDictBase
+
+    from engram.types import Entry
 
 __all__ = ["HostMemory", "Pinning", "pinning_for"]
 
@@ -51,7 +55,7 @@ class Pinning:
         """A context in which the native core allocates its tensors on this thread in pinned memory."""
         return _native.making(None if self.memory is None else self.memory.empty)
 
-    def __call__(self, data: Any, device: torch.device | None = None) -> Any:
+    def __call__(self, data: object, device: torch.device | None = None) -> Any:
         """Data of the same structure whose CPU leaves are pinned. Parts that need no change are returned as they are.
 
         Containers that must change are copied, because a transform may have returned a container that it keeps.
@@ -97,13 +101,13 @@ class _Walk:
     def __init__(self, memory: HostMemory | None, device: torch.device | None) -> None:
         self.memory = memory
         self.device = device
-        self.done: dict[int, tuple[Any, Any]] = {}  # with the tensor itself, which keeps its id
+        self.done: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, which keeps its id
 
-    def walk(self, data: Any, path: tuple[str, ...]) -> Any:
+    def walk(self, data: object, path: tuple[str, ...]) -> Any:
         return map_with_paths(data, self._pinned, path, keep=True)
 
-    def _pinned(self, leaf: Any, path: tuple[str, ...]) -> Any:
-        if is_tensor_collection(leaf):
+    def _pinned(self, leaf: object, path: tuple[str, ...]) -> object:
+        if is_tensordict(leaf):
             return self._collection(leaf, path)
         return self._leaf(leaf, path) if isinstance(leaf, Tensor) else leaf
 
@@ -113,8 +117,7 @@ class _Walk:
             return tensor
         known = self.done.get(id(tensor))
         if known is not None:
-            pinned: Tensor = known[1]
-            return pinned
+            return known[1]
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise RuntimeError(
                 f"sample: pin_memory: expected a dense tensor at {list(path) or 'the batch'}, got {_described(tensor)}. "
@@ -128,7 +131,7 @@ class _Walk:
         self.done[id(tensor)] = (tensor, pinned)
         return pinned
 
-    def _collection(self, td: Any, path: tuple[str, ...]) -> Any:
+    def _collection(self, td: TensorDictBase, path: tuple[str, ...]) -> object:
         device = td.device
         if device is None and self.device is not None and _all_on(td, self.device):
             device = self.device
@@ -143,7 +146,7 @@ class _Walk:
             return made.lock_() if td.is_locked else made
         changed = device != td.device
 
-        def pin(key: Any, leaf: Any) -> Any:
+        def pin(key: Entry, leaf: object) -> object:
             nonlocal changed
             place = (key,) if isinstance(key, str) else key
             pinned = self._leaf(leaf, (*path, *place)) if isinstance(leaf, Tensor) else leaf
@@ -156,7 +159,7 @@ class _Walk:
         return made.lock_() if td.is_locked else made
 
 
-def _all_on(td: Any, device: torch.device) -> bool:
+def _all_on(td: object, device: torch.device) -> bool:
     return {leaf.device for leaf in tensors(td)} == {device}
 
 

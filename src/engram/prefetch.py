@@ -31,13 +31,13 @@ class BatchStages(Protocol):
     def ask(self, key: Key) -> None:
         """Draw the random bits of the next batch, in the caller's thread."""
 
-    def read(self, key: Key) -> tuple[Any, Any]:
+    def read(self, key: Key) -> tuple[object, dict[str, object] | None]:
         """Draw rows and copy them, one batch after the other: what was read, and what takes the rows back to their epoch.
 
         Raises ``NoSampleable``: not now.
         """
 
-    def finish(self, raw: Any) -> Any:
+    def finish(self, raw: object) -> object:
         """From what was read to what is handed out. Called by several threads at a time."""
 
     def ended(self) -> bool:
@@ -54,9 +54,9 @@ class _Batch:
 
     def __init__(self, key: Key) -> None:
         self.key = key
-        self.raw: Any = None
-        self.before: Any = None
-        self.made: Any = None
+        self.raw: object = None
+        self.before: dict[str, object] | None = None
+        self.made: object = None
         self.error: BaseException | None = None
         self.drawn = self.last = False
         #: Whether it needs nothing any more: it is made, or its error is what the caller gets.
@@ -65,7 +65,7 @@ class _Batch:
         self.reading: threading.Lock | None = None
         #: Held while a thread is to do what it can.
         self.making: threading.Lock | None = None
-        self.mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad
+        self.mode: Callable[[], AbstractContextManager[object]] = torch.enable_grad
 
     def hand_over(self) -> None:
         """From now on a thread has it, which sees the gradient mode of this call."""
@@ -222,7 +222,7 @@ class Prefetcher:
         self._plain = self._has_epochs = self._threaded = self._making = self._closed = False
         self._kept = True
         self._workers: _Workers | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
+        self._end: weakref.finalize[..., Prefetcher] | None = None
         #: The last that a thread was given.
         self._pending: _Batch | None = None
         self._lock = _fork.rlock()
@@ -388,7 +388,7 @@ class Prefetcher:
         if pending is not None:
             _wait_for(pending.reading)
 
-    def discard(self, call: str, *, keys: bool = True) -> Any:
+    def discard(self, call: str, *, keys: bool = True) -> dict[str, object] | None:
         """Drop what is ahead. The random bits it was made of come again, so that all later ones are those of any other depth;
         without ``keys`` they are dropped, too. The caller makes batches again, until they prove slow.
 
@@ -440,7 +440,7 @@ class Prefetcher:
             self.wait()
             batches = []
             for batch in self._ahead:
-                entry = {"key": batch.key.value}
+                entry: dict[str, object] = {"key": batch.key.value}
                 if batch.there and batch.error is None:
                     entry |= {"made": batch.made, "last": batch.last, "before": batch.before}
                 batches.append(entry)
@@ -468,7 +468,7 @@ class Prefetcher:
             for batch in list(self._ahead):
                 batch.wait(max(0.0, deadline - monotonic()))
 
-    def forked(self, token: Any) -> None:
+    def forked(self, token: object) -> None:
         pass
 
     def after_fork(self) -> None:

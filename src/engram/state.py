@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -123,12 +123,18 @@ class Stateful:
         prepare_load(self, state_dict, type(self).__name__).commit()
 
 
-def has_state(component: object) -> bool:
+class HasState(Protocol):
+    """A component, perhaps the user's own, with a state."""
+
+    def state_dict(self) -> dict[str, object]: ...
+
+
+def has_state(component: object) -> TypeGuard[HasState]:
     """Whether a component, perhaps the user's own, has a ``state_dict``."""
     return callable(getattr(component, "state_dict", None))
 
 
-def saved(component: Any, where: str) -> dict[str, Any]:
+def saved(component: object, where: str) -> dict[str, Any]:
     """A copy of a component's ``state_dict()``; empty for one that has none.
 
     Raises:

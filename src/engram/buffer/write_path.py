@@ -11,7 +11,7 @@ from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram import storages
-from engram.nested import first_leaf, has_dimensions, map_leaves
+from engram.nested import first_leaf, has_dimensions, is_tensordict, map_leaves
 from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def map_dimensioned(data: object, change: Callable[[Any], object]) -> object:
 
 def new_containers(data: object) -> object:
     """The same tensors in containers that a transform may change: the caller's stay as they are."""
-    return map_leaves(data, lambda leaf: leaf.copy() if is_tensor_collection(leaf) else leaf)
+    return map_leaves(data, lambda leaf: leaf.copy() if is_tensordict(leaf) else leaf)
 
 
 def rows_of(data: object, dims: int = 1) -> int | None:

@@ -335,7 +335,7 @@ class Expander(DeclaredSampler):
         inner, arguments = cls.known[config["sampler"]["type"]], config["sampler"]["config"]
         return cls(inner.from_config(arguments), **{name: value for name, value in config.items() if name != "sampler"})
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         derived = ("_source", "_inside", "_innermost", "_lock", "_expansion")
         return {name: value for name, value in vars(self).items() if name not in derived}
 

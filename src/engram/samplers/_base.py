@@ -112,7 +112,7 @@ class _Adapted(DeclaredSampler):
     """
 
     def __init__(self, inner: Sampler) -> None:
-        self._inner: Any = inner
+        self._inner = inner
         own = getattr(inner, "traits", None)
         if not isinstance(own, Traits):
             prioritized = getattr(inner, "prioritized", None)

@@ -57,7 +57,7 @@ class PrioritizedSliceSampler(SliceSampler):
     noted = (*WindowSampler.noted, "span")
     anchors: PrioritizedSampler
 
-    def __new__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:  # noqa: ARG004 - for __init__
+    def __new__(cls, *args: object, replacement: bool = True, **kwargs: object) -> Self:  # noqa: ARG004 - for __init__
         if not replacement:
             raise TypeError("PrioritizedSliceSampler: expected replacement=True: draws by priority are independent.")
         return object.__new__(cls)

@@ -298,7 +298,7 @@ class WindowSampler(NativeSampler):
         _, rows, info = self.sample_natively(storage, key, batch_size)
         return (rows,), info
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         local = ("_lock", "_storage", "_bound", "_splits", "spec")
         return {**vars(self.spec), **{name: value for name, value in vars(self).items() if name not in local}}
 

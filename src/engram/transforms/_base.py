@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from engram import nested
+from engram.nested import is_tensordict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,10 +65,10 @@ class KeyedTransform(Transform):
         """Transform one entry on writing."""
         raise NotImplementedError
 
-    def forward(self, data: object) -> Any:
+    def forward(self, data: object) -> object:
         return self._mapped(data, self.in_keys, self.out_keys, self.apply)
 
-    def inv(self, data: object) -> Any:
+    def inv(self, data: object) -> object:
         return self._mapped(data, self.out_keys_inv, self.in_keys_inv, self.apply_inv)
 
     def _mapped(
@@ -126,11 +127,6 @@ def path_of(key: Key) -> tuple[str, ...]:
 def is_tensor(data: object) -> TypeGuard[Array]:
     """Whether data is one tensor or array."""
     return isinstance(data, Tensor | np.ndarray | np.generic) and not is_tensor_collection(data)
-
-
-def is_tensordict(data: object) -> TypeGuard[TensorDictBase]:
-    """Whether data is a TensorDict or a tensorclass, which has its methods."""
-    return bool(is_tensor_collection(data))
 
 
 def find(data: object, key: Key) -> Any:

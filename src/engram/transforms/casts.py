@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from engram._devices import existing_device
-from engram.transforms._base import KeyedTransform, is_tensor, is_tensordict, map_tensors, shallow
+from engram.nested import is_tensordict
+from engram.transforms._base import KeyedTransform, is_tensor, map_tensors, shallow
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.transforms._base import Keys
+    from engram.nested import is_tensordict
+from engram.transforms._base import Keys
 
 __all__ = ["DTypeCastTransform", "DeviceCastTransform", "DoubleToFloat"]
 
@@ -71,12 +73,12 @@ class DTypeCastTransform(KeyedTransform):
     def apply_inv(self, value: Tensor) -> Tensor:
         return value.to(self.dtype_in)
 
-    def forward(self, data: object) -> Any:
+    def forward(self, data: object) -> object:
         if not self._all:
             return super().forward(data)
         return map_tensors(data, lambda x: x.to(self.dtype_out) if x.dtype is self.dtype_in else x)
 
-    def inv(self, data: object) -> Any:
+    def inv(self, data: object) -> object:
         if not self._all_inv:
             return super().inv(data)
         return map_tensors(data, lambda x: x.to(self.dtype_in) if x.dtype is self.dtype_out else x)
@@ -150,10 +152,10 @@ class DeviceCastTransform(KeyedTransform):
         assert self.orig_device is not None  # else writes is False
         return _moved(value, self.orig_device)
 
-    def forward(self, data: object) -> Any:
+    def forward(self, data: object) -> object:
         return _everything(data, self.device) if self._all else super().forward(_without_device(data))
 
-    def inv(self, data: object) -> Any:
+    def inv(self, data: object) -> object:
         if self.orig_device is None:
             return data
         return _everything(data, self.orig_device) if self._all else super().inv(_without_device(data))

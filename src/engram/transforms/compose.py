@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engram.state import Loads, Stateful, check_keys, has_state, prepare_load, saved
+from engram.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
 from engram.transforms._base import Transform
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ class _Step:
     """A transform and its two directions."""
 
     def __init__(self, transform: object, *, invert: bool) -> None:
-        forward: Callable[[Any], Any] | None
-        inverse: Callable[[Any], Any] | None
+        forward: Callable[[object], object] | None
+        inverse: Callable[[object], object] | None
         forward, inverse = getattr(transform, "forward", None), getattr(transform, "inv", None)
         if forward is not None or inverse is not None:
             if isinstance(transform, type):
@@ -46,7 +46,7 @@ class _Step:
         self.forward = inverse if invert else forward
         self.inverse = forward if invert else inverse
 
-    def apply(self, change: Callable[[Any], Any], data: object, number: int, when: str) -> Any:
+    def apply(self, change: Callable[[object], object], data: object, number: int, when: str) -> object:
         """``change(data)``. An error gets a note that names the transform."""
         try:
             return change(data)
@@ -123,7 +123,7 @@ class Compose(Stateful):
         self.reads = any(step.forward is not None for step in self._steps)
         self.writes = any(step.inverse is not None for step in self._steps)
 
-    def forward(self, data: Any) -> Any:
+    def forward(self, data: object) -> Any:
         """Apply the transforms in order to a batch, and return the result.
 
         Raises:
@@ -140,7 +140,7 @@ class Compose(Stateful):
                 )
         return data
 
-    def inv(self, data: Any) -> Any:
+    def inv(self, data: object) -> Any:
         """Apply the inverse transforms in reverse order to rows. None if a transform kept all of them back.
 
         Raises:
@@ -154,7 +154,7 @@ class Compose(Stateful):
     def __call__(self, data: object) -> Any:
         return self.forward(data)
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, dict[str, object]]:
         """The states of the transforms that have one, by position. Copies.
 
         Raises:
@@ -162,7 +162,7 @@ class Compose(Stateful):
         """
         return {number: saved(transform, f"transform {number}") for number, transform in self._with_states().items()}
 
-    def _with_states(self) -> dict[str, Any]:
+    def _with_states(self) -> dict[str, HasState]:
         return {str(number): step.transform for number, step in enumerate(self._steps) if has_state(step.transform)}
 
     @property
@@ -176,7 +176,7 @@ class Compose(Stateful):
                 named.append(step.name)
         return named
 
-    def prepare_load(self, state_dict: dict[str, dict[str, Any]]) -> Commit:
+    def prepare_load(self, state_dict: dict[str, object]) -> Commit:
         """Check the states of all transforms. Raises what a transform raises for its state; nothing is changed."""
         transforms = self._with_states()
         check_keys(state_dict, transforms, "Compose")
@@ -199,7 +199,7 @@ class Compose(Stateful):
             return some
         return self._steps[index].transform
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return (step.transform for step in self._steps)
 
     def __repr__(self) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engram.nested import has_entries
+from engram.nested import has_entries, is_tensordict
 from engram.transforms._base import (
     KeyedTransform,
     Transform,
     as_keys,
     described,
     find,
-    is_tensordict,
     path_of,
     put,
     shallow,
@@ -58,10 +57,10 @@ class RenameTransform(KeyedTransform):
         if both:
             raise ValueError(f"RenameTransform: expected no key among both in_keys and out_keys, got {both}. Use two.")
 
-    def forward(self, data: object) -> Any:
+    def forward(self, data: object) -> object:
         return self._renamed(data, self.in_keys, self.out_keys)
 
-    def inv(self, data: object) -> Any:
+    def inv(self, data: object) -> object:
         return self._renamed(data, self.out_keys_inv, self.in_keys_inv)
 
     def _renamed(self, data: object, old: list[Key], new: list[Key]) -> object:
@@ -100,7 +99,7 @@ class SelectTransform(Transform):
         self.keep_rewards, self.keep_dones = bool(keep_rewards), bool(keep_dones)
         self._kept = [*self.selected_keys, *["reward"] * self.keep_rewards, *["done"] * self.keep_dones]
 
-    def forward(self, data: object) -> Any:
+    def forward(self, data: object) -> object:
         if is_tensordict(data):
             return data.select(*self._kept, strict=False)
         shallow(data, "SelectTransform")  # rejects data without keys
@@ -136,10 +135,10 @@ class ExcludeTransform(Transform):
         self.inverse = bool(inverse)
         self.reads, self.writes = not self.inverse, self.inverse
 
-    def forward(self, data: object) -> Any:
+    def forward(self, data: object) -> object:
         return data if self.inverse else self._without(data)
 
-    def inv(self, data: object) -> Any:
+    def inv(self, data: object) -> object:
         return self._without(data) if self.inverse else data
 
     def _without(self, data: object) -> object:
@@ -156,7 +155,7 @@ class ExcludeTransform(Transform):
         return f"ExcludeTransform({', '.join(map(repr, self.excluded_keys))}{inverse})"
 
 
-def _remove(data: dict[str, Any] | TensorDictBase, key: Key) -> None:
+def _remove(data: dict[str, object] | TensorDictBase, key: Key) -> None:
     *way, last = path_of(key)
     for part in way:
         data = data.get(part)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engram.nested import is_tensordict
 from engram.state import Change, Stateful, check_keys, tensor_in
-from engram.transforms._base import KeyedTransform, entry, find, is_tensor, is_tensordict, put, shallow
+from engram.transforms._base import KeyedTransform, entry, find, is_tensor, put, shallow
 from engram.transforms.compose import Compose
 from engram.transforms.scaling import ObservationNorm
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Self
 
     from engram.transforms._base import Key, Keys
@@ -96,7 +98,7 @@ class VecNorm(KeyedTransform, Stateful):
         self._moments: list[_Moments | None] = [None] * len(self.in_keys)
         self._lock = threading.Lock()
 
-    def forward(self, data: object) -> Any:
+    def forward(self, data: object) -> object:
         if is_tensor(data):
             value = torch.as_tensor(data)
             with self._lock:
@@ -114,7 +116,7 @@ class VecNorm(KeyedTransform, Stateful):
                 put(normalized, self.out_keys[i], self._normalized(i, value))
         return normalized
 
-    def inv(self, data: object) -> Any:
+    def inv(self, data: object) -> object:
         """Return data unchanged. :meth:`denorm` undoes the normalization."""
         return data
 
@@ -239,17 +241,19 @@ class VecNorm(KeyedTransform, Stateful):
         with self._lock:
             self._moments, self.frozen = moments, frozen
 
-    def _checked_moments(self, i: int, names: list[str], state: dict[str, Any]) -> _Moments:
+    def _checked_moments(self, i: int, names: list[str], state: Mapping[str, object]) -> _Moments:
         """The statistics of a key, copied."""
         known, mean = self._shapes[i], state[names[1]]
         shape = known if known is not None else mean.shape if isinstance(mean, Tensor) else ()
+        parts = []
         for name, expected in zip(names, ((), shape, shape), strict=True):
             value = state[name]
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 raise TypeError(f"VecNorm: {name}: expected a tensor of floats, got {type(value).__name__}.")
             if value.shape != torch.Size(expected):
                 raise ValueError(f"VecNorm: {name}: expected the shape {list(expected)}, got {list(value.shape)}.")
-        moments = _Moments(*(state[name].detach().to(torch.float64).clone() for name in names))
+            parts.append(value.detach().to(torch.float64).clone())
+        moments = _Moments(*parts)
         finite = all(bool(torch.isfinite(part).all()) for part in moments)
         if not finite or not float(moments.weight) > 0 or bool((moments.squares < 0).any()):
             raise ValueError(
@@ -257,7 +261,7 @@ class VecNorm(KeyedTransform, Stateful):
             )
         return moments
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         with self._lock:
             state = dict(self.__dict__)
             state["_moments"] = list(self._moments)

@@ -15,6 +15,7 @@ from engram._tensordict import children, find
 from engram._unsupported import reject_unsupported
 from engram.errors import IncompatibleCheckpoint
 from engram.field_paths import checked_path, public
+from engram.nested import is_tensordict
 from engram.state import Loads, check_keys
 from engram.types import Extent, Ranking, Traits, WritePlan
 from engram.writers._base import NativeWriter
@@ -159,9 +160,9 @@ class TensorDictMaxValueWriter(NativeWriter):
         assert plan.rows is not None  # as place makes them
         return int(plan.rows[0]) if len(plan.rows) else None
 
-    def _write(self, call: str, data: Any, plan: WritePlan | None, *, batched: bool) -> Write:
+    def _write(self, call: str, data: object, plan: WritePlan | None, *, batched: bool) -> Write:
         if not self._registered().initialized:  # data that is refused leaves no memory behind
-            self._ranks_of(data, (data.batch_size or (0,))[0] if batched and is_tensor_collection(data) else 1)
+            self._ranks_of(data, (data.batch_size or (0,))[0] if batched and is_tensordict(data) else 1)
         return super()._write(call, data, plan, batched=batched)
 
     def _ranks_of(self, data: object, n: int) -> NDArray[np.float64]:
@@ -220,7 +221,7 @@ class TensorDictMaxValueWriter(NativeWriter):
     def config(self) -> dict[str, object]:
         return {"rank_key": self.rank_key, "reduction": self._reduction}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_stored": None}
 
 
