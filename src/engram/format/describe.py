@@ -15,8 +15,8 @@ import msgspec
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import control, disk, files, layout, schema, series, tables
 from engram.format.checkpoints import Checkpoint, Totals, added
-from engram.format.description import PartField
 from engram.format.part_reader import PartReader
+from engram.format.schema import PartField
 from engram.format.verify import is_aborted, kind_of, read_store, verify
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from engram.format import layout, strict, tables
-from engram.format.schema import DTYPES, MAX_DIMS, validate_fields, validate_geometry
+from engram.format.schema import DTYPES, MAX_DIMS, PartField, validate_fields, validate_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,8 +26,6 @@ __all__ = [
     "FileEntry",
     "Geometry",
     "Part",
-    "PartField",
-    "Role",
     "SegmentSize",
     "SumsEntry",
     "TableEntry",
@@ -56,7 +54,6 @@ MAX_SUMS_BYTES = 1 << 26
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LIMIT = 1 << 62
 
-Role = Literal["data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position"]
 TableName = Literal["lanes", "tickets", "trajectories", "segments"]
 #: In the order of their sums.
 TABLE_FILES: dict[TableName, str] = {
@@ -107,20 +104,6 @@ class Geometry(msgspec.Struct, frozen=True):
     lanes: int
     lane_length: int
     columns: tuple[int, ...] = ()
-
-
-class PartField(msgspec.Struct, frozen=True):
-    """One column of the rows; ``shape`` is that of one row."""
-
-    id: int
-    key: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    role: Role = "data"
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype]
 
 
 class SegmentSize(msgspec.Struct, frozen=True):

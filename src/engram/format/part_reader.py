@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from engram.errors import CorruptCheckpoint
 from engram.format import description, disk, files, layout, sums, tables
-from engram.format.description import PART, Geometry, PartField
+from engram.format.description import PART, Geometry
 from engram.format.listing import Listing, read_listing
 from engram.format.problems import Problem, corrupt, misfits, no_file, problem_of, wrong_block
+from engram.format.schema import PartField
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,14 +145,13 @@ class PartReader:
 
     # -- bytes --
 
-    def read(self, file: str | int, offset: int, into: Buffer, *, verify: bool = True) -> None:
+    def read(self, file: str | int, offset: int, into: Buffer) -> None:
         """Fill ``into`` with bytes of a file; each block of 256 KiB is checked when it is first read.
 
         Args:
             file: a path as ``files`` has it, or the number of an array.
             offset: of the first byte.
             into: writable, C-contiguous. After an error its content is undefined.
-            verify: False: bytes are taken as they are.
 
         Raises:
             CorruptCheckpoint: a block has another sum, or the file has become shorter; names file and byte.
@@ -168,9 +168,6 @@ class PartReader:
         if not view.nbytes:
             return
         view = view.cast("B")
-        if not verify:
-            self._fill(name, view, offset)
-            return
         for begin in range(offset // _CHUNK * _CHUNK, end, _CHUNK):
             first, last = max(begin, offset), min(begin + _CHUNK, end)
             self._read_checked(name, view[first - offset : last - offset], first)

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import UNSET
 
 from engram.format import description, disk, files, layout, sums, tables
-from engram.format.description import ArrayInfo, Geometry, Part, PartField, SegmentSize, SumsEntry
+from engram.format.description import ArrayInfo, Geometry, Part, SegmentSize, SumsEntry
 from engram.format.listing import Listing, SummedFile
-from engram.format.schema import DTYPES, MAX_DIMS
+from engram.format.schema import DTYPES, MAX_DIMS, PartField
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

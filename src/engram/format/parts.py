@@ -15,9 +15,10 @@ anything is allocated; nothing here is ever written twice.
 
 from __future__ import annotations
 
-from engram.format.description import ALIGN, NO_SCHEMA, ArrayInfo, Geometry, PartField, schema_sum, segment_layout
+from engram.format.description import ALIGN, NO_SCHEMA, ArrayInfo, Geometry, schema_sum, segment_layout
 from engram.format.part_reader import PartReader, is_part
 from engram.format.part_writer import FileWriter, PartInfo, PartWriter, SegmentRows
+from engram.format.schema import PartField
 
 __all__ = [
     "ALIGN",

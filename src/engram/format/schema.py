@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import msgspec
 import xxhash
@@ -28,6 +28,7 @@ __all__ = [
     "Column",
     "Field",
     "Node",
+    "PartField",
     "Schema",
     "decode",
     "differences",
@@ -72,6 +73,9 @@ DTYPES: dict[str, int] = {
 }
 
 
+Role = Literal["data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position"]
+
+
 class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One column of a store."""
 
@@ -97,19 +101,21 @@ def name_of(key: tuple[str, ...]) -> str:
     return key[0] if len(key) == 1 else str(key)
 
 
-class Column(Protocol):
-    """What a :class:`Field` and a field of a part have in common."""
+class PartField(msgspec.Struct, frozen=True):
+    """One column of the rows; ``shape`` is that of one row."""
+
+    id: int
+    key: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    role: Role = "data"
 
     @property
-    def key(self) -> tuple[str, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+Column: TypeAlias = Field | PartField
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

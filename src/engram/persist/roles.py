@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from engram.format.parts import PartField
-    from engram.format.schema import Field
+    from engram.format.schema import Column, Field
 
 __all__ = ["ENDS", "IDS", "ROLES", "boundary_fields", "check_roles", "doubts", "of_the_step", "roles_of"]
 
 #: The role of fields, by key, as users say it.
 Roles: TypeAlias = "Mapping[str, str] | Mapping[tuple[str, ...], str] | Mapping[str | tuple[str, ...], str]"
-F = TypeVar("F", bound="Keyed")
+F = TypeVar("F", bound="Column")
 
 ROLES = ("data", "done", "terminated", "truncated", "step_type", "env_id", "traj_id", "position")
 #: Roles of flags that end a trajectory.
@@ -31,13 +31,6 @@ _USUAL = {
 #: The last part of keys that number the trajectory of a row or its environment, as far as names tell.
 IDS = re.compile(r"(^|_)ids?$")
 _START = "is_init"
-
-
-class Keyed(Protocol):
-    """A field of rows."""
-
-    @property
-    def key(self) -> tuple[str, ...]: ...
 
 
 def check_roles(given: Roles | None) -> None:
