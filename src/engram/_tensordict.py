@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict, is_tensor_collection
+from tensordict import TensorDict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import TypeGuard
 
     import torch
     from torch import Tensor
 
-__all__ = ["children", "find", "put", "wrap"]
+    def is_tensor_collection(data: object) -> TypeGuard[TensorDict]:
+        """As tensordict has it, without types."""
+
+    def is_tensorclass(data: object) -> TypeGuard[TensorDict]:
+        """As tensordict has it, without types."""
+else:
+    from tensordict import is_tensor_collection, is_tensorclass
+
+__all__ = ["children", "find", "is_tensor_collection", "is_tensorclass", "put", "wrap"]
 
 
 def _wrap_public(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:

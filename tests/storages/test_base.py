@@ -252,30 +252,21 @@ def test_writes_through_one_buffer_are_seen_by_another():
 # ---- the base class --------------------------------------------------------------------------------------------------
 
 
-def test_the_base_class_holds_nothing():
-    base = Storage()
-    for use in (
-        lambda: base.max_size,
-        lambda: base.initialized,
-        lambda: base.device,
-        base.extent,
-        lambda: len(base),
-        lambda: base.prepare(1, "add", batched=False),
-        lambda: base.write(Plan(lane=0), None, 1),
-        lambda: base.edit(None, None),
-        lambda: base.read(torch.tensor([0])),
-        lambda: base.empty(keep_write_count=True),
-        lambda: base.numbers_of(torch.tensor([0])),
-        lambda: base.priorities("main", None, 1),
-        lambda: base.write_count,
-        lambda: base.pack(None, None),
-        lambda: base.batch(None, 1),
-    ):
-        with pytest.raises(NotImplementedError):
-            use()
+def test_the_base_class_needs_the_methods_of_a_storage():
+    class Unfinished(Storage):
+        def prepare(self, data, call, *, batched, ignored=(), count=None):
+            return data, 1
+
+    with pytest.raises(NotImplementedError, match=r"Storage: expected the methods .*'prepare', 'write', 'edit'"):
+        Storage()
+    with pytest.raises(
+        NotImplementedError, match=r"Unfinished: expected the methods .*'max_size'.*'write', 'edit'"
+    ) as told:
+        Unfinished()
+    assert "'prepare'" not in str(told.value)
+    base = ListStorage(3)
     assert (base.lanes, base.nbytes, base.ndim) == (1, 0, 1)
     assert base.counters() == {"void_rows": 0, "lapped_rows": 0, "redraws": 0, "priority_updates_dropped": 0}
-    base.close()
     for kind in (LazyTensorStorage(3), ListStorage(3), TensorStorage(torch.zeros(3))):
         assert isinstance(kind, Storage)
 

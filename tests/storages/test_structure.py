@@ -153,8 +153,10 @@ def test_a_single_tensor_has_torchrls_name():
 def test_field_of():
     row = {"a": torch.zeros(2), "next": {"b": torch.zeros(2), "c": torch.zeros(2)}}
     structure = Structure.of(row, batched=False, call="add")
-    keys = ["a", ("a",), ("next", "c"), ["next", "b"], "next", "z", ("a", "b")]
-    assert [structure.field_of(key) for key in keys] == [0, 0, 2, 1, None, None, None]
+    assert [structure.field_of(key) for key in ["a", ("a",), ("next", "c"), ["next", "b"]]] == [0, 0, 2, 1]
+    for key in ("next", "z", ("a", "b")):
+        with pytest.raises(KeyError, match="update_: expected a stored field, one of"):
+            structure.field_of(key, "update_")
 
 
 def test_contiguous_data_is_not_copied():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
 import msgspec
 import xxhash
@@ -27,6 +27,7 @@ __all__ = [
     "MAX_FIELDS",
     "Column",
     "Field",
+    "Kind",
     "Node",
     "PartField",
     "Schema",
@@ -49,6 +50,8 @@ MAX_DIMS = 32
 MAX_DEPTH = 16
 MAX_KEY_BYTES = 255
 MAX_LANES = 1 << 20
+#: Of nodes.
+Kind: TypeAlias = Literal["leaf", "tensordict", "tensorclass", "dict", "tuple", "list", "namedtuple"]
 #: Of a kind, that a message names.
 _MOST_NAMED = 3
 
@@ -121,7 +124,7 @@ Column: TypeAlias = Field | PartField
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One node of the structure of a row: a leaf names a field, any other kind has children."""
 
-    kind: Literal["leaf", "tensordict", "tensorclass", "dict", "tuple", "list", "namedtuple"]
+    kind: Kind
     field: int = -1
     """Leaf: number of its field."""
     children: dict[str, Node] = {}

@@ -1,6 +1,7 @@
 """Storages hold what is written."""
 
-from engram.storages._base import Count, Rows, Storage, check_count
+from engram.storages._base import Storage, check_count
+from engram.storages._port import Count, Rows
 from engram.storages.lazy import LazyTensorStorage
 from engram.storages.list import ListStorage
 from engram.storages.memmap import LazyMemmapStorage

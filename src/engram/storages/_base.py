@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,60 +15,22 @@ from engram import _fork, _words
 from engram._closing import end
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.persist.components import Dumpable, check_kind, read_state
-from engram.persist.snapshot import WholeSnapshot
-from engram.types import Declared, Extent, Form, Traits, Write, WritePlan
+from engram.storages._port import Count, Port, Rows
+from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from engram.format.parts import PartReader
     from engram.format.schema import Schema
-    from engram.persist.snapshot import StoragePreparation, StorageSnapshot
-    from engram.priorities import PriorityConfig, PriorityIndex
     from engram.store import Store
-    from engram.types import Listener, RowsSource, StorageLoad
+    from engram.types import Listener, RowsSource, StorageLoad, Write
 
 __all__ = ["Count", "Rows", "Storage", "check_count"]
 
 
-class Rows(NamedTuple):
-    """An index of the user's, resolved against the live rows."""
-
-    rows: Tensor
-    """int64 ``[B]``."""
-    single: bool = False
-    """The user asked for one row, not for a batch of one."""
-    span: tuple[int, int] | None = None
-    """Rows ``[a, b)``, where the index is a contiguous slice without holes."""
-    shape: torch.Size | None = None
-    """``ndim > 1``: the shape that the index selects from ``[*columns, time]``; ``rows`` is flat."""
-    view: slice | None = None
-    """The slice, where a live view shows these rows."""
-
-
-class Count(NamedTuple):
-    """How many rows there must be."""
-
-    rows: int
-    why: str = "one per index or lane that was given"
-    remedy: str = ""
-
-
-class _WholePreparation(NamedTuple):
-    """For a state that is noted all at once."""
-
-    storage: Storage
-    without: Collection[tuple[str, str]]
-
-    def take(self) -> StorageSnapshot:
-        state = self.storage.state_dict(without=self.without)
-        return WholeSnapshot(
-            type(self.storage).__name__, state, state["clock"], len(state["numbers"]), self.storage.nbytes
-        )
-
-
-class Storage(Declared, Dumpable):
+class Storage(Declared, Dumpable, Port):
     """Holds what is written. Base class of all storages, for type checks; custom storages are not supported yet.
 
     A storage may serve several buffers: what is written through one is seen by the samplers of all.
@@ -85,6 +47,10 @@ class Storage(Declared, Dumpable):
     _inherited = False
 
     def __init__(self) -> None:
+        declared = {**vars(SampledStorage), **vars(Port)}
+        missing = [name for name, it in declared.items() if name[0] != "_" and getattr(type(self), name, None) is it]
+        if missing:
+            raise NotImplementedError(f"{type(self).__name__}: expected the methods {missing}, got none of them.")
         self._lock = _fork.rlock()
         _fork.mended(self)
         self.listeners: list[weakref.ref[Listener]] = []
@@ -98,35 +64,28 @@ class Storage(Declared, Dumpable):
 
     def detach(self, buffer: Listener) -> None:
         """Stop telling a buffer."""
-        others = [(known, known()) for known in self.listeners]
-        self.listeners = [known for known, other in others if other is not None and other is not buffer]
+        self.listeners = [weakref.ref(known) for known in self._heard_by() if known is not buffer]
+
+    def _heard_by(self) -> list[Listener]:
+        return [listener for known in self.listeners if (listener := known()) is not None]
 
     @property
     def is_heard(self) -> bool:
         """Whether a listener does something with writes."""
-        listeners = [known() for known in self.listeners]
-        return any(listener is not None and listener.listens for listener in listeners)
+        return any(listener.listens for listener in self._heard_by())
 
     def _tell_moved(self) -> None:
         """Tell every listener that the rows lie in another store now, or in none."""
-        for known in self.listeners:
-            listener = known()
-            if listener is not None:
-                listener.moved()
+        for listener in self._heard_by():
+            listener.moved()
 
-    def notify(self, write: Write | None, data: Any) -> None:
+    def notify(self, write: Write | None, data: object) -> None:
         """Tell every listener of a write, or of ``empty`` (None)."""
         for known in self.listeners:
-            listener = known()
-            if listener is not None:
+            if (listener := known()) is not None:
                 listener.observe(write, data)
 
     # ---- what a storage does -----------------------------------------------------------------------------------------
-
-    @property
-    def max_size(self) -> int:
-        """Rows that fit, at most."""
-        raise NotImplementedError
 
     def bound(self, size: int) -> None:
         """Take a buffer's size as the limit of a storage that has none."""
@@ -140,16 +99,6 @@ class Storage(Declared, Dumpable):
     def columns(self) -> tuple[int, ...]:
         """Sizes of the dimensions after the first, with ``ndim > 1``, once they are known."""
         return ()
-
-    @property
-    def initialized(self) -> bool:
-        """Whether anything was ever written (memory is allocated then)."""
-        raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the rows are."""
-        raise NotImplementedError
 
     @property
     def lanes(self) -> int:
@@ -183,26 +132,6 @@ class Storage(Declared, Dumpable):
     def shape(self) -> torch.Size:
         """Live slots, then the columns."""
         return torch.Size([len(self)])
-
-    def extent(self) -> Extent:
-        """What is live now."""
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def prepare(
-        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
-    ) -> tuple[Any, int]:
-        """Check data and bring it into the form that :meth:`write` takes, with the number of rows. Writes nothing.
-
-        ``count``: rows there must be.
-        """
-        raise NotImplementedError
-
-    def write(self, plan: WritePlan, prepared: Any, n: int) -> Write:
-        """Write prepared rows where a plan says."""
-        raise NotImplementedError
 
     @property
     def shared(self) -> bool:
@@ -253,53 +182,9 @@ class Storage(Declared, Dumpable):
         """Held from placing to writing, so that two writers do not choose the same row."""
         return self._lock
 
-    def edit(self, where: Rows, prepared: Any) -> Write:
-        """Replace live rows. Cursor and length stay."""
-        raise NotImplementedError
-
-    def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[Any, list[int]]:
-        """Copy rows out: ``(what pack takes, positions that moved)``."""
-        raise NotImplementedError
-
-    def empty(self, *, keep_write_count: bool) -> None:
-        """Forget all rows, keep the memory."""
-        raise NotImplementedError
-
-    def numbers_of(self, rows: Tensor) -> Tensor:
-        """Ticket numbers of rows, -1 where there is none."""
-        raise NotImplementedError
-
-    def next_number(self) -> int:
-        """Ticket number of the next write: by as much as a load moves this, it moves those of all rows."""
-        raise NotImplementedError
-
     def hold_nothing(self, rows: Tensor) -> Tensor:
         """Of rows inside the storage: whether they neither hold anything nor are just being written. bool ``[B]``"""
         return self.numbers_of(rows) < 0
-
-    def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
-        """The priorities of that name, and whether they were made now; None while nothing was ever written.
-
-        ``rows``: how many there may be, where the storage has no bound of its own.
-        """
-        raise NotImplementedError
-
-    def settled(self) -> int | None:
-        """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way."""
-        raise NotImplementedError
-
-    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Any, list[int]]:
-        """One field of rows that must have these tickets: a tensor ``[B, ...]`` or a list of ``B``; positions that moved.
-
-        Raises:
-            KeyError: no such field.
-        """
-        raise NotImplementedError
-
-    @property
-    def write_count(self) -> int:
-        """Rows written since the last ``empty()``."""
-        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
@@ -317,12 +202,13 @@ class Storage(Declared, Dumpable):
         """No process writes inside. Writers wait, for a limited time."""
         return self._lock
 
-    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
-        """All that is stored, and in which order it was written, as tensors and plain values: copies.
+    def __getstate__(self) -> dict[str, Any]:
+        self.hand_over()
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_inherited", "listeners")}
 
-        ``without``: names and kinds of indexes that are left out, as the caller saves them.
-        """
-        raise NotImplementedError
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Storage.__init__(self)
+        self.__dict__.update(state)
 
     def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         """Check a state. Raises as :meth:`load_state_dict`; nothing is changed."""
@@ -348,15 +234,6 @@ class Storage(Declared, Dumpable):
 
     #: Classes whose dumps can be loaded here, beside its own.
     _loads: tuple[str, ...] = ()
-
-    def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
-        """What takes a snapshot, as fast as can be, while writers are :attr:`paused`.
-
-        Args:
-            without: as for :meth:`state_dict`.
-            whole: with copies of the rows, if that takes a few milliseconds: for a dump.
-        """
-        return _WholePreparation(self, without)
 
     def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> StorageLoad:
         """Check a part. Rows are read when it is committed, if nothing is stored here; else their blocks are checked before, too.
@@ -463,18 +340,6 @@ class Storage(Declared, Dumpable):
         """Check data for rows that were located and bring it into the form that :meth:`edit` takes."""
         return self.prepare(data, call, batched=not where.single, ignored=ignored, count=Count(len(where.rows)))[0]
 
-    def pack(self, columns: Any, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
-        """Data in the user's form around what :meth:`read` returned. ``extra`` ``[n]`` joins the entries of TensorDicts."""
-        raise NotImplementedError
-
-    def patch(self, columns: Any, places: list[int], fresh: Any) -> None:
-        """Replace what :meth:`read` returned for some places."""
-        raise NotImplementedError
-
-    def batch(self, columns: Any, n: int) -> Any:
-        """A sampled batch of ``n`` rows around what :meth:`read` returned. No copy."""
-        raise NotImplementedError
-
     def __getitem__(self, index: Any) -> Any:
         return self.get(index)[0]
 
@@ -522,16 +387,19 @@ class Storage(Declared, Dumpable):
             rows = extent.rows(ranks)
             contiguous = step == 1 and (rows is ranks or len(extent.filled) == 1) and extent.holes is None
             return Rows(rows, span=(start, max(start, stop)) if contiguous else None)
-        if isinstance(index, Tensor | np.ndarray | list | range):
-            mask = torch.as_tensor(np.asarray(index) if not isinstance(index, Tensor) else index, device="cpu")
-            if mask.dtype is torch.bool:
-                extent = self.extent()
-                if mask.shape != (extent.size,):
-                    raise RowError(
-                        f"rb[mask]: expected a mask of the {extent.size} live rows, got shape {list(mask.shape)}."
-                    )
-                return Rows(extent.rows(mask.nonzero().reshape(-1)))
-            return Rows(self._live(_to_rows(index)), single=mask.ndim == 0)
+        if not isinstance(index, Tensor | np.ndarray | list | range):
+            index = self._row_number(index)
+        mask = torch.as_tensor(np.asarray(index) if not isinstance(index, Tensor) else index, device="cpu")
+        if mask.dtype is torch.bool:
+            extent = self.extent()
+            if mask.shape != (extent.size,):
+                raise RowError(
+                    f"rb[mask]: expected a mask of the {extent.size} live rows, got shape {list(mask.shape)}."
+                )
+            return Rows(extent.rows(mask.nonzero().reshape(-1)))
+        return Rows(self._live(_to_rows(index)), single=mask.ndim == 0)
+
+    def _row_number(self, index: Any) -> Tensor:
         try:
             row = operator.index(index)
         except TypeError:
@@ -541,7 +409,7 @@ class Storage(Declared, Dumpable):
             ) from None
         if not -(1 << 63) <= row < 1 << 63:
             raise RowError(f"rb[index]: expected one of {_words.count(len(self), 'row')} with data, got {row}.")
-        return Rows(self._live(torch.tensor([row], device="cpu")), single=True)
+        return torch.tensor(row, device="cpu")
 
     def _live(self, rows: Tensor) -> Tensor:
         """Rows by number; negative ones count live rows from the end."""
@@ -569,6 +437,20 @@ def check_count(call: str, count: Count | None, n: int) -> None:
         raise RuntimeError(f"{call}: expected {_words.count(count.rows, 'row')}, {count.why}, got {n}.{count.remedy}")
 
 
+def check_plan(plan: WritePlan, n: int, lanes: int) -> None:
+    """Raise unless ``n`` rows can go where a plan says: ``RuntimeError``, ``RowError``."""
+    named = plan.rows if plan.kept is None else None
+    for what, each in (("lane: expected one lane", plan.lane), ("write: expected one index", named)):
+        if isinstance(each, Tensor) and each.shape != (n,):
+            raise RuntimeError(f"{what} per row, [{n}], got {list(each.shape)}.")
+    lane = plan.lane
+    if isinstance(lane, Tensor):
+        if bool(((lane < 0) | (lane >= lanes)).any()):
+            raise RowError(f"lane: expected lanes in [0, {lanes}), got {lane.tolist()[:8]}….")
+    elif lane is not None and not 0 <= lane < lanes:
+        raise RowError(f"lane: expected a lane in [0, {lanes}), got {lane}.")
+
+
 def _to_rows(index: Any) -> Tensor:
     """Rows from a range, list, array or tensor of ints."""
     rows = index if isinstance(index, Tensor) else torch.as_tensor(np.asarray(index), device="cpu")
@@ -578,8 +460,3 @@ def _to_rows(index: Any) -> Tensor:
     if rows.dtype is torch.uint64 and bool((rows.view(torch.int64) < 0).any()):  # they would become rows from the end
         raise RowError("index: expected rows below 2**63, got larger ones.")
     return rows.to("cpu", torch.int64).reshape(-1)
-
-
-def one_or_many(items: Sequence[Any], single: bool) -> Any:
-    """The only item, or all of them."""
-    return items[0] if single else items

@@ -18,7 +18,14 @@ from engram.storages._structure import as_tensor, at, describe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["rows_of_batch", "rows_of_selection", "rows_of_slot", "rows_of_stored", "selected_rows"]
+__all__ = [
+    "rows_of_batch",
+    "rows_of_coordinates",
+    "rows_of_selection",
+    "rows_of_slot",
+    "rows_of_stored",
+    "selected_rows",
+]
 
 
 def rows_of_batch(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
@@ -72,6 +79,15 @@ def selected_rows(index: Any, slots: int, columns: tuple[int, ...]) -> Tensor:
         coordinate = coordinate.reshape([-1 if i == place else 1 for i in range(len(grid))])
         rows = rows * grid[place] + coordinate.expand(grid)[index]
     return rows
+
+
+def rows_of_coordinates(coordinates: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """The rows of coordinates ``[..., ndim]``, slot first; -1 for those outside of the sizes."""
+    rows = torch.zeros(coordinates.shape[:-1], dtype=torch.int64, device="cpu")
+    for size, place in zip(sizes, coordinates.unbind(-1), strict=True):
+        rows = rows * size + place
+    ends = torch.tensor(sizes, device="cpu")
+    return torch.where(((coordinates >= 0) & (coordinates < ends)).all(-1), rows, -1)
 
 
 def _shape(x: Any) -> tuple[int, ...]:

@@ -6,29 +6,41 @@ either fits completely or changes nothing.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_non_tensor, is_tensor_collection, is_tensorclass
+from tensordict import TensorDict, is_non_tensor
 from torch import Tensor
 
 from engram import _native
 from engram._tensordict import children as entries_of
-from engram._tensordict import wrap
+from engram._tensordict import is_tensor_collection, is_tensorclass, wrap
 from engram.format.layout import SINGLE
-from engram.format.schema import DTYPES, Field, Node, Schema, key_differences, validate_key
+from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, validate_key
+from engram.nested import first_leaf
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Structure", "as_tensor", "at", "check_tensor", "describe", "is_batched_collection", "leading_size"]
+__all__ = [
+    "Structure",
+    "as_tensor",
+    "at",
+    "check_tensor",
+    "describe",
+    "device_of",
+    "is_batched_collection",
+    "leading_size",
+    "stacked",
+]
 
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
-_ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]."
+_ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]"
 _NO_DATA = "expected a tensor with data, got one on the meta device."
 _FLOATS = tuple(dtype for dtype in _NAMES if dtype.is_floating_point or dtype.is_complex)
 
@@ -49,7 +61,6 @@ class Structure:
         self._specs = tuple(
             (getattr(torch, f.dtype), torch.Size(f.shape), getattr(torch, f.dtype) in _FLOATS) for f in self.fields
         )
-        self._batch_shapes: dict[int, list[torch.Size]] = {}
         self._layout = _native.Layout(dlpack_specs(self.fields))
         leaves = list(root.children.values())
         #: Names of the fields in order, if a row is one flat TensorDict or dict: the common cases have a short path.
@@ -135,39 +146,20 @@ class Structure:
             columns = []
             if _collect(self.root, data, columns) and self._layout.fits(columns, -1 if n is None else n):
                 return columns
-        if n is None:
-            shapes = None
-        else:
-            shapes = self._batch_shapes.get(n)
-            if shapes is None:
-                if len(self._batch_shapes) > 64:
-                    self._batch_shapes.clear()
-                shapes = self._batch_shapes[n] = [torch.Size((n, *shape)) for _, shape, _ in self._specs]
-        out: list[Tensor | None] = [None] * len(self.fields)
-        self._walk(self.root, data, shapes, out, call, (), frozenset(ignored))
-        return [column for column in out if column is not None]
+        found: dict[int, Tensor] = {}
+        self._walk(self.root, data, () if n is None else (n,), found, call, (), frozenset(ignored))
+        return [found[i] for i in range(len(found))]
 
-    def column(self, i: int, value: Any, n: int, *, single: bool, call: str) -> Tensor:
-        """Values ``[n, *shape]`` for one field; for a single row ``[*shape]`` will do."""
-        field = self.fields[i]
-        value = value if isinstance(value, Tensor) else as_tensor(value, field.key, call)
-        if single and value.shape == field.shape:
+    def column(self, i: int, value: object, batch: tuple[int, ...], *, single: bool, call: str) -> Tensor:
+        """Values ``[*batch, *shape]`` for one field as rows ``[n, *shape]``; for a single row ``[*shape]`` will do."""
+        shape = self._specs[i][1]
+        value = as_tensor(value, self.fields[i].key, call)
+        if single and value.shape == shape:
             value = value.unsqueeze(0)
-        return self._leaf(i, value, torch.Size((n, *field.shape)), call)
+        return self._leaf(i, value, torch.Size((*batch, *shape)), call).reshape(math.prod(batch), *shape)
 
-    def rows_of_field(self, i: int, value: Any, shape: torch.Size, call: str) -> Tensor:
-        """Values ``[*shape, *field shape]`` of one field as rows ``[n, *field shape]``."""
-        field = self.fields[i]
-        value = value if isinstance(value, Tensor) else as_tensor(value, field.key, call)
-        expected = torch.Size((*shape, *field.shape))
-        if value.shape != expected:
-            raise RuntimeError(self._mismatch(i, value, expected, call))
-        rows: Tensor = value.reshape(-1, *field.shape)
-        return rows
-
-    def _leaf(self, i: int, value: Any, expected: torch.Size, call: str) -> Tensor:
-        if not isinstance(value, Tensor):
-            value = as_tensor(value, self.fields[i].key, call)
+    def _leaf(self, i: int, value: object, expected: torch.Size, call: str) -> Tensor:
+        value = as_tensor(value, self.fields[i].key, call)
         dtype, _, is_float = self._specs[i]
         if value.dtype is not dtype or value.shape != expected:
             raise RuntimeError(self._mismatch(i, value, expected, call))
@@ -179,8 +171,7 @@ class Structure:
             value = value.clone()
         if is_float and (value.is_neg() or value.is_conj()):
             value = value.resolve_conj().resolve_neg()
-        column: Tensor = value if value.is_contiguous() else value.contiguous()
-        return column
+        return value.contiguous()
 
     def _mismatch(self, i: int, value: Tensor, expected: torch.Size, call: str) -> str:
         field = self.fields[i]
@@ -202,19 +193,19 @@ class Structure:
     def _walk(
         self,
         node: Node,
-        value: Any,
-        shapes: list[torch.Size] | None,
-        out: list[Tensor | None],
+        value: object,
+        batch: tuple[int, ...],
+        found: dict[int, Tensor],
         call: str,
         path: tuple[str, ...],
         ignored: frozenset[str],
     ) -> None:
         if node.kind == "leaf":
-            shape = self._specs[node.field][1] if shapes is None else shapes[node.field]
-            out[node.field] = self._leaf(node.field, value, shape, call)
+            expected = torch.Size((*batch, *self._specs[node.field][1]))
+            found[node.field] = self._leaf(node.field, value, expected, call)
             return
-        source = _children(node.kind, value)
-        if source is None or (node.type and type(value) is not self._types[node.type]):
+        given, source = _opened(value)
+        if given != node.kind or (node.type and type(value) is not self._types[node.type]):
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
             raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {describe(value)}.")
@@ -226,17 +217,9 @@ class Structure:
                 f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row."
             )
         for key, child in node.children.items():
-            self._walk(child, source[key], shapes, out, call, (*path, key), frozenset())
+            self._walk(child, source[key], batch, found, call, (*path, key), frozenset())
 
     # ---- columns to data ---------------------------------------------------------------------------------------------
-
-    def batch(self, columns: Sequence[Tensor], n: int, device: torch.device | None) -> Any:
-        """Data of this structure around columns ``[n, *shape]``. No copy."""
-        if self._is_leaf:
-            return columns[0]
-        if self._flat is not None and not self.is_tensordict:
-            return dict(zip(self._flat, columns))  # noqa: B905 - strict costs, and both are the schema's
-        return self.unflatten(columns, torch.Size((n,)), device)
 
     def unflatten(
         self,
@@ -246,8 +229,10 @@ class Structure:
         extra: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """Data of this structure around columns ``[*batch, *shape]``. No copy. ``extra`` joins the root's entries."""
+        if self._is_leaf:
+            return columns[0]
         if self._flat is not None and self.is_tensordict:
-            source: dict[str, Any] = dict(zip(self._flat, columns))  # noqa: B905 - strict costs, and both are the schema's
+            source: dict[str, Tensor] = dict(zip(self._flat, columns))  # noqa: B905 - strict costs, and both are the schema's
             if extra:
                 source.update(extra)
             return wrap(source, batch + torch.Size(self.root.batch) if self.root.batch else batch, device)
@@ -261,8 +246,6 @@ class Structure:
         device: torch.device | None,
         extra: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        if node.kind == "leaf":
-            return columns[node.field]
         source = {
             key: columns[child.field] if child.kind == "leaf" else self._build(child, columns, batch, device)
             for key, child in node.children.items()
@@ -283,13 +266,15 @@ class Structure:
             return self._types[node.type].from_tensordict(td)  # type: ignore[attr-defined]
         return td
 
-    def field_of(self, key: Any) -> int | None:
-        """Number of the field under a key (``"a"`` or ``("next", "reward")``), or None."""
+    def field_of(self, key: str | tuple[str, ...], call: str = "") -> int:
+        """Number of the field under a key. Raises ``KeyError``."""
         path = (key,) if isinstance(key, str) else tuple(key)
         for i, field in enumerate(self.fields):
             if field.key == path:
                 return i
-        return None
+        raise KeyError(
+            f"{call and f'{call}: '}expected a stored field, one of {[f.name for f in self.fields]}, got {key}."
+        )
 
 
 class _Builder:
@@ -301,12 +286,10 @@ class _Builder:
         self.fields: list[Field] = []
         self.types: dict[str, type] = {}
 
-    def node(self, value: Any, path: tuple[str, ...]) -> Node:
-        if (isinstance(value, Tensor) and not is_tensor_collection(value)) or _is_array(value):
+    def node(self, value: object, path: tuple[str, ...]) -> Node:
+        if _is_leaf(value):
             return self._leaf(value, path)
-        kind, source = _contained(value)
-        if kind is None:
-            raise _no_tensor(value, path, self.call)
+        kind, source = _contained(value, path, self.call)
         children = {}
         for key, child in source.items():
             if not isinstance(key, str):
@@ -314,7 +297,7 @@ class _Builder:
             validate_key((*path, key))
             children[key] = self.node(child, (*path, key))
         batch: tuple[int, ...] = ()
-        if kind in ("tensordict", "tensorclass"):
+        if is_tensor_collection(value):
             batch = tuple(value.batch_size[1:] if self.batched else value.batch_size)
         type_name = ""
         if kind in ("tensorclass", "namedtuple"):
@@ -322,9 +305,9 @@ class _Builder:
             self.types[type_name] = type(value)
         return Node(kind=kind, children=children, type=type_name, batch=batch)
 
-    def _leaf(self, value: Any, path: tuple[str, ...]) -> Node:
+    def _leaf(self, value: object, path: tuple[str, ...]) -> Node:
         key = path or (SINGLE,)
-        value = value if isinstance(value, Tensor) else as_tensor(value, key, self.call)
+        value = as_tensor(value, key, self.call)
         if value.dtype not in _NAMES:
             raise TypeError(
                 f"{self.call}: {at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
@@ -371,63 +354,46 @@ def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
 # ---- kinds of containers -----------------------------------------------------------------------------------------------
 
 
-def _kind(value: Any) -> Any:
+def _opened(value: object) -> tuple[Kind | None, Mapping[str, object]]:
+    """Kind and entries of a container; None for other values."""
     if is_non_tensor(value):  # strings and other objects: tensorclasses, and stacks of them
-        return None
+        return None, {}
     if is_tensorclass(value):
-        return "tensorclass"
+        entries = dict(value.items())  # what is not given is not there
+        return "tensorclass", {key: entries.get(key) for key in type(value).__dataclass_fields__}
     if is_tensor_collection(value):
-        return "tensordict"
+        return "tensordict", entries_of(value)
     if isinstance(value, dict):
-        return "dict"
-    if isinstance(value, tuple):
-        return "namedtuple" if hasattr(value, "_fields") else "tuple"
-    if isinstance(value, list):
-        return "list"
-    return None
+        return "dict", value
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return "namedtuple", value._asdict()
+    if isinstance(value, tuple | list):
+        kind: Kind = "tuple" if isinstance(value, tuple) else "list"
+        return kind, {str(i): child for i, child in enumerate(value)}
+    return None, {}
 
 
-def _children(kind: str, value: Any) -> Mapping[str, Any] | None:
-    """The entries of a container if it is of this kind, else None."""
-    if _kind(value) != kind:
-        return None
-    match kind:
-        case "tensordict":
-            return entries_of(value)
-        case "tensorclass":
-            entries = dict(value.items())  # what is not given is not there
-            return {key: entries.get(key) for key in type(value).__dataclass_fields__}
-        case "dict":
-            mapping: Mapping[str, Any] = value
-            return mapping
-        case "namedtuple":
-            return dict(zip(type(value)._fields, value, strict=True))
-        case _:
-            return {str(i): child for i, child in enumerate(value)}
-
-
-def _contained(value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Kind and entries of a container; None for other values, and for lists of strings, numbers or other objects."""
-    kind = _kind(value)
-    entries = (None if kind is None else _children(kind, value)) or {}
-    if kind in ("list", "tuple") and entries:
-        known = any(_kind(item) or isinstance(item, Tensor) or _is_array(item) for item in entries.values())
-        kind = kind if known else None
+def _contained(value: object, path: tuple[str, ...], call: str) -> tuple[Kind, Mapping[str, object]]:
+    """Kind and entries of a container. Raises ``TypeError`` for other values, and for lists of strings, numbers or other objects."""
+    kind, entries = _opened(value)
+    listed = kind in ("list", "tuple") and entries
+    if kind is None or (listed and not any(_is_leaf(item) or _opened(item)[0] for item in entries.values())):
+        raise _no_tensor(value, path, call)
     return kind, entries
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray | np.generic)
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, Tensor | np.ndarray | np.generic)
 
 
-def as_tensor(value: Any, key: tuple[str, ...], call: str) -> Tensor:
-    if not _is_array(value):
+def as_tensor(value: object, key: tuple[str, ...], call: str) -> Tensor:
+    """A tensor, or one over the memory of an array where torch can use that."""
+    if isinstance(value, Tensor):
+        return value
+    if not _is_leaf(value):
         raise _no_tensor(value, key, call)
     array = np.asarray(value)
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    if not array.flags.writeable or any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides):
-        array = array.copy()
+    array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
     try:
         with torch.device("cpu"):
             return torch.from_numpy(array)
@@ -467,53 +433,66 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.40}"
 
 
+def device_of(data: object) -> torch.device:
+    """Where the first tensor of data is."""
+    first = first_leaf(data)
+    if is_tensor_collection(first):
+        first = next(iter(first.values(include_nested=True, leaves_only=True)))
+    return first.device if isinstance(first, Tensor) else torch.device("cpu")
+
+
+def stacked(items: Sequence[object], call: str) -> Any:
+    """A list of rows as a batch, leaf by leaf."""
+    if not items:
+        raise RuntimeError(f"{call}: expected at least one row, got an empty list.")
+    structure = Structure.of(items[0], batched=False, call=call)
+    rows = [structure.flatten(item, None, call) for item in items]
+    return structure.unflatten([torch.stack(column) for column in zip(*rows, strict=True)], torch.Size((len(items),)))
+
+
 def is_batched_collection(data: Any) -> bool:
     """Whether data is a TensorDict or tensorclass with a batch dimension."""
     return bool(is_tensor_collection(data)) and len(data.batch_size) > 0
 
 
-def leading_size(data: Any, call: str) -> int:
+def leading_size(data: object, call: str) -> int:
     """Rows of a batch: the size that all leaves have first.
 
     Raises:
         TypeError: data without a batch dimension.
         RuntimeError: leaves of different leading sizes, or no rows.
     """
-    if is_tensor_collection(data):
-        if not data.batch_size:
-            raise TypeError(f"{call}: expected a batch of rows, got {describe(data)}: one row. {_ONE_ROW}")
-        n = int(data.batch_size[0])
+    sizes: dict[int, tuple[str, ...]] = {}
+    if is_tensor_collection(data) and data.batch_size:  # the common case
+        sizes[int(data.batch_size[0])] = ()
     else:
-        sizes: dict[int, tuple[str, ...]] = {}
-        _leading_sizes(data, (), sizes, call)
-        if len(sizes) > 1:
-            listed = ", ".join(f"{at(path)} has {size}" for size, path in sizes.items())
-            raise RuntimeError(f"{call}: expected the same number of rows in every leaf, but {listed}.")
-        if not sizes:
-            raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
-        n = next(iter(sizes))
+        _note_sizes(data, (), sizes, call)
+    if len(sizes) > 1:
+        listed = ", ".join(f"{at(path)} has {size}" for size, path in sizes.items())
+        raise RuntimeError(f"{call}: expected the same number of rows in every leaf, but {listed}.")
+    if not sizes:
+        raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
+    (n,) = sizes
     if n == 0:
         raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
     return n
 
 
-def _leading_sizes(data: Any, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str) -> None:
+def _note_sizes(data: object, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str) -> None:
+    """The leading sizes of all leaves, and where each was met first."""
     if is_tensor_collection(data) and not is_non_tensor(data):
-        if not data.batch_size:
-            raise TypeError(f"{call}: {at(path)}: expected a batch of rows, got {describe(data)}. Did you mean add()?")
-        sizes.setdefault(int(data.batch_size[0]), path)
-    elif isinstance(data, Tensor) or _is_array(data):
-        if data.ndim == 0:
-            raise TypeError(
-                f"{call}: {at(path)}: expected a batch of rows, got a scalar without dimensions. Did you mean add()?"
-            )
-        sizes.setdefault(int(data.shape[0]), path)
+        shape = data.batch_size
+    elif isinstance(data, Tensor | np.ndarray | np.generic):
+        shape = data.shape
     else:
-        kind, source = _contained(data)
-        if kind is None:
-            raise _no_tensor(data, path, call)
-        for key, child in source.items():
-            _leading_sizes(child, (*path, str(key)), sizes, call)
+        for key, child in _contained(data, path, call)[1].items():
+            _note_sizes(child, (*path, str(key)), sizes, call)
+        return
+    if not shape:
+        collection = is_tensor_collection(data)
+        got = f"{describe(data)}: one row. {_ONE_ROW}" if collection else "a scalar without dimensions"
+        raise TypeError(f"{call}: {at(path)}: expected a batch of rows, got {got}. Did you mean add()?")
+    sizes.setdefault(int(shape[0]), path)
 
 
 # ---- classes named by a stored structure -------------------------------------------------------------------------------

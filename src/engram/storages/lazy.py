@@ -10,9 +10,10 @@ import torch
 from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.format import layout
-from engram.storages._structure import Structure, is_batched_collection
+from engram.storages._geometry import Geometry
+from engram.storages._structure import Structure, device_of, is_batched_collection
 from engram.storages.announcing import announce, creation_lines
-from engram.storages.tensor import NOT_YET, TensorStorage, device_of
+from engram.storages.tensor import NOT_YET, TensorStorage
 from engram.store import DeviceStore, Store, skip_numbers
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class LazyTensorStorage(TensorStorage):
         **later: Any,
     ) -> None:
         reject_unsupported(type(self).__name__, later, NOT_YET)
-        self._configure(max_size, device=device, ndim=ndim, lanes=lanes)
+        self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim), device)
 
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
     _given = 0
@@ -96,7 +97,7 @@ class LazyTensorStorage(TensorStorage):
                 self._tell_moved()
                 return False
             self._given = given
-            self._capacity = self._requested // self._lanes * self._lanes
+            self._capacity = self._geometry.capacity
             self.structure = None
         return True
 
@@ -109,8 +110,12 @@ class LazyTensorStorage(TensorStorage):
         structure = Structure.of(data, batched=batched, call=call)
         if self._device_argument == "auto":
             self._device = device_of(data)
-        schema = self._schema(structure, columns)
-        self._adopt(self._allocate(schema), structure)
+        self._adopt(self._allocate(self._geometry.schema(structure, columns)), structure)
+
+    def allocate_for(self, schema: Schema) -> None:
+        with self._lock:
+            if self.memory is None:
+                self._adopt(self._allocate(schema), Structure.from_schema(schema))
 
     def _allocate(self, schema: Schema) -> Store:
         if self._home is not None:

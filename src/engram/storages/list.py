@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._tensordict import find
+from engram._tensordict import find, is_tensor_collection, is_tensorclass
 from engram._unsupported import reject_unsupported
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.packing import pack, unpack
+from engram.persist.snapshot import WholeSnapshot
 from engram.priorities import PriorityConfig, PriorityIndex
 from engram.state import check_keys, integer, tensor_in, typed
-from engram.storages._base import Count, Rows, Storage, check_count, one_or_many
+from engram.storages._base import Storage, check_count, check_plan
+from engram.storages._geometry import Geometry
 from engram.storages._indexes import checked_priorities, saved_priorities
+from engram.storages._port import Count
 from engram.storages._structure import describe
 from engram.store import check_index_name
 from engram.types import Extent, Write, WritePlan
@@ -25,6 +27,10 @@ from engram.types import Extent, Write, WritePlan
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from tensordict import TensorDict
+
+    from engram.persist.snapshot import StoragePreparation, StorageSnapshot
+    from engram.storages._port import Rows
     from engram.types import StorageLoad
 
 __all__ = ["ListStorage"]
@@ -54,13 +60,11 @@ class ListStorage(Storage):
     def __init__(self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: Any) -> None:
         reject_unsupported("ListStorage", later, {"compilable": "tracing through torch.compile"})
         super().__init__()
-        if max_size is not None and type(max_size) is not int:
-            raise TypeError(f"ListStorage: max_size: expected an int, got {type(max_size).__name__}.")
-        if max_size is not None and max_size < 1:
-            raise ValueError(f"ListStorage: max_size: expected at least 1 row, got {max_size}.")
+        if max_size is not None:
+            Geometry.checked("ListStorage", max_size)
         self._max_size = max_size
         self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
-        self._items: list[Any] = []
+        self._items: list[object] = []
         self._numbers: list[int] = []
         self._next = 1
         self._cursor = 0
@@ -95,15 +99,15 @@ class ListStorage(Storage):
         return Extent(self.max_size, (len(self._items),), (self._cursor % self.max_size,))
 
     def prepare(
-        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
-    ) -> tuple[list[Any], int]:
+        self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
+    ) -> tuple[list[object], int]:
         items = self._split(data, call) if batched else [data]
         if not items:
             raise RuntimeError(f"{call}: expected at least one row, got an empty batch.")
         check_count(call, count, len(items))
         return [self._stored(item) for item in items], len(items)
 
-    def _split(self, data: Any, call: str) -> list[Any]:
+    def _split(self, data: object, call: str) -> list[object]:
         if isinstance(data, list | tuple | range | set | frozenset) and not is_tensor_collection(data):
             return list(data)
         if is_tensor_collection(data) and data.batch_size:
@@ -115,18 +119,19 @@ class ListStorage(Storage):
             f"got {type(data).__name__}. Did you mean add()?"
         )
 
-    def _stored(self, item: Any) -> Any:
+    def _stored(self, item: object) -> object:
         if isinstance(item, Tensor) or is_tensor_collection(item):
             item = item.detach()
             return item if self._device is None else item.to(self._device)
         return item
 
-    def write(self, plan: WritePlan, prepared: list[Any], n: int) -> Write:
+    def write(self, plan: WritePlan, prepared: list[object], n: int) -> Write:
         if plan.kept is not None:
             write = self.write(WritePlan(rows=plan.rows), [prepared[i] for i in plan.kept.tolist()], len(plan.kept))
             return Write(plan.reported(write.rows, n), write.first)
         if self._inherited:
             self.check_inherited()
+        check_plan(plan, n, lanes=1)
         with self._lock:
             if plan.rows is not None:
                 rows = plan.rows.tolist()
@@ -140,9 +145,7 @@ class ListStorage(Storage):
                         )
                     length = max(length, row + 1)
             else:
-                _check_lane(plan.lane)
                 rows = [(self._cursor + i) % self.max_size for i in range(n)]
-            check_count("write", Count(len(rows)), n)
             first = self._put(rows, prepared)
             if plan.rows is None:
                 self._cursor += n
@@ -152,7 +155,7 @@ class ListStorage(Storage):
                 index.written(written)
         return Write(written, first)
 
-    def _put(self, rows: list[int], items: list[Any]) -> int:
+    def _put(self, rows: list[int], items: list[object]) -> int:
         """An interrupt may end this anywhere: it is the item, not its number, that makes a row."""
         del self._numbers[len(self._items) :]
         first = self._next
@@ -166,13 +169,13 @@ class ListStorage(Storage):
                 self._items[row] = item
         return first
 
-    def edit(self, where: Rows, prepared: list[Any]) -> Write:
+    def edit(self, where: Rows, prepared: list[object]) -> Write:
         if self._inherited:
             self.check_inherited()
         with self._lock:
             return Write(where.rows, self._put(where.rows.tolist(), prepared))
 
-    def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[Any], list[int]]:
+    def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[object], list[int]]:
         items, wanted = self._items, rows.tolist()
         if expected is not None:
             return self._read_expected(wanted, expected.tolist())
@@ -184,7 +187,7 @@ class ListStorage(Storage):
             raise RowError(f"read: expected rows in [0, {len(items)}), got {min(wanted)}.")
         return found, []
 
-    def _read_expected(self, rows: list[int], expected: list[int]) -> tuple[list[Any], list[int]]:
+    def _read_expected(self, rows: list[int], expected: list[int]) -> tuple[list[object], list[int]]:
         with self._lock:
             items, numbers = self._items, self._numbers
             live = [0 <= row < len(items) for row in rows]
@@ -194,18 +197,18 @@ class ListStorage(Storage):
                     raise RowError(f"read: expected rows in [0, {len(items)}), got {row}.")
             return [items[row] if live[i] else None for i, row in enumerate(rows)], moved
 
-    def patch(self, columns: list[Any], places: list[int], fresh: list[Any]) -> None:
+    def patch(self, columns: list[object], places: list[int], fresh: list[object]) -> None:
         for place, item in zip(places, fresh, strict=True):
             columns[place] = item
 
-    def pack(self, columns: list[Any], where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
+    def pack(self, columns: list[object], where: Rows, extra: dict[str, Tensor] | None = None) -> object:
         if extra is not None:
             columns = [
                 _with_entries(item, {key: value[i] for key, value in extra.items()}) for i, item in enumerate(columns)
             ]
-        return one_or_many(columns, where.single)
+        return columns[0] if where.single else columns
 
-    def batch(self, columns: list[Any], n: int) -> list[Any]:
+    def batch(self, columns: list[object], n: int) -> list[object]:
         return columns
 
     def empty(self, *, keep_write_count: bool) -> None:
@@ -261,8 +264,8 @@ class ListStorage(Storage):
             raise IncompatibleCheckpoint(f"{where}: max_size: expected {self._max_size} as here, got {max_size}.")
         bound = self._max_size or max_size
         rows = bound or self.max_size
-        cursor = integer(state_dict, "cursor", 0, 1 << 62, where)
-        write_count = integer(state_dict, "write_count", 0, 1 << 62, where)
+        for name in ("cursor", "write_count"):
+            integer(state_dict, name, 0, 1 << 62, where)
         clock = integer(state_dict, "clock", 1, 1 << 61, where)
         numbers = tensor_in(state_dict, "numbers", torch.int64, (None,), where)
         n = len(numbers)
@@ -274,8 +277,11 @@ class ListStorage(Storage):
         if len(items) != n:
             raise ValueError(f"{where}: items: expected {n}, one per ticket, got {len(items)}.")
         priorities = checked_priorities(state_dict["priorities"], self._priorities, rows, f"{where}: priorities")
+        return _ItemsLoad(self, rows, bound, state_dict, items, priorities)
 
-        return _ItemsLoad(self, rows, bound, items, numbers, cursor, write_count, clock, priorities)
+    def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
+        del whole  # items are copied in any case
+        return _ItemsPreparation(self, without)
 
     def counters(self) -> dict[str, int]:
         dropped = sum(int(index.core.dropped) for index in self._priorities.values())
@@ -294,7 +300,7 @@ class ListStorage(Storage):
         with self._lock:
             return self._next
 
-    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[list[Any], list[int]]:
+    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[list[object], list[int]]:
         items, moved = self.read(rows, expected)
         values = [find(item, key) for item in items]
         for i, value in enumerate(values):
@@ -304,17 +310,20 @@ class ListStorage(Storage):
                 )
         return values, moved
 
-    def __getstate__(self) -> dict[str, Any]:
-        self.hand_over()
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_inherited", "listeners")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__init__()
-        self.__dict__.update(state)
-
     def __repr__(self) -> str:
         bound = "unbounded" if self._max_size is None else f"{self._max_size}"
         return f"ListStorage(size={len(self)}/{bound})"
+
+
+class _ItemsPreparation(NamedTuple):
+    """Items are copied while writers wait."""
+
+    storage: ListStorage
+    without: Collection[tuple[str, str]]
+
+    def take(self) -> StorageSnapshot:
+        state = self.storage.state_dict(without=self.without)
+        return WholeSnapshot(type(self.storage).__name__, state, state["clock"], len(state["numbers"]), 0)
 
 
 class _ItemsLoad(NamedTuple):
@@ -323,44 +332,36 @@ class _ItemsLoad(NamedTuple):
     storage: ListStorage
     capacity: int
     bound: int | None
-    items: list[Any]
-    numbers: Tensor
-    cursor: int
-    write_count: int
-    clock: int
+    state: dict[str, Any]
+    items: list[object]
     priorities: dict[str, tuple[PriorityConfig, dict[str, Any]]]
 
     def allocate(self) -> None:
         """A list grows as it is filled."""
 
     def commit(self) -> None:
-        storage = self.storage
+        storage, state = self.storage, self.state
         with storage._lock:
             storage._max_size = self.bound
             for name, (config, _) in self.priorities.items():
                 storage.priorities(name, config, self.capacity)
             storage.empty(keep_write_count=False)
             shift = storage._next
-            storage._numbers = (self.numbers + shift).tolist()
+            storage._numbers = (state["numbers"] + shift).tolist()
             storage._items = list(self.items)
-            storage._cursor, storage._write_count, storage._next = self.cursor, self.write_count, self.clock + shift
+            storage._cursor, storage._write_count = state["cursor"], state["write_count"]
+            storage._next = state["clock"] + shift
             for index in storage._priorities.values():
                 index.written(torch.arange(len(self.items), device="cpu"))
             for name, (_, entries) in self.priorities.items():
                 storage._priorities[name].restore(entries)
 
 
-def _with_entries(item: Any, entries: dict[str, Tensor]) -> Any:
+def _with_entries(item: object, entries: dict[str, Tensor]) -> object:
     """A TensorDict around the same tensors, with more entries; other items as they are."""
     if not is_tensor_collection(item) or is_tensorclass(item):
         return item
-    item = item.copy()
+    made: TensorDict = item.copy()
     for key, value in entries.items():
-        item.set(key, value.expand(item.batch_size))
-    return item
-
-
-def _check_lane(lane: int | Tensor | None) -> None:
-    lanes = lane if isinstance(lane, Tensor) else torch.tensor([lane or 0], device="cpu")
-    if bool((lanes != 0).any()):
-        raise RowError(f"lane: expected 0, a ListStorage has one lane; got {int(lanes.abs().max())}.")
+        made.set(key, value.expand(made.batch_size))
+    return made

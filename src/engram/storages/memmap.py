@@ -13,13 +13,17 @@ import torch
 
 from engram._unsupported import reject_unsupported
 from engram.format import layout
+from engram.storages._geometry import Geometry
 from engram.storages._home import Home
 from engram.storages._structure import Structure
 from engram.storages.lazy import LazyTensorStorage
 from engram.store import Store, occupied, open_store
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engram.format.schema import Schema
+    from engram.storages._port import Rows
 
 __all__ = ["LazyMemmapStorage"]
 
@@ -74,7 +78,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."
             )
-        self._configure(max_size, device="cpu", ndim=ndim, lanes=lanes)
+        self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim), "cpu")
         self._scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self._existsok = existsok
         self._auto_cleanup = auto_cleanup
@@ -101,7 +105,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         store = open_store(directory, unclean=unclean)
         schema = store.schema
         storage = cls.__new__(cls)
-        storage._configure(schema.capacity, device="cpu", ndim=1 + len(schema.columns), lanes=schema.lanes)
+        storage._configure(Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns)), "cpu")
         storage._scratch_dir = store.directory
         storage._existsok = False
         storage._auto_cleanup = None
@@ -125,13 +129,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         memory = self.memory
         return self._scratch_dir if memory is None else memory.directory
 
-    def slice(self, start: int, stop: int, extra: Any = None) -> Any:
-        return self._locked(super().slice(start, stop, extra))
-
-    def grid(self, index: Any = ..., extra: Any = None) -> Any:
-        return self._locked(super().grid(index, extra))
-
-    def _locked(self, view: Any) -> Any:
+    def view(self, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
+        view = super().view(where, extra)
         if self.structure is not None and self.structure.is_tensordict:
             view.lock_()
         return view

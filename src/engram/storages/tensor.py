@@ -7,33 +7,31 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram._devices import existing_device
 from engram._unsupported import reject_unsupported
-from engram.errors import CorruptStore, EngramError, IncompatibleCheckpoint, IncompatibleStore, RowError
-from engram.format import schema as schemas
-from engram.format.schema import Schema
-from engram.nested import first_leaf
+from engram.errors import EngramError, RowError
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
 from engram.priorities import KIND as PRIORITIES
 from engram.priorities import PriorityIndex
 from engram.state import check_keys, copied, tensor_in, typed
-from engram.storages._base import Count, Rows, Storage, check_count
+from engram.storages._base import Storage, check_count, check_plan
 from engram.storages._columns import (
     rows_of_batch,
+    rows_of_coordinates,
     rows_of_selection,
     rows_of_slot,
     rows_of_stored,
     selected_rows,
 )
+from engram.storages._geometry import Geometry
 from engram.storages._home import Home, share_in_place
-from engram.storages._structure import Structure, check_tensor, leading_size
+from engram.storages._port import Count, Rows
+from engram.storages._structure import Structure, check_tensor, device_of, leading_size, stacked
 from engram.storages.tensor_state import (
     ENTRIES,
-    EmptyLoad,
     KeptRows,
     RowsLoad,
     RowsState,
@@ -42,13 +40,7 @@ from engram.storages.tensor_state import (
     unwritten,
     with_numbers,
 )
-from engram.store import (
-    DeviceStore,
-    Store,
-    StoreState,
-    reattach,
-    torch_dtype,
-)
+from engram.store import DeviceStore, Store, reattach, torch_dtype
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -56,11 +48,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from engram.format.parts import PartReader
+    from engram.format.schema import Schema
     from engram.persist.snapshot import StoragePreparation
     from engram.priorities import PriorityConfig
     from engram.types import RowsSource, StorageLoad
 
-__all__ = ["NOT_YET", "TensorStorage", "device_of"]
+__all__ = ["NOT_YET", "TensorStorage"]
 
 NOT_YET = {
     "compilable": "tracing through torch.compile",
@@ -107,11 +100,8 @@ class TensorStorage(Storage):
 
     traits = Traits(has_fields=True)
 
-    if TYPE_CHECKING:
-        memory: Store | None
-        """The store; None before the first write."""
-    else:
-        memory = _Unwritten()
+    #: The store; None before the first write.
+    memory: Store | None = _Unwritten()  # type: ignore[assignment]
 
     #: Where processes that have copies of this storage find its store; None: it is private.
     _home: Home | None = None
@@ -140,7 +130,7 @@ class TensorStorage(Storage):
         capacity = leading_size(rows, "TensorStorage")
         if max_size is not None and max_size not in (slots, capacity):
             raise ValueError(f"TensorStorage: max_size: expected {slots}, the size of the data, got {max_size}.")
-        self._configure(capacity, device=device, ndim=ndim, lanes=lanes)
+        self._configure(Geometry.checked("TensorStorage", capacity, lanes, ndim), device)
         if capacity % lanes:
             raise ValueError(f"TensorStorage: lanes: expected a divisor of the {capacity} rows, got {lanes}.")
         structure = Structure.of(rows, batched=True, call="TensorStorage")
@@ -148,7 +138,7 @@ class TensorStorage(Storage):
             self._device = device_of(rows)
         structure.on_host = self._device.type == "cpu"
         fields = structure.flatten(rows, capacity, "TensorStorage")
-        schema = self._schema(structure, columns)
+        schema = self._geometry.schema(structure, columns)
         if structure.on_host:
             store = Store.around(schema, [field.detach() for field in fields])
         else:
@@ -162,34 +152,15 @@ class TensorStorage(Storage):
 
     # ---- set-up --------------------------------------------------------------------------------------------------------
 
-    def _configure(self, max_size: int, *, device: torch.device | str, ndim: int, lanes: int) -> None:
+    def _configure(self, geometry: Geometry, device: torch.device | str) -> None:
         super().__init__()
-        name = type(self).__name__
-        for argument, value in (("max_size", max_size), ("ndim", ndim), ("lanes", lanes)):
-            if type(value) is not int:
-                raise TypeError(f"{name}: {argument}: expected an int, got {type(value).__name__}.")
-            if value < 1:
-                raise ValueError(f"{name}: {argument}: expected at least 1, got {value}.")
-        if lanes > max_size:
-            raise ValueError(f"{name}: lanes: expected at most max_size={max_size}, got {lanes}.")
-        if lanes > 1 and ndim > 1:
-            raise ValueError(
-                f"{name}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}."
-            )
+        where = f"{type(self).__name__}: device"
         self._device_argument = str(device)
-        self._device = torch.device("cpu") if device == "auto" else existing_device(device, f"{name}: device")
-        self.ndim = ndim
-        self._lanes = lanes
-        self._requested = max_size
-        self._capacity = max_size // lanes * lanes
+        self._device = torch.device("cpu") if device == "auto" else existing_device(device, where)
+        self._geometry = geometry
+        self.ndim = geometry.ndim
+        self._capacity = geometry.capacity
         self.structure: Structure | None = None  # how rows are put together; None before the first write
-
-    def _schema(self, structure: Structure, columns: tuple[int, ...]) -> Schema:
-        width = math.prod(columns)
-        capacity = -(-self._capacity // width) * width  # rounded up to whole slots
-        schema = Schema(capacity, self._lanes, columns, structure.fields, structure.root)
-        schema.validate()
-        return schema
 
     def _adopt(self, store: Store, structure: Structure) -> None:
         structure.on_host = store.device.type == "cpu"
@@ -200,12 +171,10 @@ class TensorStorage(Storage):
         self.memory = store  # last: other threads look at it first
 
     def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
-        """Make the store for a first row, or a first batch of rows ``[n, ...]``."""
-        raise RuntimeError(f"{call}: the storage has no memory.")
+        """Make the store for a first row, or a first batch of rows ``[n, ...]``. One around data has it."""
 
-    def _allocate(self, schema: Schema) -> Store:
-        """A new store of that schema, where this storage has its rows."""
-        raise NotImplementedError
+    def allocate_for(self, schema: Schema) -> None:
+        """Take the memory for a schema that was checked, if there is none yet. Raises ``OSError``: no space."""
 
     # ---- sharing -------------------------------------------------------------------------------------------------------
 
@@ -300,7 +269,7 @@ class TensorStorage(Storage):
     @property
     def requested_size(self) -> int:
         """The ``max_size`` it was made with; capacity differs where lanes or columns do not divide it."""
-        return self._requested
+        return self._geometry.max_size
 
     @property
     def device(self) -> torch.device | None:
@@ -308,7 +277,7 @@ class TensorStorage(Storage):
 
     @property
     def lanes(self) -> int:
-        return self._lanes
+        return self._geometry.lanes
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -349,14 +318,16 @@ class TensorStorage(Storage):
 
     def extent(self) -> Extent:
         if self.memory is None:
-            length = self._capacity // self._lanes
-            return Extent(self._capacity, (0,) * self._lanes, tuple(k * length for k in range(self._lanes)))
+            lanes = self._geometry.lanes
+            length = self._capacity // lanes
+            return Extent(self._capacity, (0,) * lanes, tuple(k * length for k in range(lanes)))
         return self.memory.extent()
 
     @property
     def _storage(self) -> Any:
         """All rows, as TorchRL's collectors look for them; None before the first write."""
-        return None if self.memory is None else self._view(0, self.memory.capacity)
+        store = self.memory
+        return None if store is None else self._formed(store.views(), torch.Size((store.capacity,)))
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -369,7 +340,7 @@ class TensorStorage(Storage):
         self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
         if batched and isinstance(data, list):
-            data = _stack(data, call)
+            data = stacked(data, call)
         columns: tuple[int, ...] = ()
         if self.ndim > 1:
             data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
@@ -380,7 +351,7 @@ class TensorStorage(Storage):
         check_count(call, count, n)
         if self.memory is not None:
             try:
-                return self._written().flatten(data, n if batched else None, call, ignored), n
+                return self.structure.flatten(data, n if batched else None, call, ignored), n  # type: ignore[union-attr]
             except KeyError:
                 if not self._forget_fake_row():
                     raise
@@ -410,18 +381,8 @@ class TensorStorage(Storage):
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
         if self._inherited:
             self.check_inherited()
-        store = self.store
-        if isinstance(plan.lane, int) and not 0 <= plan.lane < self._lanes:
-            raise RowError(f"lane: expected a lane in [0, {self._lanes}), got {plan.lane}.")
-        if isinstance(plan.lane, Tensor):
-            lane = plan.lane
-            if lane.shape != (n,):
-                raise RuntimeError(f"lane: expected one lane per row, [{n}], got {list(lane.shape)}.")
-            if bool(((lane < 0) | (lane >= self._lanes)).any()):
-                raise RowError(f"lane: expected lanes in [0, {self._lanes}), got {lane.tolist()[:8]}….")
-        if plan.rows is not None and plan.kept is None and plan.rows.shape != (n,):
-            raise RuntimeError(f"write: expected one index per row, [{n}], got {list(plan.rows.shape)}.")
-        return store.write(plan, prepared, n)
+        check_plan(plan, n, self._geometry.lanes)
+        return self.memory.write(plan, prepared, n)  # type: ignore[union-attr] # prepared rows have one
 
     def edit(self, where: Rows, prepared: list[Tensor]) -> Write:
         if self._inherited:
@@ -442,18 +403,12 @@ class TensorStorage(Storage):
             RuntimeError: shape or dtype differ from the field's.
         """
         structure = self._written()
+        batch, single = (where.rows.shape, where.single) if where.shape is None else (where.shape, False)
         which, columns = [], []
         for key, value in entries.items():
             check_tensor(value, key, call)
-            number = structure.field_of(key)
-            if number is None:
-                raise KeyError(
-                    f"{call}: expected a stored field, one of {[f.name for f in structure.fields]}, got {key}."
-                )
-            which.append(number)
-            if where.shape is not None:
-                value = structure.rows_of_field(number, value, where.shape, call)
-            columns.append(structure.column(number, value, len(where.rows), single=where.single, call=call))
+            which.append(structure.field_of(key, call))
+            columns.append(structure.column(which[-1], value, batch, single=single, call=call))
         if self._inherited:
             self.check_inherited()
         return self.store.edit(where.rows, which, columns)
@@ -475,15 +430,19 @@ class TensorStorage(Storage):
             columns = [column.reshape(*batch, *column.shape[1:]) for column in columns]
         else:
             batch = where.rows.shape
-        return self._written().unflatten(columns, batch, self._device, self._entries(extra, batch))
+        return self._formed(columns, batch, extra)
 
-    def _entries(self, extra: dict[str, Tensor] | None, batch: torch.Size) -> dict[str, Tensor] | None:
-        """Entries ``[n]`` expanded to the batch dimensions of TensorDicts; other rows have no room for them."""
+    def _formed(self, columns: Sequence[Tensor], batch: torch.Size, extra: dict[str, Tensor] | None = None) -> Any:
+        """Data in the user's form around columns ``[*batch, ...]``. Entries ``[n]`` join TensorDicts, not other rows."""
         structure = self._written()
-        if extra is None or not structure.is_tensordict:
-            return None
         own = structure.root.batch
-        return {key: value.reshape((*batch, *(1,) * len(own))).expand((*batch, *own)) for key, value in extra.items()}
+        if not structure.is_tensordict:
+            extra = None
+        entries = {
+            key: value.reshape((*batch, *(1,) * len(own))).expand((*batch, *own))
+            for key, value in (extra or {}).items()
+        }
+        return structure.unflatten(columns, batch, self._device, entries)
 
     def patch(self, columns: list[Tensor], places: list[int], fresh: list[Tensor]) -> None:
         at = torch.tensor(places, device=self._device)
@@ -491,20 +450,7 @@ class TensorStorage(Storage):
             column[at] = values
 
     def batch(self, columns: Sequence[Tensor], n: int) -> Any:
-        return self.structure.batch(columns, n, self._device)  # type: ignore[union-attr]
-
-    def slice(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
-        """Rows ``[start, stop)`` as live views: a writer at work shows through, nothing is checked.
-
-        Of private memory, a view that torch moves to shared memory, by ``share_memory_()`` or in a queue of
-        ``torch.multiprocessing``, becomes a copy, and so do all other views of that field.
-        """
-        return self._view(start, stop, extra)
-
-    def _view(self, start: int, stop: int, extra: dict[str, Tensor] | None = None) -> Any:
-        columns = [tensor[start:stop] for tensor in self.store.views()]
-        batch = torch.Size((stop - start,))
-        return self._written().unflatten(columns, batch, self._device, self._entries(extra, batch))
+        return self.structure.unflatten(columns, torch.Size((n,)), self._device)  # type: ignore[union-attr]
 
     def grid(self, index: Any = ..., extra: dict[str, Tensor] | None = None) -> Any:
         """``ndim > 1``: live views of all whole slots, or some, in the layout of ``extend``, ``[*columns, time]``."""
@@ -516,13 +462,18 @@ class TensorStorage(Storage):
             columns.append(laid_out.movedim(0, self.ndim - 1)[index])
         own = len(self._written().fields[0].shape)
         batch = columns[0].shape[: columns[0].ndim - own]
-        return self._written().unflatten(columns, batch, self._device, self._entries(extra, batch))
+        return self._formed(columns, batch, extra)
 
     def view(self, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
-        """Live views of rows that were located by a slice."""
-        if where.span is not None:
-            return self.slice(*where.span, extra)
-        return self.grid(where.view, extra)
+        """Live views of rows that were located by a slice: a writer at work shows through, nothing is checked.
+
+        Of private memory, a view that torch moves to shared memory, by ``share_memory_()`` or in a queue of
+        ``torch.multiprocessing``, becomes a copy, and so do all other views of that field.
+        """
+        if where.span is None:
+            return self.grid(where.view, extra)
+        rows = slice(*where.span)
+        return self._formed([tensor[rows] for tensor in self.store.views()], where.rows.shape, extra)
 
     def locate(self, index: Any) -> Rows:
         if self.ndim == 1:
@@ -544,7 +495,7 @@ class TensorStorage(Storage):
             return self.pack(self.read(row)[0], Rows(row, single=True))
         where = self.resolve(index)
         if where.span is not None:
-            return self.slice(*where.span)
+            return self.view(where)
         return super().__getitem__(index)
 
     def get(self, index: Any) -> tuple[Any, list[int]]:
@@ -555,11 +506,7 @@ class TensorStorage(Storage):
         """``ndim > 1``: the rows of ``[..., ndim]`` coordinates, slot first; -1 for those outside."""
         if self.memory is None:
             return torch.full(coordinates.shape[:-1], -1)
-        sizes = torch.tensor([self._capacity // math.prod(self.columns), *self.columns], device="cpu")
-        rows = torch.zeros(coordinates.shape[:-1], dtype=torch.int64, device="cpu")
-        for size, at in zip(sizes, coordinates.unbind(-1), strict=True):
-            rows = rows * size + at
-        return torch.where(((coordinates >= 0) & (coordinates < sizes)).all(-1), rows, -1)
+        return rows_of_coordinates(coordinates, (self._capacity // math.prod(self.columns), *self.columns))
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         if self.memory is None:
@@ -580,10 +527,7 @@ class TensorStorage(Storage):
         return number if core.in_flight == 0 else None
 
     def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Tensor, list[int]]:
-        structure = self._written()
-        number = structure.field_of(key)
-        if number is None:
-            raise KeyError(f"expected a stored field, one of {[f.name for f in structure.fields]}, got {key}.")
+        number = self._written().field_of(key)
         columns, moved = self.store.read(rows, expected=expected, which=(number,))
         return columns[0], moved
 
@@ -592,7 +536,7 @@ class TensorStorage(Storage):
         if self.ndim == 1:
             return self
         flat = TensorStorage.__new__(TensorStorage)
-        flat._configure(self._capacity, device=self._device, ndim=1, lanes=1)
+        flat._configure(Geometry(self._capacity), self._device)
         flat._home = None if self._home is None else self._home._replace(host=None)
         if self._home is None:
             flat._unshared = "expected the storage that was made of the data, got a flat one around it. Share that one."
@@ -642,7 +586,7 @@ class TensorStorage(Storage):
         head = {name: value for name, value in state_dict.items() if name != "rows"}
         rows = KeptRows([])
         load = self.prepare_rows(head, rows)
-        n, fields = len(head["numbers"]), load.fields
+        n, fields = len(head["numbers"]), () if load.schema is None else load.schema.fields
         saved = typed(state_dict, "rows", list, where)
         if len(saved) != len(fields):
             raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
@@ -652,7 +596,7 @@ class TensorStorage(Storage):
         )
         return load
 
-    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad | EmptyLoad:
+    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
         """Check a :meth:`state_without_rows`, for which ``source`` has the rows.
 
         Raises: as :meth:`load_state_dict`; nothing is changed. The commit raises what ``source`` does: then the storage is empty.
@@ -662,9 +606,10 @@ class TensorStorage(Storage):
         if typed(state, "schema", (str, type(None)), where) is None:
             if any(len(state[name]) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
-            return EmptyLoad(self)
-        schema = self._checked_schema(state["schema"])
-        return RowsLoad(self, schema, RowsState.checked(state, schema, self.memory, where), source)
+            return RowsLoad(self, source)
+        store = self.memory
+        schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
+        return RowsLoad(self, source, schema, RowsState.checked(state, schema, store, where))
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage")
 
@@ -673,16 +618,7 @@ class TensorStorage(Storage):
         return super().form._replace(takes_rows=True)
 
     def schema_here(self, text: str | None, where: str) -> Schema:
-        if text is None:
-            raise IncompatibleCheckpoint(
-                f"{where}: nothing was ever written to what was saved: there is nothing to convert."
-            )
-        schema = self._decoded(text, where)
-        here = self._schema(Structure.from_schema(schema), schema.columns)
-        differs = "" if self.memory is None else schemas.differences(self.memory.schema, here)
-        if differs:
-            raise IncompatibleCheckpoint(f"{where}: expected the fields of this storage, got others: {differs}.")
-        return here if self.memory is None else self.memory.schema
+        return self._geometry.converted(text, None if self.memory is None else self.memory.schema, where)
 
     def priorities_in_use(self, name: str) -> dict[str, Any] | None:
         store = self.memory
@@ -702,52 +638,10 @@ class TensorStorage(Storage):
             check_blocks(reader)
         return load
 
-    def forget_all(self) -> None:
-        """As :meth:`empty`, also while the store is paused."""
-        store = self.memory
-        if store is not None:
-            lanes = torch.zeros((store.lanes, 4), dtype=torch.int64, device="cpu")
-            numbers = torch.zeros(store.capacity, dtype=torch.int64, device="cpu")
-            store.replace(StoreState(lanes, numbers, 1, 0), lambda _: None)
-
-    def allocate_for(self, schema: Schema) -> None:
-        """Take the memory for a schema that was checked, if there is none yet. Raises ``OSError``: no space."""
-        with self._lock:
-            if self.memory is None:
-                self._adopt(self._allocate(schema), Structure.from_schema(schema))
-
-    @staticmethod
-    def _decoded(text: str, where: str) -> Schema:
-        try:
-            return schemas.decode(text.encode(), where)
-        except IncompatibleStore as error:
-            raise IncompatibleCheckpoint(str(error)) from error
-        except (CorruptStore, UnicodeEncodeError) as error:
-            raise ValueError(str(error)) from error
-
-    def _checked_schema(self, text: str) -> Schema:
-        """The schema of a state. Raises ``ValueError``: it is none. ``IncompatibleCheckpoint``: another one than here."""
-        where = f"{type(self).__name__}: schema"
-        schema = self._decoded(text, where)
-        if self.memory is not None:
-            expected = self.memory.schema
-        else:
-            expected = self._schema(Structure.from_schema(schema), schema.columns)
-        differs = schemas.differences(expected, schema)
-        if not differs and len(schema.columns) != self.ndim - 1:
-            differs = f"ndim: expected {self.ndim}, got {1 + len(schema.columns)}"
-        if differs:
-            same_rows = (schema.fields, schema.structure) == (expected.fields, expected.structure)
-            in_lanes = self.ndim == 1 and not schema.columns
-            advice = " Buffers of other sizes take it with loads(path, convert=True)." if same_rows and in_lanes else ""
-            raise IncompatibleCheckpoint(f"{where}: expected that of this storage, got another: {differs}.{advice}")
-        return schema
-
     # ---- copies and text -----------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self.hand_over()
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_inherited", "listeners", "memory")}
+        state = super().__getstate__()
         if self.memory is not None:
             state["memory"] = self.memory.detached()
             if self.memory.directory is not None and self._written().is_described:
@@ -755,9 +649,8 @@ class TensorStorage(Storage):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__init__()
         saved = state.pop("memory", None)
-        self.__dict__.update(state)
+        super().__setstate__(state)
         if saved is not None:
             store = reattach(saved)
             if "structure" not in state:
@@ -776,24 +669,8 @@ class TensorStorage(Storage):
         return {} if store is None or set(store.owners) - {self} else {"store": store}
 
     def __repr__(self) -> str:
-        lanes = f", lanes={self._lanes}" if self._lanes > 1 else ""
-        asked = f", max_size={self._requested} asked" if self._requested != self._capacity else ""
+        geometry = self._geometry
+        lanes = f", lanes={geometry.lanes}" if geometry.lanes > 1 else ""
+        asked = f", max_size={geometry.max_size} asked" if geometry.max_size != self._capacity else ""
         fields = "not allocated yet" if self.structure is None else f"{len(self.structure.fields)} fields"
         return f"{type(self).__name__}(size={len(self)}/{self._capacity}{lanes}{asked}, {fields}, {self._device})"
-
-
-def device_of(data: Any) -> torch.device:
-    first = first_leaf(data)
-    if is_tensor_collection(first):
-        first = next(iter(first.values(include_nested=True, leaves_only=True)))
-    device: torch.device = getattr(first, "device", None) or torch.device("cpu")
-    return device
-
-
-def _stack(items: list[Any], call: str) -> Any:
-    """A list of rows becomes a batch, leaf by leaf."""
-    if not items:
-        raise RuntimeError(f"{call}: expected at least one row, got an empty list.")
-    structure = Structure.of(items[0], batched=False, call=call)
-    rows = [structure.flatten(item, None, call) for item in items]
-    return structure.unflatten([torch.stack(column) for column in zip(*rows, strict=True)], torch.Size((len(items),)))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.schema import Field, Schema
+    from engram.format.schema import Schema
     from engram.persist.snapshot import StorageSnapshot
     from engram.priorities import PriorityConfig
     from engram.store import Store
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENTRIES",
-    "EmptyLoad",
     "KeptRows",
     "RowsLoad",
     "RowsState",
@@ -260,8 +259,7 @@ class KeptRows(NamedTuple):
 class Loaded(Protocol):
     """The storage that takes a state over."""
 
-    @property
-    def store(self) -> Store: ...
+    memory: Store | None
 
     @property
     def max_size(self) -> int: ...
@@ -274,47 +272,33 @@ class Loaded(Protocol):
 
     def allocate_for(self, schema: Schema) -> None: ...
 
-    def forget_all(self) -> None: ...
-
 
 class RowsLoad(NamedTuple):
-    """A checked state and its rows, for a storage."""
+    """A checked state and its rows, for a storage. Without a schema it is that of one that was never written."""
 
     storage: Loaded
-    schema: Schema
-    state: RowsState
     source: RowsSource
+    schema: Schema | None = None
+    state: RowsState | None = None
 
     @property
     def capacity(self) -> int:
-        return self.schema.capacity
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return self.schema.fields
+        return self.storage.max_size if self.schema is None else self.schema.capacity
 
     def allocate(self) -> None:
-        self.storage.allocate_for(self.schema)
+        if self.schema is not None:
+            self.storage.allocate_for(self.schema)
 
     def commit(self) -> None:
         self.allocate()
         storage = self.storage
+        store = storage.memory
+        if store is None:  # nothing was written here, either
+            return
         with storage.placing, storage.paused:  # a writer that has placed rows is about to write them
-            self.state.restore(storage.store, self.source)
-
-
-class EmptyLoad(NamedTuple):
-    """The state of a storage that was never written."""
-
-    storage: Loaded
-    fields: tuple[Field, ...] = ()
-
-    @property
-    def capacity(self) -> int:
-        return self.storage.max_size
-
-    def allocate(self) -> None:
-        """It needs none."""
-
-    def commit(self) -> None:
-        self.storage.forget_all()
+            if self.state is not None:
+                self.state.restore(store, self.source)
+            else:  # as Store.empty, which cannot be while the store is paused
+                numbers = torch.zeros(store.capacity, dtype=torch.int64, device="cpu")
+                lanes = torch.zeros((store.lanes, 4), dtype=torch.int64, device="cpu")
+                store.replace(StoreState(lanes, numbers, 1, 0), lambda _: None)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.schema import Field, Schema
+    from engram.format.schema import Schema
     from engram.store.keys import Key
     from engram.store.memory import Block
     from engram.types import Write, WritePlan
@@ -50,9 +50,6 @@ class DeviceStore(Store):
             for field in schema.fields
         ]
         return cls(schema, tensors, control, tickets)
-
-    def _native_fields(self) -> list[tuple[Tensor, Field]]:
-        return []
 
     def paused(self) -> AbstractContextManager[None]:
         return self._pausing_with((self._lock, self._pausing))  # in between, rows have tickets already and no data yet
@@ -95,7 +92,7 @@ class DeviceStore(Store):
         with self._lock:
             filled, _ = self.core.extent()
             which, copied = self._for_core(self._which, columns)
-            write = self._write(plan, n, which, tuple([column.data_ptr() for column in copied]))
+            write = self._write(plan, n, which, tuple(map(torch.Tensor.data_ptr, copied)))
             rows = write.rows
             if plan.rows is not None:
                 self._clear_gaps(filled)

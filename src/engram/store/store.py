@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.format.schema import Field, Schema
+    from engram.format.schema import Schema
     from engram.store.keys import Key
     from engram.types import WritePlan
 
@@ -111,7 +111,7 @@ class Store:
     """
 
     device = torch.device("cpu")
-    #: Whether the core moves the rows, and can make tensors.
+    #: Whether the core moves all fields, and can make tensors.
     is_native = True
 
     def __init__(
@@ -141,7 +141,7 @@ class Store:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         #: The clock of the state that last replaced all rows, and the next ticket number then.
         self.replaced: tuple[int, int] | None = None
-        native = self._native_fields()
+        native, fields = (self.tensors, schema.fields) if self.is_native else ((), ())
         self._placing = _fork.rlock()
         self._pausing = _fork.rlock()
         _fork.mended(self, uses_others=True)  # recovery tells the indexes
@@ -150,15 +150,11 @@ class Store:
             control.nbytes,
             tickets.address,
             tickets.nbytes,
-            tuple(tensor.data_ptr() for tensor, _ in native),
-            tuple(field.row_bytes for _, field in native),
+            tuple(map(torch.Tensor.data_ptr, native)),
+            tuple([field.row_bytes for field in fields]),
         )
         #: What samplers need besides the rows, by name and kind. Every write keeps them up to date.
         self.indexes = Indexes(Host(self.core, control.tensor, tickets.tensor, self.directory), schema.capacity)
-
-    def _native_fields(self) -> list[tuple[Tensor, Field]]:
-        """The fields that the core moves itself."""
-        return list(zip(self.tensors, self.schema.fields, strict=True))
 
     @classmethod
     def private(cls, schema: Schema) -> Store:
@@ -474,7 +470,7 @@ class Store:
 
     def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
         """Append one row: ``(row, ticket number)``. Columns: contiguous CPU tensors of a row's shape."""
-        placed: tuple[int, int] = self.core.append_row(lane, tuple([column.data_ptr() for column in columns]))
+        placed: tuple[int, int] = self.core.append_row(lane, tuple(map(torch.Tensor.data_ptr, columns)))
         return placed
 
     def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
@@ -487,7 +483,7 @@ class Store:
             WriterStalled: another writer held a row for 5 s; the rows before it are written.
             RowError: a planned row is outside the store. Nothing is written.
         """
-        return self._write(plan, n, self._which, tuple([column.data_ptr() for column in columns]))
+        return self._write(plan, n, self._which, tuple(map(torch.Tensor.data_ptr, columns)))
 
     def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
         if plan.rows is not None:
@@ -528,7 +524,7 @@ class Store:
             RowError: a row is not live. Nothing is written.
         """
         rows = as_rows(rows, "edit")
-        addresses = tuple([column.data_ptr() for column in columns])
+        addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
             first = self.core.scatter(rows.data_ptr(), len(rows), tuple(which), addresses, False)
         except IndexError as error:
@@ -583,7 +579,7 @@ class Store:
         else:
             fields = [self.schema.fields[f] for f in which]
             columns = [torch.empty((n, *f.shape), dtype=torch_dtype(f), device="cpu") for f in fields]
-        addresses = tuple([column.data_ptr() for column in columns])
+        addresses = tuple(map(torch.Tensor.data_ptr, columns))
         try:
             return columns, self.core.gather(rows.data_ptr(), n, tuple(which), addresses, wanted, 0)
         except IndexError as error:
@@ -596,7 +592,7 @@ class Store:
             rows: int64 ``[n]``, CPU. expected: int64 ``[n]`` ticket numbers.
             columns: uint8 ``[n, row bytes]``, CPU, one per field.
         """
-        addresses = tuple([column.data_ptr() for column in columns])
+        addresses = tuple(map(torch.Tensor.data_ptr, columns))
         moved: list[int] = self.core.gather(rows.data_ptr(), len(rows), self._which, addresses, expected.data_ptr(), 0)
         return moved
 

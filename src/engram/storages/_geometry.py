@@ -1,0 +1,95 @@
+"""How many rows a storage has, how they are divided, and which schemas fit that."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
+from engram.format import schema as schemas
+from engram.format.schema import Schema
+from engram.storages._structure import Structure
+
+__all__ = ["Geometry"]
+
+
+class Geometry(NamedTuple):
+    """What a storage was asked for."""
+
+    max_size: int
+    lanes: int = 1
+    ndim: int = 1
+
+    @classmethod
+    def checked(cls, where: str, max_size: int, lanes: int = 1, ndim: int = 1) -> Geometry:
+        """Raises ``TypeError``, ``ValueError``: one of them is no size, or they do not go together."""
+        for argument, value in (("max_size", max_size), ("ndim", ndim), ("lanes", lanes)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{where}: {argument}: expected an int, got {type(value).__name__}.")
+            if value < 1:
+                raise ValueError(f"{where}: {argument}: expected at least 1, got {value}.")
+        if lanes > max_size:
+            raise ValueError(f"{where}: lanes: expected at most max_size={max_size}, got {lanes}.")
+        if lanes > 1 and ndim > 1:
+            raise ValueError(
+                f"{where}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}."
+            )
+        return cls(max_size, lanes, ndim)
+
+    @property
+    def capacity(self) -> int:
+        """Rows of whole lanes."""
+        return self.max_size // self.lanes * self.lanes
+
+    def schema(self, structure: Structure, columns: tuple[int, ...]) -> Schema:
+        """The schema of a store for rows of that structure."""
+        width = math.prod(columns)
+        whole = self.max_size // self.lanes * self.lanes  # capacity, without a call
+        capacity = -(-whole // width) * width  # rounded up to whole slots
+        schema = Schema(capacity, self.lanes, columns, structure.fields, structure.root)
+        schema.validate()
+        return schema
+
+    def same(self, text: str, here: Schema | None, where: str) -> Schema:
+        """The schema of a saved state, which must be the one of the store, or of one that would be made for it.
+
+        Raises:
+            ValueError: it is none. IncompatibleCheckpoint: another one.
+        """
+        schema = _decoded(text, where)
+        expected = here or self.schema(Structure.from_schema(schema), schema.columns)
+        differs = schemas.differences(expected, schema)
+        if not differs and len(schema.columns) != self.ndim - 1:
+            differs = f"ndim: expected {self.ndim}, got {1 + len(schema.columns)}"
+        if differs:
+            same_rows = (schema.fields, schema.structure) == (expected.fields, expected.structure)
+            in_lanes = self.ndim == 1 and not schema.columns
+            advice = " Buffers of other sizes take it with loads(path, convert=True)." if same_rows and in_lanes else ""
+            raise IncompatibleCheckpoint(f"{where}: expected that of this storage, got another: {differs}.{advice}")
+        return schema
+
+    def converted(self, text: str | None, here: Schema | None, where: str) -> Schema:
+        """The schema of a store for the rows of a saved state of another size.
+
+        Raises:
+            ValueError: it is none. IncompatibleCheckpoint: there are no rows, or other fields than in the store.
+        """
+        if text is None:
+            raise IncompatibleCheckpoint(
+                f"{where}: nothing was ever written to what was saved: there is nothing to convert."
+            )
+        schema = _decoded(text, where)
+        made = self.schema(Structure.from_schema(schema), schema.columns)
+        differs = "" if here is None else schemas.differences(here, made)
+        if differs:
+            raise IncompatibleCheckpoint(f"{where}: expected the fields of this storage, got others: {differs}.")
+        return here or made
+
+
+def _decoded(text: str, where: str) -> Schema:
+    try:
+        return schemas.decode(text.encode(), where)
+    except IncompatibleStore as error:
+        raise IncompatibleCheckpoint(str(error)) from error
+    except (CorruptStore, UnicodeEncodeError) as error:
+        raise ValueError(str(error)) from error
