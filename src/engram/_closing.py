@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 __all__ = ["end"]
 
@@ -28,7 +28,7 @@ _OF_ALL_OBJECTS = frozenset(
 _COPYING = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
-def end(thing: Any, why: str, **goes_on: Any) -> None:
+def end(thing: object, why: str, **goes_on: object) -> None:
     """From now on every use of an object raises ``RuntimeError``.
 
     Its text, ``close()``, ``closed`` and what is given by name go on. The object becomes one of a subclass that has nothing else:
@@ -45,7 +45,7 @@ def end(thing: Any, why: str, **goes_on: Any) -> None:
     except Exception:  # noqa: BLE001 - it may describe what is not there any more
         text = f"closed {type(thing).__name__}"
     attributes = vars(thing)
-    cls: Any = type(thing)
+    cls: object = type(thing)
     before = set(attributes)
     attributes["_ended"] = why, text, before
     thing.__class__ = _closed(cls)
@@ -58,14 +58,14 @@ def _nothing() -> None:
     """``close()`` of what is closed."""
 
 
-def _refused(name: str) -> Any:
-    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+def _refused(name: str) -> object:
+    def refuse(self: object, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(f"{name.strip('_')}: {object.__getattribute__(self, '_ended')[0]}")
 
     return refuse
 
 
-def _attribute(self: Any, name: str) -> Any:
+def _attribute(self: object, name: str) -> object:
     if name.startswith("__") and name.endswith("__"):
         return object.__getattribute__(self, name)
     goes_on = object.__getattribute__(self, "__dict__")
@@ -77,7 +77,7 @@ def _attribute(self: Any, name: str) -> Any:
     raise RuntimeError(f"{name}: {why}")
 
 
-def _text(self: Any) -> str:
+def _text(self: object) -> str:
     text: str = object.__getattribute__(self, "_ended")[1]
     return text
 

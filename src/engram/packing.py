@@ -24,7 +24,7 @@ _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _MAX_DEPTH = 16
 
 
-def pack(items: Sequence[Any]) -> dict[str, Any]:
+def pack(items: Sequence[object]) -> dict[str, Any]:
     """``forms``, a list of forms, and ``form``, int64 ``[n]``, which one each item has. Copies.
 
     A form has ``tree``, JSON text, and ``parts``: one ``{bytes, sizes}`` for each leaf and each TensorDict of the tree, in its
@@ -132,7 +132,7 @@ def _unpack_form(form: Any, n: int, device: torch.device | None, where: str) -> 
     return items
 
 
-def _unpack(tree: Any, parts: list[Any], n: int, device: torch.device | None, where: str, depth: int) -> list[Any]:
+def _unpack(tree: Any, parts: list[object], n: int, device: torch.device | None, where: str, depth: int) -> list[Any]:
     """``n`` items of a tree, whose parts are taken from the front."""
     match tree if depth <= _MAX_DEPTH else None:
         case ["tensor", str(name), int(ndim), str(saved)] if name in DTYPES:
@@ -159,7 +159,7 @@ def _unpack(tree: Any, parts: list[Any], n: int, device: torch.device | None, wh
 def _entries(
     entries: list[Any], parts: list[Any], n: int, device: torch.device | None, where: str, depth: int
 ) -> dict[Any, list[Any]]:
-    columns: dict[Any, list[Any]] = {}
+    columns: dict[object, list[object]] = {}
     for found in entries:
         match found:
             case [str() | list() as written, child]:
@@ -171,7 +171,7 @@ def _entries(
     return columns
 
 
-def _is_key(key: Any) -> bool:
+def _is_key(key: object) -> bool:
     """A name, or a path of names: what a draw's info has."""
     return isinstance(key, str) or (isinstance(key, tuple) and bool(key) and all(isinstance(name, str) for name in key))
 

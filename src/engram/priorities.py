@@ -49,7 +49,7 @@ class PriorityConfig(NamedTuple):
     within_buffer: bool
 
 
-def state_of(config: PriorityConfig) -> dict[str, Any]:
+def state_of(config: PriorityConfig) -> dict[str, object]:
     """The state of priorities that no row has yet."""
     return {
         "alpha": config.alpha,

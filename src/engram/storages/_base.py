@@ -178,7 +178,7 @@ class Storage(Declared, Dumpable, Port):
             )
 
     @property
-    def placing(self) -> AbstractContextManager[Any]:
+    def placing(self) -> AbstractContextManager[object]:
         """Held from placing to writing, so that two writers do not choose the same row."""
         return self._lock
 
@@ -198,23 +198,23 @@ class Storage(Declared, Dumpable, Port):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     @property
-    def paused(self) -> AbstractContextManager[Any]:
+    def paused(self) -> AbstractContextManager[object]:
         """No process writes inside. Writers wait, for a limited time."""
         return self._lock
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self.hand_over()
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_inherited", "listeners")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         Storage.__init__(self)
         self.__dict__.update(state)
 
-    def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
+    def prepare_load(self, state_dict: dict[str, object]) -> StorageLoad:
         """Check a state. Raises as :meth:`load_state_dict`; nothing is changed."""
         raise NotImplementedError
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Replace what is stored by a saved state. The next writes go where they would have gone then.
 
         Rows get new tickets, in the old order: draws of before do not match any more. Indexes that the state does not have give
@@ -262,17 +262,17 @@ class Storage(Declared, Dumpable, Port):
         """
         raise IncompatibleCheckpoint(f"{where}: a {type(self).__name__} cannot be converted. Load it as it is.")
 
-    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> StorageLoad:
+    def prepare_rows(self, state: dict[str, object], source: RowsSource) -> StorageLoad:
         """Check a state without rows. ``source`` has those, and fills the tensors of a store."""
         raise IncompatibleCheckpoint(f"expected a storage of tensors, got a {type(self).__name__}.")
 
     # ---- what is saved ---------------------------------------------------------------------------------------------------
 
-    def priorities_in_use(self, name: str) -> dict[str, Any] | None:
+    def priorities_in_use(self, name: str) -> dict[str, object] | None:
         """The state of the priorities of that name, as far as rows are in use; None: as the sampler says it."""
         return None
 
-    def lineage(self) -> Any:
+    def lineage(self) -> object:
         """Equal as long as the tickets of an older checkpoint mean the rows that are stored now."""
         return None
 
@@ -301,13 +301,13 @@ class Storage(Declared, Dumpable, Port):
             **self._after_close(),
         )
 
-    def _after_close(self) -> dict[str, Any]:
+    def _after_close(self) -> dict[str, object]:
         """What goes on when it is closed."""
         return {}
 
     # ---- TorchRL's verbs ---------------------------------------------------------------------------------------------
 
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+    def set(self, cursor: object, data: object, *, set_cursor: bool = True) -> None:
         """Write rows by number.
 
         Args:
@@ -326,17 +326,17 @@ class Storage(Declared, Dumpable, Port):
         prepared, n = self.prepare(data, "set", batched=not single, count=Count(len(rows)))
         self.write(WritePlan(rows=rows), prepared, n)
 
-    def get(self, index: Any) -> tuple[Any, list[int]]:
+    def get(self, index: object) -> tuple[Any, list[int]]:
         """Rows, and the positions in ``index`` whose row changed during the copy (their data is unspecified)."""
         where = self.resolve(index)
         columns, moved = self.read(where.rows)
         return self.pack(columns, where), moved
 
-    def locate(self, index: Any) -> Rows:
+    def locate(self, index: object) -> Rows:
         """As :meth:`resolve`; with ``ndim > 1`` the index is one into the layout of ``extend``."""
         return self.resolve(index)
 
-    def prepare_at(self, where: Rows, data: Any, call: str, *, ignored: Iterable[str] = ()) -> Any:
+    def prepare_at(self, where: Rows, data: object, call: str, *, ignored: Iterable[str] = ()) -> Any:
         """Check data for rows that were located and bring it into the form that :meth:`edit` takes."""
         return self.prepare(data, call, batched=not where.single, ignored=ignored, count=Count(len(where.rows)))[0]
 
@@ -366,7 +366,7 @@ class Storage(Declared, Dumpable, Port):
 
     # ---- indices -----------------------------------------------------------------------------------------------------
 
-    def resolve(self, index: Any) -> Rows:
+    def resolve(self, index: object) -> Rows:
         """The rows an index means: ints are rows, slices and masks count live rows in row order.
 
         Raises:

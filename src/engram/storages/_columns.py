@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-def rows_of_batch(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
+def rows_of_batch(data: object, ndim: int, call: str) -> tuple[object, tuple[int, ...]]:
     """``[*columns, time, ...]`` as rows ``[time * columns, ...]``, and the columns."""
 
     def merge(x: Any) -> Any:
@@ -44,16 +44,16 @@ def rows_of_slot(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]
     return _rearrange(data, ndim - 1, lambda x: x.flatten(0, ndim - 2), call, "one slot, laid out [*columns, …]")
 
 
-def rows_of_stored(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]:
+def rows_of_stored(data: object, ndim: int, call: str) -> tuple[object, tuple[int, ...]]:
     """Data in the store's own layout ``[time, *columns, ...]`` as rows, and the columns."""
     rows, shape = _rearrange(data, ndim, lambda x: x.flatten(0, ndim - 1), call, "data laid out [time, *columns, …]")
     return rows, shape[1:]
 
 
-def rows_of_selection(data: Any, shape: torch.Size, call: str) -> Any:
+def rows_of_selection(data: object, shape: torch.Size, call: str) -> object:
     """Data for rows that an index selected, ``[*shape, ...]``, as rows ``[n, ...]``."""
 
-    def merge(x: Any) -> Any:
+    def merge(x: Any) -> object:
         return x.flatten(0, len(shape) - 1) if shape else x.unsqueeze(0)
 
     rows, found = _rearrange(data, len(shape), merge, call, "data for the rows of the index")
@@ -96,11 +96,11 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 def _rearrange(
     data: Any, count: int, change: Callable[[Any], Any], call: str, layout: str
-) -> tuple[Any, tuple[int, ...]]:
+) -> tuple[object, tuple[int, ...]]:
     """``change`` every tensor or TensorDict of a pytree; also the first ``count`` sizes, which all of them must share."""
     seen: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
-    def rearrange(x: Any, path: tuple[str, ...]) -> Any:
+    def rearrange(x: object, path: tuple[str, ...]) -> object:
         if not (is_tensor_collection(x) or isinstance(x, Tensor)):
             x = as_tensor(x, path, call)
         shape = _shape(x)

@@ -23,7 +23,7 @@ def saved_priorities(
     without: Collection[tuple[str, str]],
     rows: int | None = None,
     room: Mapping[str, Tensor] | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     """The states of priorities, by name. Copies.
 
     Args:
@@ -41,7 +41,7 @@ def saved_priorities(
 
 def checked_priorities(
     state: Any, indexes: Mapping[str, PriorityIndex], rows: int, where: str
-) -> dict[str, tuple[PriorityConfig, dict[str, Any]]]:
+) -> dict[str, tuple[PriorityConfig, dict[str, object]]]:
     """What to make each index with, and its state. Raises: as :func:`check_priorities`."""
     checked = {}
     for name in check_names(state, where):
@@ -53,7 +53,7 @@ def checked_priorities(
     return checked
 
 
-def check_names(state: Any, where: str) -> list[str]:
+def check_names(state: object, where: str) -> list[str]:
     """The names in a dict of indexes. Raises ``TypeError``, ``ValueError``: it is none, or one is no name."""
     if not isinstance(state, dict):
         raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")

@@ -44,8 +44,8 @@ class Port(SampledStorage, Protocol):
     """What every storage implements. Prepared rows, and columns that were read, are of the form that the storage likes."""
 
     def prepare(
-        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
-    ) -> tuple[Any, int]:
+        self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
+    ) -> tuple[object, int]:
         """Check data and bring it into the form that :meth:`write` takes, with the number of rows. Writes nothing.
 
         ``count``: rows there must be.

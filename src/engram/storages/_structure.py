@@ -79,17 +79,17 @@ class Structure:
         """Whether a schema says all of it: it has no types of the user's own."""
         return not self._types
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in self.__dict__.items() if key != "_layout"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._layout = _native.Layout(dlpack_specs(self.fields))
 
     # ---- from the first data -----------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, data: Any, *, batched: bool, call: str) -> Structure:
+    def of(cls, data: object, *, batched: bool, call: str) -> Structure:
         """The structure of a first row, or of a first batch of rows.
 
         Raises:
@@ -115,7 +115,7 @@ class Structure:
 
     # ---- data to columns ---------------------------------------------------------------------------------------------
 
-    def flatten(self, data: Any, n: int | None, call: str, ignored: Iterable[str] = ()) -> list[Tensor]:
+    def flatten(self, data: object, n: int | None, call: str, ignored: Iterable[str] = ()) -> list[Tensor]:
         """Columns of a row (``n`` None) or of ``n`` rows: contiguous, on the CPU or where they were.
 
         Args:
@@ -227,7 +227,7 @@ class Structure:
         batch: torch.Size,
         device: torch.device | None = None,
         extra: Mapping[str, Tensor] | None = None,
-    ) -> Any:
+    ) -> object:
         """Data of this structure around columns ``[*batch, *shape]``. No copy. ``extra`` joins the root's entries."""
         if self._is_leaf:
             return columns[0]
@@ -245,7 +245,7 @@ class Structure:
         batch: torch.Size,
         device: torch.device | None,
         extra: Mapping[str, Tensor] | None = None,
-    ) -> Any:
+    ) -> object:
         source = {
             key: columns[child.field] if child.kind == "leaf" else self._build(child, columns, batch, device)
             for key, child in node.children.items()
@@ -339,7 +339,7 @@ def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
     """Append the leaves of data that consists of just these TensorDicts and dicts; False if it may be otherwise."""
     if type(data) is not _PLAIN[node.kind]:
         return False
-    entries: Mapping[str, Any] = entries_of(data) if node.kind == "tensordict" else data
+    entries: Mapping[str, object] = entries_of(data) if node.kind == "tensordict" else data
     if len(entries) != len(node.children):
         return False
     for name, child in node.children.items():
@@ -403,7 +403,7 @@ def as_tensor(value: object, key: tuple[str, ...], call: str) -> Tensor:
         ) from error
 
 
-def check_tensor(value: Any, key: tuple[str, ...], call: str) -> None:
+def check_tensor(value: object, key: tuple[str, ...], call: str) -> None:
     """Raise ``TypeError`` where a TensorDict holds strings or other objects, in the entry or below it."""
     if is_non_tensor(value):
         raise _no_tensor(value, key, call)
@@ -412,7 +412,7 @@ def check_tensor(value: Any, key: tuple[str, ...], call: str) -> None:
             check_tensor(child, (*key, name), call)
 
 
-def _no_tensor(value: Any, key: tuple[str, ...], call: str) -> TypeError:
+def _no_tensor(value: object, key: tuple[str, ...], call: str) -> TypeError:
     return TypeError(
         f"{call}: {at(key)}: expected a tensor or an array, got {describe(value)}. "
         "Use torch.as_tensor(…), or a ListStorage for strings and other objects."
@@ -425,7 +425,7 @@ def at(path: tuple[str, ...]) -> str:
     return f"field {path[0]!r}" if len(path) == 1 else f"field {path}"
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if is_tensor_collection(value):

@@ -59,7 +59,7 @@ class LazyTensorStorage(TensorStorage):
         device: torch.device | str = "cpu",
         ndim: int = 1,
         lanes: int = 1,
-        **later: Any,
+        **later: object,
     ) -> None:
         reject_unsupported(type(self).__name__, later, NOT_YET)
         self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim), device)
@@ -67,7 +67,7 @@ class LazyTensorStorage(TensorStorage):
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
     _given = 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if self.shared:
             self._forget_fake_row()  # other processes cannot, as long as this one has the store open
         return super().__getstate__()

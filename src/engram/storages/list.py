@@ -57,7 +57,9 @@ class ListStorage(Storage):
     'bc'
     """
 
-    def __init__(self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: Any) -> None:
+    def __init__(
+        self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: object
+    ) -> None:
         reject_unsupported("ListStorage", later, {"compilable": "tracing through torch.compile"})
         super().__init__()
         if max_size is not None:

@@ -71,7 +71,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         lanes: int = 1,
         existsok: bool = False,
         auto_cleanup: bool | None = None,
-        **later: Any,
+        **later: object,
     ) -> None:
         reject_unsupported("LazyMemmapStorage", later, _NOT_YET)
         if str(device).split(":")[0] != "cpu":
@@ -142,7 +142,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         """
         return _remove(self.memory)
 
-    def _after_close(self) -> dict[str, Any]:
+    def _after_close(self) -> dict[str, object]:
         memory: Store | None = vars(self).get("memory")
         folder = self._scratch_dir if memory is None else memory.directory
         return {**super()._after_close(), "cleanup": partial(_remove, memory), "scratch_dir": folder}

@@ -114,13 +114,13 @@ class TensorStorage(Storage):
 
     def __init__(
         self,
-        storage: Any,
+        storage: object,
         max_size: int | None = None,
         *,
         device: torch.device | str = "cpu",
         ndim: int = 1,
         lanes: int = 1,
-        **later: Any,
+        **later: object,
     ) -> None:
         reject_unsupported(type(self).__name__, later, NOT_YET)
         if storage is None:
@@ -170,7 +170,7 @@ class TensorStorage(Storage):
         store.owners.add(self)
         self.memory = store  # last: other threads look at it first
 
-    def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
+    def _initialize(self, data: object, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
         """Make the store for a first row, or a first batch of rows ``[n, ...]``. One around data has it."""
 
     def allocate_for(self, schema: Schema) -> None:
@@ -332,12 +332,12 @@ class TensorStorage(Storage):
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     @property
-    def placing(self) -> AbstractContextManager[Any]:
+    def placing(self) -> AbstractContextManager[object]:
         store = self.memory
         return self._lock if store is None or store.directory is None else store.placing()
 
     def prepare(
-        self, data: Any, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
+        self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
         if batched and isinstance(data, list):
             data = stacked(data, call)
@@ -364,7 +364,7 @@ class TensorStorage(Storage):
         """Whether this was a storage with a row that says nothing of those to come, and is as before its first write now."""
         return False
 
-    def add_row(self, lane: int, data: Any, ignored: Iterable[str]) -> tuple[int, int]:
+    def add_row(self, lane: int, data: object, ignored: Iterable[str]) -> tuple[int, int]:
         """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``."""
         if self._inherited:
             self.check_inherited()
@@ -389,13 +389,13 @@ class TensorStorage(Storage):
             self.check_inherited()
         return self.store.edit(where.rows, range(len(prepared)), prepared)
 
-    def prepare_at(self, where: Rows, data: Any, call: str, *, ignored: Iterable[str] = ()) -> list[Tensor]:
+    def prepare_at(self, where: Rows, data: object, call: str, *, ignored: Iterable[str] = ()) -> list[Tensor]:
         if where.shape is None:
             return super().prepare_at(where, data, call, ignored=ignored)  # type: ignore[no-any-return]
         rows = rows_of_selection(data, where.shape, call)
         return self._written().flatten(rows, len(where.rows), call, ignored)
 
-    def edit_fields(self, where: Rows, entries: Mapping[tuple[str, ...], Any], call: str) -> Write:
+    def edit_fields(self, where: Rows, entries: Mapping[tuple[str, ...], object], call: str) -> Write:
         """Replace some fields of live rows; everything is checked before anything is written.
 
         Raises:
@@ -432,7 +432,7 @@ class TensorStorage(Storage):
             batch = where.rows.shape
         return self._formed(columns, batch, extra)
 
-    def _formed(self, columns: Sequence[Tensor], batch: torch.Size, extra: dict[str, Tensor] | None = None) -> Any:
+    def _formed(self, columns: Sequence[Tensor], batch: torch.Size, extra: dict[str, Tensor] | None = None) -> object:
         """Data in the user's form around columns ``[*batch, ...]``. Entries ``[n]`` join TensorDicts, not other rows."""
         structure = self._written()
         own = structure.root.batch
@@ -546,11 +546,11 @@ class TensorStorage(Storage):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     @property
-    def paused(self) -> AbstractContextManager[Any]:
+    def paused(self) -> AbstractContextManager[object]:
         store = self.memory
         return self._lock if store is None else store.paused()
 
-    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
+    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]:
         """As for every storage: the entries of :meth:`state_without_rows`, and ``rows``: of each field, in the order of the
         schema, the rows up to the last live one, ``[n, *shape]``; zeros in rows that hold nothing.
         """
@@ -628,7 +628,7 @@ class TensorStorage(Storage):
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
         return SnapshotPreparation(self, without, whole=whole)
 
-    def lineage(self) -> Any:
+    def lineage(self) -> object:
         return None if self.memory is None else (weakref.ref(self.memory), self.memory.replaced)
 
     def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> StorageLoad:
@@ -640,7 +640,7 @@ class TensorStorage(Storage):
 
     # ---- copies and text -----------------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = super().__getstate__()
         if self.memory is not None:
             state["memory"] = self.memory.detached()
@@ -664,7 +664,7 @@ class TensorStorage(Storage):
         if store is not None:
             store.release(self)
 
-    def _after_close(self) -> dict[str, Any]:
+    def _after_close(self) -> dict[str, object]:
         store: Store | None = vars(self).get("memory")
         return {} if store is None or set(store.owners) - {self} else {"store": store}
 

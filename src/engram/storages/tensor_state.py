@@ -50,7 +50,7 @@ _COPIED = 32 << 20
 _PAGE = 4096
 
 
-def unwritten() -> dict[str, Any]:
+def unwritten() -> dict[str, object]:
     """The state of a storage before its first row."""
     return {
         "schema": None,
@@ -91,7 +91,7 @@ def describe_store(
     }
 
 
-def with_numbers(store: Store, state: dict[str, Any]) -> dict[str, Any]:
+def with_numbers(store: Store, state: dict[str, Any]) -> dict[str, object]:
     """The same with ``numbers``: the tickets of the rows up to the last live one, without the store's base."""
     numbers = store.numbers_before(state["clock"] + store.base, state["lanes"])
     live = numbers != 0
@@ -100,7 +100,7 @@ def with_numbers(store: Store, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "numbers": torch.from_numpy(numbers[:last])}
 
 
-def _of_kind(indexes: Mapping[tuple[str, str], Any], wanted: str) -> dict[str, Any]:
+def _of_kind(indexes: Mapping[tuple[str, str], object], wanted: str) -> dict[str, Any]:
     return {name: index for (name, kind), index in indexes.items() if kind == wanted}
 
 
@@ -112,7 +112,7 @@ class Snapshotted(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]: ...
+    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
 
 
 class SnapshotPreparation:
@@ -126,7 +126,7 @@ class SnapshotPreparation:
 
     def __init__(self, storage: Snapshotted, without: Collection[tuple[str, str]], *, whole: bool) -> None:
         self._storage, self._without = storage, without
-        self._indexes: dict[tuple[str, str], Any] = {}
+        self._indexes: dict[tuple[str, str], object] = {}
         self._leaves: dict[str, Tensor] = {}
         self._rows: list[Tensor] = []
         store = storage.memory
@@ -191,7 +191,7 @@ class RowsState(NamedTuple):
     priorities: dict[str, PriorityConfig]
 
     @classmethod
-    def checked(cls, state: dict[str, Any], schema: Schema, store: Store | None, where: str) -> RowsState:
+    def checked(cls, state: dict[str, object], schema: Schema, store: Store | None, where: str) -> RowsState:
         """Check a state.
 
         Args:
@@ -265,10 +265,10 @@ class Loaded(Protocol):
     def max_size(self) -> int: ...
 
     @property
-    def placing(self) -> AbstractContextManager[Any]: ...
+    def placing(self) -> AbstractContextManager[object]: ...
 
     @property
-    def paused(self) -> AbstractContextManager[Any]: ...
+    def paused(self) -> AbstractContextManager[object]: ...
 
     def allocate_for(self, schema: Schema) -> None: ...
 

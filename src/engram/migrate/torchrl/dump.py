@@ -15,7 +15,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import torch
@@ -141,7 +141,7 @@ class TorchRLDump:
         _validate(schema, self.path)
         return schema
 
-    def state(self, schema: Schema) -> dict[str, Any]:
+    def state(self, schema: Schema) -> dict[str, object]:
         """The state without rows of a tensor storage with these rows; the oldest has the smallest ticket.
 
         ``schema``: as :meth:`schema` made it.
@@ -416,7 +416,7 @@ def _read_sampler(folder: Folder, length: int, left_out: list[str]) -> tuple[Dum
     return None, None
 
 
-def _entry_of(folder: Folder, part: str, meta: dict[str, Any], entry: str, dtype: str, limit: int) -> Tensor:
+def _entry_of(folder: Folder, part: str, meta: dict[str, object], entry: str, dtype: str, limit: int) -> Tensor:
     """A small tensor of a component's own TensorDict."""
     name = folder.name((part, "meta.json"))
     leaf = convert(meta.get(entry), Leaf, f"{name}: {entry}")

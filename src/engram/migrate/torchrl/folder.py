@@ -99,7 +99,7 @@ class Folder:
             return False
         return True
 
-    def json(self, parts: Sequence[str]) -> dict[str, Any]:
+    def json(self, parts: Sequence[str]) -> dict[str, object]:
         with self.open(parts) as fd, open(fd, "rb", closefd=False) as file:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
@@ -130,7 +130,7 @@ class Folder:
             fd.close()
 
 
-def convert(value: Any, kind: Any, name: str) -> Any:
+def convert(value: object, kind: object, name: str) -> Any:
     """A parsed description as a type. Raises ``CorruptCheckpoint``: it is none."""
     try:
         return msgspec.convert(value, kind, strict=True)

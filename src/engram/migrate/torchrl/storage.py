@@ -147,7 +147,7 @@ class Storage:
         inner = self._tensordict(meta, inside, key)
         return Node("tensorclass", children=inner.children, type=_class_name(match[1]), batch=inner.batch)
 
-    def _tensordict(self, meta: dict[str, Any], parts: tuple[str, ...], key: tuple[str, ...]) -> Node:
+    def _tensordict(self, meta: dict[str, object], parts: tuple[str, ...], key: tuple[str, ...]) -> Node:
         name = self.folder.name((*parts, "meta.json"))
         if not key and all(_type_of(meta.get(entry)) in _NOT_TENSORS for entry in _FLATTENED):
             nested = any(isinstance(entry, dict) and entry.get("is_nested") for entry in meta.values())
@@ -161,7 +161,7 @@ class Storage:
                 children[entry] = child
         return Node("tensordict", children=children, batch=shape[self.ndim :])
 
-    def _entry(self, value: dict[str, Any], parts: tuple[str, ...], key: tuple[str, ...], name: str) -> Node | None:
+    def _entry(self, value: dict[str, object], parts: tuple[str, ...], key: tuple[str, ...], name: str) -> Node | None:
         _check_key(key, name)
         kind = _type_of(value)
         if kind in _NOT_TENSORS:
@@ -192,7 +192,7 @@ class Storage:
             self.structure = self._leaf(leaves[SINGLE], (SINGLE,), ("storage", SINGLE + ".memmap"), name)
             return
         files = self._leaf_files(leaves, name)
-        tree: dict[str, Any] = {}
+        tree: dict[str, object] = {}
         for dotted, leaf in leaves.items():
             key = files.get(dotted)
             if key is None and 0 not in leaf.shape:
@@ -231,7 +231,7 @@ class Storage:
         return found
 
 
-def _type_of(entry: Any) -> Any:
+def _type_of(entry: object) -> object:
     return entry.get("type") if isinstance(entry, dict) else None
 
 
