@@ -82,7 +82,7 @@ class Prefetching:
     def ask(self, key: Key) -> None:
         self._reading.draw_key(key)
 
-    def read(self, key: Key) -> tuple[object, object]:
+    def read(self, key: Key) -> tuple[object, dict[str, object] | None]:
         wiring, reading, batch_size = self._wiring, self._reading, self._settings.batch_size
         assert batch_size is not None
         rewinds = wiring.of_sampler.can_rewind and not wiring.storage.shared
