@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from engram.format.checkpoints import Manifest
 
-__all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "verify"]
+__all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "store_header", "verify"]
 
 Kind = Literal["store", "dump", "checkpoint", "attempt", "part", "series"]
 
@@ -125,6 +125,11 @@ def read_store(path: Path) -> tuple[schema.Schema, control.Header]:
             f"{folder / layout.CONTROL}: expected the header of this store's description, got another's."
         )
     return decoded, header
+
+
+def store_header(path: Path) -> control.Header:
+    """The header of a live store. Raises as :func:`read_store`."""
+    return read_store(path)[1]
 
 
 def _said(path: Path, error: Exception) -> Problem:
