@@ -388,7 +388,7 @@ class Storage(Declared, Dumpable, Port):
             contiguous = step == 1 and (rows is ranks or len(extent.filled) == 1) and extent.holes is None
             return Rows(rows, span=(start, max(start, stop)) if contiguous else None)
         if not isinstance(index, Tensor | np.ndarray | list | range):
-            index = self._row_number(index)
+            return Rows(self._live(self._row_number(index)), single=True)
         mask = torch.as_tensor(np.asarray(index) if not isinstance(index, Tensor) else index, device="cpu")
         if mask.dtype is torch.bool:
             extent = self.extent()
@@ -409,7 +409,7 @@ class Storage(Declared, Dumpable, Port):
             ) from None
         if not -(1 << 63) <= row < 1 << 63:
             raise RowError(f"rb[index]: expected one of {_words.count(len(self), 'row')} with data, got {row}.")
-        return torch.tensor(row, device="cpu")
+        return torch.tensor([row], device="cpu")
 
     def _live(self, rows: Tensor) -> Tensor:
         """Rows by number; negative ones count live rows from the end."""

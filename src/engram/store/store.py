@@ -133,7 +133,8 @@ class Store:
         self._tickets = tickets
         self._which = tuple(range(len(schema.fields)))
         self.layout = _native.Layout(dlpack_specs(schema.fields))
-        self._views: dict[int, Tensor] = {}
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._views: list[Tensor] = []
         self._viewing = _fork.lock()
         self.closed = False
         """Whether :meth:`close` was called."""
@@ -416,11 +417,9 @@ class Store:
         makes a view of that again.
         """
         with self._viewing:
-            for number, tensor in enumerate(self.tensors):
-                view = self._views.get(number)
-                if view is None or view.data_ptr() != tensor.data_ptr():
-                    self._views[number] = alias(tensor)
-            return [self._views[number] for number in range(len(self.tensors))]
+            if [view.data_ptr() for view in self._views] != self._addresses:
+                self._views = [alias(tensor) for tensor in self.tensors]
+            return self._views
 
     def _ticket_words(self) -> Tensor:
         """int64 ``[capacity]``: the tickets, without the laps that lie behind them. A view."""
