@@ -228,7 +228,7 @@ def test_nobody_replaces_what_another_live_process_has_open(folder):
     rb = ReplayBuffer.open(folder)
     before = snapshot(folder)
     said = run(REPLACES, folder=str(folder))
-    assert said.startswith("StoreInUse expected a store that nobody has open, but another process has")
+    assert said.startswith("StoreInUse expected a store that no process has open, but another process has")
     assert str(folder) in said
     assert snapshot(folder) == before
     rb.close()

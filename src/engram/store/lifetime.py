@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engram import _fork, _native
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, WriterStalled
@@ -20,6 +20,8 @@ from engram.store import locks
 from engram.store.locks import AliveFile, exclusive, others_attached, others_have_open
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engram.format.schema import Schema
     from engram.store.memory import Block
 
@@ -98,12 +100,6 @@ def forget(store: object) -> None:
 # ---- this process's attachment ---------------------------------------------------------------------------------------
 
 
-class NewIndexes(Protocol):
-    """What hears of indexes that other processes make."""
-
-    def attach_new(self) -> None: ...
-
-
 class Attachment:
     """This process's place among those that have a store open: a locked byte, an entry in the table, a finalizer."""
 
@@ -116,7 +112,7 @@ class Attachment:
         self._schema = schema
         self._alive = alive
         self._control, self._tickets = control, tickets  # mapped until the participant has left
-        self._participants: Any = None
+        self._participants: _native.Participants
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def begin(self, owner: object, core: _native.Store) -> None:
@@ -140,7 +136,7 @@ class Attachment:
         """Whether another process has the store open."""
         return others_attached(self._participants, self.directory)
 
-    def join(self, core: _native.Store, indexes: NewIndexes) -> None:
+    def join(self, core: _native.Store, attach_new: Callable[[], None]) -> None:
         """Take an entry in the table. From now on writes attach indexes that other processes make.
 
         Raises:
@@ -150,23 +146,17 @@ class Attachment:
             core.join(self._participants)
         except WriterStalled as error:
             raise StoreInUse(f"open: {str(self.directory)!r}: {error} Close it in one of them.") from error
-        weak = weakref.ref(indexes)
+        known = weakref.WeakMethod(attach_new)  # the store owns both: a reference would keep it
+        core.on_new_index(lambda: (attach := known()) and attach())
 
-        def attach() -> None:
-            indexes = weak()
-            if indexes is not None:
-                indexes.attach_new()
-
-        core.on_new_index(attach)
-
-    def rejoin(self, owner: object, core: _native.Store, indexes: NewIndexes) -> None:
+    def rejoin(self, owner: object, core: _native.Store, attach_new: Callable[[], None]) -> None:
         """In a forked child: join beside the parent. The child has its descriptors and maps, but not its locks."""
         self._detach()
         check_store(self.directory)
         self.begin(owner, core)
         try:
             core.forget_holds()
-            self.join(core, indexes)
+            self.join(core, attach_new)
         except BaseException:
             self._detach()
             raise
@@ -187,7 +177,7 @@ class Attachment:
         forget(owner)
         finalizer.detach()
 
-    def _leave(self, core: _native.Store, participants: Any) -> None:
+    def _leave(self, core: _native.Store, participants: _native.Participants) -> None:
         if self._alive.pid != os.getpid():
             return  # a forked child that could not join
         try:
@@ -199,11 +189,8 @@ class Attachment:
                 if participants.joined:
                     participants.leave()
                     _leave_temporary(self.directory, self._schema if last else None)
-        except (
-            FileNotFoundError,
-            StoreInUse,
-        ):  # the folder was removed; or the next process finds that this one has left
-            pass
+        except (FileNotFoundError, StoreInUse):
+            pass  # the folder was removed; or the next process finds that this one has left
         finally:
             participants.leave()
             self._alive.release()  # last: another file may get the descriptor's number at once
@@ -343,13 +330,11 @@ def remove_store(directory: Path) -> None:
     """Remove a store that no process has open. Raises ``StoreInUse``."""
     if not (directory / layout.FOLDER).exists():
         return
-    if opened(directory) is not None:
+    here = opened(directory) is not None
+    if here or others_have_open(directory):
+        which, where = ("this", "") if here else ("another", " there")
         raise StoreInUse(
-            f"expected a store that nobody has open, but this process has {str(directory)!r}. Close it first."
-        )
-    if others_have_open(directory):
-        raise StoreInUse(
-            f"expected a store that nobody has open, but another process has {str(directory)!r}. Close it there first."
+            f"expected a store that no process has open, but {which} process has {str(directory)!r}. Close it{where} first."
         )
     try:
         schema = schema_in(directory)

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from engram import _native
 from engram.errors import CorruptStore, StoreInUse
@@ -20,15 +20,6 @@ __all__ = ["WAIT_S", "AliveFile", "exclusive", "others_attached", "others_have_o
 
 #: Timeout for another process that is creating, opening or closing the store; an index scan may take that long.
 WAIT_S = 60.0
-
-
-class Participants(Protocol):
-    """The core's table of attached processes."""
-
-    joined: bool
-    others: bool
-
-    def leave(self) -> None: ...
 
 
 def exclusive(
@@ -97,7 +88,7 @@ def others_have_open(directory: Path) -> bool:
         alive.release()
 
 
-def others_attached(participants: Participants, directory: Path) -> bool:
+def others_attached(participants: _native.Participants, directory: Path) -> bool:
     """Whether another process has the store open. Waits for processes that are just being forked."""
     with files.Descriptor.open(directory / layout.FOLDER, os.O_RDONLY | os.O_DIRECTORY) as fd:
         deadline = time.monotonic() + WAIT_S

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import mmap
 import os
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 from tensordict import MemoryMappedTensor
 
@@ -53,8 +53,16 @@ _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
 #: DLPack's type code, bits, and the shape of a row.
 DlpackSpec: TypeAlias = tuple[int, int, tuple[int, ...]]
 
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
 #: Device, inode and size of a file in memory, and where a field begins in it.
-Segment: TypeAlias = tuple[int, int, int, int]
+Segment: TypeAlias = tuple[_Number, _Number, _Number, _Number]
+
+
+class _Adopted(msgspec.Struct):
+    """What a store notes of rows that existed before it."""
+
+    segments: list[Segment | None] | None
 
 
 class Copied:
@@ -197,15 +205,9 @@ def segments_in(folder: Path) -> list[Segment | None] | None:
     if not path.exists():
         return None
     try:
-        segments = json.loads(files.read_small(path, schemas.MAX_BYTES))["segments"]
-        for segment in segments or ():
-            if segment is not None:
-                device, inode, size, offset = segment
-                if not all(type(number) is int and number >= 0 for number in (device, inode, size, offset)):
-                    raise ValueError("a number that is none")
-    except (ValueError, TypeError, KeyError) as error:
+        return msgspec.json.decode(files.read_small(path, schemas.MAX_BYTES), type=_Adopted).segments
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptStore(f"{path}: expected where the rows lie, got something else ({error}).") from error
-    return None if segments is None else list(segments)
 
 
 @torch.inference_mode(mode=False)

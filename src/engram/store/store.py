@@ -181,7 +181,7 @@ class Store:
     def join(self) -> None:
         """From now on other processes share the store. Raises ``StoreInUse``: too many have it open."""
         assert self.attachment is not None  # only those in a folder are shared
-        self.attachment.join(self.core, self.indexes)
+        self.attachment.join(self.core, self.indexes.attach_new)
 
     def close(self) -> None:
         """Let go of it, with the storages around it. The last process marks a directory store as closed in order. Repeatable.
@@ -302,7 +302,7 @@ class Store:
 
     def _join_again(self, attachment: Attachment) -> None:
         try:
-            attachment.rejoin(self, self.core, self.indexes)
+            attachment.rejoin(self, self.core, self.indexes.attach_new)
         except (OSError, StoreInUse) as error:
             forget(self)
             why = f"the store in {str(self.directory)!r} could not be shared with this forked process: {error}"
