@@ -66,7 +66,7 @@ void bind_writes(nb::class_<Store>& type) {
           "add_field",
           [](Store& self, Address data, std::uint64_t row_bytes) { self.add_field({at<std::byte>(data), row_bytes}); },
           "data"_a, "row_bytes"_a,
-          "One field more, which holds what the live rows have; nobody else may be using the store meanwhile.")
+          "One field more, which holds what the live rows have; no other thread or process may use the store meanwhile.")
       .def(
           "append_row",
           [](Store& self, std::uint64_t lane, const nb::tuple& columns) {

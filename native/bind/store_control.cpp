@@ -140,7 +140,7 @@ void bind_indexes(nb::class_<Store>& type) {
       .def(
           "on_new_index",
           [](Store& self, nb::callable attach) {
-            // Held weakly by nobody: the callable must not hold the store.
+            // The store keeps the callable alive: so the callable must not keep the store alive.
             auto held = std::shared_ptr<nb::callable>(new nb::callable(std::move(attach)), [](nb::callable* callable) {
               nb::gil_scoped_acquire acquire;
               delete callable;

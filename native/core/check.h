@@ -11,7 +11,7 @@
 
 namespace engram {
 
-/// A bounded wait ended: a row stayed "being written" by somebody else for too long.
+/// A bounded wait ended: a row stayed "being written" by another writer for too long.
 struct Stalled : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

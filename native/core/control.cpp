@@ -191,8 +191,8 @@ std::uint64_t Control::size() const {
   return rows - std::min(rows, counters_->void_rows.load(std::memory_order_relaxed));
 }
 
-// Whoever begins once the base has moved takes no position before it: what he writes counts, also if the one who moved it was
-// stopped before he moved the cursor.
+// A writer that begins once the base has moved takes no position before it: what it writes counts, also if the process that
+// moved the base was stopped before it moved the cursor.
 std::uint64_t Control::reserve(std::uint64_t i, std::uint64_t n) const {
   Lane& l = lanes_[i];
   raise(l.cursor, l.base.load(std::memory_order_acquire));
@@ -215,7 +215,7 @@ void Control::fill() const {
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) raise_high(i, geometry_.lane_length);
 }
 
-// Where a lane begins again: at a multiple of its length that no position lies beyond which somebody has reserved or written.
+// Where a lane begins again: at a multiple of its length beyond which no position was reserved or written.
 std::uint64_t Control::next_round(std::uint64_t i) const {
   const Lane& l = lanes_[i];
   const std::uint64_t length = geometry_.lane_length;
@@ -240,7 +240,7 @@ void Control::empty(bool keep_write_count) const {
 }
 
 // Every number of a position that is reserved after the number t was taken is larger than t. Each step is noted by the store of
-// one word, so that whoever finishes it repeats nothing: a lane that began again has rows of others by then.
+// one word, so that a process that finishes it repeats nothing: a lane that began again has rows of others by then.
 void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
   const auto step = [] { std::atomic_signal_fence(std::memory_order_seq_cst); };  // a killed process leaves them in this order
   const std::uint64_t n = copied(claim.n), steps = static_cast<std::uint64_t>(kEmptying) - static_cast<std::uint64_t>(copied(claim.lane));
@@ -249,7 +249,7 @@ void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
   if (claim.p0 == 0) counters_->write_count.store(0, std::memory_order_relaxed);
   step();
   claim.p0 = 1;
-  // All lanes at one moment: what somebody writes to one that is empty now stays, however long the others take.
+  // All lanes at one moment: what is written to one that is empty now stays, however long the others take.
   std::vector<std::uint64_t> begins(geometry_.lanes);
   for (std::uint64_t i = first; i < geometry_.lanes; ++i) {
     begins[i] = next_round(i);
@@ -272,7 +272,7 @@ void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) forget_rows(i, t);
 }
 
-// All of the lane, not only what was in its extent: somebody may have died when he had emptied that alone.
+// All of the lane, not only what was in its extent: a process may have died when it had emptied that alone.
 void Control::forget_rows(std::uint64_t i, std::uint64_t t) const {
   const std::uint64_t start = i * geometry_.lane_length;
   for (std::uint64_t row = start; row < start + geometry_.lane_length; ++row) {
@@ -284,7 +284,7 @@ void Control::forget_rows(std::uint64_t i, std::uint64_t t) const {
       if (inside && (voided || number_of(word) >= t)) break;
       const std::uint64_t forgotten = ticket(std::max(t, number_of(word)), State::unused);
       if (!tickets_[row].compare_exchange_weak(word, forgotten, std::memory_order_acq_rel)) continue;
-      if (voided) one_void_less();  // by whoever forgets it: others count rows meanwhile that become void
+      if (voided) one_void_less();  // by the process that forgets it: others count rows meanwhile that become void
       break;
     }
   }
@@ -347,7 +347,7 @@ void Control::check_state(const Geometry& geometry, std::uint64_t clock, const L
   }
 }
 
-// A row is committed before it is inside the extent: until then nobody draws it.
+// A row is committed before it is inside the extent: until then it is not drawn.
 void Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::int64_t* numbers) const {
   check_state(geometry_, clock, lanes, numbers);
   const std::uint64_t length = geometry_.lane_length;
@@ -371,7 +371,7 @@ void Control::put_state(std::uint64_t clock, const LaneState* lanes, const std::
     raise(l.cursor, base + position);
     if (live > position) raise(l.high, base + live);
   }
-  counters_->scatters.fetch_add(1, std::memory_order_acq_rel);  // whoever knows rows looks at all of them again
+  counters_->scatters.fetch_add(1, std::memory_order_acq_rel);  // tables that know rows look at all of them again
 }
 
 void Control::one_void_less() const {
@@ -440,7 +440,7 @@ Control::Repair Control::recover() const {
 
 ClaimGuard::ClaimGuard(Participant& participant) : participant_(&participant), claim_(free_claim()) {}
 
-// In one order with the word that pauses the store: either this writer sees that, or whoever pauses it sees this claim.
+// In one order with the word that pauses the store: either this writer sees that, or the process that pauses it sees this claim.
 Claim* ClaimGuard::free_claim() const {
   // Every other holder is a thread of this process, inside a bounded call. Several may wait for rows, one after the other.
   const auto until = std::chrono::steady_clock::now() + kLongestHolders * wait_limit.load();

@@ -90,7 +90,7 @@ struct LockPage {
   std::uint64_t pid_namespace;
   Word generation;  // one more with every reset
   Word clean;       // 1: closed by its last owner with nothing in flight
-  Word pause;       // number of the participant that keeps all writers waiting, and one more; 0: nobody. | kReplacing
+  Word pause;       // number of the participant that keeps all writers waiting, and one more; 0: none. | kReplacing
   SharedMutex placing;  // held by writers that look for rows before they write, from placing to writing
 };
 
@@ -208,7 +208,7 @@ class Control {
   void empty(bool keep_write_count) const;
 
   /// The same, of rows older than number t, which is the caller's. The claim says at every moment how far this has come.
-  /// `begun`: by somebody who is dead. Then this is finished, and lanes that hold nothing older stay as they are.
+  /// `begun`: by a process that has died. Then this is finished, and lanes that hold nothing older stay as they are.
   void empty(std::uint64_t t, Claim& claim, bool begun) const;
 
   /// One row that held nothing will be written. Never below zero: an empty() may just have forgotten them all.

@@ -1,6 +1,6 @@
 // What a batch says of the steps around its rows: sums of what follows, frames of what came before.
 //
-// Rows are drawn by somebody else. Of each the table of trajectories tells the steps around it, with their tickets; what is
+// The caller has drawn the rows. Of each the table of trajectories tells the steps around it, with their tickets; what is
 // needed of them is copied, and a row of whose steps one moved meanwhile is named as moved.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What a store keeps beside its rows for samplers, up to date with every write, whoever writes.
+// What a store keeps beside its rows for samplers, up to date with every write of any process.
 #pragma once
 
 #include <cstdint>

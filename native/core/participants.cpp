@@ -138,7 +138,7 @@ std::uint64_t Participants::recover_dead(const std::function<void(Participant&)>
       std::uint64_t entry;
       ~Unlock() { self.unlock(entry); }
     } unlocked{*this, i};
-    // Again: another one may have come meanwhile, and let go of the byte in the middle of a write.
+    // Again: another process may have taken the entry meanwhile, and released the byte in the middle of a write.
     if (entry.state.load(std::memory_order_acquire) == 0 || (kProof && runs(entry))) continue;
     recover(entry);
     entry.state.store(0, std::memory_order_release);

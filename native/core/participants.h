@@ -2,7 +2,7 @@
 //
 // Every process holds a lock on one byte of the file `alive`, that of its entry, for as long as it lives: the kernel lets go
 // of it however the process ends. Such locks belong to the process, not to the descriptor: they are not inherited by fork, and
-// closing *any* descriptor of the file drops all of them. So the file is opened once per process, and by nobody else.
+// closing *any* descriptor of the file drops all of them. So the file is opened once per process, and by no other code.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ class Participants {
   std::mutex recovering_;
 };
 
-/// When a process began, as the kernel counts it; 0 if there is no such process, or it has ended and nobody asked yet.
+/// When a process began, as the kernel counts it; 0 if there is no such process, or it has ended and was not waited for yet.
 std::uint64_t start_time_of(std::uint32_t pid);
 
 /// What names this process's view of process numbers; 0 where there is only one.

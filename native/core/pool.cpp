@@ -24,7 +24,7 @@ int current_core() { return sched_getcpu(); }
 
 // Moves the calling thread from `core` to any other that it may use. Linux takes an idle virtual core for one that the
 // host has preempted, and wakes a thread on its waker's core instead: there it waits until the waker has done the work.
-// (Whoever narrows the process's cores in this very moment is undone for this thread.)
+// (A change of the process's cores in this very moment is undone for this thread.)
 void leave_core(int core) {
   if (core < 0 || current_core() != core) return;
   cpu_set_t all;
@@ -86,7 +86,7 @@ class Pool {
     take_chunks();
     {
       std::lock_guard<std::mutex> guard(state_);
-      open_ = false;  // nothing is left to take: whoever wakes only now is not waited for
+      open_ = false;  // nothing is left to take: a thread that wakes only now is not waited for
     }
     spin_until([this] { return busy_.load(std::memory_order_acquire) == 0; });
     std::unique_lock<std::mutex> guard(state_);
@@ -114,8 +114,8 @@ class Pool {
     }
   }
 
-  // Waking a thread takes as long as a job lasts: whoever waits looks for a moment before it sleeps. Short, because the core
-  // may be the learner's.
+  // Waking a thread takes as long as a job lasts: a thread that waits looks for a moment before it sleeps. Short, because
+  // the core may be the learner's.
   template <class Ready>
   static void spin_until(Ready ready) {
     constexpr auto kSpin = std::chrono::microseconds(100);

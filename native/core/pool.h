@@ -12,7 +12,7 @@ void set_num_threads(std::size_t n);
 std::size_t num_threads();
 
 /// Runs task(context, c) for every c in [0, chunks), on the pool and on the caller; returns when all are done. If the
-/// pool is at work for another caller, or has one thread, the caller does everything itself: nobody waits for anybody.
+/// pool is at work for another caller, or has one thread, the caller does everything itself: no caller waits for another one.
 /// After a fork the child starts threads of its own.
 void run_chunks(std::size_t chunks, Task task, void* context);
 

@@ -28,7 +28,7 @@ constexpr bool kLateCheck = true;
 
 bool usable(double x) { return std::isfinite(x) && x >= 0; }
 
-// A leaf that somebody made zero is -0.0, and so apart from that of a row whose priority nobody has told yet.
+// A leaf that was set to zero is -0.0, and so apart from that of a row whose priority was never set.
 double given(double leaf) { return leaf > 0 ? leaf : -0.0; }
 bool is_given(double leaf) { return leaf > 0 || std::signbit(leaf); }
 
@@ -77,8 +77,8 @@ class Priorities::Lock {
  public:
   static constexpr std::uint64_t kRows = 1, kEmptying = 2;
 
-  /// `news`: what whoever gets it next makes good, if this waits in vain: the rows are written, and their writer will not come
-  /// again.
+  /// `news`: what the next holder of the lock must make good, if this one waits in vain: the rows are written, and
+  /// their writer will not come again.
   explicit Lock(const Priorities& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
     PriorityHeader& header = *self.header_;
     const std::uint64_t left = header.redo.load(std::memory_order_relaxed) | header.missed.load(std::memory_order_relaxed);
@@ -103,7 +103,7 @@ class Priorities::Change {
 #endif
     std::atomic_signal_fence(std::memory_order_seq_cst);  // a killed process leaves what it executed, in program order
   }
-  /// The tree is as it must be. Without this call whoever locks next puts it in order.
+  /// The tree is as it must be. Without this call the next holder of the lock puts it in order.
   void done() {
     std::atomic_signal_fence(std::memory_order_seq_cst);
     redo_.store(0, std::memory_order_relaxed);
@@ -217,7 +217,7 @@ void Priorities::set_alpha(double alpha) {
   change.done();
 }
 
-// Each leaf is noted before it is changed, so that whoever finds this half done knows which ones are raised already.
+// Each leaf is noted before it is changed, so that a process that finds this half done knows which ones are raised already.
 void Priorities::raise_leaves(std::uint64_t from) const {
   for (std::uint64_t row = from; row < rows(); ++row) {
     const double leaf = tree_.leaf(row);

@@ -42,8 +42,8 @@ struct PriorityHeader {
   // the leaves of the last even and odd row were; the power that leaves are raised to, and alpha then.
   Word raising;
   double raised_leaf[2], raised_power, raised_alpha;
-  SharedMutex mutex;       // formatted again by whoever opens the memory first: it outlives no process
-  Word missed;             // 1: of some rows that were written nobody could tell here, the mutex was held too long; 2: nor of an emptying
+  SharedMutex mutex;       // formatted again by the first process to open the memory: it outlives no process
+  Word missed;             // 1: the mutex was held for too long to note some rows that were written; 2: nor an emptying
 };
 static_assert(sizeof(PriorityHeader) <= kPage);
 
@@ -59,8 +59,8 @@ class Priorities : public Index {
   /// Writes the header into zeroed memory of bytes(). Throws std::invalid_argument: a negative or infinite number.
   static void format(std::span<std::byte> memory, std::uint64_t rows, const Config& config);
 
-  /// Frees the mutex, whoever held it: for whoever attaches to memory that nobody else uses, before he makes a view. What was
-  /// half done is put in order by the first call.
+  /// Frees the mutex, whichever process held it: for a process that attaches to memory that no other one uses,
+  /// before it makes a view. What was half done is put in order by the first call.
   static void reset_mutex(std::span<std::byte> memory);
 
   /// A view of formatted memory, which must outlive it. `tickets`: the store's words, which say what is live; null: every
@@ -86,7 +86,7 @@ class Priorities : public Index {
   double highest() const;
   void set_highest(double highest);
 
-  /// Counts updates that somebody else dropped.
+  /// Counts updates that the caller dropped.
   void drop(std::uint64_t n) { header_->dropped.fetch_add(n, std::memory_order_relaxed); }
 
   /// The leaves of rows [0, n). `signs`: with the sign that priority zero has, for restore(). Throws std::invalid_argument for
@@ -102,8 +102,8 @@ class Priorities : public Index {
   void scan(std::uint64_t begin, std::uint64_t end);
 
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
-  /// An edit keeps the priority. But whoever wrote a row that was edited at once passes it over, as it is not his any more: it
-  /// gets the default one here, if its leaf can only be zero for that (eps > 0).
+  /// An edit keeps the priority. But the writer of a row that was edited at once passes it over, as the row is no longer its own:
+  /// it gets the default one here, if its leaf can only be zero for that (eps > 0).
   void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which) override;
   void emptied() override;
 
@@ -166,7 +166,7 @@ class Priorities : public Index {
   // Copies of what never changes: the memory may be shared.
   double eps_;
   bool within_buffer_;
-  mutable SumTree tree_;  // put in order by whoever comes first
+  mutable SumTree tree_;  // put in order by the first call
   double most_;           // leaves are below: no sum of them overflows
   const Control* tickets_;
   std::vector<std::int64_t> rows_;  // of the call under way

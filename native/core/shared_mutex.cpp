@@ -24,8 +24,8 @@ constexpr bool kRobust = true;
 constexpr bool kRobust = false;
 #endif
 
-// Waits for the kernel to wake it where that goes by a clock that nobody sets; else looks again and again. In slices: who is
-// killed just when he was woken to take it, and another one was faster, leaves those behind him asleep.
+// Waits for the kernel to wake the thread where that goes by a clock that cannot be set; else looks again and again. In slices:
+// if a thread is killed just when it was woken to take the mutex, and another one was faster, those behind it stay asleep.
 int lock_slice(pthread_mutex_t* mutex) {
 #if defined(__GLIBC__) && !defined(ENGRAM_TSAN)
 #if __GLIBC_PREREQ(2, 30)

@@ -41,7 +41,7 @@ class Store {
   void join(std::shared_ptr<Participants> participants);
 
   /// One field more, which holds what the live rows have: reads and writes move it from now on, after all others. To be
-  /// called while nobody else uses the store.
+  /// called while no other thread or process uses the store.
   void add_field(Field field);
 
   /// Called by a write that finds that another process has made an index, before the write is told to the indexes: it
@@ -76,7 +76,7 @@ class Store {
   /// Forgets all rows (Control::empty), and tells the indexes.
   void empty(bool keep_write_count);
 
-  /// From now on nobody writes, in any process: writers wait for resume(), bounded, and writes that were under way are over.
+  /// From now on no process writes: writers wait for resume(), bounded, and writes that were under way are over.
   /// Priorities may change. Throws Stalled: another one has paused the store, or is writing, for too long.
   void pause();
   void resume();
@@ -192,7 +192,7 @@ class Store {
   std::vector<std::uint64_t> all_;  // 0 … fields - 1
   std::uint64_t row_bytes_ = 0;     // of all fields
 
-  /// Grows while others write: each list is complete and never changed, older ones stay for whoever still walks them.
+  /// Grows while others write: each list is complete and never changed, older ones stay for readers that still walk them.
   struct Indexes {
     std::atomic<const std::vector<Index*>*> current{nullptr};
     std::vector<std::unique_ptr<const std::vector<Index*>>> lists;

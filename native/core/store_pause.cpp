@@ -50,12 +50,12 @@ void Store::admit([[maybe_unused]] ClaimGuard& claim) const {
 void Store::pause() {
   const Deadline deadline;
   Word& pause = control_.lock_page().pause;
-  std::uint64_t nobody = 0;
-  while (!pause.compare_exchange_strong(nobody, own_pause(), std::memory_order_seq_cst)) {
+  std::uint64_t none = 0;
+  while (!pause.compare_exchange_strong(none, own_pause(), std::memory_order_seq_cst)) {
     if (deadline.passed()) throw paused_in_vain();
     look_after_others(Need::waiting);
     std::this_thread::sleep_for(kPauseLooks);
-    nobody = 0;
+    none = 0;
   }
   for (std::uint64_t i = 0; i < control_.participants(); ++i) {
     for (const Claim& claim : control_.participant(i).claims) {

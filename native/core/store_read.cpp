@@ -60,7 +60,7 @@ std::uint64_t Store::block_rows(std::span<const std::uint64_t> which) const {
   return std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, bytes), 1, kBlockRows);
 }
 
-// Asks for the tickets of rows that will be read soon: one block ahead, so that nobody waits for them.
+// Asks for the tickets of rows that will be read soon: one block ahead, so that no read waits for them.
 void Store::prefetch_tickets(const std::int64_t* rows, std::uint64_t n) const {
   for (std::uint64_t i = 0; i < n; ++i) __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i])));
 }
@@ -249,7 +249,7 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
     if (control_.size() == 0) throw NothingLive("rows were forgotten meanwhile");
     const auto row = static_cast<std::uint64_t>(ranks[i]);
     if (!control_.inside(row) || state_of(control_.word(row).load(std::memory_order_acquire)) == State::voided) {
-      ranks[i] = another_live(ranks[i], ranks, n);  // nobody will write it: no use to wait
+      ranks[i] = another_live(ranks[i], ranks, n);  // no writer is at work on it: waiting is of no use
     }
     if (deadline.passed()) throw in_vain("row " + std::to_string(ranks[i]) + " moved at every try");
     std::this_thread::yield();

@@ -34,9 +34,9 @@ void Store::repair(Participant& dead) const {
   void_gaps();
 }
 
-// Rows that were reserved and never begun: whoever died between the two left no claim. They become void under the number that
-// they have: a living writer, who is just about to begin one, writes over it all the same. The extent is looked at after the
-// row, so that a row which somebody just forgot is outside.
+// Rows that were reserved and never begun: a writer that died between the two left no claim. They become void under the number
+// that they have: a living writer, who is just about to begin one, writes over it all the same. The extent is looked at after the
+// row, so that a row which another process has just forgotten is outside.
 void Store::void_gaps() const {
   for (std::uint64_t row = 0; row < control_.capacity(); ++row) {
     std::uint64_t seen = control_.word(row).load(std::memory_order_acquire);

@@ -53,7 +53,7 @@ void Store::forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint6
   for (std::uint64_t i = 0; i < n; ++i) forget_if_outside(static_cast<std::uint64_t>(rows[i]), t0 + i);
 }
 
-// Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: somebody else
+// Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: another writer
 // is writing it. Over::live: a row that holds nothing any more counts as lapped too, as what is not replaced of it may be torn.
 Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   Word& word = control_.word(row);
@@ -240,7 +240,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
     }
     if (covered <= control_.filled(lane)) continue;
     const std::uint64_t before = control_.raise_high(lane, covered);
-    if (before + 1 < covered && number == 0) {  // somebody has emptied the store since: no zeros, as they have no number
+    if (before + 1 < covered && number == 0) {  // the store was emptied since: no zeros, as they have no number
       void_gaps();
       continue;
     }
@@ -261,7 +261,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
       tell_indexes([&](Index& index) { index.written(&zeroed, 1, number); });
     }
   }
-  if (lapped) void_gaps();  // by a writer, or by somebody who emptied the store: then nobody else comes
+  if (lapped) void_gaps();  // by a writer, or by a process that emptied the store: then no other one will do it
   if (number != 0) claim.forget_note();
 }
 
@@ -327,8 +327,8 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   return t0;
 }
 
-// If this ends by a death whoever finds the claim finishes it: else some lanes would be empty, and indexes would know rows that
-// nobody can draw.
+// If the process dies in here, the one that finds the claim finishes it: else some lanes would be empty, and indexes would know
+// rows that cannot be drawn.
 void Store::empty(bool keep_write_count) {
   ClaimGuard claim(*participant_);
   admit(claim);

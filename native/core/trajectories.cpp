@@ -56,7 +56,7 @@ Trajectories::Trajectories(Control control, Boundaries boundaries, std::uint64_t
 
 // ---- places --------------------------------------------------------------------------------------------------------
 
-// The base is read before the cursor, which whoever empties a lane moves after it.
+// The base is read before the cursor: a writer that empties a lane moves the base first, then the cursor.
 Trajectories::Live Trajectories::live(std::uint64_t lane) const {
   const Lane& words = control_.lane(lane);
   const std::uint64_t base = words.base.load(std::memory_order_acquire);
@@ -162,8 +162,8 @@ bool Trajectories::ends(std::int64_t row, std::int64_t next) const {
   return false;
 }
 
-// Whether a trajectory ends between the place and the one before it. Yes, too, where somebody is writing one of the two:
-// he will come and compare.
+// Whether a trajectory ends between the place and the one before it. Yes, too, while a writer is writing one of the two:
+// that writer compares them afterwards.
 bool Trajectories::boundary(std::uint64_t track, std::uint64_t place) const {
   const std::int64_t before = row(track, place - 1), after = row(track, place);
   const Word &first = control_.word(static_cast<std::uint64_t>(before)),
@@ -267,7 +267,7 @@ std::uint64_t Trajectories::advance(std::uint64_t lane, std::uint64_t steps, boo
   return now.end - s.next;
 }
 
-// Rows that are appended are found behind the last one that is known, whoever appends them. Of another process's writes by
+// Rows that any process appends are found behind the last one that is known. Of another process's writes by
 // number only the count is seen: then everything is looked at again.
 void Trajectories::settle() {
   if (const std::uint64_t now = control_.counters().scatters.load(std::memory_order_acquire); now != scatters_) {
@@ -365,7 +365,7 @@ void Trajectories::after_fork() {
     mutex_.unlock();
     return;
   }
-  new (&mutex_) std::mutex;  // held by a thread of the parent: nobody will unlock it, and the table is half changed
+  new (&mutex_) std::mutex;  // held by a thread of the parent, and the table is half changed
   forget();
 }
 

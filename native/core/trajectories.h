@@ -66,7 +66,7 @@ struct Drawn {
 struct Around {
   std::uint64_t from;    // where they begin among them
   std::uint64_t before;  // steps before the row
-  std::uint64_t steps;   // all of them, the row included; 0: nobody knows what lies there, as somebody is writing it
+  std::uint64_t steps;   // all of them, the row included; 0: unknown, as the row is being written
   bool over;             // the trajectory ends with the last of them, and not only what is known of it
 };
 

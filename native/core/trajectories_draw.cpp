@@ -165,7 +165,7 @@ bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const 
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
     rows[i] = at;
     numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
-    // Whoever edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
+    // A writer that edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
     // has another ticket when it is read.)
     stands = stands && is_committed(word) && (i == 0 || !ends(rows[i - 1], at));
   }

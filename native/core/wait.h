@@ -1,5 +1,5 @@
-// How long a call waits for what another thread or process holds. Nobody waits for the dead; but a holder may be stopped, and
-// is not robbed.
+// How long a call waits for what another thread or process holds. No call waits for a process that has died; but a holder may be
+// stopped, and keeps what it holds.
 #pragma once
 
 #include <atomic>

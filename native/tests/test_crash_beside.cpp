@@ -245,6 +245,28 @@ std::uint64_t claims_in(const Participant& entry) {
       std::count_if(std::begin(entry.claims), std::end(entry.claims), [](const Claim& claim) { return claim.t0 != 0; }));
 }
 
+/// Rows that a participant was writing when it was stopped.
+std::uint64_t rows_half_written(const Control& control, const Participant& by) {
+  std::uint64_t found = 0;
+  for (const Claim& claim : by.claims) {
+    const std::uint64_t t0 = claim.t0;
+    if (t0 == 0 || t0 == kNoted) continue;
+    for (std::uint64_t row = 0; row < kGeometry.capacity; ++row) {
+      const std::uint64_t word = control.word(row);
+      found += state_of(word) == State::writing && number_of(word) - t0 < claim.n;
+    }
+  }
+  return found;
+}
+
+/// What must hold of all that participants share, once a dead one was recovered.
+void check_recovered(const World& world, const Handle& here, std::uint64_t deaths) {
+  for (std::uint64_t i = 0; i < 16; ++i) EXPECT_EQ(claims_in(here.control.participant(i)), 0u);
+  expect_sound_rows(world.blocks, deaths);
+  check_tree(world);
+  for (const Log& one : world.board.logs) check_log(world, one);
+}
+
 TEST(others_go_on_when_one_is_killed) {
   World world;
   Board& board = world.board;
@@ -275,14 +297,7 @@ TEST(others_go_on_when_one_is_killed) {
     claiming += claims_in(its) > 0;
     holding += world.holder() == static_cast<std::uint32_t>(children[victim].pid);
     samplers += victim == kSampler;
-    for (const Claim& claim : its.claims) {
-      const std::uint64_t t0 = claim.t0;
-      if (t0 == 0 || t0 == kNoted) continue;
-      for (std::uint64_t row = 0; row < kGeometry.capacity; ++row) {
-        const std::uint64_t word = here.control.word(row);
-        writing += state_of(word) == State::writing && number_of(word) - t0 < claim.n;
-      }
-    }
+    writing += rows_half_written(here.control, its);
     std::uint64_t before[kSeats];
     for (std::uint64_t s = 0; s < kSeats; ++s) before[s] = board.seats[s].done;
     children[victim].die();
@@ -309,11 +324,8 @@ TEST(others_go_on_when_one_is_killed) {
     here.store.reclaim();
     here.priorities.total();
     EXPECT_EQ(its.state.load(), 0u);
-    for (std::uint64_t i = 0; i < 16; ++i) EXPECT_EQ(claims_in(here.control.participant(i)), 0u);
-    expect_sound_rows(world.blocks, rounds);
-    check_tree(world);
+    check_recovered(world, here, rounds);
     Log& log = board.logs[victim];
-    for (const Log& one : board.logs) check_log(world, one);
     if (victim != kSampler && log.begun != log.acknowledged) {  // the batch in which it died promises nothing
       log.batches[log.acknowledged % Log::kKept].n = 0;
       log.acknowledged.store(log.begun);

@@ -159,7 +159,7 @@ TEST(who_leaves_in_the_middle_of_a_write_is_mourned_once_he_is_gone) {
   EXPECT_EQ(claim, 7u);
 }
 
-TEST(the_dead_are_buried_once_by_one_of_many_mourners) {
+TEST(a_dead_participant_is_recovered_once_by_one_of_many_processes) {
   const Place place;
   const auto here = place.attach();
   here->join();
