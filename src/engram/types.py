@@ -293,7 +293,7 @@ class SampledStorage(Protocol):
     def extent(self) -> Extent:
         """What is live now."""
 
-    def numbers_of(self, rows: Tensor) -> Tensor:
+    def tickets_of(self, rows: Tensor) -> Tensor:
         """int64: ticket numbers of rows; -1 for those that hold nothing."""
 
     def hold_nothing(self, rows: Tensor) -> Tensor:

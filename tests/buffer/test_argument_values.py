@@ -54,7 +54,7 @@ def state(rb):
         rb.write_count,
         len(rb),
         rb.storage.extent().seam,
-        rb.storage.numbers_of(everything).tolist(),
+        rb.storage.tickets_of(everything).tolist(),
         rb[:]["a"].tolist(),
         rb[:]["b"].tolist(),
     )

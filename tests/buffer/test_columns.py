@@ -183,10 +183,10 @@ def test_edits_are_heard(storage):
     rb = ReplayBuffer(storage=storage(15, ndim=2), sampler=Listener())
     rb.extend(grid(3, 0, 4))
     rb.sampler.heard.clear()
-    before = rb.storage.numbers_of(torch.arange(12))
+    before = rb.storage.tickets_of(torch.arange(12))
     rb[1] = torch.arange(4)
     assert sorted(rb.sampler.heard[0][0]) == [1, 4, 7, 10]
-    assert (rb.storage.numbers_of(torch.arange(12)) != before).nonzero().flatten().tolist() == [1, 4, 7, 10]
+    assert (rb.storage.tickets_of(torch.arange(12)) != before).nonzero().flatten().tolist() == [1, 4, 7, 10]
 
 
 def test_views_and_copies(storage):

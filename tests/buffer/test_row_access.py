@@ -392,10 +392,10 @@ def test_every_edit_is_heard_and_moves_the_generation():
     }
     for name, (edit, expected) in edits.items():
         rb.sampler.heard.clear()
-        before = rb.storage.numbers_of(torch.arange(7))
+        before = rb.storage.tickets_of(torch.arange(7))
         edit()
         assert [heard for heard, _ in rb.sampler.heard] == [expected], name
-        after = rb.storage.numbers_of(torch.arange(7))
+        after = rb.storage.tickets_of(torch.arange(7))
         assert (after != before).nonzero().flatten().tolist() == expected, name
         assert (after[expected] > before.max()).all(), name
 

@@ -243,7 +243,7 @@ def test_plain_buffers_have_new_entries_in_info():
 def test_generations_where_they_are_tracked():
     rb = buffer(NStep(RandomSampler(), 3, 1.0), steps([5]), writer=RoundRobinWriter(track_generations=True))
     batch, info = rb.sample(9, return_info=True)
-    assert (info["index_generation"] == rb.storage.numbers_of(batch["index"])).all()
+    assert (info["index_generation"] == rb.storage.tickets_of(batch["index"])).all()
 
 
 def test_columns_of_a_storage_with_more_dimensions():

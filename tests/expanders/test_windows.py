@@ -95,7 +95,7 @@ def test_priorities_are_those_of_the_first_steps():
     rb.update_priority(torch.arange(10), (torch.arange(10) == 4).float())
     batch, info = rb.sample(30, return_info=True)
     assert (batch["step"].view(-1, 3) == torch.tensor([4, 5, 6])).all()
-    assert (info["index_generation"] == rb.storage.numbers_of(info["index"][0])).all()
+    assert (info["index_generation"] == rb.storage.tickets_of(info["index"][0])).all()
     rb[[4]] = rb[[4]]
     rb.update_tensordict_priority(batch.set("td_error", torch.ones(30)))
     assert rb.stats()["priority_updates_dropped"] == 10

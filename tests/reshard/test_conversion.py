@@ -124,11 +124,11 @@ def test_newest_whole_trajectories_move_with_their_priorities(data, tmp_path_fac
                 assert int(step["env_id"]) == lane
                 leaf = other.sampler.state_dict()["leaves"][row]
                 assert float(leaf) == pytest.approx((expected[int(step["id"])] + other.sampler.eps) ** 0.5, rel=1e-5)
-    ages = other.storage.store.numbers_of(torch.arange(to_lanes * to_length)[live(other)])
+    ages = other.storage.store.tickets_of(torch.arange(to_lanes * to_length)[live(other)])
     order = torch.tensor([int(other[int(row)]["id"]) for row in torch.arange(to_lanes * to_length)[live(other)]])
     old = {
         int(rb[int(row)]["id"]): int(number)
-        for row, number in zip(rows, rb.storage.store.numbers_of(rows), strict=True)
+        for row, number in zip(rows, rb.storage.store.tickets_of(rows), strict=True)
     }
     assert torch.tensor([old[int(i)] for i in order]).argsort().tolist() == ages.argsort().tolist()
     if to_lanes * to_length >= len(rb) + 3 * lanes and to_lanes == 1:

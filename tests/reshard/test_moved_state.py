@@ -326,10 +326,10 @@ def test_draws_from_before_a_load_match_nothing_any_more(tmp_path):
     rb = buffer()
     play(rb, 9, 0, [10])
     drawn = rb.sample()
-    before = rb.storage.store.numbers_of(torch.arange(64)).max()
+    before = rb.storage.store.tickets_of(torch.arange(64)).max()
     done(job(1, lambda ranks, _: checkpointer(tmp_path, rb, ranks).restore()))
     after = steps_of(rb)
-    numbers = rb.storage.store.numbers_of(torch.arange(64))
+    numbers = rb.storage.store.tickets_of(torch.arange(64))
     assert (numbers >= 0).sum() == 16
     assert numbers[numbers >= 0].min() > before
     rb.update_tensordict_priority(drawn.set("td_error", torch.full((8,), 100.0)))

@@ -107,7 +107,7 @@ def test_generations_are_those_of_what_was_drawn():
 
     rb = buffer(SliceSampler(slice_len=2), steps([5]), writer=TensorDictRoundRobinWriter(track_generations=True))
     batch = rb.sample(4)
-    assert torch.equal(batch["index_generation"], rb.storage.numbers_of(batch["index"].flatten()))
+    assert torch.equal(batch["index_generation"], rb.storage.tickets_of(batch["index"].flatten()))
 
 
 def test_transforms_and_collate_functions():

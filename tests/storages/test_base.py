@@ -302,7 +302,7 @@ def test_a_plan_may_keep_some_rows(kind):
     write = made.write(Plan(rows=torch.tensor([3, 0, 3]), kept=torch.tensor([0, 2, 4])), prepared, n)
     assert (write.rows.tolist(), write.first) == ([3, -1, 0, -1, 3], first)
     assert [int(made[i]) for i in range(4)] == [2, 10, 20, 4]
-    assert made.numbers_of(torch.tensor([0, 3])).tolist() == [first + 1, first + 2]
+    assert made.tickets_of(torch.tensor([0, 3])).tolist() == [first + 1, first + 2]
     none = torch.tensor([], dtype=torch.int64)
     assert made.write(Plan(rows=none, kept=none), prepared, n).rows.tolist() == [-1] * 5
     assert (made.settled(), made.write_count) == (first + 3, 7)
@@ -311,11 +311,11 @@ def test_a_plan_may_keep_some_rows(kind):
 def test_expected_tickets_are_compared():
     made = storage()
     rows = torch.tensor([0, 3, 3])
-    numbers = made.numbers_of(rows)
+    numbers = made.tickets_of(rows)
     columns, moved = made.read(rows, numbers)
     assert (columns[0].tolist(), moved) == ([0, 30, 30], [])
     made[3] = torch.tensor(77)
     assert made.read(rows, numbers)[1] == [1, 2]
-    assert made.numbers_of(torch.tensor([6, 99, -1])).tolist() == [-1, -1, -1]
+    assert made.tickets_of(torch.tensor([6, 99, -1])).tolist() == [-1, -1, -1]
     with pytest.raises(RowError, match="read: "):
         made.read(torch.tensor([8]))

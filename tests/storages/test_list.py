@@ -17,7 +17,7 @@ def buffer(size=10, **options):
 
 def state(rb):
     storage = rb.storage
-    return (list(storage), storage.extent(), storage.write_count, storage.numbers_of(torch.arange(12)).tolist())
+    return (list(storage), storage.extent(), storage.write_count, storage.tickets_of(torch.arange(12)).tolist())
 
 
 # ---- what is taken ---------------------------------------------------------------------------------------------------
@@ -138,15 +138,15 @@ def test_numbers_grow_with_every_write():
     rb = buffer(3)
     storage = rb.storage
     rb.extend(list("ab"))
-    first = storage.numbers_of(torch.arange(3)).tolist()
+    first = storage.tickets_of(torch.arange(3)).tolist()
     assert first[0] < first[1]
     assert first[2] == -1
     rb[0] = "c"
-    assert storage.numbers_of(torch.tensor([0]))[0] > first[1]
+    assert storage.tickets_of(torch.tensor([0]))[0] > first[1]
     rb.empty()
-    assert storage.numbers_of(torch.tensor([0, -1, 99])).tolist() == [-1, -1, -1]
+    assert storage.tickets_of(torch.tensor([0, -1, 99])).tolist() == [-1, -1, -1]
     rb.add("d")
-    assert storage.numbers_of(torch.tensor([0]))[0] > first[1] + 1
+    assert storage.tickets_of(torch.tensor([0]))[0] > first[1] + 1
 
 
 def test_empty_keeps_the_count_when_asked():

@@ -472,7 +472,7 @@ def state(storage):
         storage.write_count,
         storage.store.core.next_ticket,
         [raw(tensor) for tensor in storage.store.tensors],
-        storage.store.numbers_of(torch.arange(storage.max_size)).tolist(),
+        storage.store.tickets_of(torch.arange(storage.max_size)).tolist(),
     )
 
 

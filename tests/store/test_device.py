@@ -103,7 +103,7 @@ def test_random_operations(length, lanes, operations):
             assert torch.equal(written[0].rows, written[1].rows)
             assert written[0].first == written[1].first
         elif name == "edit":
-            live = (native.numbers_of(torch.arange(capacity)) >= 0).nonzero().flatten()
+            live = (native.tickets_of(torch.arange(capacity)) >= 0).nonzero().flatten()
             if len(live):
                 rows = live[integers(len(live), (n,))]
                 which = [[0], [1], [0, 1]][int(integers(3, ()))]
@@ -124,8 +124,8 @@ def agree(native, device):
     everything = torch.arange(native.capacity)
     assert native.extent() == device.extent()
     assert native.core.write_count == device.core.write_count
-    numbers = native.numbers_of(everything)
-    assert torch.equal(numbers, device.numbers_of(everything))
+    numbers = native.tickets_of(everything)
+    assert torch.equal(numbers, device.tickets_of(everything))
     live = (numbers >= 0).nonzero().flatten()
     for which in (None, [1], [1, 0]):
         found, moved = native.read(live, which=which)
@@ -297,7 +297,7 @@ def test_windows_are_those_of_native_memory(length, lanes, operations):
         n = int(integers(2 * capacity)) + 1
         data = steps_of(random, n, unique)
         unique += n
-        live = torch.arange(capacity)[pair.both[0].storage.numbers_of(torch.arange(capacity)) >= 0]
+        live = torch.arange(capacity)[pair.both[0].storage.tickets_of(torch.arange(capacity)) >= 0]
         if name == "extend":
             lane = int(integers(lanes))
             pair(lambda rb: rb.extend(data, lane=lane))

@@ -219,7 +219,7 @@ def test_what_other_processes_wrote_can_be_learnt():
     following.catch_up()
     assert following.catch_up() == []
     rows = torch.arange(60)
-    assert following.seen == dict(zip(rows.tolist(), rb.storage.numbers_of(rows).tolist(), strict=True))
+    assert following.seen == dict(zip(rows.tolist(), rb.storage.tickets_of(rows).tolist(), strict=True))
     rb[5] = steps(1, 1)[0]
     assert following.catch_up() == [5]
     rb.close()

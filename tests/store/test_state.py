@@ -79,7 +79,7 @@ def test_the_order_of_writes_survives(data):
     before = second.storage.store.core.next_ticket
     put(second, *saved(first))
     live = torch.arange(len(first))
-    ours, theirs = (rb.storage.store.numbers_of(live) for rb in (first, second))
+    ours, theirs = (rb.storage.store.tickets_of(live) for rb in (first, second))
     assert torch.equal(ours.argsort(), theirs.argsort())
     assert theirs.min() >= before  # none of an earlier draw matches
 

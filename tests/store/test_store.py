@@ -145,9 +145,9 @@ def test_another_process_goes_on_with_the_same_rows(tmp_path, options, writes, e
 
 def test_tickets_go_on_after_reopening(folder):
     rb = ReplayBuffer.open(folder)
-    before = rb.storage.store.numbers_of(torch.arange(7))
+    before = rb.storage.store.tickets_of(torch.arange(7))
     rb.add(rows(0, 1)[0])
-    assert int(rb.storage.store.numbers_of(torch.tensor([7]))[0]) > int(before.max())
+    assert int(rb.storage.store.tickets_of(torch.tensor([7]))[0]) > int(before.max())
     rb.close()
 
 
@@ -1128,7 +1128,7 @@ def test_copies_of_private_stores_are_independent():
     for name, other in copies(storage).items():
         assert other.store is not storage.store, name
         assert other.extent() == storage.extent()
-        assert torch.equal(other.store.numbers_of(torch.arange(10)), storage.store.numbers_of(torch.arange(10)))
+        assert torch.equal(other.store.tickets_of(torch.arange(10)), storage.store.tickets_of(torch.arange(10)))
         twin = ReplayBuffer(storage=other)
         assert twin.write_count == 4
         assert twin.extend(rows(10, 2), lane=1).tolist() == [9, 5]
@@ -1195,7 +1195,7 @@ def test_closed_stores_are_neither_read_nor_written(folder):
         lambda: store.edit(torch.tensor([0]), range(2), store.tensors),
         lambda: store.empty(keep_write_count=False),
         lambda: store.read(torch.tensor([0])),
-        lambda: store.numbers_of(torch.tensor([0])),
+        lambda: store.tickets_of(torch.tensor([0])),
         store.changes,
         store.extent,
         lambda: store.paused().__enter__(),

@@ -629,7 +629,7 @@ def test_priorities_and_observers_hear_of_rejected_rows():
     rb.extend(rows([0, 5, 1, 6]))
     rb.extend(rows([0, 1]))
     assert rb.sampler.heard == [([-1, 0, -1, 1], [-1, first, -1, first + 1], 4), ([-1, -1], [-1, -1], 2)]
-    assert rb.storage.numbers_of(torch.tensor([0, 1])).tolist() == [first, first + 1]
+    assert rb.storage.tickets_of(torch.tensor([0, 1])).tolist() == [first, first + 1]
 
 
 def test_survivors_of_a_write():

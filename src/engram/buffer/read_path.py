@@ -145,7 +145,7 @@ class ReadPath:
         draw = source.draw(extent, batch_size, key)
         chosen = draw.tickets is not None
         if tracks and not chosen:  # so that the generation is that of what was read
-            draw = draw._replace(tickets=storage.numbers_of(draw.rows))
+            draw = draw._replace(tickets=storage.tickets_of(draw.rows))
         columns, moved = storage.read(draw.rows, draw.tickets)
         if moved:
             draw = self.read_again(draw, columns, moved, "sample", key=key, chosen=chosen)
@@ -186,7 +186,7 @@ class ReadPath:
             else:
                 self._replace_dead(rows, places, extent, call, None if key is None else retries.key_of(key))
             if tickets is not None:
-                expected = storage.numbers_of(rows[places]) if expected is None else expected
+                expected = storage.tickets_of(rows[places]) if expected is None else expected
                 tickets[places] = expected
             fresh, still = storage.read(rows[places], expected)
             storage.patch(columns, moved, fresh)

@@ -66,7 +66,7 @@ class Following:
             columns, found = self._finals.read(mark[at])
             gone = at[~found]
             if len(gone):  # unless the row is, too
-                lost = gone[memory.numbers_of(rows[gone]) == numbers[gone]]
+                lost = gone[memory.tickets_of(rows[gone]) == numbers[gone]]
                 if len(lost):
                     raise RuntimeError(
                         f"sample: NextFromFollowing: the final observation of row {int(rows[lost[0]])} is not in "

@@ -218,7 +218,7 @@ class PrioritizedSampler(NativeSampler):
         rows, numbers, weights = self.priorities().draw(key, batch_size)
         assert self._storage is not None  # it has priorities
         if self._storage.memory is None:
-            numbers = self._storage.numbers_of(rows)
+            numbers = self._storage.tickets_of(rows)
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": numbers})
 
     def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True) -> NativeBatch:
@@ -280,7 +280,7 @@ class PrioritizedSampler(NativeSampler):
 
     def _current(self, storage: SampledStorage, own: PriorityIndex, rows: Tensor, generation: Tensor | None) -> Tensor:
         """Rows of a list; -1 for those that hold another item than expected, or none."""
-        numbers = storage.numbers_of(rows)
+        numbers = storage.tickets_of(rows)
         stale = (numbers < 0) if generation is None else (numbers != generation) | (numbers < 0)
         stale &= (rows >= 0) & (rows < self._capacity)  # the others are an error, or are passed over
         own.core.drop(int(stale.sum()))

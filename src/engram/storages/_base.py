@@ -184,7 +184,7 @@ class Storage(Declared, Dumpable, Port):
 
     def hold_nothing(self, rows: Tensor) -> Tensor:
         """Of rows inside the storage: whether they neither hold anything nor are just being written. bool ``[B]``"""
-        return self.numbers_of(rows) < 0
+        return self.tickets_of(rows) < 0
 
     @property
     def nbytes(self) -> int:
@@ -357,8 +357,8 @@ class Storage(Declared, Dumpable, Port):
     def contains(self, index: int | Tensor) -> bool | Tensor:
         """Whether rows are live: a bool for an int, a bool tensor of the same shape for a tensor of ints."""
         if isinstance(index, Tensor):
-            return (self.numbers_of(index.reshape(-1).to("cpu", torch.int64)) >= 0).reshape(index.shape)
-        return bool(self.numbers_of(torch.tensor([operator.index(index)], device="cpu"))[0] >= 0)
+            return (self.tickets_of(index.reshape(-1).to("cpu", torch.int64)) >= 0).reshape(index.shape)
+        return bool(self.tickets_of(torch.tensor([operator.index(index)], device="cpu"))[0] >= 0)
 
     def __contains__(self, index: int | Tensor) -> bool:
         found = self.contains(index)
@@ -419,7 +419,7 @@ class Storage(Declared, Dumpable, Port):
             if bool((ranks < 0).any()):
                 raise RowError(f"rb[index]: expected indices of at least {-extent.size}, got {int(rows.min())}.")
             rows = torch.where(rows < 0, extent.rows(ranks.clamp(0, max(extent.size - 1, 0))), rows)
-        doubtful = rows[self.numbers_of(rows) < 0]
+        doubtful = rows[self.tickets_of(rows) < 0]
         if len(doubtful):
             dead = doubtful[~self.extent().contains(doubtful)]  # the others are just being written
             if len(dead):

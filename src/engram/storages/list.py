@@ -289,7 +289,7 @@ class ListStorage(Storage):
         dropped = sum(int(index.core.dropped) for index in self._priorities.values())
         return {**super().counters(), "priority_updates_dropped": dropped}
 
-    def numbers_of(self, rows: Tensor) -> Tensor:
+    def tickets_of(self, rows: Tensor) -> Tensor:
         with self._lock:
             numbers, length = self._numbers, len(self._items)
             found = [numbers[row] if 0 <= row < length else -1 for row in rows.tolist()]

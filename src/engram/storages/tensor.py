@@ -508,10 +508,10 @@ class TensorStorage(Storage):
             return torch.full(coordinates.shape[:-1], -1)
         return rows_of_coordinates(coordinates, (self._capacity // math.prod(self.columns), *self.columns))
 
-    def numbers_of(self, rows: Tensor) -> Tensor:
+    def tickets_of(self, rows: Tensor) -> Tensor:
         if self.memory is None:
             return torch.full_like(rows, -1)
-        return self.memory.numbers_of(rows)
+        return self.memory.tickets_of(rows)
 
     def next_number(self) -> int:
         return 1 if self.memory is None else int(self.memory.core.next_ticket)

@@ -644,7 +644,7 @@ class Store:
         """Rows that were written or edited since a ticket, by any process.
 
         For samplers of your own that keep something per row: ``observe`` tells them of the writes of their process alone. Rows
-        that were emptied, or left half written by a process that died, do not come: :meth:`numbers_of` says -1 of them.
+        that were emptied, or left half written by a process that died, do not come: :meth:`tickets_of` says -1 of them.
 
         Args:
             since: a ticket number, such as :attr:`Changes.next` of the call before; 0: all live rows.
@@ -666,9 +666,9 @@ class Store:
         rows, numbers, following = self.core.changes(max(since, 0))
         return Changes(torch.from_numpy(rows), torch.from_numpy(numbers), following)
 
-    def numbers_of(self, rows: Tensor) -> Tensor:
+    def tickets_of(self, rows: Tensor) -> Tensor:
         """Ticket numbers of rows as they are now, int64 ``[B]``; -1 for a row that is not live or outside the store."""
-        rows = as_rows(rows, "numbers_of")
+        rows = as_rows(rows, "tickets_of")
         numbers = torch.empty_like(rows)
         self.core.tickets_of(rows.data_ptr(), rows.numel(), numbers.data_ptr())
         return numbers

@@ -103,7 +103,7 @@ class NativeWriter(Component):
             rows = self._storage.rows_at(rows)
         if not self.traits.tracks_tickets or self._storage is None:
             return torch.full_like(rows, -1)
-        numbers: Tensor = self._storage.numbers_of(rows.reshape(-1))
+        numbers: Tensor = self._storage.tickets_of(rows.reshape(-1))
         return numbers.reshape(rows.shape)
 
 

@@ -277,7 +277,7 @@ class _Stored:
     def _look_again(self, settled: int | None) -> None:
         """Compare all tickets, and read the rows that have another one."""
         self._settled = self._planned = None  # in case of an interrupt
-        numbers = self._storage.numbers_of(torch.arange(len(self._numbers), device="cpu")).numpy()
+        numbers = self._storage.tickets_of(torch.arange(len(self._numbers), device="cpu")).numpy()
         changed = np.flatnonzero(numbers != self._numbers)
         ranks = np.full(len(changed), np.inf)  # of a row that is just being written: it is not ours to replace
         live = np.flatnonzero(numbers[changed] >= 0)
