@@ -165,7 +165,7 @@ class Draw(NamedTuple):
     #: int64 ``[B]`` numbers the rows must still have when they are read, or None: any whole row will do.
     tickets: Tensor | None = None
     #: Named arrays with one entry per drawn row, handed to the user beside the batch.
-    info: Mapping[str, object] = {}
+    info: Mapping[Any, object] = {}
 
 
 class Traits(NamedTuple):

@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
 from engram import collate, samplers
 from engram.buffer.write_path import map_dimensioned
-from engram.errors import NoSampleable, RowError
-from engram.retries import Retries
+from engram.samplers.redraw import Redraw
 from engram.store import ThreadKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.store import Key
-    from engram.types import Extent
 
 __all__ = ["ReadPath"]
 
@@ -167,48 +164,15 @@ class ReadPath:
             NoSampleable: the buffer was emptied.
             WriterStalled: a row moved at every try.
         """
-        storage = self._wiring.storage
-        rows, info = draw.rows.clone(), dict(draw.info)
-        tickets = None if draw.tickets is None else draw.tickets.clone()
-        retries = Retries()
+        storage, tickets = self._wiring.storage, None if draw.tickets is None else draw.tickets.clone()
+        redraw = Redraw(storage, draw, self._wiring.source if chosen else None, key, call)
         while moved:
-            extent = storage.extent()
-            if extent.size == 0:
-                raise NoSampleable(f"{call}: the buffer was emptied meanwhile. Add data first.")
-            retries.again(rows, moved, call=call)
-            places = torch.tensor(moved, device="cpu")
-            expected = None
-            if chosen:
-                assert key is not None
-                other = self._wiring.source.draw(extent, len(moved), retries.key_of(key))
-                rows[places], expected = other.rows, other.tickets
-                info = {name: _replaced(value, places, other.info.get(name)) for name, value in info.items()}
-            else:
-                self._replace_dead(rows, places, extent, call, None if key is None else retries.key_of(key))
+            places, fresh = redraw.again(moved)
+            expected = fresh.tickets
             if tickets is not None:
-                expected = storage.tickets_of(rows[places]) if expected is None else expected
+                expected = storage.tickets_of(fresh.rows) if expected is None else expected
                 tickets[places] = expected
-            fresh, still = storage.read(rows[places], expected)
-            storage.patch(columns, moved, fresh)
+            values, still = storage.read(fresh.rows, expected)
+            storage.patch(columns, moved, values)
             moved = [moved[i] for i in still]
-        return Draw(rows, tickets, info)
-
-    def _replace_dead(self, rows: Tensor, places: Tensor, extent: Extent, call: str, key: int | None) -> None:
-        """Draw live rows in place of those that hold nothing any more, as their writer died."""
-        gone = places[self._wiring.storage.hold_nothing(rows[places])]
-        if not len(gone):
-            return
-        if key is None:
-            raise RowError(
-                f"{call}: row {int(rows[gone[0]])} is not live any more: its writer died, or the buffer was emptied."
-            )
-        rows[gone] = samplers.RandomSampler().draw(extent, len(gone), key).rows
-
-
-def _replaced(values: object, places: Tensor, others: object) -> object:
-    """An entry of a draw's info in which some rows were drawn again."""
-    if not isinstance(values, Tensor) or not isinstance(others, Tensor):
-        return values
-    values = values.clone()
-    values[places.to(values.device)] = others
-    return values
+        return Draw(redraw.rows, tickets, redraw.info)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engram.samplers.windows import WindowSampler
     from engram.store import Key as DrawKey
     from engram.store import Store
-    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Traits, Write
+    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Traits, Write
 
 __all__ = ["Expander", "check_discount", "check_steps"]
 
@@ -303,12 +303,7 @@ class Expander(DeclaredSampler):
         samplers.check_drawable(extent.size)
         source.bind(storage)
         draw = source.draw(extent, n, key.value)
-        tensors, moved, waiting = expansion.read(draw)
-        rows = draw.rows
-        info: Info = dict(draw.info.items())
-        if moved:
-            rows, info = expansion.read_again(storage, source, key.value, draw, tensors, moved, waiting)
-        expansion.stack(tensors)
+        tensors, rows, info = expansion.read_drawn(storage, source, draw, key.value)
         tickets = tensors.pop()
         if numbered or draw.tickets is not None:
             info["index_generation"] = tickets

@@ -10,8 +10,8 @@ from engram import _native
 from engram.errors import NoSampleable, RowError
 from engram.expanders.reading import boundaries_of
 from engram.field_paths import public
-from engram.retries import IN_A_ROW, Retries
-from engram.samplers import RandomSampler
+from engram.retries import IN_A_ROW
+from engram.samplers.redraw import Redraw
 from engram.samplers.trajectory_tables import NAMED, shared_table, step_type_bytes
 from engram.store import dlpack_specs
 from engram.types import Draw
@@ -94,52 +94,33 @@ class Expansion:
         self.stack(tensors)
         return tensors[:-1], moved
 
-    def read_again(
-        self,
-        storage: SampledStorage,
-        source: DeclaredSampler,
-        key: int,
-        draw: Draw,
-        tensors: list[Tensor],
-        moved: list[int],
-        waiting: bool,
-    ) -> tuple[Tensor, Info]:
-        """Replace what :meth:`read` returned at places where something moved; the rows and their info in the end.
+    def read_drawn(
+        self, storage: SampledStorage, source: DeclaredSampler, draw: Draw, key: int
+    ) -> tuple[list[Tensor], Tensor, Info]:
+        """Columns and tickets of rows that a sampler drew, the rows in the end, and their info.
 
-        Other rows are drawn if draws are independent of each other, or if the sampler named the tickets that it means. Rows of
-        other samplers are read once more, with what they hold now. If one of those holds nothing, another live row is drawn.
+        In place of rows that move meanwhile, other rows are drawn if draws are independent of each other, or if the sampler named
+        the tickets that it means. Rows of other samplers are read once more, with what they hold now. If one of those holds
+        nothing, another live row is drawn.
 
         Raises:
             NoSampleable: the buffer was emptied, or no row has a next observation yet.
             WriterStalled: something moved at every try.
         """
-        others = draw.tickets is not None or self._following is not None or source.traits.draws_uniformly
-        rows = draw.rows.clone()
-        info: Info = {name: _copied(value) for name, value in draw.info.items()}
-        retries = Retries()
-        while moved:
-            extent = storage.extent()
-            if extent.size == 0:
-                raise NoSampleable("sample: the buffer was emptied meanwhile. Add data first.")
-            if waiting and retries.count >= _MOST_REDRAWS:
-                raise NoSampleable("sample: no row that is drawn has a next observation yet. Add data first.")
-            retries.again(rows, moved, ", or a step around it,")
-            places = torch.tensor(moved, device="cpu")
-            if others:
-                fresh = source.draw(extent, len(moved), retries.key_of(key))
-                rows[places] = fresh.rows
-                for name, value in fresh.info.items():
-                    known = info[name]
-                    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
-                        known[places.to(value.device)] = value
-            else:
-                gone = places[storage.hold_nothing(rows[places])]
-                if len(gone):  # their writer died meanwhile
-                    rows[gone] = RandomSampler().draw(extent, len(gone), retries.key_of(key)).rows
-                fresh = Draw(rows[places])
-            read, still, waiting = self.read(fresh)
-            moved = _patch(tensors, places, read, moved, still)
-        return rows, info
+        tensors, moved, waiting = self.read(draw)
+        rows, info = draw.rows, dict(draw.info)
+        if moved:
+            others = draw.tickets is not None or self._following is not None or source.traits.draws_uniformly
+            redraw = Redraw(storage, draw, source if others else None, key, detail=", or a step around it,")
+            while moved:
+                if waiting and redraw.retries.count >= _MOST_REDRAWS:
+                    raise NoSampleable("sample: no row that is drawn has a next observation yet. Add data first.")
+                places, fresh = redraw.again(moved)
+                read, still, waiting = self.read(fresh)
+                moved = _patch(tensors, places, read, moved, still)
+            rows, info = redraw.rows, redraw.info
+        self.stack(tensors)
+        return tensors, rows, info
 
     def stack(self, tensors: list[Tensor]) -> None:
         """Concatenate frames, ``[n, frames, *shape]``, along their dimension of the shape; no copy if that is the first."""
@@ -165,7 +146,3 @@ def _as_rows(rows: Tensor) -> Tensor:
     if rows.dtype is torch.int64 and rows.is_cpu and rows.is_contiguous():
         return rows
     return rows.to("cpu", torch.int64).contiguous()
-
-
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, torch.Tensor) else value

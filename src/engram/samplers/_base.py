@@ -98,7 +98,7 @@ class NativeSampler(DeclaredSampler):
         """Draw from a storage with a key of torch's default generator: ``(int64 [B], info)``."""
         key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         draw = self.draw(storage.extent(), batch_size, key)
-        return draw.rows, dict(draw.info.items())
+        return draw.rows, dict(draw.info)
 
 
 #: Methods of a user's sampler that a buffer calls, if they are there.

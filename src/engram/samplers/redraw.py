@@ -1,0 +1,81 @@
+"""What is read in place of rows that moved between their draw and their read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engram.errors import NoSampleable, RowError
+from engram.retries import Retries
+from engram.samplers.uniform import RandomSampler
+from engram.types import Draw
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.types import Info, SampledStorage, Sampler
+
+__all__ = ["Redraw"]
+
+
+class Redraw:
+    """The rows of one draw, of which some are drawn or read again.
+
+    Args:
+        storage: holds the rows.
+        draw: whose rows moved.
+        source: draws others in their place. None: the same rows are read again, with what they hold now, and live ones in place
+            of those that hold nothing any more.
+        key: of the draw. None: rows were named, not drawn, so that those that hold nothing any more are refused.
+        call, detail: for messages.
+    """
+
+    def __init__(
+        self,
+        storage: SampledStorage,
+        draw: Draw,
+        source: Sampler | None,
+        key: int | None,
+        call: str = "sample",
+        detail: str = "",
+    ) -> None:
+        self.rows = draw.rows.clone()
+        self.info: Info = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in draw.info.items()
+        }
+        self.retries = Retries()
+        self._storage, self._source, self._key = storage, source, key
+        self._call, self._detail = call, detail
+
+    def again(self, moved: list[int]) -> tuple[Tensor, Draw]:
+        """The places of rows that moved, and what to read there.
+
+        Raises:
+            RowError: a row that was named holds nothing any more.
+            NoSampleable: the buffer was emptied.
+            WriterStalled: rows moved at every try.
+        """
+        storage, retries, call = self._storage, self.retries, self._call
+        extent = storage.extent()
+        if extent.size == 0:
+            raise NoSampleable(f"{call}: the buffer was emptied meanwhile. Add data first.")
+        retries.again(self.rows, moved, self._detail, call)
+        places = torch.tensor(moved, device="cpu")
+        key = None if self._key is None else retries.key_of(self._key)
+        if self._source is not None and key is not None:
+            fresh = self._source.draw(extent, len(moved), key)
+            self.rows[places] = fresh.rows
+            for name, value in fresh.info.items():
+                known = self.info.get(name)
+                if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):
+                    known[places.to(known.device)] = value
+            return places, fresh
+        gone = places[storage.hold_nothing(self.rows[places])]
+        if len(gone):  # their writer died meanwhile
+            if key is None:
+                raise RowError(
+                    f"{call}: row {int(self.rows[gone[0]])} is not live any more: its writer died, or the buffer was emptied."
+                )
+            self.rows[gone] = RandomSampler().draw(extent, len(gone), key).rows
+        return places, Draw(self.rows[places])
