@@ -207,10 +207,10 @@ def ram(monkeypatch):
     home.mkdir()
     monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
     monkeypatch.setattr("engram.storages._home.shared_memory", lambda: home)
-    monkeypatch.setattr(engram.store.locks, "WAIT_S", 0.2)
+    monkeypatch.setattr(engram.store.locks, "WAIT_S", 2.0)
     monkeypatch.setattr(files.Descriptor, "__del__", __del__)
     before = _native.wait_limit()
-    _native._core.set_wait_limit(0.2)
+    _native._core.set_wait_limit(2.0)
     gc.collect()
     gc.freeze()  # each child looks for what it has open
     yield folder

@@ -8,12 +8,14 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
 from engram import LazyTensorStorage, ReplayBuffer
+from engram.format.workers import Ended
 from engram.persist.parallel_read import READERS, parallel_read
 
 HERE = [torch.zeros(1)]
@@ -65,6 +67,18 @@ def test_an_interrupt_before_a_thread_begins_leaves_nobody_to_wait_for(monkeypat
         parallel_read([[lambda: None]] * READERS, HERE)
     assert [thread.name for thread in threading._limbo.values()] == ["engram-worker"] * (READERS - 1)
     threading._limbo.clear()
+
+
+def test_what_has_ended_is_told_to_all_who_wait():
+    ended = Ended()
+    assert not ended.wait(0.01)
+    with ThreadPoolExecutor() as threads:
+        told = [threads.submit(ended.wait, 60) for _ in range(3)]
+        ended.set()
+        ended.set()
+        assert all(it.result() for it in told)
+    assert ended.is_set()
+    assert ended.wait()
 
 
 @pytest.mark.parametrize("fails", range(READERS))

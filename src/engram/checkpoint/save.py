@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 import traceback
 from functools import partial
@@ -16,6 +15,7 @@ from engram.checkpoint.reports import SaveReport, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format import disk, series
 from engram.format.checkpoints import added
+from engram.format.workers import Ended
 from engram.reshard.shards import has_ends, saved_fields
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class SaveHandle:
         """The folder that is written; None: not known yet."""
         self.ended: float | None = None
         """When it ended, by ``time.monotonic()``; None: it has not."""
-        self._over = threading.Event()
+        self._over = Ended()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
