@@ -11,6 +11,8 @@ WERROR ?= OFF
 TENSORDICT_NEWEST := 0.15.3
 
 BIN := $(VENV)/bin
+# Python keeps what it compiled, the tests included, whatever the environment says: each worker would compile them all, each time.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ifeq ($(origin CXX),default)
 CXX := c++
@@ -105,7 +107,7 @@ demo: $(VENV)/.engram-demo
 	@$(BIN)/engram demo $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(VENV)/.engram-dev
-	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@$(PYTEST) -n $(WORKERS) $(ARGS)
 
 golden: $(VENV)/.engram-dev
 	@$(BIN)/python -m tests.golden.make
@@ -114,7 +116,7 @@ golden: $(VENV)/.engram-dev
 SIZE := night
 stress: $(VENV)/.engram-dev
 	@ENGRAM_STRESS=$(SIZE) $(MAKE) --no-print-directory test-native NATIVE=stress ARGS=
-	@ENGRAM_STRESS=$(SIZE) $(BIN)/python -m pytest -n $(WORKERS) -m stress $(ARGS)
+	@ENGRAM_STRESS=$(SIZE) $(PYTEST) -n $(WORKERS) -m stress $(ARGS)
 
 # REVERB_PYTHON, from the command line or the environment: Python of an environment with dm-reverb[tensorflow].
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
@@ -136,7 +138,7 @@ TENSORDICT_TESTS := tests/storages tests/format/test_layout.py tests/buffer/test
   tests/buffer/test_tensordict.py tests/test_collate.py tests/buffer/test_basic_use.py tests/buffer/test_open.py tests/test_docs.py
 test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import tensordict as t; assert t.__version__ == "$(TENSORDICT_NEWEST)", t.__version__; print("==> Testing with tensordict", t.__version__)'
-	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(WORKERS) $(TENSORDICT_TESTS) $(ARGS)
+	@PYTHONPATH=$(NEWEST) $(PYTEST) -n $(WORKERS) $(TENSORDICT_TESTS) $(ARGS)
 
 check: $(VENV)/.engram-dev
 	@echo "==> ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
