@@ -137,7 +137,9 @@ class DeviceLoader:
             return self._passed_through()
         run = _Run(self._drawn, self._streams, self.depth)
         self._runs.add(run)
-        return self._handed_out(run)
+        batches = self._handed_out(run)
+        weakref.finalize(batches, run.close)  # also before the interpreter ends, which must not interrupt a draw
+        return batches
 
     def _drawn(self) -> Iterator[object]:
         """Batches as the buffer returns them."""
@@ -260,32 +262,10 @@ class DeviceLoader:
 
 
 class _Run:
-    """One iteration: a thread that draws and copies, at most ``depth`` batches ahead."""
+    """The work of one iteration: a thread that draws and copies, at most ``depth`` batches ahead.
 
-    def __init__(self, drawn: Callable[[], Iterator[object]], streams: Streams, depth: int) -> None:
-        work = _Work(drawn, streams, depth)
-        self._work = work
-        self._thread = threading.Thread(target=work.run, name="engram-device-loader", daemon=True)
-        self._thread.start()
-        # Also runs before the interpreter ends, which must not interrupt a thread that is drawing.
-        self._end = weakref.finalize(self, _end, work, self._thread)
-
-    def take(self) -> _Ready | None:
-        """The next batch, whose copy is queued; None at the end."""
-        if not self._end.alive:
-            return None
-        found = self._work.ready.get()
-        self._work.slots.release()
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    def close(self) -> None:
-        self._end()
-
-
-class _Work:
-    """The work of the thread. It has no reference to its iteration, so that the iteration can be garbage-collected."""
+    It has no reference to the iterator, so that the iterator can be garbage-collected.
+    """
 
     def __init__(self, drawn: Callable[[], Iterator[object]], streams: Streams, depth: int) -> None:
         self.drawn = drawn
@@ -294,6 +274,27 @@ class _Work:
         self.ready: queue.SimpleQueue[_Ready | BaseException | None] = queue.SimpleQueue()
         self.slots = threading.Semaphore(depth)
         self.stopped = False
+        self.thread = threading.Thread(target=self.run, name="engram-device-loader", daemon=True)
+        self.thread.start()
+
+    def take(self) -> _Ready | None:
+        """The next batch, whose copy is queued; None at the end."""
+        if self.stopped:
+            return None
+        found = self.ready.get()
+        self.slots.release()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End the thread. Repeatable."""
+        self.stopped = True
+        self.slots.release()
+        if self.thread is not threading.current_thread():
+            self.thread.join()
+
+    # ---- in the thread -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
@@ -322,10 +323,3 @@ class _Work:
                 pinned, lambda leaf: leaf if streams.holds(leaf) else streams.send(leaf), device=streams.device
             )
         return _Ready(moved, (*events, streams.mark(streams.up)))
-
-
-def _end(work: _Work, thread: threading.Thread) -> None:
-    work.stopped = True
-    work.slots.release()
-    if thread is not threading.current_thread():
-        thread.join()
