@@ -119,7 +119,7 @@ def find(data: Any, path: Path) -> Any:
     return data
 
 
-def flatten(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def flatten(data: Any, path: Path = ()) -> Iterator[tuple[Path, object]]:
     """The entries of nested dicts and TensorDicts, with their paths."""
     for name, value in data.items():
         if has_entries(value) and not is_non_tensor(value):

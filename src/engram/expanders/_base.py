@@ -165,12 +165,7 @@ class Expander(DeclaredSampler):
 
     def state_dict(self) -> dict[str, object]:
         """That of :attr:`sampler`."""
-        state: dict[str, Any] = self.sampler.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Calls that of :attr:`sampler`."""
-        self.sampler.load_state_dict(state_dict)
+        return self._source.state_dict()
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]

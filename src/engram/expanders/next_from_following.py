@@ -17,6 +17,8 @@ from engram.samplers.trajectory_tables import END_KEYS
 from engram.state import Stateful, check_keys, typed
 from engram.storages import TensorStorage
 from engram.store import Key as DrawKey
+from engram.transforms import ExcludeTransform
+from engram.transforms._base import put
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
@@ -115,7 +117,10 @@ class FinalObservations(Stateful):
         mark = torch.full((len(ended), 2), -1, device="cpu")
         if bool(ended.any()):
             mark[ended.cpu()] = self._keep(last, int(ended.sum()))
-        return _replaced(data, [("next", *key) for key in self.keys], mark)
+        gone = [("next", *key) for key in self.keys]
+        stored = ExcludeTransform(*gone).forward(data) if isinstance(data, dict) else data.exclude(*gone)
+        put(stored, _MARK, mark)
+        return stored
 
     def _keep(self, last: dict[str, Tensor], n: int) -> Tensor:
         """Write final observations: int64 ``[n, 2]``, their rows and tags."""
@@ -255,21 +260,6 @@ class NextFromFollowing(Expander):
         return f"NextFromFollowing({self.sampler!r}, {self.finals!r})"
 
 
-def _column(flag: Any) -> Tensor:
+def _column(flag: object) -> Tensor:
     column: Tensor = torch.as_tensor(flag)
     return column.unsqueeze(-1) if column.ndim == 1 else column
-
-
-def _replaced(data: Any, gone: list[FieldPath], mark: Tensor) -> Any:
-    if not isinstance(data, dict):
-        data = data.exclude(*gone)
-        data.set(_MARK, mark.to(data.device) if data.device is not None else mark)
-        return data
-
-    def without(node: dict[str, Any], path: FieldPath) -> dict[str, Any]:
-        kept = {key: value for key, value in node.items() if (*path, key) not in gone}
-        return {key: without(value, (*path, key)) if isinstance(value, dict) else value for key, value in kept.items()}
-
-    data = without(data, ())
-    data["next"]["final"] = mark
-    return data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -107,6 +107,15 @@ class NativeWriter(Component):
         return numbers.reshape(rows.shape)
 
 
+#: Traits that a user's writer may declare by attributes, and their names.
+_ATTRIBUTES = {
+    "read_only": "read_only",
+    "rejects": "rejects",
+    "adds_index": "adds_index",
+    "tracks_tickets": "tracks_generations",
+}
+
+
 class _Adapted(NativeWriter):
     """A writer that follows the protocol only, with the rest of what a buffer asks of one.
 
@@ -115,15 +124,10 @@ class _Adapted(NativeWriter):
 
     def __init__(self, inner: Writer) -> None:
         super().__init__()
-        self._inner: Any = inner
+        self._inner = inner
         own = getattr(inner, "traits", None)
         if not isinstance(own, Traits):
-            own = Traits(
-                read_only=bool(getattr(inner, "read_only", False)),
-                rejects=bool(getattr(inner, "rejects", False)),
-                adds_index=bool(getattr(inner, "adds_index", False)),
-                tracks_tickets=bool(getattr(inner, "tracks_generations", False)),
-            )
+            own = Traits(**{trait: bool(getattr(inner, name, False)) for trait, name in _ATTRIBUTES.items()})
         #: What counts is its ``place``.
         self.traits = own._replace(appends=False)
         adopt(self, inner, ("register_storage", "place", "written"))
@@ -139,5 +143,4 @@ class _Adapted(NativeWriter):
 
 def declared(writer: Writer) -> NativeWriter:
     """The writer, or of one that follows the protocol only, one around it that answers all that buffers ask."""
-    made: Any = writer if isinstance(writer, Declared) else _Adapted(writer)
-    return made  # type: ignore[no-any-return]
+    return cast("NativeWriter", writer) if isinstance(writer, Declared) else _Adapted(writer)
