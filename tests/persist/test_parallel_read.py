@@ -1,5 +1,6 @@
 """Shares of work for several threads: all is done, the first failure stops all, and nobody works on after that."""
 
+import _thread
 import itertools
 import os
 import signal
@@ -19,20 +20,23 @@ from engram.format.workers import Ended
 from engram.persist.parallel_read import READERS, parallel_read
 
 HERE = [torch.zeros(1)]
+BEFORE = [0]
 
 
 class Elsewhere:
     is_cpu = False
 
 
-def all_ended():
-    def there():
-        return any(thread.name == "engram-worker" for thread in threading.enumerate())
+@pytest.fixture(autouse=True)
+def threads_before():
+    BEFORE[:] = [_thread._count()]
 
+
+def all_ended():
     until = time.monotonic() + 60
-    while there() and time.monotonic() < until:
+    while _thread._count() > BEFORE[0] and time.monotonic() < until:
         time.sleep(0.01)
-    return not there()
+    return _thread._count() <= BEFORE[0]
 
 
 def test_all_is_done_each_share_in_order():
@@ -56,17 +60,22 @@ def test_what_is_elsewhere_is_filled_by_this_thread():
 
 
 def test_an_interrupt_before_a_thread_begins_leaves_nobody_to_wait_for(monkeypatch):
-    """Python lists the thread from the middle of ``start`` on: for ever, where an interrupt ends that."""
-
-    def interrupted(*_, **__):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    for name in ("_start_new_thread", "_start_joinable_thread"):  # until Python 3.12, and since
-        monkeypatch.setattr(threading, name, interrupted, raising=False)
+    monkeypatch.setattr(_thread, "start_new_thread", interrupted)
     with pytest.raises(KeyboardInterrupt):
         parallel_read([[lambda: None]] * READERS, HERE)
-    assert [thread.name for thread in threading._limbo.values()] == ["engram-worker"] * (READERS - 1)
-    threading._limbo.clear()
+
+
+def test_without_more_threads_the_calling_one_does_all(monkeypatch):
+    def refused(*_):
+        raise RuntimeError("can't start new thread")
+
+    done = []
+    monkeypatch.setattr(_thread, "start_new_thread", refused)
+    parallel_read([[partial(done.append, i)] for i in range(5)], HERE)
+    assert done == [*range(5)]
 
 
 def test_what_has_ended_is_told_to_all_who_wait():

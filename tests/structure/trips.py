@@ -12,8 +12,11 @@ import torch
 from tensordict import TensorDict
 
 from engram import Checkpointer, LazyTensorStorage, PrioritizedSampler, Ranks, ReplayBuffer, TensorDictReplayBuffer
+from engram.format import disk
+from engram.persist import parallel_read
 
 logging.getLogger("engram").setLevel(logging.ERROR)
+disk.THREADS = parallel_read.READERS = 1  # no profile sees the bare threads that help, so this one makes their calls
 POLLING = ("/engram/ranks.py", "/engram/ranks/")
 trips = []
 counting = threading.Event()
