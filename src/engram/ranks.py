@@ -19,6 +19,7 @@ from engram.errors import RankFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
 
 __all__ = ["Ranks"]
 
@@ -318,13 +319,13 @@ class _Torch(Ranks):
         from torch import distributed
 
         self._timeout = timeout
-        self._distributed: Any = distributed
+        self._distributed: ModuleType = distributed
         self._dead = ""
         self._agreements = 0
         self._roll = ""
         limit = timedelta(seconds=timeout)
         try:
-            self._group: Any = distributed.new_group(backend="gloo", timeout=limit)
+            self._group: object = distributed.new_group(backend="gloo", timeout=limit)
             self._store = self._make_store(host, limit)
         except RuntimeError as error:
             raise RankFailed(f"Ranks.from_torch: {error}") from error

@@ -115,7 +115,7 @@ def checked_states(
     return states
 
 
-def reset(part: str, state: dict[str, object], seed: int, generator: Any) -> dict[str, object]:
+def reset(part: str, state: dict[str, object], seed: int, generator: object) -> dict[str, object]:
     """The state of a part for rows that were moved: epochs and generators begin again, and nothing is prefetched.
 
     Args:

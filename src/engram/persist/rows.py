@@ -322,15 +322,13 @@ class Boundaries:
 
         def marks(asked: NDArray[np.int64]) -> Marks:
             at = place[asked]
-            columns: list[Any] = [None if column is None else column[at] for column in every]
-            return Marks(*columns)
+            return Marks._make(None if column is None else column[at] for column in every)
 
         return marks
 
 
 def _joined(said: Sequence[Marks]) -> Marks:
-    columns: list[Any] = [None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True)]
-    return Marks(*columns)
+    return Marks._make(None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True))
 
 
 def _any_of(flags: Tensor) -> NDArray[np.bool_]:
