@@ -5,15 +5,40 @@ from __future__ import annotations
 import _thread
 import collections
 import contextlib
+import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["work_off"]
+__all__ = ["Ended", "work_off"]
 
-#: Seconds between two looks at how many helpers have ended.
+#: Seconds between two looks at what may have ended unheard.
 _LOOK_S = 0.1
+
+
+class Ended:
+    """Whether something has ended. A ``threading.Event`` is locked for ever if an interrupt arrives just as it takes its lock."""
+
+    def __init__(self) -> None:
+        self._is_set, self._wake = False, threading.Lock()
+        self._wake.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True  # first: who waits looks at this from time to time
+        with contextlib.suppress(RuntimeError):  # it was set before
+            self._wake.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self._is_set and (left := until - time.monotonic()) > 0:
+            if self._wake.acquire(timeout=min(left, _LOOK_S)):
+                self._wake.release()
+        return self._is_set
 
 
 def work_off(shares: Sequence[Iterable[Callable[[], object]]], threads: int) -> None:
