@@ -16,9 +16,10 @@ struct Stalled : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Nothing can be drawn: no row is live.
+/// Nothing can be drawn: no row is live. Says why, and what to do.
 struct NothingLive : std::runtime_error {
-  using std::runtime_error::runtime_error;
+  explicit NothingLive(const std::string& why, const std::string& advice = "Add data before sampling")
+      : std::runtime_error("sample: " + why + ". " + advice) {}
 };
 
 /// Shared memory says what no store says: something else has written there.

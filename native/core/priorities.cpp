@@ -454,7 +454,7 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
   std::vector<double> u(n);
   for (std::uint64_t i = 0; i < n; ++i) u[i] = fraction(random.bits(i, attempt));
   const Lock guard(*this);
-  if (total_of(tree_) == 0) throw NothingLive("every priority is zero");
+  if (total_of(tree_) == 0) throw NothingLive("every priority is zero", "Add data, or give rows a priority above zero");
   tree_.find(u.data(), n, rows);
   if (weights != nullptr) weigh_locked(rows, n, weights);
   for (std::uint64_t i = 0; numbers != nullptr && i < n; ++i) {

@@ -15,7 +15,6 @@ from engram._core import (
     Index,
     Layout,
     Marks,
-    NothingLive,
     Participants,
     Priorities,
     Ranking,
@@ -42,7 +41,7 @@ from engram._core import (
     uniform,
     wait_limit,
 )
-from engram.errors import CorruptStore, WriterStalled
+from engram.errors import CorruptStore, NoSampleable, WriterStalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +56,6 @@ __all__ = [
     "Index",
     "Layout",
     "Marks",
-    "NothingLive",
     "Participants",
     "Priorities",
     "Ranking",
@@ -90,6 +88,7 @@ __all__ = [
 
 _core.raise_stalled_as(WriterStalled)
 _core.raise_damaged_as(CorruptStore)
+_core.raise_nothing_live_as(NoSampleable)
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engram import _fork, _native
-from engram.errors import IncompatibleCheckpoint, IncompatibleStore, NoSampleable, PriorityError, RowError
+from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
 from engram.state import real, tensor_in, typed
 from engram.store import INDEX_KINDS, Store, check_index_name, private_block
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "KIND",
     "NAMES",
-    "NOTHING",
     "PriorityConfig",
     "PriorityIndex",
     "check_priorities",
@@ -37,7 +36,6 @@ __all__ = [
 KIND = "priorities"
 #: Entries of a state.
 NAMES = ("alpha", "beta", "eps", "max_priority_within_buffer", "highest", "leaves")
-NOTHING = "Add data, or give rows a priority above zero."
 
 
 class PriorityConfig(NamedTuple):
@@ -191,18 +189,12 @@ class PriorityIndex:
         """
         rows, numbers = _native.empty_rows(n), _native.empty_rows(n)
         weights = torch.empty(n, dtype=torch.float64, device="cpu")
-        try:
-            self.core.draw(key, n, rows.data_ptr(), numbers.data_ptr(), weights.data_ptr())
-        except _native.NothingLive as error:
-            raise NoSampleable(f"sample: {error}. {NOTHING}") from error
+        self.core.draw(key, n, rows.data_ptr(), numbers.data_ptr(), weights.data_ptr())
         return rows, numbers, weights
 
     def sample(self, store: Store, key: Key, n: int, *, single_precision: bool) -> list[Tensor]:
         """As :meth:`draw`, with the rows' data: one tensor per field, then rows, ticket numbers and weights."""
-        try:
-            return self.core.sample(store.core, store.layout, key.address, n, single_precision)
-        except _native.NothingLive as error:
-            raise NoSampleable(f"sample: {error}. {NOTHING}") from error
+        return self.core.sample(store.core, store.layout, key.address, n, single_precision)
 
     def weights(self, rows: Tensor) -> Tensor:
         """float64 ``[B]``: the weights that draws of these rows would have now; 0 for rows that cannot be drawn.

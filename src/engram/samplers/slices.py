@@ -10,7 +10,6 @@ import torch
 from engram import _native
 from engram._words import warn
 from engram.errors import NoSampleable
-from engram.priorities import NOTHING
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.window_spec import Setting, WindowArguments, WindowSpec
@@ -162,10 +161,7 @@ class SliceSampler(WindowSampler):
         if anchors is None:
             return table.sample(*arguments)
         index = anchors.priorities()
-        try:
-            drawn = table.sample_anchored(*arguments, index.core, anchors.dtype is torch.float32)
-        except _native.NothingLive as error:
-            raise NoSampleable(f"sample: {error}. {NOTHING}") from error
+        drawn = table.sample_anchored(*arguments, index.core, anchors.dtype is torch.float32)
         drawn[-2] = drawn[-2].to(anchors.dtype)
         return drawn
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engram import _fork, _native
-from engram.errors import ForkedHandle, NoSampleable, RowError, StoreInUse
+from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, forget, remove_store
@@ -610,11 +610,7 @@ class Store:
         Raises:
             NoSampleable: no row is live.
         """
-        try:
-            drawn: list[Tensor] = self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers)
-        except _native.NothingLive as error:
-            raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
-        return drawn
+        return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers)
 
     def read_ranked(
         self, key: int, size: int, start: int, n: int, *, shuffle: bool, with_numbers: bool = False
@@ -634,11 +630,7 @@ class Store:
             NoSampleable: there are fewer live rows now.
             WriterStalled: a row moved at every try.
         """
-        try:
-            walked: list[Tensor] = self.core.draw_ranked(self.layout, key, size, start, n, shuffle, with_numbers)
-        except _native.NothingLive as error:
-            raise NoSampleable(f"sample: {error}. Add data before sampling.") from error
-        return walked
+        return self.core.draw_ranked(self.layout, key, size, start, n, shuffle, with_numbers)
 
     def changes(self, since: int = 0) -> Changes:
         """Rows that were written or edited since a ticket, by any process.
