@@ -233,7 +233,7 @@ def others_go_on(folder):
 
 def join_threads():
     for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.ident is not None:  # else an interrupt ended its start
+        if thread is not threading.current_thread() and thread.is_alive():  # else an interrupt ended its start
             thread.join()
 
 
