@@ -185,7 +185,7 @@ configure-native: $(VENV)/.build-tools
 
 test-native: configure-native
 	@echo "==> Compiling the C++ tests with sanitizers"
-	@$(CMAKE) --build --preset native -j$(JOBS)
+	@$(CMAKE) --build --preset $(if $(filter stress,$(NATIVE)),stress,native) -j$(JOBS)
 	@$(CTEST) --preset $(NATIVE) -j$(JOBS) --timeout $(CTEST_LIMIT_S) $(ARGS)
 
 negative-controls: configure-native
