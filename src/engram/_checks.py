@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["check_count"]
-
 
 def check_count(what: str, value: object, noun: str = "", *, least: int = 1) -> int:
     """A number of things. Raises ``TypeError``: it is no int. ``ValueError``: it is below ``least``."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import NoReturn
 
-__all__ = ["end"]
-
 #: Special methods of a closed object that are those of every object. All others of its class refuse.
 _OF_ALL_OBJECTS = frozenset(
     f"__{name}__"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["existing_device"]
-
 
 def existing_device(device: torch.device | str | int, name: str) -> torch.device:
     """A device of this machine, with its index.

@@ -9,8 +9,6 @@ import weakref
 from multiprocessing import context
 from typing import Any
 
-__all__ = ["dropped", "is_spawning", "keep_for_child", "lock", "mended", "rlock"]
-
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _others: weakref.WeakSet[Any] = weakref.WeakSet()
 #: Those that use others of them when they are mended.

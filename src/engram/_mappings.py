@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Piece", "map_piece", "open_files", "shared_pieces"]
-
 #: How the kernel marks a file without a name.
 _DELETED = " (deleted)"
 

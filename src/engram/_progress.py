@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress, ProgressColumn, TaskID
 
-__all__ = ["CHUNK", "bytes_bar", "watch"]
-
 CHUNK = 1 << 18
 """Rows to process between two looks at the clock."""
 _SILENT_S = 1.0

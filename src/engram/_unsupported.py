@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["reject_unsupported"]
-
 
 def reject_unsupported(call: str, arguments: Mapping[str, object], not_yet: Mapping[str, str]) -> None:
     """Raise ``TypeError`` for arguments that are left over.

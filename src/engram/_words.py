@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-__all__ = ["count", "said_bytes", "warn"]
-
 
 def count(number: int, noun: str) -> str:
     """A number of things.

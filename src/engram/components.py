@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from engram.types import Commit
 
-__all__ = ["Component", "adopt"]
-
 
 class Component(Declared, Dumpable):
     """A sampler or writer of engram's own."""

@@ -12,8 +12,6 @@ from engram.store import INDEX_KINDS, check_index_name, private_block
 if TYPE_CHECKING:
     from engram.store import Block, Host, Store
 
-__all__ = ["KIND", "EpochIndex", "Progress", "checked_progress"]
-
 #: Names the kind of index in a store's folder: never changes.
 KIND = "pass"
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FieldPath", "as_path", "as_paths", "checked_path", "plain", "public"]
-
 FieldPath: TypeAlias = tuple[str, ...]
 
 

@@ -14,19 +14,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "find",
-    "first_leaf",
-    "flatten",
-    "has_dimensions",
-    "has_entries",
-    "is_tensordict",
-    "map_leaves",
-    "map_tensors",
-    "map_with_paths",
-    "tensors",
-]
-
 Path = tuple[str, ...]
 
 

@@ -18,8 +18,6 @@ from engram.state import check_keys, tensor_in, typed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["pack", "unpack"]
-
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _MAX_DEPTH = 16
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from engram.types import Entry
 
-__all__ = ["HostMemory", "Pinning", "pinning_for"]
-
 
 class HostMemory:
     """The source of pinned tensors."""

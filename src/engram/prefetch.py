@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-__all__ = ["BatchStages", "Prefetcher"]
-
 #: For how long a program that ends or forks, and a buffer that closes, waits for what threads have begun.
 LEAVE_S = 5.0
 

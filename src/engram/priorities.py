@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
     from engram.store import Block, Host, Key
 
-__all__ = [
-    "KIND",
-    "NAMES",
-    "PriorityConfig",
-    "PriorityIndex",
-    "check_priorities",
-    "state_of",
-    "with_parameters",
-]
-
 KIND = "priorities"
 #: Entries of a state.
 NAMES = ("alpha", "beta", "eps", "max_priority_within_buffer", "highest", "leaves")

@@ -11,8 +11,6 @@ from engram.errors import WriterStalled
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["IN_A_ROW", "Retries"]
-
 #: Tries without a pause between them.
 IN_A_ROW = 8
 

@@ -24,24 +24,6 @@ if TYPE_CHECKING:
 
     from engram.types import Commit
 
-__all__ = [
-    "Change",
-    "Loads",
-    "Stateful",
-    "check_keys",
-    "copied",
-    "has_state",
-    "integer",
-    "mapped",
-    "prepare_load",
-    "read_from",
-    "real",
-    "saved",
-    "tensor_in",
-    "typed",
-]
-
-
 # ---- trees of tensors and plain values ---------------------------------------------------------------------------------
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["NOT_YET", "TorchRLArguments", "alias", "constant", "returns_itself"]
-
 
 class TorchRLArguments(TypedDict, total=False):
     """Keywords of TorchRL's buffers that must be off here, None or False, each with what will carry it."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
 
-__all__ = ["Display"]
-
 
 class Display:
     """What a buffer is at this moment."""

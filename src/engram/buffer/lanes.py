@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.storages import Count
 
-__all__ = ["Lanes"]
-
 
 class Lanes:
     """The lane that a buffer named for its writes, and what a write may name."""

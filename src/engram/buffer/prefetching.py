@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from engram.store import Key
     from engram.types import Commit
 
-__all__ = ["Prefetching", "SavedBatches", "prepare_batches"]
-
 
 class SavedBatches(NamedTuple):
     """Prefetched batches in a state."""

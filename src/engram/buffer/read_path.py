@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.store import Key
 
-__all__ = ["ReadPath"]
-
 
 class ReadPath:
     """Draws batches and reads them. All that it keeps is the key of the draw under way, of each thread."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.store import Store
 
-__all__ = ["Recipe", "open_buffer", "register"]
-
 _SAMPLERS = expanders.Expander.known
 _WRITERS: dict[str, Any] = {
     cls.__name__: cls

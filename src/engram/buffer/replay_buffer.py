@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from engram.storages import Storage
     from engram.types import Commit, Form
 
-__all__ = ["ReplayBuffer"]
-
 
 class ReplayBuffer:
     """Rows in, batches out.

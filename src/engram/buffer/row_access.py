@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.storages import Rows
 
-__all__ = ["RowAccess"]
-
 
 class RowAccess:
     """Reads and replaces live rows. It keeps nothing of its own."""

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from engram.samplers._base import DeclaredSampler
     from engram.types import Commit, Form, StorageLoad
 
-__all__ = ["Saving"]
-
 State = dict[str, Any]
 
 #: Entries of a state that lie in the part of a checkpoint that is the buffer's own.

@@ -10,8 +10,6 @@ from engram._words import warn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Settings", "checked_depth"]
-
 
 class Settings:
     """Batch size, prefetched batches, and the iteration that :meth:`ReplayBuffer.next` is amid.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from engram.transforms import Compose
     from engram.writers._base import NativeWriter
 
-__all__ = ["Wiring", "component", "first_storage"]
-
 
 class Wiring:
     """Storage, sampler, writer, transform, collate function, pinning and generator of one buffer, with their traits.

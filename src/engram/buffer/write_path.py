@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.storages import Count
 
-__all__ = ["HELD_BACK", "Arrived", "WritePath", "map_dimensioned", "new_containers", "rows_of"]
-
 #: What the write transforms leave where they hold all rows back.
 HELD_BACK = object()
 

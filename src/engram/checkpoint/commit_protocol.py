@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Manifest
     from engram.ranks import Ranks
 
-__all__ = ["Attempts"]
-
 #: Seconds after which ranks other than 0, which does it at once, try to decide: it may be dead.
 _TRY_S = 2.0
 #: Seconds that they leave rank 0 at the deadline, to give up for all.

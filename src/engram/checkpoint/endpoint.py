@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from engram.checkpoint.checkpointer import Checkpointer
     from engram.checkpoint.save import SaveHandle
 
-__all__ = ["Endpoint"]
-
 _log = logging.getLogger("engram")
 
 MAX_HEADERS, MAX_BODY, MAX_CONNECTIONS = 8 << 10, 4 << 10, 16

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from engram.ranks import Ranks
     from engram.types import Checkpointable
 
-__all__ = ["Job", "Parent"]
-
 
 class Parent(NamedTuple):
     """A checkpoint whose segments can be linked, as long as the lineage of the storage is this."""

@@ -15,16 +15,6 @@ if TYPE_CHECKING:
     from engram.persist.roles import Roles
     from engram.types import Ranking
 
-__all__ = [
-    "Asked",
-    "Heard",
-    "Options",
-    "RestoreOptions",
-    "SeldomArguments",
-    "checked_step",
-    "checked_user",
-]
-
 
 class SeldomArguments(TypedDict, total=False):
     """Arguments of the constructor that few programs give: see :class:`Checkpointer`."""

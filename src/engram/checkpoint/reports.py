@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Totals
     from engram.format.problems import Problem
 
-__all__ = ["Entry", "RestoreReport", "SaveReport", "episodes_of", "forget_reports", "note_restore"]
-
 _log = logging.getLogger("engram")
 _FOLDER = "reports"
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from engram.reshard.driver import Reshard
     from engram.types import Commit
 
-__all__ = ["Restore"]
-
 _log = logging.getLogger("engram")
 
 #: How trajectories that are not whole come back all the same.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Shard
     from engram.persist.parts import Snapshot
 
-__all__ = ["SaveAttempt", "SaveHandle"]
-
 _log = logging.getLogger("engram")
 
 

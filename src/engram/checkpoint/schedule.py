@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from engram.checkpoint.save import SaveHandle
     from engram.ranks import Ranks
 
-__all__ = ["Request", "Requests", "Schedule"]
-
 #: How many requests are remembered, for those who ask what became of theirs.
 _REMEMBERED = 64
 

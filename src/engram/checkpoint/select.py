@@ -14,8 +14,6 @@ from engram.reshard.reports import Lost
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Wanted", "lost_with"]
-
 
 class Wanted(NamedTuple):
     """Which checkpoint to load."""

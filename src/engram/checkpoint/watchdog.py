@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from engram.checkpoint.commit_protocol import Attempts
 
-__all__ = ["Watchdog"]
-
 _log = logging.getLogger("engram")
 
 #: Seconds between two looks for the file, and between two heartbeats.

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from engram._version import __version__
 
-__all__ = ["findings"]
-
 
 def findings() -> list[tuple[str, str, bool]]:
     """``(what, what was found, whether it is as it should be)``, in the order to show them."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from engram.reshard.driver import Reshard
     from engram.types import Ranking
 
-__all__ = ["reshard"]
-
 #: How trajectories that are not whole are taken along all the same.
 _WAYS = {
     "open": "--open keep (or truncate) keeps those without a last step",

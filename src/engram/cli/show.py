@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from engram.format.verify import Report
 
-__all__ = ["show_description", "show_report"]
-
 #: Entries of up to so many characters share a line.
 _SHORT = 60
 #: Ranks that are named, at most.

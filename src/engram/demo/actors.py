@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from engram import ReplayBuffer
 
-__all__ = ["Acknowledged", "Actor", "act", "checksums", "play"]
-
 EXPLORE = (1.0, 0.05, 4_000)
 """Probability of a random action at the first step and at the last, and the number of steps between them."""
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-__all__ = ["Agent"]
-
 GAMMA = 0.99
 LEARNING_RATE = 2.5e-4
 HIDDEN = 256

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from engram import ReplayBuffer, TensorDictReplayBuffer
 
-__all__ = ["Learner", "main", "new_replay", "verify"]
-
 STDIN = 0
 SOLVED = 195.0
 """Training ends when the mean return of the last ``WINDOW`` episodes passes this."""

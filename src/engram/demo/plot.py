@@ -13,8 +13,6 @@ from matplotlib import pyplot as plt
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["plot"]
-
 
 def plot(returns: list[float], kills: list[int], window: int, solved: float, path: Path) -> None:
     """Draw the return of every episode, the mean of the last ``window``, and the episodes at which processes were killed."""

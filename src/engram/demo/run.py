@@ -11,8 +11,6 @@ from pathlib import Path
 
 import click
 
-__all__ = ["INTERRUPTED", "new_folder", "run"]
-
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 

@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-__all__ = ["MOST_ACTORS", "SAMPLERS"]
-
 SAMPLERS = ("prioritized", "uniform")
 MOST_ACTORS = 64

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Commit, Extent, NativeBatch, SampledStorage, Traits, Write
 
-__all__ = ["Expander", "check_discount", "check_steps"]
-
 
 class Expander(DeclaredSampler):
     """A sampler around a sampler. The inner one draws the rows; the expander adds what it computes from the steps

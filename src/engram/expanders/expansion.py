@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Entry, Info, SampledStorage
 
-__all__ = ["Expansion"]
-
 #: Draws in place of rows whose next observation is not there yet.
 _MOST_REDRAWS = 200
 

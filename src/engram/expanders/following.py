@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.store import Store
 
-__all__ = ["Following"]
-
 
 class Following:
     """Takes the next observations of a batch from the following rows, and those of last steps from ``finals``."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.types import Sampler
 
-__all__ = ["FrameStack"]
-
 
 class FrameStack(Expander):
     """Stacks every sampled frame with the ``n - 1`` frames before it, so that each frame needs to be stored only once.

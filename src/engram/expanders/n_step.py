@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from engram.expanders.reading import Reading
     from engram.types import Sampler
 
-__all__ = ["NStep"]
-
 
 class NStep(Expander):
     """Turns every sampled step into one of ``n`` steps: sums rewards and takes the observation ``n`` steps later.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.types import Commit, SampledStorage, Sampler
 
-__all__ = ["FinalObservations", "NextFromFollowing"]
-
 #: Where a row says which final observation is its own.
 _MARK: FieldPath = ("next", "final")
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Field
     from engram.samplers.trajectory_tables import Boundaries, TrajectoryKeys
 
-__all__ = ["Column", "Reading", "boundaries_of"]
-
 
 class Column(NamedTuple):
     """One tensor of a batch. Step 0 is the drawn row; ``ahead`` names a later step, or the trajectory's last one before that."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from engram.expanders.reading import Reading
     from engram.types import Sampler
 
-__all__ = ["RewardToGo"]
-
 #: More steps than there are.
 _TO_THE_END = (1 << 64) - 1
 

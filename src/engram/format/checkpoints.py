@@ -29,27 +29,6 @@ if TYPE_CHECKING:
     from engram.format.listing import Listing
     from engram.format.part_writer import PartInfo
 
-__all__ = [
-    "MANIFEST",
-    "SHARD",
-    "Attempt",
-    "Checkpoint",
-    "Contents",
-    "Count",
-    "Cut",
-    "Manifest",
-    "PartEntry",
-    "Shard",
-    "ShardEntry",
-    "ShardRows",
-    "Totals",
-    "added",
-    "entry_of",
-    "is_checkpoint",
-    "rank_folder",
-    "shard_of",
-]
-
 MANIFEST = "manifest.json"
 SHARD = "shard.json"
 ATTEMPT = "attempt.json"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-__all__ = ["FIXED_BYTES", "Header", "control_bytes", "filled", "parse", "processes"]
-
 _HEADER = struct.Struct("=8sIIII9Q")
 _SECTION = struct.Struct("=16sQQ")
 _MAGIC = b"engram\0\1"

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     Entries = dict[str, object]
 
-__all__ = ["LEAVES", "describe"]
-
 #: Where a state keeps priorities: an array of float64, one per row.
 LEAVES = "leaves"
 #: Where the state of a storage keeps those of its indexes, by name.

@@ -16,33 +16,6 @@ from engram.format.schema import DTYPES, MAX_DIMS, PartField, validate_fields, v
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "ALIGN",
-    "NO_SCHEMA",
-    "PART",
-    "SUMS",
-    "TABLE_FILES",
-    "ArrayInfo",
-    "FileEntry",
-    "Geometry",
-    "Part",
-    "SegmentSize",
-    "SumsEntry",
-    "TableEntry",
-    "array_name",
-    "check",
-    "field_name",
-    "file_entries",
-    "levels",
-    "meta_name",
-    "prefix",
-    "schema_sum",
-    "segment_layout",
-    "segment_name",
-    "table_entries",
-    "table_name",
-]
-
 PART = "part.json"
 SUMS = "sums.bin"
 #: Each field begins at a multiple of that many bytes in a segment.

@@ -32,34 +32,6 @@ if TYPE_CHECKING:
 
     StrPath = str | os.PathLike[str]
 
-__all__ = [
-    "batched_fsync",
-    "copy",
-    "create",
-    "entries",
-    "exchange",
-    "finish",
-    "have_sizes",
-    "link",
-    "lock",
-    "make_folder",
-    "make_folders",
-    "open_below",
-    "open_file",
-    "open_folder",
-    "publish",
-    "put",
-    "read",
-    "remove",
-    "rename",
-    "replace",
-    "run_in_background",
-    "sizes",
-    "start",
-    "sync_folder",
-    "write",
-]
-
 _AT_FDCWD = -2 if sys.platform == "darwin" else -100
 _START = 2  # SYNC_FILE_RANGE_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from engram.format.part_writer import PartInfo
 
-__all__ = ["finish_dump", "replacing"]
-
 #: Behind the name of a dump: folders of writers, which a killed one leaves.
 _LEFT = re.compile(r"(tmp|trash)-[0-9a-f]{16}")
 

@@ -18,19 +18,6 @@ from engram.errors import CorruptStore
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = [
-    "Creation",
-    "Descriptor",
-    "check_size",
-    "fallocate",
-    "open_regular",
-    "overwrite",
-    "read_small",
-    "reserve",
-    "take_space",
-    "write_atomically",
-]
-
 _ZEROES = bytes(1 << 20)
 _libc = ctypes.CDLL(None, use_errno=True)  # once, not with every file
 

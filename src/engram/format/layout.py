@@ -29,28 +29,6 @@ if TYPE_CHECKING:
 
     _Level = dict[str, "Field | _Level"]
 
-__all__ = [
-    "ADOPTED",
-    "ALIVE",
-    "BUFFER",
-    "CONTROL",
-    "FOLDER",
-    "INDEXES",
-    "MAKER",
-    "SINGLE",
-    "STORE",
-    "TEMPORARY",
-    "TICKETS",
-    "clash",
-    "encode_key",
-    "field_name",
-    "field_path",
-    "folder_of",
-    "is_store",
-    "meta_files",
-    "tickets_bytes",
-]
-
 FOLDER = ".engram"
 #: Key of the only field of rows that are tensors.
 SINGLE = "_-single-tensor-_"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from engram.format.sums import Sums
 
-__all__ = ["Listing", "SummedFile", "read_listing"]
-
 
 class SummedFile(NamedTuple):
     """A file whose sums are known."""

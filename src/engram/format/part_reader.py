@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from engram.format.files import Descriptor
 
 
-__all__ = ["Level", "PartReader", "is_part"]
-
 Level = Literal["meta", "read", "full"]
 
 _CHUNK = 1 << 20

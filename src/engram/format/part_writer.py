@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from engram.format.part_reader import PartReader
 
-__all__ = ["FileWriter", "PartInfo", "PartWriter", "SegmentRows"]
-
 _CHUNK = 1 << 20
 #: Bytes of a file after which the disk is told to begin with them, while the next ones are copied.
 _START = 16 << 20

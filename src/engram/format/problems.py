@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from engram.format.disk import StrPath
     from engram.format.sums import Sums
 
-__all__ = ["Problem", "corrupt", "misfits", "no_file", "problem_of", "read_small", "wrong_block"]
-
 
 class Problem(NamedTuple):
     """One file that is not as it must be."""

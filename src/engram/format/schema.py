@@ -21,27 +21,6 @@ from engram.format import strict
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-__all__ = [
-    "DTYPES",
-    "MAX_DIMS",
-    "MAX_FIELDS",
-    "Column",
-    "Field",
-    "Kind",
-    "Node",
-    "PartField",
-    "Schema",
-    "decode",
-    "differences",
-    "encode",
-    "field_differences",
-    "fingerprint",
-    "key_differences",
-    "validate_fields",
-    "validate_geometry",
-    "validate_key",
-]
-
 FORMAT = "engram.store"
 VERSION = (2, 0)
 MAX_BYTES = strict.MAX_BYTES

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     _Container = msgspec.Struct | dict[object, object] | list[object] | tuple[object, ...]
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "Summed", "copied", "decode", "encode", "parse"]
-
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 

@@ -14,8 +14,6 @@ import xxhash
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BLOCK", "Summing", "Sums", "blocks_of", "first_wrong", "pack", "unpack"]
-
 #: Bytes of a block; the last one of a file may be shorter.
 BLOCK = 1 << 18
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Ended", "work_off"]
-
 #: Seconds between two looks at what may have ended unheard.
 _LOOK_S = 0.1
 

@@ -25,19 +25,6 @@ if TYPE_CHECKING:
     from engram.format.parts import PartInfo
     from engram.types import Commit
 
-__all__ = [
-    "Dumpable",
-    "Preparation",
-    "SavedPart",
-    "Snapshot",
-    "StateSnapshot",
-    "check_blocks",
-    "check_kind",
-    "described_state",
-    "read_state",
-    "write_part",
-]
-
 S_co = TypeVar("S_co", covariant=True)
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}

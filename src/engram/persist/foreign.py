@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.types import RowsSource
 
-__all__ = ["DumpedPriorities", "ForeignDump", "ForeignFormat", "foreign_format"]
-
 #: A file that lies in folders of a format, and the module whose ``FORMAT`` reads those.
 _FORMATS = {"buffer_metadata.json": "engram.migrate.torchrl.dump"}
 

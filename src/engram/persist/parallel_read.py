@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["READERS", "parallel_read"]
-
 #: Threads, the caller's included. Disks give more to two than to one; beyond that it is the processors that training needs.
 READERS = 2
 

@@ -18,22 +18,6 @@ if TYPE_CHECKING:
     from engram.persist.snapshot import StorageSnapshot
     from engram.types import Form
 
-__all__ = [
-    "EMPTY",
-    "FUNCTIONS",
-    "INDEX",
-    "STORAGE",
-    "Parts",
-    "Snapshot",
-    "checked_states",
-    "index_state",
-    "open_storage",
-    "read_parts",
-    "reset",
-    "reset_epoch",
-    "write_parts",
-]
-
 STORAGE = "storage"
 #: Parts that are left out where they say nothing else.
 EMPTY: dict[str, dict[str, object]] = {"prefetch": {"batches": None}, "transforms": {}}

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from engram.format.parts import PartField
     from engram.format.schema import Column, Field
 
-__all__ = ["ENDS", "IDS", "ROLES", "boundary_fields", "check_roles", "doubts", "of_the_step", "roles_of"]
-
 #: The role of fields, by key, as users say it.
 Roles: TypeAlias = "Mapping[str, str] | Mapping[tuple[str, ...], str] | Mapping[str | tuple[str, ...], str]"
 F = TypeVar("F", bound="Column")

@@ -39,24 +39,6 @@ if TYPE_CHECKING:
     from engram.persist.snapshot import RowsSnapshot
     from engram.store import Store
 
-__all__ = [
-    "TABLES",
-    "Boundaries",
-    "RowsWriter",
-    "SavedRows",
-    "SavedRowsSource",
-    "Stretch",
-    "bytes_of",
-    "checked_numbers",
-    "described",
-    "dtype_of",
-    "read_rows_state",
-    "save_flat",
-    "stretches",
-    "ticket_words",
-    "write_tables",
-]
-
 _HERE = Path()
 #: What a ticket says of a row that is whole, and of one of which nothing was saved.
 _COMMITTED, _VOID = 2, 3

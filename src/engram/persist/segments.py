@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from engram.persist.snapshot import RowsSnapshot
     from engram.store import Store
 
-__all__ = ["rows_of_a_segment", "save_segments"]
-
 _MOST, _LEAST, _COUNT = 16 << 20, 1 << 20, 16
 
 

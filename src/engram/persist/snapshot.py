@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from engram.persist.roles import Roles
     from engram.store import Store
 
-__all__ = ["RowsSnapshot", "StoragePreparation", "StorageSnapshot", "WholeSnapshot"]
-
-
 _log = logging.getLogger("engram")
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["KINDS", "Marks", "count_kinds", "find_runs", "kinds_of"]
-
 #: Rows whose fields are looked at together.
 _PIECE = 1 << 18
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from engram.reshard.driver import Reshard
     from engram.reshard.shards import SavedShard
 
-__all__ = ["disagreements"]
-
 #: Parts that begin again, whatever they say.
 _RESET = ("rng", "prefetch")
 #: Of priorities, what is not of rows; other entries must agree, or are those of all.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from engram.reshard.plan import Source, Target
 
-__all__ = ["plan_by_rank"]
-
 
 def plan_by_rank(
     sources: Sequence[Source], values: Sequence[NDArray[np.float64]], targets: Sequence[Target]

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from engram.reshard.plan import Source, Target
 
-__all__ = ["plan_by_trajectory"]
-
 
 def plan_by_trajectory(
     sources: Sequence[Source],

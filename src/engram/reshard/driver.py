@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from engram.reshard.shards import SavedShard
     from engram.types import Ranking, RowsSource
 
-__all__ = ["PlacedRows", "Policy", "Reshard", "checked_incomplete", "convert", "reshard", "seed_of"]
-
 _POLICIES = {"open": ("drop", "truncate", "keep"), "headless": ("drop", "keep")}
 #: Why trajectories are dropped that may lack their last steps, or their first ones.
 _LACKING = {"open": ("open", "both", "mid", "orphan"), "headless": ("headless", "both", "orphan")}

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from engram.format.parts import PartReader
     from engram.persist.rows import Stretch
 
-__all__ = ["Extents", "put", "windows", "zeroed_window"]
-
 #: Bytes that are read at a time: as many as caches hold.
 _WINDOW = 2 << 20
 

@@ -18,20 +18,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "DROPPED",
-    "Incomplete",
-    "ReshardPlan",
-    "Source",
-    "Target",
-    "by_reason",
-    "counted",
-    "drop_rows",
-    "dropped_by",
-    "numbered",
-    "within",
-]
-
 #: Why a trajectory is left out: of which kind it is, or there was no room.
 DROPPED = (*KINDS[1:], "oversize", "overflow")
 KEPT = -1

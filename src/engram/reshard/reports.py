@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from engram.reshard.driver import Reshard
 
-__all__ = ["Lost", "reshard_lines", "reshard_report", "said_counts", "said_reshard"]
-
 
 class Lost(NamedTuple):
     """Shards that there are none of."""

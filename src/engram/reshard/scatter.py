@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from engram.reshard.plan import ReshardPlan, Source
     from engram.reshard.shards import SavedShard
 
-__all__ = ["Scatter"]
-
 #: Rows whose fields are rewritten at a time.
 _REWRITTEN = 1 << 18
 #: What has as many bytes, and can be indexed.

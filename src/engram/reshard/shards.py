@@ -29,22 +29,6 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Checkpoint
     from engram.format.parts import PartField, PartReader
 
-__all__ = [
-    "MOVABLE",
-    "TRUNCATED",
-    "SavedShard",
-    "can_truncate",
-    "fields_of",
-    "has_ends",
-    "in_blocks",
-    "in_rows",
-    "lanes_of",
-    "open_shard",
-    "open_shards",
-    "read_first_steps",
-    "saved_fields",
-]
-
 #: Of rows without trajectories: steps that stay together, how many such blocks a lane has at least, and a shard at most.
 _STEPS = 256
 _IN_A_LANE = 16

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from engram.store import Key
     from engram.types import Commit, Draw, Extent, Info, NativeBatch, SampledStorage, Sampler, Write
 
-__all__ = ["DeclaredSampler", "NativeSampler", "check_drawable", "declared"]
-
 
 def check_drawable(size: int) -> None:
     """Raise ``NoSampleable`` if no row is live."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-__all__ = ["EndMarks"]
-
 _MASK = ("collector", "mask")
 #: What the native core is told of a mark that is not wanted, or that is not merged with a stored flag.
 _UNWANTED, _ALONE = -2, -1

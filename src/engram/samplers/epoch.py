@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from engram.store import Key, Store
     from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Write
 
-__all__ = ["SamplerWithoutReplacement"]
-
 
 class SamplerWithoutReplacement(NativeSampler):
     """Draws each live row once per epoch, in random or in storage order.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from engram.store import Key
     from engram.types import Commit, Extent, NativeBatch, SampledStorage
 
-__all__ = ["PrioritizedSampler"]
-
 #: ``[B, m]`` to ``[B]``.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda x: x.amax(1),

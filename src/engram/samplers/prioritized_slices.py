@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from engram.samplers.slices import SliceArguments
 
-__all__ = ["PrioritizedSliceSampler"]
-
 
 class PrioritizedSliceSampler(SliceSampler):
     """A :class:`SliceSampler` whose windows start at rows drawn as by a :class:`PrioritizedSampler`.

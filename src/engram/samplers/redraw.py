@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from engram.types import Info, SampledStorage, Sampler
 
-__all__ = ["Redraw"]
-
 
 class Redraw:
     """The rows of one draw, of which some are drawn or read again.

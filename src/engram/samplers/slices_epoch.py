@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Commit, Write
 
-__all__ = ["SliceSamplerWithoutReplacement"]
-
 #: Before the first draw: key of the order, ticket number of the next write, visited trajectories, and all of them.
 _NO_EPOCH = (0, 0, 0, 0)
 

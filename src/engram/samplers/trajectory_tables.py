@@ -28,18 +28,6 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Extent
 
-__all__ = [
-    "END_KEYS",
-    "ID_KEYS",
-    "NAMED",
-    "Boundaries",
-    "StaticTable",
-    "TrajectoryKeys",
-    "numbers_by_path",
-    "shared_table",
-    "step_type_bytes",
-]
-
 #: The name of step types.
 STEP_TYPE = "step_type"
 #: Kinds of rows whose entries have names.

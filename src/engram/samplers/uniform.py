@@ -11,8 +11,6 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from engram.types import Extent
 
-__all__ = ["RandomSampler"]
-
 
 class RandomSampler(NativeSampler):
     """Draws live rows uniformly, independently, with replacement. A batch may be larger than the buffer.

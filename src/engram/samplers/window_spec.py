@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from engram.samplers.windows import WindowSampler
 
-__all__ = ["Setting", "WindowArguments", "WindowSpec"]
-
 _UNSUPPORTED = {
     "fragmented": "slices of interleaved trajectories",
     "step_key": "slices of interleaved trajectories",

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     #: whether to pad them, whether to return tickets, marks.
     Arguments: TypeAlias = tuple[_native.Store, _native.Layout, int, int, _native.Shape, bool, bool, _native.Marks]
 
-__all__ = ["WindowSampler"]
-
 #: A draw that reads no field.
 _NO_FIELDS = _native.Layout([])
 

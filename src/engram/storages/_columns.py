@@ -18,15 +18,6 @@ from engram.storages._structure import as_tensor, at, describe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "rows_of_batch",
-    "rows_of_coordinates",
-    "rows_of_selection",
-    "rows_of_slot",
-    "rows_of_stored",
-    "selected_rows",
-]
-
 
 def rows_of_batch(data: object, ndim: int, call: str) -> tuple[object, tuple[int, ...]]:
     """``[*columns, time, ...]`` as rows ``[time * columns, ...]``, and the columns."""

@@ -10,8 +10,6 @@ from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.storages._structure import Structure
 
-__all__ = ["Geometry"]
-
 
 class Geometry(NamedTuple):
     """What a storage was asked for."""

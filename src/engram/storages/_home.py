@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.store import Store
 
-__all__ = ["Home", "share_in_place"]
-
 
 class Home(NamedTuple):
     """The folder of a store, which the first process to write to it creates."""

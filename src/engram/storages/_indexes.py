@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from engram.priorities import PriorityConfig, PriorityIndex
 
-__all__ = ["check_names", "checked_priorities", "saved_priorities"]
-
 
 def saved_priorities(
     indexes: Mapping[str, PriorityIndex],

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from engram.types import Write, WritePlan
 
-__all__ = ["Count", "Port", "Rows"]
-
 
 class Rows(NamedTuple):
     """An index of the user's, resolved against the live rows."""

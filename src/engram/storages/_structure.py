@@ -26,19 +26,6 @@ from engram.store import dlpack_specs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    "Structure",
-    "as_tensor",
-    "at",
-    "check_tensor",
-    "describe",
-    "device_of",
-    "is_batched_collection",
-    "leading_size",
-    "stacked",
-]
-
-
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]"
 _NO_DATA = "expected a tensor with data, got one on the meta device."

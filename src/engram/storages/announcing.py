@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field
 
-__all__ = ["announce", "creation_lines"]
-
 
 def creation_lines(fields: Sequence[Field], capacity: int, where: Callable[[Field], object]) -> list[str]:
     """One line per field of a store to be: key, place, size, shape. ``where(field)`` is a path or ``RAM``."""

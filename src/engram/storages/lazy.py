@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.storages._home import Home
 
-__all__ = ["LazyTensorStorage"]
-
 
 class LazyTensorStorage(TensorStorage):
     """RAM, or memory of an accelerator, allocated at the first write and shaped after its first row.

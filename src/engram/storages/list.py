@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from engram.storages._port import Rows
     from engram.types import StorageLoad
 
-__all__ = ["ListStorage"]
-
 
 class ListStorage(Storage):
     """A list of arbitrary objects: ragged tensors, strings, whole trajectories.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.storages._port import Rows
 
-__all__ = ["LazyMemmapStorage"]
-
 _NOT_YET = {"compilable": "tracing through torch.compile", "shared_init": "rb.share()"}
 
 

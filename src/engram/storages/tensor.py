@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from engram.priorities import PriorityConfig
     from engram.types import RowsSource, StorageLoad
 
-__all__ = ["NOT_YET", "TensorStorage"]
-
 NOT_YET = {
     "compilable": "tracing through torch.compile",
     "consolidated": "a storage that keeps one block of memory",

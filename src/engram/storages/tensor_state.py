@@ -30,17 +30,6 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import RowsSource
 
-__all__ = [
-    "ENTRIES",
-    "KeptRows",
-    "RowsLoad",
-    "RowsState",
-    "SnapshotPreparation",
-    "describe_store",
-    "unwritten",
-    "with_numbers",
-]
-
 #: Entries of a state, but for the rows.
 ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
 #: Rows that may be written between preparing a snapshot and taking it, for which there is memory.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from engram.store.memory import Block
     from engram.types import Write, WritePlan
 
-__all__ = ["DeviceStore"]
-
 
 class DeviceStore(Store):
     """Rows on an accelerator, moved by torch; tickets and cursors stay on the host.

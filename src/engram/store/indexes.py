@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from engram import _native
 
-__all__ = ["INDEX_KINDS", "Host", "Index", "IndexKey", "Indexes", "check_index_name"]
-
 #: Name and kind of an index.
 IndexKey: TypeAlias = tuple[str, str]
 

@@ -6,8 +6,6 @@ import threading
 
 import torch
 
-__all__ = ["Key", "ThreadKey"]
-
 
 class Key:
     """64 random bits, from which a sample follows. Drawing costs 0.6 µs; the core reads them at :attr:`address`, which saves a

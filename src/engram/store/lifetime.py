@@ -25,25 +25,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.store.memory import Block
 
-__all__ = [
-    "Attachment",
-    "Process",
-    "check_store",
-    "erase",
-    "forget",
-    "forget_temporary",
-    "maker_of",
-    "occupied",
-    "opened",
-    "register",
-    "remove_store",
-    "remove_unfinished",
-    "schema_in",
-    "shared_memory",
-    "sweep_shared_memory",
-    "temporary_note",
-]
-
 
 class Process(NamedTuple):
     """A process, identified by PID and start time because PIDs are reused."""

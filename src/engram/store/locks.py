@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-__all__ = ["WAIT_S", "AliveFile", "exclusive", "others_attached", "others_have_open"]
-
 #: Timeout for another process that is creating, opening or closing the store; an index scan may take that long.
 WAIT_S = 60.0
 

@@ -29,24 +29,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field, Schema
 
-__all__ = [
-    "Block",
-    "Copied",
-    "DlpackSpec",
-    "Segment",
-    "alias",
-    "as_rows",
-    "dlpack_specs",
-    "file_block",
-    "file_field",
-    "new_control_memory",
-    "private_block",
-    "private_field",
-    "segment_fields",
-    "segments_in",
-    "torch_dtype",
-]
-
 #: DLPack's type codes.
 _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
 

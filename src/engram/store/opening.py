@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from engram.store.lifetime import Process
     from engram.store.store import Saved
 
-__all__ = ["create_store", "moved", "open_store", "reattach", "skip_numbers"]
-
 #: Held while a store is created or opened, so that two threads do not attach to one folder twice.
 _attaching = _fork.rlock()
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from engram.store.keys import Key
     from engram.types import WritePlan
 
-__all__ = ["Repair", "Saved", "Store", "StoreState"]
-
 #: Ticket states of a row that holds nothing and that no writer is writing.
 _UNUSED, _VOID = 0, 3
 

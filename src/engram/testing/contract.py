@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from engram.buffer.replay_buffer import ReplayBuffer
 
-__all__ = ["BufferContract", "Contract", "check", "refuses", "same"]
-
 T = TypeVar("T")
 
 

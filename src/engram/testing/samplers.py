@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from engram.buffer.replay_buffer import ReplayBuffer
 
-__all__ = ["SamplerContract"]
-
 _CAPACITY = 32
 #: Steps begin here, so that a row that holds nothing, which is zero, is none of them.
 _FIRST = 104

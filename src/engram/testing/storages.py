@@ -12,8 +12,6 @@ from engram.testing.contract import BufferContract, check, refuses, same
 if TYPE_CHECKING:
     from engram.storages import Storage
 
-__all__ = ["StorageContract"]
-
 _CAPACITY = 12
 
 

@@ -11,8 +11,6 @@ from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.storages import LazyTensorStorage
 from engram.testing.contract import Contract, check, same, steps
 
-__all__ = ["TransformContract"]
-
 
 class _Transform(Protocol):
     def forward(self, data: TensorDict) -> TensorDict: ...

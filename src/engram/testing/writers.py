@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from engram.buffer.replay_buffer import ReplayBuffer
 
-__all__ = ["WriterContract"]
-
 _CAPACITY = 32
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["KeyedTransform", "Transform"]
-
 Key: TypeAlias = str | tuple[str, ...]
 """Of an entry: its name, or the path of names to a nested entry."""
 Keys: TypeAlias = "Sequence[Key] | None"

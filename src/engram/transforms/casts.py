@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from engram.nested import is_tensordict
 from engram.transforms._base import Keys
 
-__all__ = ["DTypeCastTransform", "DeviceCastTransform", "DoubleToFloat"]
-
 
 class DTypeCastTransform(KeyedTransform):
     """Casts entries from ``dtype_in`` to ``dtype_out`` on reading, and back on writing.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from engram.types import Commit
 
-__all__ = ["Compose"]
-
 
 class _Step:
     """A transform and its two directions."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from engram.transforms._base import Key, Keys
 
-__all__ = ["ExcludeTransform", "RenameTransform", "SelectTransform"]
-
 
 class RenameTransform(KeyedTransform):
     """Renames entries: ``in_keys`` become ``out_keys`` on reading, ``out_keys_inv`` become ``in_keys_inv`` on writing.

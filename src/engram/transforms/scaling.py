@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from engram.transforms._base import Keys
     from engram.types import Commit
 
-__all__ = ["ObservationNorm", "RewardScaling"]
-
 
 class ObservationNorm(KeyedTransform, Stateful):
     """Computes ``x * scale + loc``, or ``(x - loc) / scale`` with ``standard_normal``. On writing, the inverse.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from engram.transforms._base import Key, Keys
     from engram.types import Commit
 
-__all__ = ["VecNorm"]
-
 
 class _Moments(NamedTuple):
     """float64: the number of values (earlier ones weigh less), their mean, and the sum of squared distances to it."""

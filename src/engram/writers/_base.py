@@ -13,8 +13,6 @@ from engram.types import Declared, Extent, Traits, WritePlan
 if TYPE_CHECKING:
     from engram.types import Ranking, Write, Writer
 
-__all__ = ["NativeWriter", "declared"]
-
 
 class NativeWriter(Component):
     """Base of engram's writers."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from engram.types import Extent
 
-__all__ = ["ImmutableDatasetWriter"]
-
 
 class ImmutableDatasetWriter(NativeWriter):
     """Rejects every write, edit and ``empty`` with ``RuntimeError``: for data sets.

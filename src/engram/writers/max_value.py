@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Commit, Write
 
-__all__ = ["TensorDictMaxValueWriter"]
-
 
 def _sum(x: Tensor) -> Tensor:
     """Sums of rows that follow from their numbers alone: torch's depend on how many rows, strides and threads there are."""

@@ -13,8 +13,6 @@ from engram.writers._base import NativeWriter
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RoundRobinWriter", "TensorDictRoundRobinWriter"]
-
 
 class RoundRobinWriter(NativeWriter):
     """Appends to the ring of a lane. Of a batch longer than the ring, the newest rows stay.

@@ -32,8 +32,6 @@ from engram.persist.foreign import DumpedPriorities
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["FORMAT", "DumpedRanks", "TorchRLDump", "is_torchrl_dump", "read"]
-
 #: Bytes that are read at a time.
 _PIECE = 16 << 20
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Folder", "convert"]
-
 _READ_AT_ONCE = 1 << 30
 
 _T = TypeVar("_T")

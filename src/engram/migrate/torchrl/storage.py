@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from engram.migrate.torchrl.folder import Folder
 
-__all__ = ["MAX_ROWS", "Count", "Leaf", "Shape", "Storage"]
-
 MAX_ROWS = 1 << 58
 
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")
