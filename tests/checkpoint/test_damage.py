@@ -23,7 +23,7 @@ from engram.checkpoint.checkpointer import Checkpointer
 from engram.format import part_reader
 from engram.format.part_writer import PartWriter
 from tests import stress
-from tests.buffer.test_state import L
+from tests.buffer.states import L
 from tests.format.checkpoint_folders import rewrite, tree
 from tests.format.test_damage import empty, flip, folder, lengthen, link, pipe, remove, shorten
 from tests.format.test_damage import restore as mend
