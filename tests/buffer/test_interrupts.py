@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -233,7 +234,11 @@ def others_go_on(folder):
 
 def join_threads():
     for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.is_alive():  # else an interrupt ended its start
+        if thread is threading.current_thread():
+            continue
+        if not thread.is_alive():  # an interrupt ended its start: it is about to begin, or never will
+            time.sleep(0.1)
+        if thread.is_alive():
             thread.join()
 
 

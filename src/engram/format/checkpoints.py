@@ -300,7 +300,8 @@ class Checkpoint:
         self.sha256 = self.contents.sha256
         #: Whether it is a folder of its own, not one of a series.
         self.is_dump = self.manifest.name == ""
-        self._places = [(rank, self.manifest.world) for rank in range(self.manifest.world)]
+        world = self.manifest.world  # a comprehension's cell of self would outlive an interrupt here
+        self._places = [(rank, world) for rank in range(world)]
         #: Ranks that wrote no shard, where that is allowed: others then count from 0 without them.
         self.missing: tuple[int, ...] = ()
 
