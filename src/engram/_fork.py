@@ -7,10 +7,19 @@ import os
 import threading
 import weakref
 from multiprocessing import context
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+
+class Forked(Protocol):
+    """What has something to do in a forked child."""
+
+    def after_fork(self) -> None: ...
+
+
+T = TypeVar("T", bound=Forked)
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_others: weakref.WeakSet[Any] = weakref.WeakSet()
+_others: weakref.WeakSet[Forked] = weakref.WeakSet()
 #: Those that use others of them when they are mended.
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -29,7 +38,7 @@ def rlock() -> threading.RLock:
     return made
 
 
-def mended(thing: Any, *, uses_others: bool = False) -> Any:
+def mended(thing: T, *, uses_others: bool = False) -> T:
     """The same thing, whose ``after_fork()`` is called in every forked child, without any lock held. Kept weakly.
 
     Things that use others come behind those. If such a one has ``before_fork()``, that is called first, and what it returns is
@@ -39,7 +48,7 @@ def mended(thing: Any, *, uses_others: bool = False) -> Any:
     return thing
 
 
-def dropped(thing: Any) -> None:
+def dropped(thing: Forked) -> None:
     """Mend it no more. Repeatable."""
     _users.discard(thing)
     _others.discard(thing)
@@ -50,7 +59,7 @@ def is_spawning() -> bool:
     return context.get_spawning_popen() is not None
 
 
-def keep_for_child(thing: Any) -> None:
+def keep_for_child(thing: object) -> None:
     """Keep a thing as long as the ``Process`` that this thread is starting, so that the child finds it even if the program drops it
     at once.
 
@@ -65,14 +74,14 @@ class _Forks(threading.local):
     """What was prepared for the forks that this thread has begun."""
 
     def __init__(self) -> None:
-        self.prepared: list[list[tuple[Any, Any]]] = []
+        self.prepared: list[list[tuple[Any, object]]] = []
 
 
 _forks = _Forks()
 
 
 def _prepare() -> None:
-    prepared: list[tuple[Any, Any]] = []
+    prepared: list[tuple[Any, object]] = []
     _forks.prepared.append(prepared)  # first: an interrupt here is told, and the fork goes on
     prepared.extend((thing, thing.before_fork()) for thing in list(_users) if hasattr(thing, "before_fork"))
 

@@ -211,25 +211,25 @@ class Structure:
     def unflatten(
         self,
         columns: Sequence[Tensor],
-        batch: torch.Size,
+        batch: tuple[int, ...],
         device: torch.device | None = None,
         extra: Mapping[str, Tensor] | None = None,
     ) -> object:
         """Data of this structure around columns ``[*batch, *shape]``. No copy. ``extra`` joins the root's entries."""
         if self._is_leaf:
             return columns[0]
-        if self._flat is not None and self.is_tensordict:
+        if self._flat is not None:
             source: dict[str, Tensor] = dict(zip(self._flat, columns))  # noqa: B905 - strict costs, and both are the schema's
             if extra:
                 source.update(extra)
-            return wrap(source, batch + torch.Size(self.root.batch) if self.root.batch else batch, device)
+            return wrap(source, torch.Size((*batch, *self.root.batch)), device) if self.is_tensordict else source
         return self._build(self.root, columns, batch, device, extra)
 
     def _build(
         self,
         node: Node,
         columns: Sequence[Tensor],
-        batch: torch.Size,
+        batch: tuple[int, ...],
         device: torch.device | None,
         extra: Mapping[str, Tensor] | None = None,
     ) -> object:
@@ -248,7 +248,7 @@ class Structure:
                 return list(source.values())
             case "namedtuple":
                 return self._types[node.type](*source.values())
-        td = wrap(source, batch + torch.Size(node.batch) if node.batch else batch, device)
+        td = wrap(source, torch.Size((*batch, *node.batch)), device)
         if node.kind == "tensorclass":
             return self._types[node.type].from_tensordict(td)  # type: ignore[attr-defined]
         return td

@@ -433,13 +433,10 @@ class TensorStorage(Storage):
     def _formed(self, columns: Sequence[Tensor], batch: torch.Size, extra: dict[str, Tensor] | None = None) -> object:
         """Data in the user's form around columns ``[*batch, ...]``. Entries ``[n]`` join TensorDicts, not other rows."""
         structure = self._written()
+        if extra is None or not structure.is_tensordict:
+            return structure.unflatten(columns, batch, self._device)
         own = structure.root.batch
-        if not structure.is_tensordict:
-            extra = None
-        entries = {
-            key: value.reshape((*batch, *(1,) * len(own))).expand((*batch, *own))
-            for key, value in (extra or {}).items()
-        }
+        entries = {k: v.reshape((*batch, *(1,) * len(own))).expand((*batch, *own)) for k, v in extra.items()}
         return structure.unflatten(columns, batch, self._device, entries)
 
     def patch(self, columns: list[Tensor], places: list[int], fresh: list[Tensor]) -> None:
@@ -448,7 +445,7 @@ class TensorStorage(Storage):
             column[at] = values
 
     def batch(self, columns: Sequence[Tensor], n: int) -> Any:
-        return self.structure.unflatten(columns, torch.Size((n,)), self._device)  # type: ignore[union-attr]
+        return self.structure.unflatten(columns, (n,), self._device)  # type: ignore[union-attr]
 
     def grid(self, index: Any = ..., extra: dict[str, Tensor] | None = None) -> Any:
         """``ndim > 1``: live views of all whole slots, or some, in the layout of ``extend``, ``[*columns, time]``."""

@@ -225,21 +225,21 @@ class Indexes(Mapping[IndexKey, Any]):
 
     # ---- those of a directory ----------------------------------------------------------------------------------------
 
-    def _path(self, name: str, kind: str) -> Path:
-        assert self._host.directory is not None  # only a directory has such files
-        return self._host.directory / layout.FOLDER / layout.INDEXES / name / kind
-
     def finish_scans(self) -> None:
         """Scan all rows for indexes that have not seen them. The folder is locked."""
         for (name, kind), index in self.items():
-            if self._lacks_scan(name, kind):
+            mark = self._lacks_scan(name, kind)
+            if mark is not None:
                 self.scan(index, kind)
                 with contextlib.suppress(OSError):  # then another process lets it scan once more
-                    _unscanned(self._path(name, kind)).unlink()
+                    mark.unlink()
 
-    def _lacks_scan(self, name: str, kind: str) -> bool:
-        """Whether an index in a directory has not scanned all rows yet: its maker still scans, or died."""
-        return self._host.directory is not None and _unscanned(self._path(name, kind)).exists()
+    def _lacks_scan(self, name: str, kind: str) -> Path | None:
+        """The mark of an index in a directory that has not scanned all rows yet: its maker still scans, or died."""
+        if self._host.directory is None:
+            return None
+        mark = _unscanned(self._host.directory / layout.FOLDER / layout.INDEXES / name / kind)
+        return mark if mark.exists() else None
 
     def _attach(self, name: str, kind: str, block: Block) -> Any:
         index = INDEX_KINDS[kind](block, self._host)
