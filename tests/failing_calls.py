@@ -136,14 +136,14 @@ class Recover(Open):
 
 class Share(Operation):
     def prepare(self):
-        self.before = set(os.listdir(engram.store.shared_memory()))
+        self.before = set(os.listdir(engram.store.lifetime.shared_memory()))
         self.rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, 1.0, 1.0, 0.0))
         self.rb.extend(ROWS)
         self.rb.update_priority(ROWS, ROWS.double())
 
     def left(self):
         return {
-            name for name in set(os.listdir(engram.store.shared_memory())) - self.before if name.startswith("engram-")
+            name for name in set(os.listdir(engram.store.lifetime.shared_memory())) - self.before if name.startswith("engram-")
         }
 
     def act(self):

@@ -79,6 +79,14 @@ struct World {
     return {span(since_empty, std::max(high, since_empty)), span(0, since_empty)};
   }
 
+  // Whether a row still holds the step of an earlier lap: an edit of that step that came after the newer step's ticket keeps it.
+  bool is_of_earlier_lap(const Control& control, std::uint64_t lane, std::int64_t row) const {
+    const std::uint64_t steps = control.lane_length() / width;
+    const std::uint64_t step = static_cast<std::uint64_t>(row) % control.lane_length() / width;
+    const std::uint64_t newest = control.lane(lane).cursor.load() / width + steps - 1;  // place
+    return control.lap(static_cast<std::uint64_t>(row)).load() != (newest - (newest - step) % steps) / steps;
+  }
+
   Runs expected() const {
     const Control control = heap.view();
     Runs runs;
@@ -88,7 +96,7 @@ struct World {
           bool open = false;
           std::int64_t last = -1;
           for (const std::int64_t row : piece) {
-            if (!is_committed(control.word(static_cast<std::uint64_t>(row)))) {
+            if (!is_committed(control.word(static_cast<std::uint64_t>(row))) || is_of_earlier_lap(control, lane, row)) {
               open = false;
               continue;
             }
