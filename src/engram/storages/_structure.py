@@ -380,7 +380,8 @@ def as_tensor(value: object, key: tuple[str, ...], call: str) -> Tensor:
     if not _is_leaf(value):
         raise _no_tensor(value, key, call)
     array = np.asarray(value)
-    array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+    if not (array.flags.carray and array.dtype.isnative):
+        array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
     try:
         with torch.device("cpu"):
             return torch.from_numpy(array)
