@@ -143,7 +143,9 @@ class Share(Operation):
 
     def left(self):
         return {
-            name for name in set(os.listdir(engram.store.lifetime.shared_memory())) - self.before if name.startswith("engram-")
+            name
+            for name in set(os.listdir(engram.store.lifetime.shared_memory())) - self.before
+            if name.startswith("engram-")
         }
 
     def act(self):
