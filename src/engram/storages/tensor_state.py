@@ -36,7 +36,6 @@ ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "
 _SLACK = 1 << 17
 #: Bytes of rows that are copied for a dump while writers wait, in a few milliseconds: it is exact then.
 _COPIED = 32 << 20
-_PAGE = 4096
 
 
 def unwritten() -> dict[str, object]:
@@ -148,7 +147,7 @@ def _memory_for(fields: Sequence[Tensor], n: int, store: Store) -> list[Tensor]:
     """Memory for a copy of ``n`` rows of each field. Pages of it that lie in RAM are there already."""
     sizes = [field[:n].nbytes + -field[:n].nbytes % 8 for field in fields]
     memory = store.zeroed(sum(sizes))[: sum(sizes)]
-    memory[::_PAGE] = 0
+    memory[::4096] = 0  # a byte of each page
     return [
         raw[: field[:n].nbytes].view(field.dtype).view(n, *field.shape[1:])
         if field.is_cpu
