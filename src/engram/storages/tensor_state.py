@@ -145,7 +145,7 @@ class SnapshotPreparation:
 
 def _memory_for(fields: Sequence[Tensor], n: int, store: Store) -> list[Tensor]:
     """Memory for a copy of ``n`` rows of each field. Pages of it that lie in RAM are there already."""
-    sizes = [field[:n].nbytes + -field[:n].nbytes % 8 for field in fields]
+    sizes = [field[:n].nbytes + -field[:n].nbytes % 8 if field.is_cpu else 0 for field in fields]
     memory = store.zeroed(sum(sizes))[: sum(sizes)]
     memory[::4096] = 0  # a byte of each page
     return [
