@@ -63,7 +63,7 @@ class RowEpoch : public Index {
 
   // An epoch depends on the number of rows only.
   void written(const std::int64_t*, std::uint64_t, std::uint64_t) override {}
-  void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>) override {}
+  void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>, std::uint64_t) override {}
   void lost(const std::int64_t*, std::uint64_t) override {}
   void emptied() override { set({}); }
 

@@ -15,12 +15,15 @@ class Index {
   /// rows[0, n) hold new steps; row i was written under number t0 + i. Of a row named twice the last write stays.
   virtual void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) = 0;
 
-  /// The same, by number: one of Counters::scatters.
-  virtual void rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) { written(rows, n, t0); }
+  /// The same, by number. Counters::scatters was `scatter` once they were written.
+  virtual void rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::uint64_t scatter) {
+    static_cast<void>(scatter);
+    written(rows, n, t0);
+  }
 
-  /// Fields `which` of live rows were replaced, one of Counters::scatters; the rows have new numbers, t0 + i.
-  virtual void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0,
-                      std::span<const std::uint64_t> which) = 0;
+  /// Fields `which` of live rows were replaced; the rows have new numbers, t0 + i. `scatter` as in rewritten().
+  virtual void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
+                      std::uint64_t scatter) = 0;
 
   /// rows[0, n) may hold nothing any more: their writer died.
   virtual void lost(const std::int64_t* rows, std::uint64_t n) = 0;

@@ -380,7 +380,8 @@ void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_
   set_leaves();
 }
 
-void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t>) {
+void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t>,
+                        std::uint64_t) {
   const Lock guard(*this, Lock::kRows);
   rows_.clear();
   std::copy_if(rows, rows + n, std::back_inserter(rows_), [this](std::int64_t row) {

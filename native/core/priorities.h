@@ -104,7 +104,8 @@ class Priorities : public Index {
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
   /// An edit keeps the priority. But the writer of a row that was edited at once passes it over, as the row is no longer its own:
   /// it gets the default one here, if its leaf can only be zero for that (eps > 0).
-  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which) override;
+  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
+              std::uint64_t scatter) override;
   void emptied() override;
 
   void lost(const std::int64_t* rows, std::uint64_t n) override;

@@ -65,8 +65,8 @@ class Store {
   std::uint64_t append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns, std::int64_t* rows_out);
 
   /// Writes rows by number; of rows named twice the last entry wins. `which` names the fields that `columns` holds: all
-  /// others keep their content. `grow`: the lanes' extents come to cover the rows, and unwritten rows below them become
-  /// live as zeros; else every row must be live (std::out_of_range otherwise, nothing written), and one that ceases to be
+  /// others keep their content. `grow`, which needs all fields: the lanes' extents come to cover the rows, and unwritten rows below
+  /// them become live as zeros; else every row must be live (std::out_of_range otherwise, nothing written), and one that ceases to be
   /// meanwhile is passed over. `pick`, if not null, names
   /// for each row its row of the columns, which have `of` rows (std::out_of_range for others, nothing written).
   /// Returns t0, as append.
@@ -151,7 +151,7 @@ class Store {
   };
   enum class Mark { marked, lapped, busy };
   enum class Need { none, waiting };
-  enum class Over { anything, live };
+  enum class Over { anything, live, part_of_live };
 
   void look_after_others(Need need = Need::none) const;
   void admit(ClaimGuard& claim) const;
@@ -173,6 +173,7 @@ class Store {
   void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
                   const std::int64_t* pick);
   void grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& claim);
+  bool holds_earlier_lap(std::uint64_t row, const Place& place) const;
   Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   bool mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   void commit(std::uint64_t row, std::uint64_t number);

@@ -53,8 +53,17 @@ void Store::forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint6
   for (std::uint64_t i = 0; i < n; ++i) forget_if_outside(static_cast<std::uint64_t>(rows[i]), t0 + i);
 }
 
+// Whether the row's step is of an earlier lap than the place. Not once the store was emptied: then the place counts no more.
+bool Store::holds_earlier_lap(std::uint64_t row, const Place& place) const {
+  return control_.lap(row).load(std::memory_order_acquire) < place.lap &&
+         control_.lane(place.lane).base.load(std::memory_order_acquire) <= place.position;
+}
+
 // Tries to mark a row as being written by `number`. Lapped: a newer write has or will have the row. Busy: another writer
 // is writing it. Over::live: a row that holds nothing any more counts as lapped too, as what is not replaced of it may be torn.
+// A whole row that is written by number is its lane's newest step there, so that the newest number wins over an append too. An
+// edit of some fields leaves the step what it is, and an older one gives way to an append, though the edit gave it a newer number:
+// then the row's number falls. No row has the same number twice.
 Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   Word& word = control_.word(row);
   std::uint64_t seen = word.load(std::memory_order_acquire);
@@ -66,8 +75,8 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
         place != nullptr && control_.lane(place->lane).cursor.load(std::memory_order_acquire) >
                                 place->position + control_.lane_length();
 #endif
-    const bool gone = over == Over::live && !is_committed(seen) && state_of(seen) != State::writing;
-    if (overtaken || gone || number_of(seen) > number) {
+    const bool gone = over != Over::anything && !is_committed(seen) && state_of(seen) != State::writing;
+    if (overtaken || gone || (number_of(seen) > number && !(place != nullptr && holds_earlier_lap(row, *place)))) {
       control_.counters().lapped_rows.fetch_add(1, std::memory_order_relaxed);
       return Mark::lapped;
     }
@@ -80,7 +89,7 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
 #endif
   if (place != nullptr) {
     control_.lap(row).store(place->lap, std::memory_order_release);
-  } else if (!is_committed(seen)) {  // by number: a row that held nothing gets its newest step, another one keeps its own
+  } else if (over != Over::part_of_live) {
     const std::uint32_t lap = control_.newest_lap(row, control_.end(row / control_.lane_length()));
     control_.lap(row).store(lap, std::memory_order_release);
   }
@@ -269,8 +278,13 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
                              Columns columns, bool grow, const std::int64_t* pick, std::uint64_t of) {
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
+  check(!grow || which.size() == fields_.size(), "rows by number without all fields");
+  // Of fields that lie elsewhere is not known whether these are all.
+  const bool whole = !which.empty() && which.size() == fields_.size();
+  const Over over = grow ? Over::anything : whole ? Over::live : Over::part_of_live;
   check_rows(rows, n, control_.capacity());
   if (pick != nullptr) check_rows(pick, n, of);
+  if (n == 0) return control_.counters().next_ticket.load(std::memory_order_acquire);
   look_after_others();
   ClaimGuard claim(*participant_);
   admit(claim);
@@ -293,12 +307,13 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   }
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
+  std::uint64_t scatter = 0;
   const auto write = [&] {
     const struct Counted {  // once they are written, also if some wait in vain
       Word& scatters;
-      std::uint64_t one;
-      ~Counted() { scatters.fetch_add(one, std::memory_order_acq_rel); }
-    } counted{control_.counters().scatters, n > 0};
+      std::uint64_t& scatter;
+      ~Counted() { scatter = scatters.fetch_add(1, std::memory_order_acq_rel) + 1; }
+    } counted{control_.counters().scatters, scatter};
     for (std::uint64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) {  // rows lie anywhere: their memory is asked for while others are copied
         __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
@@ -306,7 +321,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       }
       const auto row = static_cast<std::uint64_t>(rows[i]);
       const std::uint64_t source = pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]);
-      if (!mark(row, t0 + i, nullptr, grow ? Over::anything : Over::live)) continue;
+      if (!mark(row, t0 + i, nullptr, over)) continue;
       fence(std::memory_order_release);
       for (std::uint64_t f = 0; f < which.size(); ++f) {
         const std::uint64_t bytes = fields_[which[f]].row_bytes;
@@ -318,9 +333,9 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   };
   write_and_tell(write, [&] { forget_outside(rows, n, t0); }, [&](Index& index) {
     if (grow) {
-      index.rewritten(rows, n, t0);
+      index.rewritten(rows, n, t0, scatter);
     } else {
-      index.edited(rows, n, t0, which);
+      index.edited(rows, n, t0, which, scatter);
     }
   });
   if (grow) control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);

@@ -296,9 +296,9 @@ bool Trajectories::agrees(std::uint64_t track, std::uint64_t place) const {
   return v.dead(following) || right(place + 1, following);
 }
 
-void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatters) {
+void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatter) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  scatters_ += scatters;
+  if (scatter == scatters_ + 1) scatters_ = scatter;  // else settle() has seen it already, or has one before it to see
   const std::uint64_t length = control_.lane_length();
   for (std::uint64_t i = 0; i < n;) {
     const std::uint64_t lane = static_cast<std::uint64_t>(rows[i]) / length, from = i;
@@ -316,14 +316,16 @@ void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compa
 
 void Trajectories::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) { changed(rows, n, true, 0); }
 
-void Trajectories::rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t) { changed(rows, n, true, n > 0); }
+void Trajectories::rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::uint64_t scatter) {
+  changed(rows, n, true, scatter);
+}
 
 void Trajectories::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t,
-                          std::span<const std::uint64_t> which) {
+                          std::span<const std::uint64_t> which, std::uint64_t scatter) {
   const auto& ours = boundaries_.which;
   changed(rows, n, std::any_of(which.begin(), which.end(), [&](std::uint64_t field) {
             return std::find(ours.begin(), ours.end(), field) != ours.end();
-          }), n > 0);
+          }), scatter);
 }
 
 void Trajectories::lost(const std::int64_t* rows, std::uint64_t n) { changed(rows, n, true, 0); }

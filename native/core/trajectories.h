@@ -104,9 +104,9 @@ class Trajectories final : public Index {
                std::span<std::byte> memory);
 
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
-  void rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
-  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0,
-              std::span<const std::uint64_t> which) override;
+  void rewritten(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::uint64_t scatter) override;
+  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
+              std::uint64_t scatter) override;
   void lost(const std::int64_t* rows, std::uint64_t n) override;
   void emptied() override;
 
@@ -253,7 +253,7 @@ class Trajectories final : public Index {
   bool agrees(std::uint64_t track, std::uint64_t place) const;
   std::uint64_t advance(std::uint64_t lane, std::uint64_t steps, bool settle);
   void settle();
-  void changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatters);
+  void changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatter);
 
   void forget_all();
   Window window_at(std::int64_t row, const Shape& shape) const;
@@ -267,7 +267,7 @@ class Trajectories final : public Index {
   Run* rings_;
   std::vector<Look> seen_;  // at the place that was looked at last, per column
   Writers writers_;  // that reserved places are waited for
-  std::uint64_t scatters_;  // that the table knows of
+  std::uint64_t scatters_;  // up to which the table knows them
   std::mutex mutex_;  // in this process; a shared table will have a robust one in the lock page
 };
 

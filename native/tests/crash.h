@@ -92,6 +92,7 @@ struct Log {
     std::uint64_t n, t0, first_id;
     std::int64_t rows[kMost];
     std::uint64_t from;  // of rows of a ring: their positions are not below; else kByNumber
+    std::uint32_t laps[kMost];  // of rows by number: before they were written
   };
   static constexpr std::uint64_t kByNumber = ~std::uint64_t{0};
   Word begun, acknowledged;
@@ -100,9 +101,10 @@ struct Log {
 
 inline std::uint64_t id_of_batch(std::uint64_t writer, std::uint64_t batch) { return writer << 56 | batch << 8; }
 
-/// Whether a ring may have come round to a row again since it was written at a position not below `from`.
-inline bool lapped(const Blocks& blocks, std::uint64_t row, std::uint64_t from) {
-  if (from == Log::kByNumber) return false;
+/// Whether a ring may have come round to a row again since it was written at a position not below `from`; by number, since its
+/// lap was `lap`: then the position may have been reserved before.
+inline bool lapped(const Blocks& blocks, std::uint64_t row, std::uint64_t from, std::uint32_t lap) {
+  if (from == Log::kByNumber) return blocks.view().lap(row).load() > lap;
   const Control control = blocks.view();
   const std::uint64_t length = control.lane_length(), step = row % length;
   const std::uint64_t first = from + (step + length - from % length) % length;

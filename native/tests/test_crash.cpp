@@ -74,7 +74,7 @@ void expect_usable(const Blocks& blocks) {
   const auto which = all_fields(blocks);
   for (;;) {
     const std::uint64_t b = log.begun.fetch_add(1), n = dice.in(1, Log::kMost), lane = dice.below(2);
-    Log::Batch done{n, 0, id_of_batch(writer, b), {}, Log::kByNumber};
+    Log::Batch done{n, 0, id_of_batch(writer, b), {}, Log::kByNumber, {}};
     for (std::uint64_t i = 0; i < n; ++i) rows.describe(i, done.first_id + i);
     try {
       if (dice.below(4) != 0) {
@@ -84,6 +84,7 @@ void expect_usable(const Blocks& blocks) {
         done.n = std::min<std::uint64_t>(n, 3);
         for (std::uint64_t i = 0; i < done.n; ++i) {
           done.rows[i] = static_cast<std::int64_t>(dice.below(store.control().capacity()));
+          done.laps[i] = store.control().lap(static_cast<std::uint64_t>(done.rows[i]));
         }
         done.t0 = store.scatter(done.rows, done.n, which, rows.in, dice.below(2) == 0);
       }
@@ -145,7 +146,7 @@ TEST(killed_writers_lose_nothing_that_was_acknowledged) {
           const auto row = static_cast<std::uint64_t>(done.rows[i]);
           const std::uint64_t word = store.control().word(row).load();
           // There, or evicted by a newer one: one of a larger number, or of a ring one lap ahead, whose number may be smaller.
-          EXPECT(number_of(word) >= done.t0 + i || lapped(blocks, row, done.from));
+          EXPECT(number_of(word) >= done.t0 + i || lapped(blocks, row, done.from, done.laps[i]));
           if (number_of(word) != done.t0 + i) continue;
           EXPECT(is_committed(word));
           EXPECT_EQ(id_in(blocks, row).value_or(0), done.first_id + i);

@@ -119,7 +119,7 @@ void pause_here(World& world, std::uint64_t seat) {
   const auto which = all_fields(world.blocks);
   for (;; pause_here(world, seat)) {
     const std::uint64_t b = log.begun.fetch_add(1), n = dice.in(1, Log::kMost), lane = dice.below(2);
-    Log::Batch done{n, 0, id_of_batch(seat + 1, b), {}, Log::kByNumber};
+    Log::Batch done{n, 0, id_of_batch(seat + 1, b), {}, Log::kByNumber, {}};
     for (std::uint64_t i = 0; i < n; ++i) rows.describe(i, done.first_id + i);
     try {
       if (dice.below(4) != 0) {
@@ -129,6 +129,7 @@ void pause_here(World& world, std::uint64_t seat) {
         done.n = std::min<std::uint64_t>(n, 3);
         for (std::uint64_t i = 0; i < done.n; ++i) {
           done.rows[i] = static_cast<std::int64_t>(dice.below(handle.control.capacity()));
+          done.laps[i] = handle.control.lap(static_cast<std::uint64_t>(done.rows[i]));
         }
         const bool grow = dice.below(2) == 0;
         done.t0 = handle.store.scatter(done.rows, done.n, which, rows.in, grow);
@@ -222,7 +223,7 @@ void check_log(const World& world, const Log& log) {
       if (done.rows[i] == kPassedOver) continue;
       const auto row = static_cast<std::uint64_t>(done.rows[i]);
       const std::uint64_t word = control.word(row).load();
-      EXPECT(number_of(word) >= done.t0 + i || lapped(world.blocks, row, done.from));
+      EXPECT(number_of(word) >= done.t0 + i || lapped(world.blocks, row, done.from, done.laps[i]));
       if (number_of(word) != done.t0 + i) continue;
       EXPECT(is_committed(word));
       EXPECT_EQ(id_in(world.blocks, row).value_or(0), done.first_id + i);

@@ -101,7 +101,7 @@ class Pair {
     const std::uint64_t n = dice_.in(0, 6);
     Sizes which = iota(data_.size());
     for (std::uint64_t i = which.size(); i > 1; --i) std::swap(which[i - 1], which[dice_.below(i)]);
-    if (!which.empty()) which.resize(dice_.in(1, which.size()));
+    if (!which.empty() && !grow) which.resize(dice_.in(1, which.size()));
     Rows all_columns(heap_.fields, n);
     randomise(all_columns);
     std::vector<const std::byte*> columns;
@@ -608,11 +608,61 @@ TEST(a_write_that_waits_in_vain_shows_nothing_of_a_store_that_was_emptied_meanwh
   for (const std::uint64_t row : {5, 6}) EXPECT_EQ(state_of(control.word(row).load()), State::unused);
 }
 
+// The append has its numbers and waits for another row of its batch while the row's earlier step is edited, by a process that may
+// die in the middle.
+void edit_a_row_before_its_append_comes(State edit) {
+  Filled stuck(geometry(1, 4), {8, 16}, {4});
+  const Control& control = stuck.store.control();
+  control.word(0).store(ticket(1, State::writing));
+  std::thread writer([&] { stuck.append(0, 2, 50); });
+  while (control.counters().next_ticket < 7) std::this_thread::yield();
+  Rows change(stuck.heap.fields, 1);
+  change.describe(0, 90);
+  const std::int64_t row[] = {1};
+  const std::uint64_t which[] = {1};
+  Store(stuck.heap.open(1)).scatter(row, 1, which, Columns(change.in).subspan(1), false);
+  EXPECT_EQ(control.word(1).load(), ticket(7, State::committed));
+  if (edit == State::voided) {
+    control.counters().void_rows.fetch_add(1);
+    control.word(1).store(ticket(7, State::voided));
+  }
+  control.word(0).store(ticket(1, State::committed));
+  writer.join();
+  Rows batch(stuck.heap.fields, 2);
+  const Sizes all{0, 1};
+  EXPECT(stuck.store.gather(rows_from(0, 2).data(), 2, all, batch.out, nullptr, nullptr).empty());
+  EXPECT_EQ(*batch.id(1), 51u);
+  EXPECT_EQ(control.word(1).load(), ticket(6, State::committed));
+  EXPECT_EQ(control.lap(1).load(), 2u);
+  EXPECT_EQ(control.counters().lapped_rows.load(), 0u);
+  EXPECT_EQ(control.size(), 4u);
+}
+
+TEST(an_edit_of_the_earlier_step_does_not_displace_an_append) { edit_a_row_before_its_append_comes(State::committed); }
+TEST(nor_does_one_whose_process_died) { edit_a_row_before_its_append_comes(State::voided); }
+
+TEST(an_append_from_before_the_store_was_emptied_takes_no_row_over) {
+  Filled stuck(geometry(1, 4), {8}, {4});
+  const Control& control = stuck.store.control();
+  control.word(0).store(ticket(1, State::writing));
+  std::thread writer([&] { stuck.append(0, 2, 50); });
+  while (control.counters().next_ticket < 7) std::this_thread::yield();
+  stuck.heap.open(1).empty(true);
+  const std::uint64_t emptied = number_of(control.word(1).load());
+  control.raise_high(0, 2);  // one that writes row 1 by number dies
+  control.counters().void_rows.fetch_add(1);
+  control.word(1).store(ticket(emptied, State::voided));
+  control.word(0).store(ticket(1, State::committed));
+  writer.join();
+  EXPECT_EQ(control.word(1).load(), ticket(emptied, State::voided));
+}
+
 TEST(a_write_that_was_lapped_is_skipped_and_counted) {
   // Another writer is a lap ahead already (its number is larger), or will be (its cursor is further).
   Filled filled(geometry(1, 4), {8}, {4});
   const Control& control = filled.store.control();
   control.word(2).store(ticket(1000, State::committed));
+  control.lap(2).store(3);
   filled.append(0, 4, 70);
   EXPECT_EQ(control.counters().lapped_rows.load(), 1u);
   EXPECT_EQ(control.word(2).load(), ticket(1000, State::committed));
@@ -686,8 +736,8 @@ struct Listener : engram::Index {
   void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override {
     heard.push_back("written" + list(rows, n, t0));
   }
-  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0,
-              std::span<const std::uint64_t> which) override {
+  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
+              std::uint64_t) override {
     heard.push_back("edited" + list(rows, n, t0) + " field " + std::to_string(which[0]));
   }
   void lost(const std::int64_t*, std::uint64_t) override {}

@@ -79,14 +79,6 @@ struct World {
     return {span(since_empty, std::max(high, since_empty)), span(0, since_empty)};
   }
 
-  // Whether a row still holds the step of an earlier lap: an edit of that step that came after the newer step's ticket keeps it.
-  bool is_of_earlier_lap(const Control& control, std::uint64_t lane, std::int64_t row) const {
-    const std::uint64_t steps = control.lane_length() / width;
-    const std::uint64_t step = static_cast<std::uint64_t>(row) % control.lane_length() / width;
-    const std::uint64_t newest = control.lane(lane).cursor.load() / width + steps - 1;  // place
-    return control.lap(static_cast<std::uint64_t>(row)).load() != (newest - (newest - step) % steps) / steps;
-  }
-
   Runs expected() const {
     const Control control = heap.view();
     Runs runs;
@@ -96,7 +88,7 @@ struct World {
           bool open = false;
           std::int64_t last = -1;
           for (const std::int64_t row : piece) {
-            if (!is_committed(control.word(static_cast<std::uint64_t>(row))) || is_of_earlier_lap(control, lane, row)) {
+            if (!is_committed(control.word(static_cast<std::uint64_t>(row)))) {
               open = false;
               continue;
             }
@@ -669,6 +661,34 @@ TEST(an_edit_that_the_table_has_not_heard_of_is_seen_in_the_rows) {
   EXPECT((drawn.numbers == Indices(8, -1)));  // so that the read says that it moved
   for (const std::int64_t number : w.table.draw(1, 50, {4}).numbers) EXPECT(number > 0);
   for (const Window& window : w.table.draw(1, 50, {4}).windows) EXPECT(window.first == 8 || window.first == 12);
+}
+
+/// Lets the table look at everything between an edit and its call.
+struct LooksBefore : Index {
+  explicit LooksBefore(Trajectories& t) : table(t) {}
+  void written(const std::int64_t*, std::uint64_t, std::uint64_t) override {}
+  void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>, std::uint64_t) override {
+    table.draw(1, 1, {8});
+  }
+  void lost(const std::int64_t*, std::uint64_t) override {}
+  void emptied() override {}
+  Trajectories& table;
+};
+
+TEST(an_edit_that_was_seen_before_its_call_hides_none_of_another_process) {
+  World w(geometry(1, 8), By::done, 1, 8);
+  LooksBefore between(w.table);
+  w.store.attach(between);
+  w.store.attach(w.table);
+  write_episodes(w, {8}, 0);
+  const std::uint64_t which[] = {kDone};
+  const std::byte flag{1};
+  const std::vector<const std::byte*> in{&flag};
+  const std::int64_t rows[] = {2, 5};
+  w.store.scatter(rows, 1, which, in, false);
+  w.heap.open(1).scatter(rows + 1, 1, which, in, false);
+  w.table.draw(1, 1, {8});
+  EXPECT(w.found() == w.expected());
 }
 
 TEST(editors_beside_writers_and_readers) {

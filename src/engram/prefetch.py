@@ -13,6 +13,7 @@ import torch
 
 from engram import _fork
 from engram.errors import NoSampleable
+from engram.format.workers import begin
 from engram.store import Key
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class _Workers:
     def start(self) -> None:
         try:
             for thread in self.threads:
-                thread.start()
+                begin(thread)
         except RuntimeError:  # the machine has no more threads, or the interpreter ends
             self.stop()
 

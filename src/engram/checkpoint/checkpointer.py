@@ -24,6 +24,7 @@ from engram.checkpoint.select import Wanted
 from engram.checkpoint.watchdog import Watchdog
 from engram.format import series
 from engram.format.checkpoints import Checkpoint, is_checkpoint
+from engram.format.workers import begin
 from engram.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class Checkpointer:
                 attempt.run()
             else:
                 # Not a daemon: the interpreter ends when the save has, which has a deadline.
-                threading.Thread(target=attempt.run, name="engram-save", daemon=False).start()
+                begin(threading.Thread(target=attempt.run, name="engram-save", daemon=False))
         except BaseException as error:
             attempt.fail(error)
             raise

@@ -22,7 +22,7 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from engram.format import files
-from engram.format.workers import work_off
+from engram.format.workers import begin, work_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -338,7 +338,7 @@ def run_in_background(work: Callable[[], object]) -> None:
     """Run slow work such as removing files in a thread. The interpreter ends after it."""
     if THREADS > 1:
         with contextlib.suppress(RuntimeError):  # there can be no more threads
-            threading.Thread(target=work, name=BACKGROUND).start()
+            begin(threading.Thread(target=work, name=BACKGROUND))
             return
     work()
 

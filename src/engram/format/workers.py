@@ -39,6 +39,30 @@ class Ended:
         return self._is_set
 
 
+def begin(thread: threading.Thread) -> None:
+    """Start a thread. An interrupt may come back from here, but does not keep the thread from running.
+
+    ``Thread.start`` waits under a lock until the thread has begun. If an interrupt leaves that locked, the thread waits for ever, and
+    so does the interpreter in the end. Here a thread waits that gets no interrupts.
+
+    Raises:
+        RuntimeError: there can be no more threads, or the interpreter ends.
+    """
+    begun, failed = Ended(), []
+
+    def start() -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            failed.append(error)
+        begun.set()
+
+    _thread.start_new_thread(start, ())
+    begun.wait()
+    if failed:
+        raise failed[0]
+
+
 def work_off(shares: Sequence[Iterable[Callable[[], object]]], threads: int) -> None:
     """Call all that the shares consist of: each share one after another, several shares at once.
 
