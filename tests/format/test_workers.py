@@ -30,7 +30,7 @@ def stuck_moments(start, limit):
 def test_an_interrupt_keeps_no_thread_from_running():
     stuck, count = stuck_moments(begin, 60)
     assert stuck == []
-    assert count > 10
+    assert count >= 5
 
 
 def test_an_error_of_starting_comes_back():
