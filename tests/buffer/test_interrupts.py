@@ -2,6 +2,7 @@
 afterwards nothing is held, other processes write at once, and so does this one.
 """
 
+import _thread
 import contextlib
 import gc
 import itertools
@@ -233,6 +234,8 @@ def others_go_on(folder):
 
 
 def join_threads():
+    while _thread._count() >= len(threading.enumerate()):  # a bare one, which starts another
+        time.sleep(0.001)
     for thread in threading.enumerate():
         if thread is threading.current_thread():
             continue
