@@ -2,7 +2,6 @@
 afterwards nothing is held, other processes write at once, and so does this one.
 """
 
-import _thread
 import contextlib
 import gc
 import itertools
@@ -234,8 +233,6 @@ def others_go_on(folder):
 
 
 def join_threads():
-    while _thread._count() >= len(threading.enumerate()):  # a bare one, which starts another
-        time.sleep(0.001)
     for thread in threading.enumerate():
         if thread is threading.current_thread():
             continue
@@ -243,6 +240,17 @@ def join_threads():
             time.sleep(0.1)
         if thread.is_alive():
             thread.join()
+
+
+def left_open(before, allowed=lambda path: False):
+    """Descriptors that were not open before, once those of threads are closed that nobody can see yet: they have just been started."""
+    until = time.monotonic() + 10
+    while True:
+        left = [path for path in descriptors() if path not in before and not allowed(path)]
+        if not left or time.monotonic() > until:
+            return left
+        join_threads()
+        time.sleep(0.001)
 
 
 def interrupt(operation, n, asking, told):
@@ -255,8 +263,7 @@ def interrupt(operation, n, asking, told):
     hit = interrupted_at(n, operation.act)
     join_threads()  # what goes on in the background has files open
     if hit:
-        left = [path for path in descriptors() if path not in before]
-        left = [path for path in left if not path.endswith("/alive") or not operation.has_store()]
+        left = left_open(before, lambda path: path.endswith("/alive") and operation.has_store())
         assert not left, f"descriptors were left open: {left}\n{''.join(hit)}"
     os.write(asking, b"x")
     os.read(told, 1)
@@ -353,7 +360,7 @@ def interrupt_each(operation, moments, seen):
     for n in moments:
         hit = interrupted_at(n, operation.act)
         join_threads()
-        left = [path for path in descriptors() if path not in before]
+        left = left_open(before)
         assert not left, f"{n}: descriptors were left open: {left}\n{''.join(hit)}"
         assert beside.writes(), f"{n}: another process cannot write\n{said(beside.report)}\n{''.join(hit)}"
         if not hit:
