@@ -34,13 +34,6 @@ struct BoundExpansion {
   std::deque<RowSpec> specs;
 };
 
-// dtype and shape of a field, as Layout takes them.
-RowSpec spec_of(const nb::tuple& spec) {
-  RowSpec made{nb::cast<std::uint8_t>(spec[0]), nb::cast<std::uint8_t>(spec[1]), {}};
-  for (nb::handle size : nb::cast<nb::tuple>(spec[2])) made.shape.push_back(nb::cast<std::int64_t>(size));
-  return made;
-}
-
 nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& table, Address rows, std::uint64_t n,
                Address expected) {
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");

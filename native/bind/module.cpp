@@ -16,6 +16,7 @@
 #include "../core/wait.h"
 #include "expand.h"
 #include "hold.h"
+#include "intake.h"
 #include "memory.h"
 #include "epoch.h"
 #include "priorities.h"
@@ -98,6 +99,7 @@ NB_MODULE(_core, m) {
   m.def("raise_nothing_live_as", &raise_as<engram::NothingLive>, "kind"_a, "The exception of draws without a live row, from now on.");
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   engram::bind_hold(m);
+  engram::bind_intake(m);
   engram::bind_store(m);
   engram::bind_epoch(m);
   engram::bind_priorities(m);

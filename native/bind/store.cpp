@@ -19,6 +19,7 @@
 #include "../core/control.h"
 #include "../core/permutation.h"
 #include "../core/store.h"
+#include "intake.h"
 #include "memory.h"
 #include "tensors.h"
 
@@ -59,6 +60,47 @@ using Inputs = Values<const std::byte*>;
 using Outputs = Values<std::byte*>;
 using Which = Values<std::uint64_t>;
 
+// Rows in, from data as users hand it over: None if it must be looked at in Python, which then finds what is wrong or converts.
+void bind_takes(nb::class_<Store>& type) {
+  type
+      .def(
+          "append_row_of",
+          [](Store& self, const Intake& intake, nb::handle data, nb::handle lane) -> nb::object {
+            Taken taken;
+            NamedLanes named;
+            if (!intake.take(data, false, taken)) return nb::none();
+            if (!named.read(lane, 1, self.control().lanes()) || !named.is_one()) return nb::none();
+            std::int64_t row = -1;
+            std::uint64_t number = 0;
+            {
+              nb::gil_scoped_release release;
+              number = self.append(named.one(), 1, taken.columns(), &row);
+            }
+            return nb::make_tuple(row, number);
+          },
+          "intake"_a, "data"_a.none(), "lane"_a.none(), "Appends one row: (row, ticket number), or None.")
+      .def(
+          "append_of",
+          [](Store& self, const Intake& intake, nb::handle data, nb::handle lane) -> nb::object {
+            Taken taken;
+            NamedLanes named;
+            if (!intake.take(data, true, taken)) return nb::none();
+            const auto n = static_cast<std::uint64_t>(taken.rows());
+            if (!named.read(lane, n, self.control().lanes())) return nb::none();
+            OutputBuffer rows(kNumbers, taken.rows());
+            auto* const numbers = reinterpret_cast<std::int64_t*>(rows.data());
+            std::uint64_t first = 0;
+            {
+              nb::gil_scoped_release release;
+              first = named.is_one() ? self.append(named.one(), n, taken.columns(), numbers)
+                                     : self.append_by_lane(named.each(), n, taken.columns(), numbers);
+            }
+            return nb::make_tuple(std::move(rows).tensor(taken.rows()), first);
+          },
+          "intake"_a, "data"_a.none(), "lane"_a.none(),
+          "Appends rows to a lane, or to one each: (int64 tensor of rows, first ticket number), or None.");
+}
+
 // Rows in.
 void bind_writes(nb::class_<Store>& type) {
   type
@@ -67,19 +109,6 @@ void bind_writes(nb::class_<Store>& type) {
           [](Store& self, Address data, std::uint64_t row_bytes) { self.add_field({at<std::byte>(data), row_bytes}); },
           "data"_a, "row_bytes"_a,
           "One field more, which holds what the live rows have; no other thread or process may use the store meanwhile.")
-      .def(
-          "append_row",
-          [](Store& self, std::uint64_t lane, const nb::tuple& columns) {
-            const Inputs inputs(columns);
-            std::int64_t row = -1;
-            std::uint64_t number = 0;
-            {
-              nb::gil_scoped_release release;
-              number = self.append(lane, 1, inputs.span(), &row);
-            }
-            return nb::make_tuple(row, number);
-          },
-          "lane"_a, "columns"_a, "Appends one row: (row, ticket number).")
       .def(
           "append",
           [](Store& self, std::uint64_t lane, std::uint64_t n, const nb::tuple& columns, Address rows) {
@@ -269,6 +298,7 @@ void bind_store(nb::module_& m) {
           },
           "control"_a, "control_bytes"_a, "tickets"_a, "tickets_bytes"_a, "fields"_a, "row_bytes"_a,
           "participant"_a = 0);
+  bind_takes(type);
   bind_writes(type);
   bind_reads(type);
   bind_draws(type);

@@ -69,42 +69,10 @@ bool is_lazy_view(PyObject* tensor, std::uint8_t code) {
 // The bytes of a tensor, if it is one on the CPU, of the spec's dtype, of shape [n, *shape] (n < 0: [*shape]), contiguous,
 // and its bytes are its values; else null.
 const std::byte* bytes_of(PyObject* object, const RowSpec& spec, std::int64_t n) {
-  if (!PyObject_TypeCheck(object, tensor_type)) return nullptr;
-  nb::dlpack::dltensor tensor;
-  if (exchange->borrow(object, &tensor) != 0) {  // sparse, meta, quantised …
-    PyErr_Clear();
-    return nullptr;
-  }
-  const std::size_t leading = n < 0 ? 0 : 1;
-  if (tensor.device.device_type != kCpu || tensor.dtype.code != spec.code || tensor.dtype.bits != spec.bits ||
-      tensor.dtype.lanes != 1 || static_cast<std::size_t>(tensor.ndim) != spec.shape.size() + leading) {
-    return nullptr;
-  }
-  std::int64_t stride = 1;
-  bool contiguous = true, empty = false;
-  for (std::size_t d = static_cast<std::size_t>(tensor.ndim); d-- > 0;) {
-    const std::int64_t expected = d < leading ? n : spec.shape[d - leading];
-    if (tensor.shape[d] != expected) return nullptr;
-    empty |= expected == 0;
-    contiguous &= expected == 1 || tensor.strides[d] == stride;
-    stride *= expected;
-  }
-  if (!(contiguous || empty) || is_lazy_view(object, spec.code)) return nullptr;
-  // Zeros that autograd made have no memory: their address is an offset from null. Nearly no other tensor lies so low.
-  constexpr std::uintptr_t kLow = std::uintptr_t{1} << 32;
-  if (!empty && reinterpret_cast<std::uintptr_t>(tensor.data) < kLow &&
-      (tensor.data == nullptr || says_yes(object, is_zero_name))) {
-    return nullptr;
-  }
-  // An empty tensor has no address, and needs none.
-  static const std::byte nothing{};
-  return tensor.data == nullptr ? &nothing : static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
-}
-
-RowSpec spec_of(nb::handle shape, std::uint8_t code, std::uint8_t bits) {
-  RowSpec spec{code, bits, {}};
-  for (nb::handle size : shape) spec.shape.push_back(nb::cast<std::int64_t>(size));
-  return spec;
+  Values values;
+  const bool fits = look_at_tensor(object, values) && values.code == spec.code && values.bits == spec.bits &&
+                    have_shape(values, spec, n) && values.contiguous();
+  return fits ? values.data : nullptr;
 }
 
 // Where the values of a tensor begin in memory of ours: behind the DLPack words, shape and strides, aligned to a cache line.
@@ -188,10 +156,63 @@ bool use_tensor_type(nb::handle type) {
 
 }  // namespace
 
-Layout::Layout(const nb::list& specs) {
-  for (nb::handle spec : specs) {
-    specs_.push_back(spec_of(spec[2], nb::cast<std::uint8_t>(spec[0]), nb::cast<std::uint8_t>(spec[1])));
+RowSpec spec_of(nb::handle spec) {
+  RowSpec made{nb::cast<std::uint8_t>(spec[0]), nb::cast<std::uint8_t>(spec[1]), {}};
+  for (nb::handle size : spec[2]) made.shape.push_back(nb::cast<std::int64_t>(size));
+  return made;
+}
+
+PyTypeObject* type_of_tensors() { return tensor_type; }
+
+bool Values::contiguous() const {
+  std::int64_t stride = item_bytes();
+  bool dense = true, empty = false;
+  for (std::int32_t d = ndim; d-- > 0;) {
+    empty |= shape[d] == 0;
+    dense &= shape[d] == 1 || strides[d] == stride;
+    stride *= shape[d];
   }
+  return dense || empty;
+}
+
+bool have_shape(const Values& values, const RowSpec& spec, std::int64_t n) {
+  const std::size_t leading = n < 0 ? 0 : 1;
+  return static_cast<std::size_t>(values.ndim) == spec.shape.size() + leading && (leading == 0 || values.shape[0] == n) &&
+         std::equal(spec.shape.begin(), spec.shape.end(), values.shape + leading);
+}
+
+bool look_at_tensor(PyObject* object, Values& values) {
+  if (exchange == nullptr || !PyObject_TypeCheck(object, tensor_type)) return false;
+  nb::dlpack::dltensor tensor;
+  if (exchange->borrow(object, &tensor) != 0) {  // sparse, meta, quantised …
+    PyErr_Clear();
+    return false;
+  }
+  if (tensor.device.device_type != kCpu || tensor.dtype.lanes != 1 || tensor.ndim > Values::kMost ||
+      is_lazy_view(object, tensor.dtype.code)) {
+    return false;
+  }
+  values.code = tensor.dtype.code, values.bits = tensor.dtype.bits, values.ndim = tensor.ndim;
+  bool empty = false;
+  for (std::int32_t d = 0; d < tensor.ndim; ++d) {
+    empty |= tensor.shape[d] == 0;
+    values.shape[d] = tensor.shape[d];
+    values.strides[d] = tensor.strides[d] * values.item_bytes();
+  }
+  // Zeros that autograd made have no memory: their address is an offset from null. Nearly no other tensor lies so low.
+  constexpr std::uintptr_t kLow = std::uintptr_t{1} << 32;
+  if (!empty && reinterpret_cast<std::uintptr_t>(tensor.data) < kLow &&
+      (tensor.data == nullptr || says_yes(object, is_zero_name))) {
+    return false;
+  }
+  // An empty tensor has no address, and needs none.
+  static const std::byte nothing{};
+  values.data = tensor.data == nullptr ? &nothing : static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
+  return true;
+}
+
+Layout::Layout(const nb::list& specs) {
+  for (nb::handle spec : specs) specs_.push_back(spec_of(spec));
 }
 
 bool Layout::fits(const nb::list& values, std::int64_t n) const {

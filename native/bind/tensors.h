@@ -20,6 +20,29 @@ struct RowSpec {
   std::vector<std::int64_t> shape;
 };
 
+/// How the values of a tensor or an array lie in memory.
+struct Values {
+  static constexpr std::int32_t kMost = 16;  // dimensions
+  const std::byte* data;
+  std::uint8_t code, bits;
+  std::int32_t ndim;
+  std::int64_t shape[kMost], strides[kMost];  // in bytes
+
+  std::int64_t item_bytes() const { return (bits + 7) / 8; }
+  bool contiguous() const;
+};
+
+/// False if the object is no tensor on the CPU whose bytes are its values.
+bool look_at_tensor(PyObject* object, Values& values);
+
+/// The type of PyTorch's tensors; null before it is known, and without an exchange table.
+PyTypeObject* type_of_tensors();
+
+/// Whether values are n rows of this spec (n < 0: one row without that dimension).
+bool have_shape(const Values& values, const RowSpec& spec, std::int64_t n);
+
+RowSpec spec_of(nanobind::handle spec);  // (DLPack type code, bits, shape)
+
 /// The dtypes and shapes that rows of a store have.
 class Layout {
  public:

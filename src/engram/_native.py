@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from engram import _core
@@ -13,6 +14,7 @@ from engram._core import (
     Epoch,
     Expansion,
     Index,
+    Intake,
     Layout,
     Marks,
     Participants,
@@ -54,6 +56,7 @@ __all__ = [
     "Epoch",
     "Expansion",
     "Index",
+    "Intake",
     "Layout",
     "Marks",
     "Participants",
@@ -92,6 +95,7 @@ _core.raise_nothing_live_as(NoSampleable)
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)
+_core.use_array_types(np.ndarray, np.generic)
 
 
 _DTYPES = {

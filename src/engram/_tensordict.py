@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:
     from tensordict import is_tensor_collection, is_tensorclass
 
-__all__ = ["children", "find", "is_tensor_collection", "is_tensorclass", "put", "wrap"]
+__all__ = ["HAS_SHORTCUTS", "children", "find", "is_tensor_collection", "is_tensorclass", "put", "wrap"]
 
 
 def _wrap_public(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
@@ -58,7 +58,9 @@ def _has_shortcuts() -> bool:
     )
 
 
-if _has_shortcuts():
+HAS_SHORTCUTS = _has_shortcuts()
+
+if HAS_SHORTCUTS:
     wrap = _wrap_unchecked
 
     def children(td: Any) -> Mapping[str, Tensor | Any]:

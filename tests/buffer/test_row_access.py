@@ -238,7 +238,8 @@ def test_what_set_at_refuses(fields):
         ("a", torch.tensor([1]), [5], IndexError),
         ("a", torch.tensor([1, 2]), [0, 7], IndexError),
         ("a", "text", 0, TypeError),
-        ("a", 3, 0, TypeError),
+        ("a", 3.5, 0, RuntimeError),
+        ("a", None, 0, TypeError),
     ]:
         with pytest.raises(kind, match="set_at_|index"):
             fields.set_at_(key, value, index)

@@ -57,9 +57,11 @@ LATER = {
     "empty list": rejected([], RuntimeError, "got an empty list"),
     "range": rejected(range(3), TypeError, "got range"),
     "set": rejected({1, 2}, TypeError, "got set"),
-    "number": rejected(1.0, TypeError, "got float"),
+    "number": rejected(1.0, TypeError, "expected a batch of rows, got a scalar"),
     "None": rejected(None, TypeError, "got NoneType"),
-    "float leaf": rejected({**ROW, "a": 1.0}, TypeError, "add: field 'a': .*got float 1.0", call="add"),
+    "float leaf": rejected(
+        {**ROW, "a": 1.0}, RuntimeError, r"add: field a: expected shape \[3\] .*got \[\]", call="add"
+    ),
     "strings": rejected({**ROW, "a": ["x", "y"]}, TypeError, r"add: field 'a': .*got list \['x', 'y'\]", call="add"),
     "string leaf": rejected({**ROW, "a": "x"}, TypeError, "add: field 'a': .*got str 'x'", call="add"),
     "float8": rejected(
@@ -103,7 +105,6 @@ FIRST = {
         "range",
         "number",
         "None",
-        "float leaf",
         "string leaf",
         "lane",
         "negative lane",
@@ -120,7 +121,7 @@ FIRST = {
     "non-tensor data": rejected(
         TensorDict({"a": torch.zeros(2), "b": NonTensorData("text", batch_size=[2])}, [2]), TypeError, "field 'b'"
     ),
-    "python number": rejected({"a": 1.0}, TypeError, "field 'a': .*got float 1.0", call="add"),
+    "text": rejected({"a": "text"}, TypeError, "field 'a': .*got str", call="add"),
     "float8": rejected({"a": torch.zeros(2, dtype=torch.float8_e4m3fn)}, TypeError, "dtype torch.float8_e4m3fn cannot"),
     ".engram": rejected({".engram": torch.zeros(2)}, ValueError, r"'\.engram' is reserved"),
     ".engram below": rejected({"a": {".engram": torch.zeros(2)}}, ValueError, r"'\.engram' is reserved"),

@@ -52,7 +52,7 @@ def columns(payloads):
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["append", "row", "lanes", "scatter", "kept", "edit", "empty", "read", "sample"]),
+        st.sampled_from(["append", "lanes", "scatter", "kept", "edit", "empty", "read", "sample"]),
         st.integers(0, 2**31),
     ),
     max_size=12,
@@ -85,9 +85,6 @@ def test_random_operations(length, lanes, operations):
             written = [store.write(plan, columns(payloads), n) for store in both]
             assert torch.equal(written[0].rows, written[1].rows)
             assert torch.equal(written[0].tickets, written[1].tickets)
-        elif name == "row":
-            lane = int(integers(lanes, ()))
-            assert native.append_row(lane, columns(payloads[0])) == device.append_row(lane, columns(payloads[0]))
         elif name == "lanes":
             plan = Plan(lane=integers(lanes, (n,)))
             written = [store.write(plan, columns(payloads), n) for store in both]

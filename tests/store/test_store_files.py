@@ -305,7 +305,6 @@ def test_closed_stores_are_neither_read_nor_written(folder):
     rb.close()
     before = snapshot(folder)
     for use in (
-        lambda: store.append_row(0, store.tensors),
         lambda: store.write(Plan(lane=0), store.tensors, 1),
         lambda: store.edit(torch.tensor([0]), range(2), store.tensors),
         lambda: store.empty(keep_write_count=False),

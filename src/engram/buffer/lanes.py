@@ -81,8 +81,12 @@ class Lanes:
             raise RuntimeError(
                 f'lane="each": expected a batch of {lanes} rows for extend(), one for each lane, got one row or one lane.'
             )
-        if isinstance(lane, list) or (not isinstance(lane, int) and getattr(lane, "ndim", 0) != 0):
-            return self._checked_each(torch.as_tensor(lane, device="cpu"))
+        if isinstance(lane, list | tuple | range) or (not isinstance(lane, int) and getattr(lane, "ndim", 0) != 0):
+            try:
+                each = torch.as_tensor(lane, device="cpu")
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                raise RowError(f"lane: expected ints in [0, {lanes}), one per row, got {lane!r:.80}.") from error
+            return self._checked_each(each)
         try:
             number = operator.index(lane)
         except TypeError:

@@ -94,12 +94,14 @@ class WritePath:
         """Write one row that went through the transforms."""
         wiring = self._wiring
         storage = wiring.storage
-        if wiring.appends and storage.ndim == 1 and self._recipe.noted:
-            row: int
-            row, number = storage.add_row(lane, data, self._settings.ignored)
-            if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
-                storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
-            return row
+        if wiring.appends and self._recipe.noted:
+            placed = storage.add_row(lane, data)
+            if placed is not None:
+                row: int
+                row, number = placed
+                if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+                    storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
+                return row
         write = self._write(data, lane, "add", batched=False)
         if storage.ndim > 1:
             return wiring.user_index(write.rows)
@@ -127,6 +129,16 @@ class WritePath:
     def write_rows(self, data: object, lane: int | Tensor | str | None) -> Tensor:
         """Write a batch that went through the transforms."""
         wiring = self._wiring
+        storage = wiring.storage
+        if wiring.appends and self._recipe.noted:
+            named = self._lanes.default if lane is None else lane
+            if named is None and self._lanes.told:
+                named = "each"
+            appended: Write | None = storage.append_of(data, named)
+            if appended is not None:
+                if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+                    storage.notify(appended, data)
+                return appended.rows
         write = self._write(data, lane, "extend", batched=True)
         return wiring.user_index(write.survivors if wiring.of_writer.rejects else write.rows)
 

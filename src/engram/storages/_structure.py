@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from tensordict import TensorDict, is_non_tensor
 from torch import Tensor
 
 from engram import _native
+from engram._tensordict import HAS_SHORTCUTS, is_tensor_collection, is_tensorclass, wrap
 from engram._tensordict import children as entries_of
-from engram._tensordict import is_tensor_collection, is_tensorclass, wrap
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, validate_key
 from engram.nested import first_leaf
@@ -66,8 +67,24 @@ class Structure:
         """Whether a schema says all of it: it has no types of the user's own."""
         return not self._types
 
+    @cached_property
+    def intake(self) -> _native.Intake | None:
+        """What the core takes data of this structure apart with; None: it has parts that only Python knows."""
+        tree = self._tree(self.root)
+        return None if tree is None else _native.Intake(dlpack_specs(self.fields), tree)
+
+    def _tree(self, node: Node) -> object:
+        """A structure as the core takes it; None if it holds a tensorclass."""
+        if node.kind == "leaf":
+            return node.field
+        trees = [self._tree(child) for child in node.children.values()]
+        kind = _TYPES.get(node.kind) or self._types.get(node.type)
+        if node.kind == "tensorclass" or (node.kind == "tensordict" and not HAS_SHORTCUTS) or None in trees:
+            return None
+        return (node.kind, kind, list(node.children), trees)
+
     def __getstate__(self) -> dict[str, object]:
-        return {key: value for key, value in self.__dict__.items() if key != "_layout"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_layout", "intake")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -140,14 +157,14 @@ class Structure:
     def column(self, i: int, value: object, batch: tuple[int, ...], *, single: bool, call: str) -> Tensor:
         """Values ``[*batch, *shape]`` for one field as rows ``[n, *shape]``; for a single row ``[*shape]`` will do."""
         shape = self._specs[i][1]
-        value = as_tensor(value, self.fields[i].key, call)
+        value = as_tensor(value, self.fields[i].key, call, self._specs[i][0])
         if single and value.shape == shape:
             value = value.unsqueeze(0)
         return self._leaf(i, value, torch.Size((*batch, *shape)), call).reshape(math.prod(batch), *shape)
 
     def _leaf(self, i: int, value: object, expected: torch.Size, call: str) -> Tensor:
-        value = as_tensor(value, self.fields[i].key, call)
         dtype, _, is_float = self._specs[i]
+        value = as_tensor(value, self.fields[i].key, call, dtype)
         if value.dtype is not dtype or value.shape != expected:
             raise RuntimeError(self._mismatch(i, value, expected, call))
         if value.is_meta:
@@ -311,6 +328,7 @@ class _Builder:
 # ---- the short path of nested data -------------------------------------------------------------------------------------
 
 _PLAIN = {"tensordict": TensorDict, "dict": dict}
+_TYPES: dict[str, type[object]] = {**_PLAIN, "tuple": tuple, "list": list}
 
 
 def _leaves_of_plain(node: Node) -> list[int]:
@@ -354,7 +372,7 @@ def _opened(value: object) -> tuple[Kind | None, Mapping[str, object]]:
         return "dict", value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return "namedtuple", value._asdict()
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list) and not _is_leaf(value):
         kind: Kind = "tuple" if isinstance(value, tuple) else "list"
         return kind, {str(i): child for i, child in enumerate(value)}
     return None, {}
@@ -370,18 +388,43 @@ def _contained(value: object, path: tuple[str, ...], call: str) -> tuple[Kind, M
 
 
 def _is_leaf(value: object) -> bool:
-    return isinstance(value, Tensor | np.ndarray | np.generic)
+    return isinstance(value, Tensor | np.ndarray | np.generic) or _is_numbers(value)
 
 
-def as_tensor(value: object, key: tuple[str, ...], call: str) -> Tensor:
-    """A tensor, or one over the memory of an array where torch can use that."""
+def _is_numbers(value: object) -> bool:
+    """Whether this is a number of Python's, or a list of numbers, perhaps in each other."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_numbers, value))
+    return isinstance(value, bool | int | float) and not isinstance(value, np.generic)
+
+
+#: dtypes of Python's numbers, by the kind that NumPy makes of them.
+_NUMBERS = {"b": torch.bool, "i": torch.int64, "f": torch.float32}
+
+
+def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor, or one over the memory of an array where torch can use that.
+
+    Numbers of Python's become ``dtype`` if it can hold them: an int also a float, a float no int.
+    """
     if isinstance(value, Tensor):
         return value
     if not _is_leaf(value):
         raise _no_tensor(value, key, call)
-    array = np.asarray(value)
-    if not (array.flags.carray and array.dtype.isnative):
-        array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise TypeError(
+            f"{call}: {at(key)}: expected lists of one length, got ragged ones. Use a ListStorage."
+        ) from error
+    if array.dtype.kind in _NUMBERS and _is_numbers(value):
+        numbers = torch.tensor(value, dtype=torch.float64 if array.dtype.kind == "f" else None, device="cpu")
+        wanted = dtype or _NUMBERS[array.dtype.kind]
+        holds = torch.can_cast(numbers.dtype, wanted) and (wanted is torch.bool) == (numbers.dtype is torch.bool)
+        cast = numbers.to(wanted if holds else _NUMBERS[array.dtype.kind])
+        return cast if wanted.is_floating_point or torch.equal(cast.to(numbers.dtype), numbers) else numbers
+    if not (array.flags.carray and array.dtype.isnative) or min(array.strides, default=0) < 0:
+        array = np.array(array, array.dtype.newbyteorder("="), order="C")
     try:
         with torch.device("cpu"):
             return torch.from_numpy(array)
@@ -470,8 +513,8 @@ def _note_sizes(data: object, path: tuple[str, ...], sizes: dict[int, tuple[str,
     """The leading sizes of all leaves, and where each was met first."""
     if is_tensor_collection(data) and not is_non_tensor(data):
         shape = data.batch_size
-    elif isinstance(data, Tensor | np.ndarray | np.generic):
-        shape = data.shape
+    elif _is_leaf(data):
+        shape = np.shape(data)  # type: ignore[call-overload]
     else:
         for key, child in _contained(data, path, call)[1].items():
             _note_sizes(child, (*path, str(key)), sizes, call)

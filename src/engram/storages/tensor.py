@@ -362,19 +362,21 @@ class TensorStorage(Storage):
         """Whether this was a storage with a row that says nothing of those to come, and is as before its first write now."""
         return False
 
-    def add_row(self, lane: int, data: object, ignored: Iterable[str]) -> tuple[int, int]:
-        """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``."""
+    def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:  # noqa: ARG002
+        """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``; None: it takes the long one."""
         if self._inherited:
             self.check_inherited()
-        if self.memory is not None and self.ndim == 1:
-            try:
-                return self.memory.append_row(lane, self.structure.flatten(data, None, "add", ignored))  # type: ignore[union-attr]
-            except KeyError:  # of which prepare knows more
-                pass
-        columns, n = self.prepare(data, "add", batched=False, ignored=ignored)
-        if n > 1 or self.ndim > 1:
-            raise RuntimeError("add: a slot of several columns is not one row.")
-        return self.memory.append_row(lane, columns)  # type: ignore[union-attr]
+        if self.memory is None or self.ndim > 1:
+            return None
+        return self.memory.append_row_of(self.structure.intake, data, lane)  # type: ignore[union-attr]
+
+    def append_of(self, data: object, lane: object) -> Write | None:
+        """A batch to the end of a lane, or to those of its rows. The short path of ``extend``; None: it takes the long one."""
+        if self._inherited:
+            self.check_inherited()
+        if self.memory is None or self.ndim > 1:
+            return None
+        return self.memory.append_of(self.structure.intake, data, lane)  # type: ignore[union-attr]
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
         if self._inherited:

@@ -75,12 +75,11 @@ class DeviceStore(Store):
         there = [(place, given[number]) for place, number in enumerate(self._copies) if number in given]
         return tuple(place for place, _ in there), [column.detach().to("cpu").contiguous() for _, column in there]
 
-    def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
-        with self._lock:
-            row, number = super().append_row(lane, self._for_core(self._which, columns)[1])
-            for tensor, column in zip(self.tensors, columns, strict=True):
-                tensor[row] = column.detach()
-        return row, number
+    def append_row_of(self, intake: object, data: object, lane: object) -> None:
+        """The core has not all fields."""
+
+    def append_of(self, intake: object, data: object, lane: object) -> None:
+        """The core has not all fields."""
 
     def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
         fields = self.schema.fields

@@ -465,10 +465,14 @@ class Store:
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
-    def append_row(self, lane: int, columns: Sequence[Tensor]) -> tuple[int, int]:
-        """Append one row: ``(row, ticket number)``. Columns: contiguous CPU tensors of a row's shape."""
-        placed: tuple[int, int] = self.core.append_row(lane, tuple(map(torch.Tensor.data_ptr, columns)))
-        return placed
+    def append_row_of(self, intake: _native.Intake | None, data: object, lane: object) -> tuple[int, int] | None:
+        """Append one row of data as users hand it over: ``(row, ticket number)``. None: it must be prepared first."""
+        return None if intake is None else self.core.append_row_of(intake, data, lane)
+
+    def append_of(self, intake: _native.Intake | None, data: object, lane: object) -> Write | None:
+        """Append rows of data as users hand it over, to lanes as they name them. None: they must be prepared or checked first."""
+        placed = None if intake is None else self.core.append_of(intake, data, lane)
+        return None if placed is None else Write(*placed)
 
     def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
         """Write what the plan keeps of ``n`` rows where it says. Columns: contiguous CPU tensors ``[n, *row shape]``, one per

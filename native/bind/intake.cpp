@@ -1,0 +1,310 @@
+#include "intake.h"
+
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace engram {
+namespace {
+
+// NumPy's ndarray and generic, set once with the GIL held.
+PyTypeObject* array_type = nullptr;
+PyTypeObject* scalar_type = nullptr;
+
+constexpr std::uint8_t kInt = 0, kUnsigned = 1, kFloating = 2, kComplex = 5, kBool = 6;
+constexpr std::uint64_t kMostStrided = 1 << 16;  // values of an array that is not contiguous; larger ones torch copies faster
+
+// The DLPack type code of a format of Python's struct module, in this machine's byte order; -1 for others.
+int code_of(const char* format) {
+  if (format == nullptr) return kUnsigned;
+  if (*format == '@' || *format == '=' || *format == '<') ++format;
+  const bool pair = *format == 'Z';
+  if (pair) ++format;
+  if (*format == 0 || format[1] != 0) return -1;
+  if (std::strchr("efd", *format) != nullptr) return pair ? kComplex : kFloating;
+  if (pair) return -1;
+  if (*format == '?') return kBool;
+  if (std::strchr("bhilq", *format) != nullptr) return kInt;
+  return std::strchr("BHILQ", *format) != nullptr ? kUnsigned : -1;
+}
+
+// Looks at an array or a scalar of NumPy. True: the buffer is to be released.
+bool look_at_array(PyObject* object, Py_buffer& buffer, Values& values) {
+  if (!PyObject_TypeCheck(object, array_type) && !PyObject_TypeCheck(object, scalar_type)) return false;
+  if (PyObject_GetBuffer(object, &buffer, PyBUF_STRIDED_RO | PyBUF_FORMAT) != 0) {  // objects, dates, strings …
+    PyErr_Clear();
+    return false;
+  }
+  const int code = code_of(buffer.format);
+  if (code < 0 || buffer.ndim > Values::kMost || buffer.itemsize > 16) {
+    PyBuffer_Release(&buffer);
+    return false;
+  }
+  values.data = static_cast<const std::byte*>(buffer.buf);
+  values.code = static_cast<std::uint8_t>(code), values.bits = static_cast<std::uint8_t>(8 * buffer.itemsize);
+  values.ndim = buffer.ndim;
+  for (int d = 0; d < buffer.ndim; ++d) values.shape[d] = buffer.shape[d], values.strides[d] = buffer.strides[d];
+  return true;
+}
+
+// Copies values one behind the other.
+void copy_strided(const Values& values, std::byte* to) {
+  const auto item = static_cast<std::size_t>(values.item_bytes());
+  std::int64_t at[Values::kMost] = {};
+  const std::byte* from = values.data;
+  for (;;) {
+    std::memcpy(to, from, item);
+    to += item;
+    std::int32_t d = values.ndim;
+    while (d-- > 0) {
+      from += values.strides[d];
+      if (++at[d] < values.shape[d]) break;
+      from -= values.strides[d] * values.shape[d];
+      at[d] = 0;
+    }
+    if (d < 0) return;
+  }
+}
+
+template <class T>
+bool put_int(std::int64_t value, std::byte* to) {
+  const auto cast = static_cast<T>(value);
+  if constexpr (std::is_integral_v<T>) {
+    if (static_cast<std::int64_t>(cast) != value || (std::is_unsigned_v<T> && value < 0)) return false;
+  }
+  std::memcpy(to, &cast, sizeof cast);
+  return true;
+}
+
+bool put_int_as(std::int64_t value, std::uint8_t code, std::uint8_t bits, std::byte* to) {
+  if (code == kFloating) return bits == 32 ? put_int<float>(value, to) : bits == 64 && put_int<double>(value, to);
+  if (code != kInt && code != kUnsigned) return false;
+  const bool is_signed = code == kInt;
+  switch (bits) {
+    case 8: return is_signed ? put_int<std::int8_t>(value, to) : put_int<std::uint8_t>(value, to);
+    case 16: return is_signed ? put_int<std::int16_t>(value, to) : put_int<std::uint16_t>(value, to);
+    case 32: return is_signed ? put_int<std::int32_t>(value, to) : put_int<std::uint32_t>(value, to);
+    case 64: return is_signed ? put_int<std::int64_t>(value, to) : put_int<std::uint64_t>(value, to);
+    default: return false;
+  }
+}
+
+// Writes a number of Python's as a value of the dtype: a bool as a bool, an int as an int that holds it or as a float, a float as
+// a float. False for everything else.
+bool put_number(PyObject* number, std::uint8_t code, std::uint8_t bits, std::byte* to) {
+  if (number == Py_True || number == Py_False) {
+    if (code != kBool) return false;
+    *to = std::byte{number == Py_True};
+    return true;
+  }
+  if (PyLong_CheckExact(number)) {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    return overflow == 0 && put_int_as(value, code, bits, to);
+  }
+  if (!PyFloat_CheckExact(number) || code != kFloating) return false;
+  const double value = PyFloat_AsDouble(number);
+  const auto narrow = static_cast<float>(value);
+  if (bits == 64) {
+    std::memcpy(to, &value, sizeof value);
+  } else if (bits == 32) {
+    std::memcpy(to, &narrow, sizeof narrow);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+bool is_number(PyObject* object) {
+  return PyFloat_CheckExact(object) || PyLong_CheckExact(object) || object == Py_True || object == Py_False;
+}
+
+// Writes nested lists of numbers of this shape.
+bool put_numbers(PyObject* list, const std::int64_t* shape, std::size_t dims, const RowSpec& spec, std::byte*& to) {
+  if (dims == 0) {
+    if (!put_number(list, spec.code, spec.bits, to)) return false;
+    to += (spec.bits + 7) / 8;
+    return true;
+  }
+  if (!PyList_CheckExact(list) || PyList_Size(list) != *shape) return false;
+  for (Py_ssize_t i = 0; i < *shape; ++i) {
+    PyObject* item = PyList_GetItem(list, i);  // borrowed; no Python code runs that could change the list
+    if (item == nullptr || !put_numbers(item, shape + 1, dims - 1, spec, to)) return PyErr_Clear(), false;
+  }
+  return true;
+}
+
+// The attribute of a TensorDict that is the public constructor's, or null.
+nb::object attribute(PyObject* object, const char* name) {
+  PyObject* found = PyObject_GetAttrString(object, name);
+  if (found == nullptr) PyErr_Clear();
+  return nb::steal<nb::object>(found);
+}
+
+}  // namespace
+
+Taken::~Taken() {
+  for (Py_buffer& buffer : buffers_) PyBuffer_Release(&buffer);
+}
+
+Intake::Intake(const nb::list& specs, nb::handle tree) {
+  for (nb::handle spec : specs) specs_.push_back(spec_of(spec));
+  root_ = node_of(tree, specs_.size());
+}
+
+Intake::Node Intake::node_of(nb::handle tree, std::size_t fields) {
+  Node node;
+  if (PyLong_Check(tree.ptr())) {
+    node.field = nb::cast<std::size_t>(tree);
+    if (node.field >= fields) throw std::invalid_argument("a leaf of a field that is not there");
+    return node;
+  }
+  const auto kind = nb::cast<std::string>(tree[0]);
+  node.kind = kind == "dict" ? Node::dict : kind == "tensordict" ? Node::tensordict : Node::sequence;
+  node.type = nb::borrow(tree[1]);
+  for (nb::handle key : tree[2]) node.keys.push_back(nb::borrow(key));
+  for (nb::handle child : tree[3]) node.children.push_back(node_of(child, fields));
+  if (node.keys.size() != node.children.size()) throw std::invalid_argument("a key for each tree");
+  return node;
+}
+
+bool Intake::take(nb::handle data, bool batched, Taken& taken) const {
+  taken.rows_ = batched ? Taken::kUnknown : -1;
+  taken.columns_.resize(specs_.size());
+  taken.kept_.reserve(specs_.size() + 4);
+  taken.buffers_.reserve(specs_.size());
+  return walk(root_, data.ptr(), taken) && taken.rows_ != 0;
+}
+
+bool Intake::walk(const Node& node, PyObject* data, Taken& taken) const {
+  taken.kept_.push_back(nb::borrow(data));  // other threads may change the containers
+  if (node.kind == Node::leaf) {
+    return take_leaf(specs_[node.field], data, taken, &taken.columns_[node.field]);
+  }
+  if (reinterpret_cast<PyObject*>(Py_TYPE(data)) != node.type.ptr()) return false;
+  if (node.kind == Node::sequence) {
+    const bool list = PyList_CheckExact(data);
+    const auto n = static_cast<Py_ssize_t>(node.children.size());
+    if ((list ? PyList_Size(data) : PyTuple_Size(data)) != n) return PyErr_Clear(), false;
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      PyObject* item = list ? PyList_GetItem(data, i) : PyTuple_GetItem(data, i);
+      if (item == nullptr || !walk(node.children[static_cast<std::size_t>(i)], item, taken)) return PyErr_Clear(), false;
+    }
+    return true;
+  }
+  if (node.kind == Node::tensordict) {
+    const nb::object batch = attribute(data, "_batch_size"), entries = attribute(data, "_tensordict");
+    if (!batch.is_valid() || !entries.is_valid() || !PyDict_CheckExact(entries.ptr())) return false;
+    if (taken.rows_ != -1 && &node == &root_) {  // one row, if it has no batch dimension, whatever its leaves have
+      if (!PyTuple_Check(batch.ptr()) || PyTuple_Size(batch.ptr()) < 1) return false;
+      taken.rows_ = PyLong_AsLongLong(PyTuple_GetItem(batch.ptr(), 0));
+    }
+    taken.kept_.push_back(entries);
+    data = entries.ptr();
+  }
+  if (PyDict_Size(data) != static_cast<Py_ssize_t>(node.children.size())) return false;
+  for (std::size_t i = 0; i < node.children.size(); ++i) {
+    PyObject* child = PyDict_GetItemWithError(data, node.keys[i].ptr());
+    if (child == nullptr) return PyErr_Clear(), false;
+    if (!walk(node.children[i], child, taken)) return false;
+  }
+  return true;
+}
+
+bool Intake::take_leaf(const RowSpec& spec, PyObject* leaf, Taken& taken, const std::byte** column) const {
+  if (PyList_CheckExact(leaf) || is_number(leaf)) return take_numbers(spec, leaf, taken, column);
+  Values values;
+  if (!look_at_tensor(leaf, values)) {
+    Py_buffer buffer;
+    if (!look_at_array(leaf, buffer, values)) return false;
+    taken.buffers_.push_back(buffer);
+  }
+  if (values.code != spec.code || values.bits != spec.bits) return false;
+  if (taken.rows_ == Taken::kUnknown) taken.rows_ = values.ndim > 0 ? values.shape[0] : 0;
+  if (!have_shape(values, spec, taken.rows_)) return false;
+  *column = values.data;
+  if (values.contiguous()) return true;
+  std::uint64_t count = 1;
+  for (std::int32_t d = 0; d < values.ndim; ++d) count *= static_cast<std::uint64_t>(values.shape[d]);
+  if (count > kMostStrided) return false;
+  taken.copies_.push_back(std::make_unique<std::byte[]>(count * static_cast<std::uint64_t>(values.item_bytes())));
+  copy_strided(values, taken.copies_.back().get());
+  *column = taken.copies_.back().get();
+  return true;
+}
+
+bool Intake::take_numbers(const RowSpec& spec, PyObject* leaf, Taken& taken, const std::byte** column) const {
+  if (taken.rows_ == Taken::kUnknown) taken.rows_ = PyList_CheckExact(leaf) ? PyList_Size(leaf) : 0;
+  std::vector<std::int64_t> shape(spec.shape);
+  if (taken.rows_ >= 0) shape.insert(shape.begin(), taken.rows_);
+  std::uint64_t bytes = (spec.bits + 7u) / 8u;
+  for (const std::int64_t size : shape) {
+    if (__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes) || bytes > std::uint64_t{1} << 30) return false;
+  }
+  taken.copies_.push_back(std::make_unique<std::byte[]>(bytes));
+  std::byte* to = taken.copies_.back().get();
+  *column = to;
+  return put_numbers(leaf, shape.data(), shape.size(), spec, to);
+}
+
+bool NamedLanes::read_one(PyObject* named, std::uint64_t lanes) {
+  const Py_ssize_t lane = PyNumber_AsSsize_t(named, PyExc_IndexError);
+  if (lane == -1 && PyErr_Occurred()) return PyErr_Clear(), false;
+  lane_ = static_cast<std::uint64_t>(lane);
+  return lane >= 0 && lane_ < lanes;
+}
+
+bool NamedLanes::read(nb::handle named, std::uint64_t n, std::uint64_t lanes) {
+  if (PyLong_CheckExact(named.ptr())) return one_ = read_one(named.ptr(), lanes);
+  if (PyUnicode_CheckExact(named.ptr())) {
+    if (n != lanes || nb::cast<std::string>(named) != "each") return false;
+    for (std::uint64_t lane = 0; lane < lanes; ++lane) each_.push_back(static_cast<std::int64_t>(lane));
+    return true;
+  }
+  Values values;
+  Py_buffer buffer;
+  const bool tensor = look_at_tensor(named.ptr(), values), array = !tensor && look_at_array(named.ptr(), buffer, values);
+  if (tensor || array) {
+    const bool single = values.ndim == 0;
+    bool fits = (values.code == kInt || values.code == kUnsigned) &&
+                (single || (values.ndim == 1 && values.shape[0] == static_cast<std::int64_t>(n)));
+    for (std::uint64_t i = 0; fits && i < (single ? 1 : n); ++i) {
+      const std::byte* from = values.data + (single ? 0 : static_cast<std::int64_t>(i) * values.strides[0]);
+      lane_ = 0;
+      std::memcpy(&lane_, from, static_cast<std::size_t>(values.item_bytes()));
+      fits = lane_ < lanes && (values.code != kInt || lane_ >> (values.bits - 1) == 0);  // the latter: it is not negative
+      each_.push_back(static_cast<std::int64_t>(lane_));
+    }
+    one_ = single && fits;
+    if (array) PyBuffer_Release(&buffer);
+    return fits;
+  }
+  if (!PyList_CheckExact(named.ptr()) && !PyTuple_CheckExact(named.ptr()) && !PyRange_Check(named.ptr())) return false;
+  if (PySequence_Size(named.ptr()) != static_cast<Py_ssize_t>(n)) return false;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto item = nb::steal<nb::object>(PySequence_GetItem(named.ptr(), static_cast<Py_ssize_t>(i)));
+    if (!item.is_valid() || !PyLong_CheckExact(item.ptr()) || !read_one(item.ptr(), lanes)) return PyErr_Clear(), false;
+    each_.push_back(static_cast<std::int64_t>(lane_));
+  }
+  return true;
+}
+
+void bind_intake(nb::module_& m) {
+  nb::class_<Intake>(m, "Intake", "How the data of one storage is put together, and the dtypes and shapes of its leaves.")
+      .def(nb::init<const nb::list&, nb::handle>(), "specs"_a, "tree"_a);
+  m.def(
+      "use_array_types",
+      [](nb::handle array, nb::handle scalar) {
+        array_type = reinterpret_cast<PyTypeObject*>(array.inc_ref().ptr());
+        scalar_type = reinterpret_cast<PyTypeObject*>(scalar.inc_ref().ptr());
+      },
+      "array"_a, "scalar"_a, "Learn which types NumPy's ndarray and generic are.");
+}
+
+}  // namespace engram

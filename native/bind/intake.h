@@ -1,0 +1,90 @@
+// What users hand over, as columns for the core: nested dicts, tuples, lists, named tuples and TensorDicts of tensors, NumPy
+// arrays and numbers. One call looks at all leaves: no Python code runs per leaf.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "tensors.h"
+
+namespace engram {
+
+/// The columns of one write, and what keeps their memory. The GIL must be held when it is made and dropped.
+class Taken {
+ public:
+  Taken() = default;
+  Taken(const Taken&) = delete;
+  Taken& operator=(const Taken&) = delete;
+  ~Taken();
+
+  std::span<const std::byte* const> columns() const { return columns_; }
+  /// Rows of the batch; -1: one row without that dimension.
+  std::int64_t rows() const { return rows_; }
+
+ private:
+  friend class Intake;
+  static constexpr std::int64_t kUnknown = -2;
+
+  std::int64_t rows_ = kUnknown;
+  std::vector<const std::byte*> columns_;
+  std::vector<nanobind::object> kept_;
+  std::vector<Py_buffer> buffers_;
+  std::vector<std::unique_ptr<std::byte[]>> copies_;
+};
+
+/// How the data of one storage is put together, and the dtypes and shapes of its leaves.
+class Intake {
+ public:
+  /// `specs`: as Layout. `tree`: the number of a field, or (kind, type, keys, trees): "dict", "tensordict", "tuple" or "list".
+  Intake(const nanobind::list& specs, nanobind::handle tree);
+
+  /// The columns of a batch of rows, or of one row. False: the data has another structure, or a leaf another shape or dtype, or
+  /// one that must be converted first; then nothing is in `taken` that counts.
+  bool take(nanobind::handle data, bool batched, Taken& taken) const;
+
+ private:
+  struct Node {
+    enum Kind { leaf, dict, tensordict, sequence } kind = leaf;
+    std::size_t field = 0;
+    nanobind::object type;
+    std::vector<nanobind::object> keys;
+    std::vector<Node> children;
+  };
+
+  static Node node_of(nanobind::handle tree, std::size_t fields);
+  bool walk(const Node& node, PyObject* data, Taken& taken) const;
+  bool take_leaf(const RowSpec& spec, PyObject* leaf, Taken& taken, const std::byte** column) const;
+  bool take_numbers(const RowSpec& spec, PyObject* leaf, Taken& taken, const std::byte** column) const;
+
+  std::vector<RowSpec> specs_;
+  Node root_;
+};
+
+/// The lanes that a user names for n rows: an int, or an int per row in a list, tuple, range, array or tensor, or "each". False:
+/// it is none of these, or one is outside [0, lanes), or there are not n of them.
+class NamedLanes {
+ public:
+  bool read(nanobind::handle named, std::uint64_t n, std::uint64_t lanes);
+
+  /// One lane for all rows.
+  bool is_one() const { return one_; }
+  std::uint64_t one() const { return lane_; }
+  /// A lane per row.
+  const std::int64_t* each() const { return each_.data(); }
+
+ private:
+  bool read_one(PyObject* named, std::uint64_t lanes);
+
+  bool one_ = false;
+  std::uint64_t lane_ = 0;
+  std::vector<std::int64_t> each_;
+};
+
+void bind_intake(nanobind::module_& m);
+
+}  // namespace engram
