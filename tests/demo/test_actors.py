@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engram import LazyTensorStorage, ReplayBuffer
 from engram.demo.actors import Acknowledged, Actor, checksums, play
 from engram.demo.agent import Agent
 from engram.demo.learner import new_replay, verify
@@ -29,16 +28,32 @@ def written(replay, *, steps, acknowledged, lane=1):
 
 def test_an_actor_that_raises_ends_with_another_exit_code(tmp_path):
     replay = new_replay(tmp_path / "replay", "uniform", 2)
-    policies = ReplayBuffer(storage=LazyTensorStorage(1), shared=True)
-    policies.add(Agent().policy())
-    actor = Actor(replay, policies, lane=2, seed=0)  # there is no lane 2
+    actor = Actor(replay, Agent(), lane=2, seed=0)  # there is no lane 2
     actor.grant(1)
     assert actor.channel.poll(60)
     assert actor.receive() is None
     actor.close()
     assert actor.process.exitcode == 1
-    policies.close()
     replay.close()
+
+
+def test_an_actor_uses_what_the_learner_learns(tmp_path):
+    """Once the actor has opened its buffer, its network turns from one that goes left to one that goes right."""
+    replay = new_replay(tmp_path / "replay", "uniform", 1)
+    agent = Agent()
+    agent.load_policy(torch.zeros_like(agent.policy()))
+    replay.extend(torch.stack([next(play(replay, agent, seed=0))[0]] * 4_000), lane=0)  # little is left to chance
+    actor, taken = Actor(replay, agent, lane=0, seed=0), []
+    for bias in ([1.0, 0.0], [0.0, 1.0]):
+        with torch.no_grad():
+            agent._online[-1].bias.copy_(torch.tensor(bias))
+        actor.grant(40)
+        rows = [actor.receive().row for _ in range(40)]
+        taken.append(float(replay[rows]["action"].float().mean()))
+    actor.close()
+    replay.close()
+    assert taken[0] < 0.3
+    assert taken[1] > 0.7
 
 
 def test_the_rows_of_a_dead_actor_are_found(replay):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 import click
 
 from engram._version import __version__
-from engram.demo.task import MOST_ACTORS, SAMPLERS
+from engram.demo.run import MOST_ACTORS, SAMPLERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,25 +11,20 @@ import contextlib
 import logging
 import time
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import gymnasium
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import multiprocessing
 
+from engram import ReplayBuffer
 from engram.demo.agent import Agent
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from multiprocessing.connection import Connection
-
-    from tensordict import TensorDictBase
-
-    from engram import ReplayBuffer
-
+#: Probability of a random action at the first step and at the last, and the number of steps between them.
 EXPLORE = (1.0, 0.05, 4_000)
-"""Probability of a random action at the first step and at the last, and the number of steps between them."""
 
 #: Actors are forked from a process that has imported this module once, so a new one starts in a fraction of a second.
 _context = multiprocessing.get_context("forkserver")
@@ -37,14 +32,12 @@ _context.set_forkserver_preload([__name__])
 
 
 class Acknowledged(NamedTuple):
-    """A row for which ``add`` has returned."""
+    """A row for which ``add`` has returned after some seconds. One that ends an episode has its return."""
 
     row: int
     checksum: int
     seconds: float
-    """Duration of ``add``."""
     episode_return: float | None
-    """Return of the episode, if this row ends one."""
 
 
 def checksums(rows: TensorDictBase) -> list[int]:
@@ -63,32 +56,26 @@ def play(replay: ReplayBuffer, agent: Agent, seed: int) -> Iterator[tuple[Tensor
     while True:
         now = torch.from_numpy(observation)
         explore = max(last, first + (last - first) * replay.write_count / until)
-        if float(torch.rand((), generator=generator)) < explore:
-            action = int(torch.randint(2, (), generator=generator))
-        else:
-            action = agent.act(now)
+        explores = float(torch.rand((), generator=generator)) < explore
+        action = int(torch.randint(2, (), generator=generator)) if explores else agent.act(now)
         observation, reward, terminated, truncated, _ = environment.step(action)
         done, total = terminated or truncated, total + float(reward)
-        after = {"observation": torch.from_numpy(observation), "reward": torch.tensor([float(reward)])}
-        after |= {"terminated": torch.tensor([terminated]), "truncated": torch.tensor([truncated])}
-        after["done"] = torch.tensor([done])
+        outcome = {"reward": float(reward), "terminated": terminated, "truncated": truncated, "done": done}
+        after = {name: torch.tensor([value]) for name, value in outcome.items()}
+        after["observation"] = torch.from_numpy(observation)
         yield TensorDict({"observation": now, "action": torch.tensor(action), "next": after}), total if done else None
         if done:
             observation, total = environment.reset()[0], 0.0
 
 
-def act(channel: Connection, replay: ReplayBuffer, policies: ReplayBuffer, lane: int, seed: int) -> None:
-    """Run an actor until the learner closes the pipe or dies. The only row of ``policies`` is the newest policy."""
+def act(channel: Connection, replay: ReplayBuffer, agent: Agent, lane: int, seed: int) -> None:
+    """Run an actor until the learner closes the pipe or dies. The learner trains the ``agent`` meanwhile."""
     torch.set_num_threads(1)
     logging.getLogger("engram").setLevel(logging.WARNING)
-    agent, version = Agent(), -1
     steps = play(replay, agent, seed)
-    with contextlib.closing(policies), contextlib.closing(replay), contextlib.suppress(EOFError, ConnectionError):
+    with contextlib.closing(replay), contextlib.suppress(EOFError, ConnectionError):
         while True:
             for _ in range(channel.recv()):
-                if policies.write_count != version:
-                    version = policies.write_count
-                    agent.load_policy(policies[0])
                 row, episode_return = next(steps)
                 (checksum,) = checksums(row.unsqueeze(0))
                 began = time.perf_counter()
@@ -101,18 +88,17 @@ class Actor:
 
     Args:
         replay: the buffer to write to.
-        policies: the shared buffer whose only row is the newest policy.
+        agent: chooses the actions. Its parameters move to shared memory: what it learns later, the actor uses.
         lane: of ``replay``.
         seed: of the environment and of exploration.
     """
 
-    def __init__(self, replay: ReplayBuffer, policies: ReplayBuffer, lane: int, seed: int) -> None:
+    def __init__(self, replay: ReplayBuffer, agent: Agent, lane: int, seed: int) -> None:
         self.lane = lane
         self.acknowledged: list[Acknowledged] = []
-        self.owed = 0
-        """Steps that were granted and are not acknowledged yet."""
+        self.owed = 0  # steps that were granted and are not acknowledged yet
         self.channel, theirs = multiprocessing.Pipe()
-        self.process = _context.Process(target=act, args=(theirs, replay, policies, lane, seed), daemon=True)
+        self.process = _context.Process(target=act, args=(theirs, replay, agent, lane, seed), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -124,13 +110,11 @@ class Actor:
 
     def receive(self) -> Acknowledged | None:
         """The next row that the actor acknowledges; waits for it. None: the process is dead, and all of its rows were returned."""
-        try:
-            row: Acknowledged = self.channel.recv()
-        except (EOFError, OSError):
-            return None
-        self.owed -= 1
-        self.acknowledged.append(row)
-        return row
+        with contextlib.suppress(EOFError, OSError):
+            self.acknowledged.append(self.channel.recv())
+            self.owed -= 1
+            return self.acknowledged[-1]
+        return None
 
     def close(self) -> None:
         """Close the pipe, so that the actor ends, and wait for it. Repeatable."""

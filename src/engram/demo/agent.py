@@ -6,21 +6,18 @@ Source: van Hasselt, Guez and Silver, "Deep reinforcement learning with double Q
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
 
 GAMMA = 0.99
 LEARNING_RATE = 2.5e-4
 HIDDEN = 256
+#: Updates between two copies of the online network to the target network.
 SYNC = 200
-"""Updates between two copies of the online network to the target network."""
+#: Of CartPole's observations: position, velocity, angle, angular velocity.
 SCALE = (0.4, 0.5, 5.0, 0.5)
-"""Of CartPole's observations: position, velocity, angle, angular velocity."""
 
 
 class Agent:
@@ -53,8 +50,7 @@ class Agent:
             bootstrap = self._target(following).gather(1, best) * ~batch["next", "terminated"]
             target = batch["next", "reward"] + GAMMA * bootstrap
         losses = nn.functional.smooth_l1_loss(value, target, reduction="none").squeeze(1)
-        weights = batch.get("priority_weight", None)
-        loss: Tensor = (losses if weights is None else weights * losses).mean()
+        loss: Tensor = (batch.get("priority_weight", torch.ones(1)) * losses).mean()
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import sys
 import time
-from multiprocessing.connection import wait
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import click
 import numpy as np
@@ -18,29 +19,22 @@ import torch
 import engram
 from engram.demo.actors import Actor, checksums
 from engram.demo.agent import Agent
+from engram.demo.run import Settings
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engram import ReplayBuffer, TensorDictReplayBuffer
-
-STDIN = 0
+#: Training ends when the mean return of the last ``WINDOW`` episodes passes this.
 SOLVED = 195.0
-"""Training ends when the mean return of the last ``WINDOW`` episodes passes this."""
 WINDOW = 20
 CAPACITY = 20_000
 BATCH = 128
+#: Rows before the first update.
 LEARN_FROM = 500
-"""Rows before the first update."""
+#: Rows between two updates.
 LEARN_EVERY = 2
-"""Rows between two updates."""
-PUBLISH_EVERY = 10
-"""Updates between two policies for the actors."""
+#: Steps that an actor may take before it needs another grant.
 AT_ONCE = 8
-"""Steps that an actor may take before it needs another grant."""
 
 
-def new_replay(folder: Path, sampler: str, lanes: int) -> TensorDictReplayBuffer:
+def new_replay(folder: Path, sampler: str, lanes: int) -> engram.TensorDictReplayBuffer:
     """A buffer in ``folder``. ``sampler``: ``"uniform"`` or ``"prioritized"``."""
     storage = engram.LazyMemmapStorage(CAPACITY // lanes * lanes, scratch_dir=folder, lanes=lanes)
     if sampler == "prioritized":
@@ -48,7 +42,7 @@ def new_replay(folder: Path, sampler: str, lanes: int) -> TensorDictReplayBuffer
     return engram.TensorDictReplayBuffer(storage=storage, batch_size=BATCH)
 
 
-def verify(replay: ReplayBuffer, dead: Actor) -> int:
+def verify(replay: engram.ReplayBuffer, dead: Actor) -> int:
     """Compare the checksum of every acknowledged row of a dead actor. Returns how many rows that was.
 
     Raises:
@@ -64,45 +58,31 @@ def verify(replay: ReplayBuffer, dead: Actor) -> int:
 
 
 class Learner:
-    """Trains from what its actors write.
+    """Trains from what its actors write."""
 
-    Args:
-        folder: of the run: the store in ``replay``, checkpoints in ``checkpoints``, networks in ``network-STEP.npz``.
-        steps: of all actors together, at most.
-        seed: of networks, environments and exploration.
-        sampler: ``"uniform"`` or ``"prioritized"``.
-        actors: number of actor processes.
-        started: when the demo started, by ``time.time()``.
-    """
-
-    def __init__(self, folder: Path, *, steps: int, seed: int, sampler: str, actors: int, started: float) -> None:
+    def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(1)  # batches are so small that more threads make them slower
-        torch.manual_seed(seed)
-        self.folder, self.total, self.seed, self.started = folder, steps, seed, started
-        self.agent = Agent()
+        torch.manual_seed(settings.seed)
+        self.settings, self.agent = settings, Agent()
         self.returns: list[float] = []
-        self.kills: list[int] = []
-        """Episodes that had ended when a process was killed."""
+        self.kills: list[int] = []  # numbers of episodes that had ended when a process was killed
+        folder = settings.folder
         self.resumed = (folder / "checkpoints").exists()
         if self.resumed:
-            self.replay = cast("TensorDictReplayBuffer", engram.ReplayBuffer.open(folder / "replay"))
+            self.replay = cast("engram.TensorDictReplayBuffer", engram.ReplayBuffer.open(folder / "replay"))
         else:
-            self.replay = new_replay(folder / "replay", sampler, actors)
+            self.replay = new_replay(folder / "replay", settings.sampler, settings.actors)
         self.checkpoints = engram.Checkpointer(folder / "checkpoints", self.replay, keep=2)
         if self.resumed:
             self._load_network()
         self.updates = max(0, self.steps - LEARN_FROM) // LEARN_EVERY
-        # A shared buffer of one row carries the policy: its readers never see half of a new one, and need no lock.
-        self.policies = engram.ReplayBuffer(storage=engram.LazyTensorStorage(1), shared=True)
-        self.policies.add(self.agent.policy())
-        self.actors = [self._start_actor(lane) for lane in range(actors)]
-        self.say(
-            f"Learner {os.getpid()}; actors {', '.join(str(it.process.pid) for it in self.actors)}, one lane each."
-        )
+        self.actors = [self._start_actor(lane) for lane in range(settings.actors)]
+        pids = ", ".join(str(actor.process.pid) for actor in self.actors)
+        self.say(f"Learner {os.getpid()}; actors {pids}, one lane each.")
 
     def say(self, text: str, color: str | None = None) -> None:
         """Print a line with the time since the demo started."""
-        click.secho(f"[{time.time() - self.started:5.1f} s] {text}", fg=color)
+        click.secho(f"[{time.time() - self.settings.started:5.1f} s] {text}", fg=color)
 
     @property
     def steps(self) -> int:
@@ -115,38 +95,41 @@ class Learner:
         return sum(self.returns[-WINDOW:]) / WINDOW if len(self.returns) >= WINDOW else 0.0
 
     def _start_actor(self, lane: int) -> Actor:
-        return Actor(self.replay, self.policies, lane, 1_000_003 * self.seed + self.steps + lane)
+        return Actor(self.replay, self.agent, lane, 1_000_003 * self.settings.seed + self.steps + lane)
 
-    def _save_network(self) -> tuple[int, dict[str, str]]:
-        """What to save a checkpoint with: the step, and the name of the network's file."""
+    def _save(self) -> engram.SaveHandle:
+        """Begin to save a checkpoint. The network, which it names, is saved before."""
         step = self.steps
-        path = self.folder / f"network-{step}.npz"
+        path = self.settings.folder / f"network-{step}.npz"
         np.savez(path, policy=self.agent.policy().numpy(), returns=self.returns, kills=self.kills)
-        return step, {"network": path.name}
+        handle: engram.SaveHandle = self.checkpoints.save(step, user={"network": path.name}, wait=False)
+        return handle
 
     def _load_network(self) -> None:
         newest = self.checkpoints.list()[0]
-        with np.load(self.folder / f"network-{newest.step}.npz", allow_pickle=False) as saved:
+        with np.load(self.settings.folder / f"network-{newest.step}.npz", allow_pickle=False) as saved:
             self.agent.load_policy(torch.from_numpy(saved["policy"]))
             self.returns, self.kills = saved["returns"].tolist(), [*saved["kills"].tolist(), len(saved["returns"])]
-        self.say(
-            f"A new learner opens the store: {len(self.replay):,} rows are there. Network of {newest.name}.", "green"
-        )
+        rows = f"{len(self.replay):,} rows are there"
+        self.say(f"A new learner opens the store: {rows}. Network of {newest.name}.", "green")
 
-    def train(self) -> bool:
-        """Train until the task is solved or all steps are taken; False if stdin was closed before."""
+    def train(self, parent: Connection) -> bool:
+        """Train until the task is solved or all steps are taken; False if ``parent`` was closed before."""
         events = self._halfway_events()
-        for actor in self.actors:
-            self._grant(actor)
         shown, updates = time.monotonic(), self.updates
-        while not (self.resumed and (self.mean_return > SOLVED or self.steps >= self.total)):
-            ready = wait([STDIN, *(actor.channel for actor in self.actors)], timeout=0.1)
-            if STDIN in ready:  # Ctrl-C, or the command that started this process is dead
+        while not (self.resumed and (self.mean_return > SOLVED or self.steps >= self.settings.steps)):
+            self._grant_steps()
+            ready = wait([parent, *(actor.channel for actor in self.actors)], timeout=0.1)
+            if parent in ready:  # Ctrl-C, or the command that started this process is dead
                 return False
-            for actor in [actor for actor in self.actors if actor.channel in ready]:
-                self._receive(actor)
+            for actor in self.actors:
+                if actor.channel in ready:
+                    self._receive(actor)
             while self.steps >= LEARN_FROM + LEARN_EVERY * self.updates:
-                self._update()
+                batch = self.replay.sample()
+                self.agent.learn(batch)
+                self.replay.update_tensordict_priority(batch)  # does nothing for uniform sampling
+                self.updates += 1
             next(events, None)
             if (elapsed := time.monotonic() - shown) > 2:
                 rate = (self.updates - updates) * BATCH / elapsed
@@ -155,50 +138,36 @@ class Learner:
                 shown, updates = time.monotonic(), self.updates
         return True
 
+    def _grant_steps(self) -> None:
+        """Let the actors that have taken all their steps take more, if there are any left."""
+        for actor in self.actors:
+            left = self.settings.steps - self.steps - sum(other.owed for other in self.actors)
+            if actor.owed == 0 and left > 0:
+                actor.grant(min(left, AT_ONCE))
+
     def _receive(self, actor: Actor) -> None:
-        """Count a row of an actor, or replace the actor if it is dead. Let it take more steps when it has taken all it may."""
+        """Count a row of an actor, or replace the actor if it is dead."""
         row = actor.receive()
         if row is None:
-            actor = self.actors[actor.lane] = self._replace(actor)
+            self._replace(actor)
         elif row.episode_return is not None:
             self.returns.append(row.episode_return)
-        if actor.owed == 0:
-            self._grant(actor)
 
-    def _grant(self, actor: Actor) -> None:
-        """Let an actor take more steps, if there are any left."""
-        left = self.total - self.steps - sum(other.owed for other in self.actors)
-        if left > 0:
-            actor.grant(min(left, AT_ONCE))
-
-    def _replace(self, dead: Actor) -> Actor:
+    def _replace(self, dead: Actor) -> None:
         dead.process.join()
         if dead.process.exitcode != -signal.SIGKILL:
-            raise RuntimeError(
-                f"actor of lane {dead.lane}: expected it to play until its pipe is closed, got exit code "
-                f"{dead.process.exitcode}. Its traceback is above."
-            )
-        successor = self._start_actor(dead.lane)
-        self.say(
-            f"Actor {dead.process.pid} is dead. All {verify(self.replay, dead):,} rows it wrote are intact.", "green"
-        )
-        self.say(f"Actor {successor.process.pid} takes over its lane.")
-        return successor
-
-    def _update(self) -> None:
-        batch = self.replay.sample()
-        self.agent.learn(batch)
-        self.replay.update_tensordict_priority(batch)  # does nothing for uniform sampling
-        self.updates += 1
-        if self.updates % PUBLISH_EVERY == 0:
-            self.policies.add(self.agent.policy())
+            raise RuntimeError(f"The actor of lane {dead.lane} failed with exit code {dead.process.exitcode}.")
+        self.actors[dead.lane] = self._start_actor(dead.lane)
+        intact = verify(self.replay, dead)
+        self.say(f"Actor {dead.process.pid} is dead. All {intact:,} rows it wrote are intact.", "green")
+        self.say(f"Actor {self.actors[dead.lane].process.pid} takes over its lane.")
 
     def _halfway_events(self) -> Iterator[None]:
         """Save a checkpoint, kill an actor, kill this process. Yields while it waits; the second learner has none of this."""
-        while self.resumed or (self.mean_return < SOLVED / 2 and self.steps < self.total // 2):
+        total = self.settings.steps
+        while self.resumed or (self.mean_return < SOLVED / 2 and self.steps < total // 2):
             yield
-        step, user = self._save_network()
-        handle = self.checkpoints.save(step, user=user, wait=False)
+        handle = self._save()
         while not handle.done:
             yield
         report = handle.wait()
@@ -206,53 +175,53 @@ class Learner:
         dead, before = self.actors[0], self.steps
         self.say(f"kill -9 {dead.process.pid} (an actor)", "red")
         self.kills.append(len(self.returns))
-        os.kill(dead.process.pid or 0, signal.SIGKILL)
-        while self.actors[0] is dead or not (self.actors[0].acknowledged or self.steps >= self.total):
+        dead.process.kill()
+        while self.actors[0] is dead or not (self.actors[0].acknowledged or self.steps >= total):
             yield
-        others = [row.seconds for actor in self.actors[1:] for row in actor.acknowledged[before - self.steps :]]
-        self.say(
-            f"Meanwhile {self.steps - before} rows were written; the longest write took {1e3 * max(others, default=0):.1f} ms."
-        )
+        written = self.steps - before
+        longest = max((row.seconds for actor in self.actors[1:] for row in actor.acknowledged[-written:]), default=0)
+        self.say(f"Meanwhile {written} rows were written; the longest write took {1e3 * longest:.1f} ms.")
         self.say(f"kill -9 {os.getpid()} (the learner)", "red")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def report(self) -> None:
         """Save a last checkpoint, plot the learning curve, and say what can be done with the run."""
-        from engram.demo.plot import plot  # takes a second to import
+        folder, saved = self.settings.folder, self._save().wait()
+        self.say(f"{'Solved' if self.mean_return > SOLVED else 'Not solved'} after {saved.steps:,} steps.")
+        self.plot(folder / "demo.png")
+        click.echo(f"Learning curve:          {folder / 'demo.png'}")
+        click.echo(f"Look at the checkpoints: engram inspect {folder / 'checkpoints'}")
+        click.echo(f"Go on with the rows:     engram.ReplayBuffer.open({str(folder / 'replay')!r})")
 
-        step, user = self._save_network()
-        self.checkpoints.save(step, user=user)
-        self.say(f"{'Solved' if self.mean_return > SOLVED else 'Not solved'} after {step:,} steps.")
-        plot(self.returns, self.kills, WINDOW, SOLVED, self.folder / "demo.png")
-        click.echo(f"Learning curve:          {self.folder / 'demo.png'}")
-        click.echo(f"Look at the checkpoints: engram inspect {self.folder / 'checkpoints'}")
-        click.echo(f"Go on with the rows:     engram.ReplayBuffer.open({str(self.folder / 'replay')!r})")
+    def plot(self, path: Path) -> None:
+        """Draw the return of every episode, their mean, and the episodes at which processes were killed."""
+        from matplotlib.figure import Figure  # takes a second
+
+        figure = Figure(figsize=(8, 3.5), layout="constrained")
+        axes, returns = figure.subplots(), self.returns
+        axes.plot(range(1, len(returns) + 1), returns, color="0.75", linewidth=1, label="return of an episode")
+        ends = range(WINDOW, len(returns) + 1)
+        axes.plot(ends, [sum(returns[i - WINDOW : i]) / WINDOW for i in ends], label=f"mean of the last {WINDOW}")
+        axes.axhline(SOLVED, color="0.4", linestyle=":", label="solved")
+        for number, kill in enumerate(self.kills):
+            axes.axvline(kill, color="tab:red", linestyle="--", label="" if number else "kill -9")
+        axes.set(xlabel="episode", ylabel="return", title="DQN on CartPole-v1")
+        axes.legend()
+        figure.savefig(path, dpi=120)
 
     def close(self) -> None:
-        """End the actors and close the buffers."""
+        """End the actors and close the buffer."""
         for actor in self.actors:
             actor.close()
-        self.policies.close()
         self.replay.close()
 
 
-def main() -> None:
-    """The process that :mod:`engram.demo.run` starts."""
-    folder, steps, seed, sampler, actors, started = sys.argv[1:]
+def learn(parent: Connection, settings: Settings) -> None:
+    """What a learner process does. It stops when ``parent`` is closed."""
     logging.getLogger("engram").setLevel(logging.WARNING)
-    learner = Learner(
-        Path(folder), steps=int(steps), seed=int(seed), sampler=sampler, actors=int(actors), started=float(started)
-    )
-    try:
-        if learner.train():
+    with contextlib.closing(Learner(settings)) as learner:
+        if learner.train(parent):
             learner.report()
         elif learner.steps:
-            click.echo(
-                f"\nInterrupted. The store is whole: engram.ReplayBuffer.open({str(learner.folder / 'replay')!r})"
-            )
-    finally:
-        learner.close()
-
-
-if __name__ == "__main__":
-    main()
+            store = str(settings.folder / "replay")
+            click.echo(f"\nInterrupted. The store is whole: engram.ReplayBuffer.open({store!r})")

@@ -2,71 +2,98 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import signal
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
+SAMPLERS = ("prioritized", "uniform")
+MOST_ACTORS = 64
+#: Exit code after Ctrl-C.
 INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+
+
+class Settings(NamedTuple):
+    """What a run is started with.
+
+    Attributes:
+        folder: it gets the store in ``replay``, checkpoints in ``checkpoints``, networks in ``network-STEP.npz``.
+        steps: of all actors together, at most.
+        seed: of networks, environments and exploration.
+        sampler: one of ``SAMPLERS``.
+        actors: number of processes that play.
+        started: by ``time.time()``.
+    """
+
+    folder: Path
+    steps: int
+    seed: int
+    sampler: str
+    actors: int
+    started: float
 
 
 def run(*, steps: int, directory: Path | None, seed: int, sampler: str, actors: int) -> int:
     """Train an agent while an actor and the learner are killed. The exit code: 0, 1 if a process failed, 130 after Ctrl-C.
 
     Args:
-        steps: environment steps, at most.
-        directory: folder of the run, new or empty; None: a numbered one under ``engram-demo``.
-        seed: of networks, environments and exploration.
-        sampler: ``"uniform"`` or ``"prioritized"``.
-        actors: number of processes that play.
+        directory: folder of the run; None: a numbered one under ``engram-demo``.
+        steps, seed, sampler, actors: see :class:`Settings`.
 
     Raises:
         FileExistsError: the folder is not empty.
         ModuleNotFoundError: gymnasium or matplotlib is missing.
     """
     for name in ("gymnasium", "matplotlib"):
-        if sys.modules.get(name, name) is None or find_spec(name) is None:
+        if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    folder = new_folder(Path("engram-demo")) if directory is None else directory
+    folder = directory or new_folder(Path("engram-demo"))
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(
             f"--dir {str(folder)!r}: expected a new or empty folder, found files. Choose another, or remove it."
         )
     folder.mkdir(parents=True, exist_ok=True)
     click.echo(f"DQN on CartPole-v1. Replay in {folder / 'replay'} ({sampler} sampling, seed {seed}).")
-    command = [sys.executable, "-m", "engram.demo.learner"]
-    command += map(str, (folder, steps, seed, sampler, actors, time.time()))
-    code = _wait(command)
+    settings = Settings(folder, steps, seed, sampler, actors, time.time())
+    code = _run_learner(settings)
     if code == -signal.SIGKILL:
-        code = _wait(command)
+        code = _run_learner(settings)
     if code not in (0, INTERRUPTED):
         click.echo(f"Training ended with exit code {code}.")
         return 1
     return code
 
 
-def _wait(command: list[str]) -> int:
-    """Run a learner. It ignores Ctrl-C and stops in order when its stdin is closed, also if this process dies."""
+def _run_learner(settings: Settings) -> int | None:
+    """Run a learner. It ignores Ctrl-C and stops in order when its pipe is closed, also if this process dies."""
+    context = multiprocessing.get_context("spawn")  # returns at once, and leaves this end of the pipe to this process
+    theirs, ours = context.Pipe(duplex=False)
+    learner = context.Process(target=_learn, args=(theirs, settings))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the learner and its actors
+    learner.start()
+    signal.signal(signal.SIGINT, handler)
     try:
-        learner = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - this interpreter, our own module
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    try:
-        return learner.wait()
+        learner.join()
     except KeyboardInterrupt:
-        learner.communicate()  # closes stdin
+        ours.close()
+        learner.join()
         return INTERRUPTED
+    return learner.exitcode
+
+
+def _learn(parent: Connection, settings: Settings) -> None:
+    from engram.demo.learner import learn  # imports torch, which the command does without
+
+    learn(parent, settings)
 
 
 def new_folder(parent: Path) -> Path:
     """``parent/run-001``, or the next number that is free."""
-    number = 1
-    while (parent / f"run-{number:03d}").exists():
-        number += 1
-    return parent / f"run-{number:03d}"
+    folders = (parent / f"run-{number:03d}" for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
