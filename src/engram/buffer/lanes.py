@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,8 +13,16 @@ from engram.errors import RowError
 from engram.state import integer, typed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
     from engram.buffer.wiring import Wiring
     from engram.storages import Count
+
+    #: How a call names lanes.
+    Lane: TypeAlias = int | Sequence[int] | NDArray[np.integer] | Tensor | Literal["each"] | None
 
 
 class Lanes:
@@ -94,6 +102,17 @@ class Lanes:
         if not 0 <= number < lanes:
             raise RowError(f"lane: expected an int in [0, {lanes}) or one per row, got {lane!r}.")
         return number
+
+    def meant(self, lane: object) -> Tensor:
+        """The lanes that a call means which writes no rows: int64 ``[k]``. None: the one that was named; else all, as ``"each"``.
+
+        Raises: as :meth:`of_rows`.
+        """
+        lane = self.default if lane is None else lane
+        if lane is None or (isinstance(lane, str) and lane == "each"):
+            return torch.arange(self._wiring.storage.lanes, device="cpu")
+        checked = self.checked(lane)
+        return checked if isinstance(checked, Tensor) else torch.tensor([checked], device="cpu")
 
     def _checked_each(self, lanes: Tensor) -> Tensor:
         """A lane per row. Checked before anything is allocated."""

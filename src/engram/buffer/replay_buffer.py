@@ -32,8 +32,10 @@ from engram.types import Sampler, Write, Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from engram.buffer.lanes import Lane
     from engram.format.checkpoints import Checkpoint
     from engram.persist.parts import Snapshot
+    from engram.persist.roles import Roles
     from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
@@ -233,6 +235,47 @@ class ReplayBuffer:
         self._discard_prefetched("empty")
         storage.empty(keep_write_count=not empty_write_count)
         storage.notify(None, None)
+
+    def end_trajectory(self, lane: Lane = None, *, terminated: bool = False, roles: Roles | None = None) -> Tensor:
+        """Make the newest step of a lane the last one of its trajectory, as a truncation.
+
+        For an episode that will not go on: its environment was reset or replaced, or the process that wrote it died. Without an end,
+        windows and n-step returns would run on into the next episode. What the stored end flags say is edited in place, so every
+        sampler and process sees the end, also after :meth:`open`; the row keeps its priority.
+
+        Args:
+            lane: an int; a list, tuple, range, array or tensor of ``k`` ints; or ``"each"``, all lanes. Default: the handle's
+                (:meth:`on_lane`); else all. Another process must not write to the lane meanwhile.
+            terminated: the step is terminal, so that values are not bootstrapped from its next observation.
+            roles: what fields mean that are not called as usual, such as ``{("next", "over"): "done"}``. Usual are ``done``,
+                ``terminated``, ``truncated`` and ``step_type`` at any depth, those below ``"next"`` first.
+
+        Returns:
+            int64 ``[k]``, CPU or the storage's device: of each lane the row that has become an end; -1 where nothing changed, as the
+            lane is empty, or its newest step was an end already, of whichever kind. With ``ndim > 1`` ``[columns, ndim]``.
+
+        Written are the ``done`` flag, and ``truncated`` (with ``terminated=True`` that one in its place), those of them that are
+        stored; a ``step_type`` becomes 2, the last step. An edited row has a new ticket: a priority that comes late for the row as it
+        was drawn before is dropped and counted.
+
+        Raises:
+            RowError: no such lane. TypeError: no ints; a list storage, which has no fields.
+            RuntimeError: no stored flag can say it (nothing does where ids alone tell trajectories apart: give the next step
+                another id); a read-only writer, or one that keeps the best rows.
+            KeyError, ValueError: ``roles`` that name no stored field, or no role. Nothing is changed.
+
+        Cost: O(lanes · bytes of a row). Other processes scan for trajectories again at their next draw of windows.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(20, lanes=2))
+        >>> _ = rb.extend({"obs": torch.arange(5), "done": torch.zeros(5, dtype=torch.bool)}, lane=0)
+        >>> rb.end_trajectory().tolist()  # the second lane is empty
+        [4, -1]
+        >>> rb["done"].tolist()
+        [False, False, False, False, True]
+        """
+        return self._rows.end_trajectories(self._lanes.meant(lane), roles, terminated=terminated)
 
     # ---- sampling ------------------------------------------------------------------------------------------------------
 

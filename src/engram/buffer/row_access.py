@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engram import storages
+from engram.buffer.end_flags import EndFlags
 from engram.buffer.write_path import new_containers
 from engram.nested import flatten, has_entries
 from engram.types import Draw
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
+    from engram.persist.roles import Roles
     from engram.storages import Rows
 
 
@@ -114,6 +118,51 @@ class RowAccess:
             entries = {key: value for key, value in entries.items() if any(key[: len(w)] == w for w in wanted)}
         storage = self._fields(call)
         storage.notify(storage.edit_fields(self._where(slice(None)), entries, call), None)
+
+    # ---- ends ------------------------------------------------------------------------------------------------------------
+
+    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+        """What ``ReplayBuffer.end_trajectory`` does in these lanes, int64 ``[k]``."""
+        call = "end_trajectory"
+        self._check_editable(call)
+        wiring, storage = self._wiring, self._fields(call)
+        if wiring.of_writer.rejects:
+            raise RuntimeError(
+                f"{call}: expected rows in the order of steps, a {type(wiring.writer).__name__} keeps the best ones."
+            )
+        newest = self._newest(lanes)
+        rows = newest[newest >= 0]
+        if len(rows):
+            fields = storage.store.schema.fields
+            flags = EndFlags.of(fields, roles, terminated=terminated, call=call)
+            columns, moved = storage.read(rows)
+            if moved:
+                self._reading.read_again(Draw(rows), columns, moved, call)
+            ends = flags.are_set(columns)
+            newest[torch.isin(newest, rows[ends])] = -1
+            rows = rows[~ends]
+            if len(rows):
+                storage.notify(storage.edit_fields(storages.Rows(rows), flags.entries(fields, len(rows)), call), None)
+        index = wiring.user_index(newest)
+        return index if storage.ndim == 1 else index.where(wiring.on_device(newest).unsqueeze(-1) >= 0, -1)
+
+    def _newest(self, lanes: Tensor) -> Tensor:
+        """The newest row of every column of each lane, int64 ``[k · columns]``; -1: there is none. Rows that hold nothing are skipped."""
+        storage = self._wiring.storage
+        extent, width = storage.extent(), math.prod(storage.columns)
+        length = extent.capacity // len(extent.filled)
+        tracks, column = lanes.repeat_interleave(width), torch.arange(width, device="cpu").repeat(len(lanes))
+        start = tracks * length
+        filled, seam = (torch.tensor(words, device="cpu")[tracks] for words in (extent.filled, extent.seam))
+        newest = torch.full_like(tracks, -1)
+        for back in range(width, length + 1, width):
+            place = (seam - start - back) % length
+            inside = (newest < 0) & (place < filled) & (back <= filled)
+            if not bool(inside.any()):
+                break
+            rows = start + place + column
+            newest = newest.where(~inside | (storage.tickets_of(rows) < 0), rows)
+        return newest
 
     def _fields(self, call: str) -> storages.TensorStorage:
         storage = self._wiring.storage

@@ -362,7 +362,7 @@ class TensorStorage(Storage):
         """Whether this was a storage with a row that says nothing of those to come, and is as before its first write now."""
         return False
 
-    def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:  # noqa: ARG002
+    def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:
         """One row to the end of a lane: ``(row, ticket number)``. The short path of ``add``; None: it takes the long one."""
         if self._inherited:
             self.check_inherited()
