@@ -222,6 +222,6 @@ def learn(parent: Connection, settings: Settings) -> None:
     with contextlib.closing(Learner(settings)) as learner:
         if learner.train(parent):
             learner.report()
-        elif learner.steps:
+        elif learner.replay.storage.initialized:
             store = str(settings.folder / "replay")
             click.echo(f"\nInterrupted. The store is whole: engram.ReplayBuffer.open({store!r})")
