@@ -119,10 +119,14 @@ def started(folder):
 
 
 def wait_for(path):
+    wait_until(path.exists)
+
+
+def wait_until(true):
     deadline = time.monotonic() + 100
-    while not path.exists() and time.monotonic() < deadline:
+    while not true() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert path.exists()
+    assert true()
 
 
 def assert_the_store_is_whole(folder):
@@ -138,6 +142,9 @@ def assert_the_store_is_whole(folder):
 def test_control_c_leaves_a_store_that_opens(tmp_path, group):
     process = started(tmp_path / "run")
     wait_for(tmp_path / "run" / "replay" / ".engram" / "store.json")
+    rb = ReplayBuffer.open(tmp_path / "run" / "replay")
+    wait_until(lambda: len(rb) > 0)
+    rb.close()
     (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
