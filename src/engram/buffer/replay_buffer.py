@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 import torch
 from tensordict import is_tensor_collection
@@ -25,6 +25,7 @@ from engram.buffer.saving import Saving
 from engram.buffer.settings import Settings
 from engram.buffer.wiring import Wiring, checked_generator, component, first_storage
 from engram.buffer.write_path import WritePath, rows_of
+from engram.env import record
 from engram.pinning import pinning_for
 from engram.transforms import Compose
 from engram.types import Sampler, Write, Writer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from engram.buffer.lanes import Lane
+    from engram.env.recording import Names
     from engram.format.checkpoints import Checkpoint
     from engram.persist.parts import Snapshot
     from engram.persist.roles import Roles
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.types import Commit, Form
+
+E = TypeVar("E")
 
 
 class ReplayBuffer:
@@ -276,6 +280,53 @@ class ReplayBuffer:
         [False, False, False, False, True]
         """
         return self._rows.end_trajectories(self._lanes.meant(lane), roles, terminated=terminated)
+
+    def record(self, env: E, *, lane: Lane = None, names: Names | None = None) -> E:
+        """Wrap an environment, so that every step it takes becomes a row.
+
+        Args:
+            env: a Gymnasium ``Env`` or ``VectorEnv``, a PettingZoo ``ParallelEnv`` or a dm_env ``Environment``.
+            lane: where its steps go: an int for one environment; of ``n`` environments (or agents) a list, range, array or tensor of
+                ``n`` ints, or ``"each"``. Default: the handle's (:meth:`on_lane`), else ``"each"``.
+            names: under which fields are stored that are to have other names, by the usual one:
+                ``{"observation": "obs", ("next", "observation"): "next_obs"}``.
+
+        Returns:
+            An environment of the same kind. Its ``reset`` and ``step`` return exactly what those of ``env`` do; attributes are those of
+            ``env``. Train with it as before: ``obs, reward, terminated, truncated, info = env.step(action)``.
+
+        A row is ``observation, action`` and below ``"next"`` ``observation, reward, terminated, truncated, done``, where ``done`` is
+        either of the two others. Dtypes are those of the spaces, nested like these; rewards are float32. In a
+        :class:`TensorDictReplayBuffer` the last four are ``[n, 1]``, else ``[n]``.
+
+        Rows are what a correct agent has seen: ``metadata["autoreset_mode"]`` of a vector says how. Under ``NEXT_STEP`` the step after
+        an end only resets, and is no row. Under ``SAME_STEP`` the next observation of a last step is ``infos["final_obs"]``. Under
+        ``DISABLED`` an episode begins with ``reset(options={"reset_mask": …})``.
+
+        What was open in these lanes ends at once as a truncation (:meth:`end_trajectory`), such as an episode that ``kill -9`` has
+        cut. So does an episode that a ``reset`` cuts, or a step that raised or was interrupted.
+
+        Of PettingZoo, each agent in ``possible_agents`` is recorded as an environment of its own, in this order. Of dm_env, an end with
+        a discount of 0 is terminal, every other one a truncation; other discounts are not recorded.
+
+        Raises:
+            TypeError: another kind of environment; a space of texts, graphs or sequences; a list storage.
+            ValueError: not a lane for each environment; an unknown autoreset mode; agents with different spaces; names that collide.
+            KeyError: ``names`` of something that is not recorded. What :meth:`end_trajectory` and, at each step, :meth:`extend` raise.
+
+        Cost: one :meth:`extend` a step, and a copy of the observations.
+
+        >>> import gymnasium
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000, lanes=2), batch_size=8)
+        >>> env = rb.record(gymnasium.make_vec("CartPole-v1", num_envs=2))
+        >>> observation, info = env.reset(seed=0)
+        >>> for _ in range(20):
+        ...     observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        >>> rb.sample()["next"]["observation"].shape
+        torch.Size([8, 4])
+        """
+        return record(self, env, self._lanes.meant(lane), names, tensordicts=self._writing.takes_tensordicts)
 
     # ---- sampling ------------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ class TensorDictReadPath(ReadPath):
 class TensorDictWritePath(WritePath):
     """Rows may bring their first priority along. What the sampler would refuse is refused before rows are written."""
 
+    takes_tensordicts = True
+
     def add(self, data: object, lane: int | None) -> Any:
         row, priority = _to_store(data, "add"), self._priority_in(data)
         if priority is None:

@@ -40,6 +40,9 @@ class Arrived(NamedTuple):
 class WritePath:
     """Writes rows, and keeps what the writes of one buffer need besides its components: its lane and its recipe."""
 
+    #: Whether all rows are TensorDicts.
+    takes_tensordicts = False
+
     def __init__(
         self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Prefetching | None
     ) -> None:

@@ -1,0 +1,48 @@
+"""Recording of environments: what an agent sees and does becomes rows of a buffer."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from engram.env.recording import Recording
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.env.nesting import Spec
+    from engram.env.recording import Names, Recordable
+
+__all__ = ["record"]
+
+E = TypeVar("E")
+
+
+def record(buffer: Recordable, env: E, lanes: Tensor, names: Names | None, *, tensordicts: bool) -> E:
+    """What ``ReplayBuffer.record`` does, into these lanes of a buffer.
+
+    A library is imported only where the program has imported it already, as an environment of its own has.
+    """
+
+    def begin(count: int, observation: Spec, action: Spec) -> Recording:
+        return Recording(buffer, lanes, count, (observation, action), names, tensordicts=tensordicts)
+
+    recorded: object = None
+    if "gymnasium" in sys.modules:
+        from engram.env import gymnasium
+
+        recorded = gymnasium.recorded(env, begin)
+    if recorded is None and "pettingzoo" in sys.modules:
+        from engram.env import pettingzoo
+
+        recorded = pettingzoo.recorded(env, begin)
+    if recorded is None and "dm_env" in sys.modules:
+        from engram.env import dm_env
+
+        recorded = dm_env.recorded(env, begin)
+    if recorded is None:
+        raise TypeError(
+            "record: expected a gymnasium.Env or gymnasium.vector.VectorEnv, a pettingzoo.ParallelEnv or a dm_env.Environment, "
+            f"got {type(env).__module__}.{type(env).__qualname__}."
+        )
+    return cast("E", recorded)

@@ -1,0 +1,90 @@
+"""Environments of dm_env."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import dm_env
+import numpy as np
+from dm_env import specs
+
+from engram.env.nesting import alone, checked_dtype, conformed
+
+if TYPE_CHECKING:
+    from engram.env.nesting import Nested, Spec
+    from engram.env.recording import Begin, Recording
+
+
+def recorded(env: object, begin: Begin) -> object:
+    """The environment, recorded; None if it is not one of dm_env."""
+    if not isinstance(env, dm_env.Environment):
+        return None
+    spaces = _spec_of(env.observation_spec(), "observation"), _spec_of(env.action_spec(), "action")
+    return RecordedEnvironment(env, spaces, begin(1, *spaces))
+
+
+def _spec_of(spec: object, field: str) -> Spec:
+    """The dtypes of a spec. Raises ``TypeError``: one of something else than numbers."""
+    if isinstance(spec, dict):
+        return {key: _spec_of(entry, f"{field}[{key!r}]") for key, entry in spec.items()}
+    if isinstance(spec, tuple | list):
+        return tuple(_spec_of(entry, f"{field}[{i}]") for i, entry in enumerate(spec))
+    return checked_dtype(spec.dtype if isinstance(spec, specs.Array) else None, field, spec)
+
+
+class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships no types
+    """One environment. An end with a discount of 0 is terminal, every other one a truncation. First steps are no rows."""
+
+    def __init__(self, env: dm_env.Environment, spaces: tuple[Spec, Spec], recording: Recording) -> None:
+        self._env = env
+        self._spaces = spaces
+        self._recording = recording
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._env, name)
+
+    def reset(self) -> dm_env.TimeStep:
+        """As the environment's."""
+        timestep = self._env.reset()
+        self._recording.begin(self._observed(timestep))
+        return timestep
+
+    def step(self, action: object) -> dm_env.TimeStep:
+        """As the environment's."""
+        recording = self._recording
+        acting = recording.act()
+        timestep = self._env.step(action)
+        observed = self._observed(timestep)
+        if timestep.first():  # it was reset, and passed over the action
+            recording.begin(observed)
+            return timestep
+        terminated = timestep.last() and not np.any(timestep.discount)
+        acted = alone(conformed(self._spaces[1], action, "action"))
+        over = recording.write(
+            acting, acted, observed, [timestep.reward], [terminated], [timestep.last() and not terminated]
+        )
+        recording.go_on(observed, ~over, acting)
+        return timestep
+
+    def observation_spec(self) -> object:
+        """As the environment's."""
+        return self._env.observation_spec()
+
+    def action_spec(self) -> object:
+        """As the environment's."""
+        return self._env.action_spec()
+
+    def reward_spec(self) -> object:
+        """As the environment's."""
+        return self._env.reward_spec()
+
+    def discount_spec(self) -> object:
+        """As the environment's."""
+        return self._env.discount_spec()
+
+    def close(self) -> None:
+        """As the environment's."""
+        self._env.close()
+
+    def _observed(self, timestep: dm_env.TimeStep) -> Nested:
+        return alone(conformed(self._spaces[0], timestep.observation, "observation"))

@@ -1,0 +1,141 @@
+"""Environments of Gymnasium: one, or a vector of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, SupportsFloat, TypeAlias
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+
+from engram.env.nesting import alone, checked_dtype, conformed, copied, pick, put
+
+if TYPE_CHECKING:
+    from engram.env.nesting import Nested, Spec
+    from engram.env.recording import Begin, Mask, Recording
+
+    Vector: TypeAlias = VectorEnv[object, object, Mask]
+
+
+def recorded(env: object, begin: Begin) -> object:
+    """The environment, recorded; None if it is not one of Gymnasium."""
+    if isinstance(env, VectorEnv):
+        mode = autoreset_mode(env)
+        observation, action = (
+            spec_of(env.single_observation_space, "observation"),
+            spec_of(env.single_action_space, "action"),
+        )
+        return RecordedVector(env, mode, observation, begin(env.num_envs, observation, action))
+    if isinstance(env, gymnasium.Env):
+        observation, action = spec_of(env.observation_space, "observation"), spec_of(env.action_space, "action")
+        return RecordedEnv(env, observation, action, begin(1, observation, action))
+    return None
+
+
+def spec_of(space: object, field: str) -> Spec:
+    """The dtypes of a space. Raises ``TypeError``: one of something else than numbers of a fixed shape."""
+    if isinstance(space, spaces.Dict):
+        return {key: spec_of(entry, f"{field}[{key!r}]") for key, entry in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(spec_of(entry, f"{field}[{i}]") for i, entry in enumerate(space.spaces))
+    return checked_dtype(
+        space.dtype if isinstance(space, spaces.Space) and space.shape is not None else None, field, space
+    )
+
+
+def autoreset_mode(env: Vector) -> AutoresetMode:
+    """When the environments of a vector are reset. Raises ``ValueError``: it does not say."""
+    mode = env.metadata.get("autoreset_mode")
+    try:
+        return AutoresetMode(mode)
+    except ValueError:
+        raise ValueError(
+            f"record: expected env.metadata['autoreset_mode'] to be one of {[str(known) for known in AutoresetMode]}, got {mode!r}. "
+            "It says whether the step after an end is one of the next episode. Set it."
+        ) from None
+
+
+class RecordedEnv(gymnasium.Wrapper[object, object, object, object]):
+    """One environment, each step of which becomes a row. A step after an end, in place of a reset, is none."""
+
+    def __init__(
+        self, env: gymnasium.Env[object, object], observation: Spec, action: Spec, recording: Recording
+    ) -> None:
+        super().__init__(env)
+        self._spec_of_observation, self._spec_of_action = observation, action
+        self._recording = recording
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, object] | None = None
+    ) -> tuple[object, dict[str, object]]:
+        """As the environment's."""
+        result = self.env.reset(seed=seed, options=options)
+        self._recording.begin(self._observed(result[0]))
+        return result
+
+    def step(self, action: object) -> tuple[object, SupportsFloat, bool, bool, dict[str, object]]:
+        """As the environment's."""
+        recording = self._recording
+        acting = recording.act()
+        result = self.env.step(action)
+        observation, reward, terminated, truncated, _ = result
+        observed = self._observed(observation)
+        acted = alone(conformed(self._spec_of_action, action, "action"))
+        over = recording.write(acting, acted, observed, [reward], [terminated], [truncated])
+        recording.go_on(observed, ~over, acting)
+        return result
+
+    def _observed(self, observation: object) -> Nested:
+        return alone(conformed(self._spec_of_observation, observation, "observation"))
+
+
+class RecordedVector(VectorWrapper[object, object, object, object, "Mask"]):
+    """A vector of environments, each step of each of which becomes a row in the lane of its own."""
+
+    def __init__(self, env: Vector, mode: AutoresetMode, observation: Spec, recording: Recording) -> None:
+        super().__init__(env)
+        self._mode = mode
+        self._spec_of_observation = observation
+        self._recording = recording
+        #: Which environments take no step before they are reset.
+        self._waiting = np.zeros(env.num_envs, np.bool_)
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, object] | None = None
+    ) -> tuple[object, dict[str, object]]:
+        """As the environment's."""
+        mask = None if options is None else options.get("reset_mask")
+        which: Mask = np.ones_like(self._waiting) if mask is None else np.array(mask, np.bool_)
+        result = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type] # vectors take a list of seeds, too
+        self._recording.begin(result[0], which)
+        self._waiting = self._waiting & ~which
+        return result
+
+    def step(self, actions: object) -> tuple[object, Mask, Mask, Mask, dict[str, object]]:
+        """As the environment's."""
+        recording = self._recording
+        acting = recording.act()
+        result = self.env.step(actions)
+        observation, reward, terminated, truncated, infos = result
+        following = observation
+        if self._mode is AutoresetMode.SAME_STEP:
+            following = self._followed(observation, np.logical_or(terminated, truncated), infos)
+        over = recording.write(acting, actions, following, reward, terminated, truncated)
+        if self._mode is AutoresetMode.NEXT_STEP:  # the next step resets those that are over, and is none of theirs
+            self._waiting = over
+        elif self._mode is AutoresetMode.DISABLED:
+            self._waiting = self._waiting | over
+        recording.go_on(observation, ~self._waiting, acting)
+        return result
+
+    def _followed(self, observation: object, over: Mask, infos: dict[str, object]) -> object:
+        """What followed the step: the last observation of an episode that is over, and not the first of the next one."""
+        if not over.any():
+            return observation
+        if "final_obs" not in infos:
+            raise RuntimeError(f"step: expected infos['final_obs'] of episodes that are over, got {list(infos)}.")
+        following = copied(conformed(self._spec_of_observation, observation, "observation"))
+        for i in over.nonzero()[0].tolist():
+            put(following, i, pick(infos["final_obs"], i))  # type: ignore[arg-type] # an array of objects, or nested as they are
+        return following

@@ -1,0 +1,221 @@
+"""Steps of environments become rows: what is the same for all kinds of environments.
+
+An adapter calls, for ``n`` environments that are stepped together, one to a lane::
+
+    begin(observation)                        after a reset
+    acting = act()                            before a step
+    write(acting, action, following, …)       after it
+    go_on(observation, running, acting)       what the next actions answer to
+
+Observations and actions have a leading dimension ``n``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from engram.env.nesting import conformed, copied, has_tuple, pick, put, taken
+from engram.field_paths import checked_path, public
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.env.nesting import Nested, Spec
+    from engram.field_paths import FieldPath
+    from engram.persist.roles import Roles
+    from engram.storages import Storage
+
+    Key: TypeAlias = str | tuple[str, ...]
+    #: Names under which fields are stored, by the usual ones.
+    Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
+    #: Begins to record some number of environments with such observations and actions.
+    Begin: TypeAlias = Callable[[int, Spec, Spec], "Recording"]
+    Mask: TypeAlias = NDArray[np.bool_]
+
+#: What is recorded of a step.
+FIELDS: tuple[FieldPath, ...] = (
+    ("observation",),
+    ("action",),
+    ("next", "observation"),
+    ("next", "reward"),
+    ("next", "terminated"),
+    ("next", "truncated"),
+    ("next", "done"),
+)
+#: Those of them that are one number; TensorDicts have them with a dimension of 1.
+_NUMBERS = FIELDS[3:]
+_FLAGS = FIELDS[4:]
+
+
+class Recordable(Protocol):
+    """What a recording asks of a buffer."""
+
+    @property
+    def storage(self) -> Storage:
+        """What holds the rows."""
+
+    def extend(self, data: object, *, lane: Tensor) -> Tensor:
+        """Write rows, one to each of these lanes."""
+
+    def end_trajectory(self, lane: Tensor, *, roles: Roles) -> Tensor:
+        """Make the newest step of each of these lanes an end."""
+
+
+class Recording:
+    """Writes the steps of ``n`` environments that are stepped together, those of each to a lane of its own.
+
+    Args:
+        buffer: where rows go. The trajectories that are open in the lanes end at once: their episodes will not go on.
+        lanes: int64 ``[n]``.
+        count: ``n``.
+        spaces: dtypes of an observation and of an action of one environment.
+        names: under which fields are stored.
+        tensordicts: rows are TensorDicts; else dicts.
+
+    Raises:
+        TypeError: a list storage, or one with ``ndim > 1``; tuples for TensorDicts. ValueError: not a lane per environment; names
+            that collide. KeyError: a name for something that is not recorded. What the buffer raises that ends trajectories.
+    """
+
+    def __init__(
+        self,
+        buffer: Recordable,
+        lanes: Tensor,
+        count: int,
+        spaces: tuple[Spec, Spec],
+        names: Names | None,
+        *,
+        tensordicts: bool,
+    ) -> None:
+        _check(buffer.storage, lanes, count)
+        if tensordicts and any(map(has_tuple, spaces)):
+            raise TypeError(
+                "record: a TensorDict holds no tuples, but a space of the environment is one: use a ReplayBuffer."
+            )
+        self._buffer = buffer
+        self._lanes = lanes
+        self._observation_spec, self._action_spec = spaces
+        self._paths = stored_paths(names)
+        self._roles: Roles = {self._paths[flag]: flag[-1] for flag in _FLAGS}
+        self._tensordicts = tensordicts
+        self._before: Nested | None = None
+        #: Whose next step is a row: it answers to what stands in ``_before``.
+        self._running = np.zeros(count, np.bool_)
+        #: In whose lane the newest row is no end.
+        self._open = np.zeros(count, np.bool_)
+        buffer.end_trajectory(lanes, roles=self._roles)
+
+    def begin(self, observation: object, which: Mask | None = None) -> None:
+        """Environments were reset, ``which`` of them: bool ``[n]``, default all. Episodes that they were in end as truncations."""
+        which = np.ones_like(self._running) if which is None else which
+        found = conformed(self._observation_spec, observation, "observation")
+        self._end(which)
+        if self._before is None or which.all():
+            self._before = copied(found)
+        else:
+            for i in which.nonzero()[0].tolist():
+                put(self._before, i, pick(found, i))
+        self._running = self._running | which
+
+    def act(self) -> Mask:
+        """Of which environments the next step is a row: bool ``[n]``. Of none, until :meth:`go_on`.
+
+        So if the step raises, what comes later does not seem to follow what was before.
+        """
+        acting, self._running = self._running, np.zeros_like(self._running)
+        return acting
+
+    def write(
+        self, acting: Mask, action: object, following: object, reward: object, terminated: object, truncated: object
+    ) -> Mask:
+        """Write the step of the environments that were acting: whether the episode of each is over, bool ``[n]``.
+
+        Args:
+            acting: whose step is a row, bool ``[n]``. What is said of the others is passed over.
+            action: taken.
+            following: what was observed then, the last observation of an episode that is over.
+            reward, terminated, truncated: ``[n]``.
+        """
+        ends = np.asarray(terminated, np.bool_), np.asarray(truncated, np.bool_)
+        over: Mask = ends[0] | ends[1]
+        if acting.any():
+            assert self._before is not None  # one that acts has begun
+            values: tuple[Nested, ...] = (
+                self._before,
+                conformed(self._action_spec, action, "action"),
+                conformed(self._observation_spec, following, "next observation"),
+                np.asarray(reward, np.float32),
+                *ends,
+                over,
+            )
+            lanes = self._lanes
+            if not acting.all():
+                rows = acting.nonzero()[0]
+                values, lanes = tuple(taken(value, rows) for value in values), lanes[torch.from_numpy(rows)]
+            self._buffer.extend(self._rows(values, len(lanes)), lane=lanes)
+            self._open[acting] = ~over[acting]
+        return over
+
+    def go_on(self, observation: object, running: Mask, acting: Mask) -> None:
+        """What the next actions answer to, of the environments that are ``running``. Of those ``acting`` the last step was a row."""
+        self._end(running & ~acting)
+        if running.any():
+            self._before = copied(conformed(self._observation_spec, observation, "observation"))
+        self._running = running
+
+    def _end(self, which: Mask) -> None:
+        """End what is open in the lanes of these environments."""
+        left = which & self._open
+        if left.any():
+            self._buffer.end_trajectory(self._lanes[torch.from_numpy(left)], roles=self._roles)
+            self._open &= ~left
+
+    def _rows(self, values: tuple[Nested, ...], n: int) -> object:
+        """A batch of ``n`` rows in the form of the buffer."""
+        rows: dict[str, object] = {}
+        for field, value in zip(FIELDS, values, strict=True):
+            *above, name = self._paths[field]
+            entries = rows
+            for part in above:
+                entries = entries.setdefault(part, {})  # type: ignore[assignment] # names do not collide
+            entries[name] = value[:, None] if self._tensordicts and field in _NUMBERS else value  # type: ignore[call-overload, index]
+        return TensorDict(rows, [n]) if self._tensordicts else rows
+
+
+def stored_paths(names: Names | None) -> dict[FieldPath, FieldPath]:
+    """Where each of :data:`FIELDS` is stored. Raises ``KeyError``, ``TypeError``, ``ValueError``: bad ``names``."""
+    paths = {field: field for field in FIELDS}
+    for key, name in dict(names or {}).items():
+        field = checked_path(key, "record: names")
+        if field not in paths:
+            raise KeyError(f"record: names: expected some of {[public(one) for one in FIELDS]}, got {public(field)!r}.")
+        paths[field] = checked_path(name, f"record: names: {key!r}")
+    stored = list(paths.values())
+    for i, one in enumerate(stored):
+        for other in stored[:i]:
+            if one[: len(other)] == other[: len(one)]:
+                raise ValueError(
+                    f"record: names: expected names that do not collide, got {public(other)!r} and {public(one)!r}."
+                )
+    return paths
+
+
+def _check(storage: Storage, lanes: Tensor, count: int) -> None:
+    """Raise unless a storage and its lanes can take the steps of so many environments."""
+    if not storage.traits.has_fields or storage.ndim > 1:
+        got = type(storage).__name__ if storage.ndim == 1 else f"ndim={storage.ndim}"
+        raise TypeError(
+            f"record: expected a tensor storage, such as LazyTensorStorage(max_size, lanes={count}), got {got}."
+        )
+    if len(lanes) != count or len(set(lanes.tolist())) != count:
+        raise ValueError(
+            f"record: lane: expected a lane of its own for each of {count} environments, got {lanes.tolist()}. Make the storage with "
+            f"lanes={count}, or name {count} of its {storage.lanes} lanes with lane=."
+        )
