@@ -47,7 +47,7 @@ def test_columns():
         ReplayBuffer(storage=LazyTensorStorage(40, ndim=2)).record(TaleEnv())
 
 
-@pytest.mark.parametrize("env", [None, "CartPole-v1", gymnasium.make, object()], ids=str)
+@pytest.mark.parametrize("env", [None, "CartPole-v1", gymnasium.make, object()], ids=lambda env: type(env).__name__)
 def test_no_environment(env):
     with pytest.raises(TypeError, match=r"record: expected a gymnasium.Env .* got \w+\.\w+\."):
         buffer().record(env)
