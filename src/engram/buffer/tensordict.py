@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
@@ -18,6 +18,8 @@ from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from engram.buffer.lanes import Lane
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
@@ -61,7 +63,7 @@ class TensorDictWritePath(WritePath):
             self._update_priority(index, priority)
         return index
 
-    def extend(self, data: object, lane: int | Tensor | str | None, *, update_priority: bool | None = None) -> Tensor:
+    def extend(self, data: object, lane: Lane, *, update_priority: bool | None = None) -> Tensor:
         data = _to_store(data, "extend")
         priority = None if update_priority is False else self._priority_in(data)
         if priority is None:
@@ -152,9 +154,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """
         return self._writing.add(data, lane)
 
-    def extend(
-        self, data: Any, *, lane: int | Tensor | Literal["each"] | None = None, update_priority: bool | None = None
-    ) -> Tensor:
+    def extend(self, data: Any, *, lane: Lane = None, update_priority: bool | None = None) -> Tensor:
         """As :meth:`ReplayBuffer.extend`, for a TensorDict with a batch dimension.
 
         Args:

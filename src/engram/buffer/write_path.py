@@ -17,7 +17,7 @@ from engram.types import Write, WritePlan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.buffer.lanes import Lanes
+    from engram.buffer.lanes import Lane, Lanes
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.recipe import Recipe
     from engram.buffer.settings import Settings
@@ -113,7 +113,7 @@ class WritePath:
 
     # ---- a batch ---------------------------------------------------------------------------------------------------------
 
-    def extend(self, data: object, lane: int | Tensor | str | None) -> Tensor:
+    def extend(self, data: object, lane: Lane) -> Tensor:
         """Write a batch of rows: what ``ReplayBuffer.extend`` returns."""
         data = self.arrived_rows(data)
         return self._wiring.no_index() if data is HELD_BACK else self.write_rows(data, lane)
@@ -129,7 +129,7 @@ class WritePath:
                 return HELD_BACK
         return data
 
-    def write_rows(self, data: object, lane: int | Tensor | str | None) -> Tensor:
+    def write_rows(self, data: object, lane: Lane) -> Tensor:
         """Write a batch that went through the transforms."""
         wiring = self._wiring
         storage = wiring.storage
