@@ -25,3 +25,11 @@ def test_what_is_not_there_yet_is_named_with_what_will_carry_it(value):
 def test_unknown_arguments_are_refused_whatever_they_are(value):
     with pytest.raises(TypeError, match=r"^ReplayBuffer: unexpected argument 'sise'\.$"):
         reject_unsupported("ReplayBuffer", {"sise": value}, NOT_YET)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("sise", " Did you mean size?"), ("batchSize", " Did you mean batch_size?"), ("colour", "")]
+)
+def test_an_argument_that_is_close_is_asked_about(name, meant):
+    with pytest.raises(TypeError, match=rf"^f: unexpected argument '{name}'\.{meant.replace('?', '[?]')}$"):
+        reject_unsupported("f", {name: 1}, NOT_YET, ("size", "batch_size"))

@@ -91,6 +91,17 @@ void bind_threads(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const engram::NoMemory& known) {
+      PyErr_SetString(PyExc_MemoryError, (std::string(known.what()) + ".").c_str());
+    } catch (const std::bad_alloc&) {  // its own text is that of C++
+      PyErr_SetString(PyExc_MemoryError, "expected more free memory than this machine has. Ask for fewer rows.");
+    } catch (const std::length_error&) {
+      PyErr_SetString(PyExc_MemoryError, "expected fewer rows than any memory holds. Ask for fewer rows.");
+    }
+  });
   nb::set_leak_warnings(false);  // what a program holds at its end is not a leak
   m.doc() = "The native core of engram. Private: use the classes of the package.";
   m.def("raise_stalled_as", &raise_as<engram::Stalled>, "kind"_a, "The exception of waits that ended in vain, from now on.");

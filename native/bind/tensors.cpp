@@ -9,6 +9,8 @@
 #include <new>
 #include <utility>
 
+#include "../core/check.h"
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -230,15 +232,16 @@ OutputBuffer::OutputBuffer(const RowSpec& spec, std::int64_t most) : spec_(&spec
     take_allocated(most);
     return;
   }
-  std::size_t bytes = 0;
-  bool too_large = __builtin_mul_overflow((spec.bits + 7u) / 8u, static_cast<std::size_t>(most), &bytes);
+  std::size_t row_bytes = (spec.bits + 7u) / 8u, bytes = 0;
+  bool too_large = false;
   for (const std::int64_t size : spec.shape) {
-    too_large |= __builtin_mul_overflow(bytes, static_cast<std::size_t>(size), &bytes);
+    too_large |= __builtin_mul_overflow(row_bytes, static_cast<std::size_t>(size), &row_bytes);
   }
-  if (too_large || bytes > std::size_t{1} << 47) throw std::bad_alloc();
+  too_large |= __builtin_mul_overflow(row_bytes, static_cast<std::size_t>(most), &bytes);
+  if (too_large || bytes > std::size_t{1} << 47) throw NoMemory(most, row_bytes);
   const std::size_t ndim = spec.shape.size() + 1;
   memory_ = static_cast<std::byte*>(std::malloc(sizeof(ManagedTensor) + 2 * sizeof(std::int64_t) * ndim + 64 + bytes));
-  if (memory_ == nullptr) throw std::bad_alloc();
+  if (memory_ == nullptr) throw NoMemory(most, row_bytes);
   data_ = values_in(memory_, ndim);
 }
 

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -20,6 +21,18 @@ struct Stalled : std::runtime_error {
 struct NothingLive : std::runtime_error {
   explicit NothingLive(const std::string& why, const std::string& advice = "Add data before sampling")
       : std::runtime_error("sample: " + why + ". " + advice) {}
+};
+
+/// Memory for so many rows of so many bytes is not there.
+class NoMemory : public std::bad_alloc {
+ public:
+  NoMemory(std::int64_t rows, std::size_t row_bytes)
+      : what_("expected memory for a batch of " + std::to_string(rows) + " rows of " + std::to_string(row_bytes) +
+              " bytes in one field, which this machine does not have. Ask for fewer rows") {}
+  const char* what() const noexcept override { return what_.what(); }
+
+ private:
+  std::runtime_error what_;  // copied without an exception
 };
 
 /// Shared memory says what no store says: something else has written there.

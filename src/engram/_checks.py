@@ -2,11 +2,69 @@
 
 from __future__ import annotations
 
+import operator
+import os
+from pathlib import Path
 
-def check_count(what: str, value: object, noun: str = "", *, least: int = 1) -> int:
-    """A number of things. Raises ``TypeError``: it is no int. ``ValueError``: it is below ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what}: expected an int, got {type(value).__name__}.")
-    if value < least:
-        raise ValueError(f"{what}: expected at least {f'{least} {noun}'.strip()}, got {value}.")
-    return value
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Above any number of rows, and an int64 with room to add to.
+_MOST = 1 << 62
+
+
+def check_count(what: str, value: object, noun: str = "", *, least: int = 1, most: int = _MOST) -> int:
+    """A number of things: an int, or what Python takes for one, such as ``np.int64``. Returns it as an int.
+
+    Raises ``TypeError``: it is none. ``ValueError``: it is below ``least`` or above ``most``.
+    """
+    number = value if isinstance(value, int) and not isinstance(value, bool) else _as_int(value)
+    if number is None:
+        whole = isinstance(value, float) and value.is_integer()
+        raise TypeError(
+            f"{what}: expected an int, got {type(value).__name__}." + (f" Write {value:.0f}." if whole else "")
+        )
+    if number < least:
+        raise ValueError(f"{what}: expected at least {f'{least} {noun}'.strip()}, got {number}.")
+    if number > most:
+        raise ValueError(f"{what}: expected at most {f'{most} {noun}'.strip()}, got {number}.")
+    return number
+
+
+def _as_int(value: object) -> int | None:
+    """None: it is no int. A bool is none, nor is a tensor."""
+    if isinstance(value, bool | Tensor):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type] # that is the question
+    except TypeError:
+        return None
+
+
+def check_path(what: str, value: object) -> Path:
+    """The path of a file or folder, absolute. Raises ``TypeError``: it is none."""
+    try:
+        path = os.fsdecode(value)  # type: ignore[arg-type] # that is the question
+    except TypeError:
+        raise TypeError(f"{what}: expected a path, got {type(value).__name__}.") from None
+    if "\0" in path:
+        raise ValueError(f"{what}: expected a path without null characters, got {path!r}.")
+    return Path(path).absolute()
+
+
+def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of any array, list or range as a tensor on the CPU; a tensor as it is.
+
+    Raises ``TypeError``: they are none. ``ValueError``: they have no common shape.
+    """
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(np.asarray(value), dtype=dtype, device="cpu")
+    except (TypeError, RuntimeError):
+        raise TypeError(
+            f"{what}: expected a number, or a list, range, array or tensor of numbers, got {type(value).__name__}."
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{what}: expected an array or tensor of one shape, got {type(value).__name__}.") from error

@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 
 
+def named_device(device: torch.device | str | int, name: str) -> torch.device:
+    """A device by name. Raises ``RuntimeError``: it is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise RuntimeError(f"{name}: expected a torch.device or its name, got {device!r:.40}.") from error
+
+
 def existing_device(device: torch.device | str | int, name: str) -> torch.device:
     """A device of this machine, with its index.
 
     Raises:
         RuntimeError: there is none of that name.
     """
-    try:
-        made = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise RuntimeError(f"{name}: expected a device, got {device!r}: {error}") from error
+    made = named_device(device, name)
     if made.type in ("cpu", "meta"):
         return made
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

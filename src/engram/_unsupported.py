@@ -1,20 +1,55 @@
-"""Arguments of TorchRL that engram does not have yet: rejected by name, never ignored."""
+"""Arguments that engram does not take: TorchRL's later ones and unknown ones are rejected by name, never ignored."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
-def reject_unsupported(call: str, arguments: Mapping[str, object], not_yet: Mapping[str, str]) -> None:
+def reject_unsupported(
+    call: str,
+    arguments: Mapping[str, object],
+    not_yet: Mapping[str, str],
+    taker: Callable[..., object] | Iterable[str] = (),
+) -> None:
     """Raise ``TypeError`` for arguments that are left over.
 
-    ``not_yet`` names the known ones, with what will carry them. Their "off" values None and False are accepted.
+    Args:
+        call: what messages begin with.
+        arguments: the arguments.
+        not_yet: the known ones, with what will carry them. Their "off" values None and False are accepted.
+        taker: the class or function that was called, or the names of its arguments, among which a message looks for the one meant.
     """
     for name, value in arguments.items():
         if name not in not_yet:
-            raise TypeError(f"{call}: unexpected argument {name!r}.")
+            raise TypeError(f"{call}: unexpected argument {name!r}.{meant(name, taker)}")
         if value is not None and value is not False:
             raise TypeError(f"{call}: the argument {name!r} is not supported yet; it will come with {not_yet[name]}.")
+
+
+def meant(name: str, taker: Callable[..., object] | Iterable[str]) -> str:
+    """A question after the argument that a misspelt one may mean; empty if none is close.
+
+    >>> from engram._unsupported import meant
+    >>> meant("batchsize", ["size", "batch_size"])
+    ' Did you mean batch_size?'
+    """
+    close = difflib.get_close_matches(name.lower(), _arguments_of(taker), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _arguments_of(taker: Callable[..., object] | Iterable[str]) -> list[str]:
+    if not callable(taker):
+        return list(taker)
+    calls = (
+        [vars(cls)["__init__"] for cls in taker.__mro__ if "__init__" in vars(cls)]
+        if inspect.isclass(taker)
+        else [taker]
+    )
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    signatures = [inspect.signature(call).parameters.values() for call in calls if inspect.isfunction(call)]
+    return [parameter.name for parameters in signatures for parameter in parameters if parameter.kind in named]

@@ -56,7 +56,7 @@ def plan(example: object, capacity: int) -> StoragePlan:
     """
     from engram import _native
 
-    check_count("plan: capacity", capacity)
+    capacity = check_count("plan: capacity", capacity)
     structure = Structure.of(example, batched=False, call="plan")
     row_bytes = sum(field.row_bytes for field in structure.fields)
     overhead = layout.tickets_bytes(capacity) + _native.control_bytes(1)

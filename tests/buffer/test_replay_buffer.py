@@ -178,7 +178,7 @@ class TestGenerator:
         assert draws(1) == draws(1) != draws(2)
 
     def test_on_another_device(self):
-        class Elsewhere:
+        class Elsewhere(torch.Generator):
             device = torch.device("cuda")
 
         with pytest.raises(ValueError, match="generator.*CPU.*cuda"):

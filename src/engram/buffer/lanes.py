@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engram import storages
+from engram._checks import as_numbers
 from engram.errors import RowError
 from engram.state import integer, typed
 
@@ -90,11 +91,7 @@ class Lanes:
                 f'lane="each": expected a batch of {lanes} rows for extend(), one for each lane, got one row or one lane.'
             )
         if isinstance(lane, list | tuple | range) or (not isinstance(lane, int) and getattr(lane, "ndim", 0) != 0):
-            try:
-                each = torch.as_tensor(lane, device="cpu")
-            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                raise RowError(f"lane: expected ints in [0, {lanes}), one per row, got {lane!r:.80}.") from error
-            return self._checked_each(each)
+            return self._checked_each(as_numbers("lane", lane).to("cpu"))
         try:
             number = operator.index(lane)
         except TypeError:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from engram import samplers, storages
+from engram._unsupported import meant
 from engram.buffer.recipe import register
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
+from engram.buffer.wiring import checked_size, component
 
 __all__ = [
     "PrioritizedReplayBuffer",
@@ -103,10 +105,11 @@ def _sampler(
             )
         return given
     if alpha is None or beta is None:
-        raise TypeError(f"{name}: expected alpha and beta, got alpha={alpha}, beta={beta}.")
-    storage = kwargs.get("storage")
-    if storage is not None and not isinstance(storage, storages.Storage):
-        storage = kwargs["storage"] = storage()
+        asked = "".join(meant(key, ("alpha", "beta")) for key in kwargs)
+        raise TypeError(f"{name}: expected alpha and beta, got alpha={alpha}, beta={beta}.{asked}")
+    size, storage = checked_size(size, name), kwargs.get("storage")
+    if storage is not None:
+        storage = kwargs["storage"] = component(storage, storages.Storage, "storage", None)
     capacity = size or 1000 if storage is None else storage.max_size
     if capacity > 1 << 40:  # a list without bounds
         capacity = size or 1 << 20

@@ -108,13 +108,15 @@ class ReplayBuffer:
         **torchrl: Unpack[TorchRLArguments],
     ) -> None:
         call = type(self).__name__
-        reject_unsupported(call, torchrl, NOT_YET)
+        reject_unsupported(call, torchrl, NOT_YET, type(self))
         if transform_factory is not None and not callable(transform_factory):
             raise TypeError(
                 f"{call}: transform_factory: expected a callable that makes a transform, got {type(transform_factory).__name__}."
             )
         if transform_factory is not None and transform is not None:
             raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
+        if collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f"{call}: collate_fn: expected a callable, got {type(collate_fn).__name__}.")
         self._settings = Settings(call, batch_size, prefetch, self._priority_key)
         pinning = pinning_for(pin_memory, call)
         self._wiring = Wiring(
@@ -366,8 +368,10 @@ class ReplayBuffer:
         settings, prefetching = self._settings, self._prefetching
         if batch_size is None:
             batch_size = settings.batch_size
-        if batch_size is None or batch_size != settings.batch_size:
+        if not isinstance(batch_size, int) or batch_size is True or batch_size != settings.batch_size:  # 4.0 equals 4
             batch_size = settings.batch_size_of(batch_size)
+        if return_info is not False:
+            return_info = bool(return_info)
         if self._shut_down:
             raise RuntimeError("sample: the buffer was shut down.")
         if prefetching is None:
@@ -633,18 +637,24 @@ class ReplayBuffer:
         self._discard_prefetched("set_rng", keys=False)
         self._wiring.generator = generator
 
-    def update_priority(self, index: object, priority: Any, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: Any = None, *, generation: Tensor | None = None) -> None:
         """New priorities of rows; a sampler without priorities warns and does nothing.
 
         Args:
             index: rows as ``info["index"]`` or :meth:`extend` names them; -1 is passed over, of duplicates the last counts.
-            priority: a number for all, or ``[B]``: at least 0 and finite.
+            priority: needed: a number for all, or ``[B]``: at least 0 and finite.
             generation: ``info["index_generation"]``: rows rewritten since they were drawn are dropped and counted in ``stats()``.
 
         Raises:
             PriorityError: a priority is NaN, infinite, negative or too large. Nothing is changed.
             RowError: a row outside the storage. RuntimeError: another number of priorities than rows. Nothing is changed.
+            TypeError: no rows, such as a TensorDict, or no priorities. Nothing is changed.
         """
+        if is_tensor_collection(index):
+            raise TypeError(
+                f"update_priority: expected rows and their priorities, got a {type(index).__name__}. For a sampled TensorDict: "
+                "update_tensordict_priority(batch), which TensorDict buffers have."
+            )
         rows = self._wiring.rows_named(index)
         self._bound_sampler().update_priority(rows, priority, generation=generation)
 
@@ -836,7 +846,7 @@ class ReplayBuffer:
 
         Cost: O(1), and O(capacity) words if the last process died.
         """
-        reject_unsupported("open", torchrl, NOT_YET)
+        reject_unsupported("open", torchrl, NOT_YET, ReplayBuffer.open)
         given = {
             "sampler": sampler,
             "writer": writer,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engram import storages
+from engram._tensordict import is_tensor_collection
 from engram.buffer.end_flags import EndFlags
 from engram.buffer.write_path import new_containers
+from engram.field_paths import checked_path
 from engram.nested import flatten, has_entries
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
     from engram.buffer.prefetching import Prefetching
@@ -102,16 +103,20 @@ class RowAccess:
         """Replace one stored field of live rows, without transforms."""
         self._check_editable(call)
         storage = self._fields(call)
-        path = (key,) if isinstance(key, str) else tuple(key)
+        path = checked_path(key, f"{call}: key")
         storage.notify(storage.edit_fields(self._where(index), {path: value}, call), None)
 
     def update(self, values: object, keys: Iterable[Any] | None) -> None:
         """Replace several stored fields of all live rows; ``keys``: only these of the values."""
         call = "update_"
         self._check_editable(call)
+        if not has_entries(values):
+            raise TypeError(f"{call}: input: expected a dict or TensorDict, got {type(values).__name__}.")
         entries = dict(flatten(values))
         if keys is not None:
-            wanted = [(key,) if isinstance(key, str) else tuple(key) for key in keys]
+            if isinstance(keys, str) or is_tensor_collection(keys) or not isinstance(keys, Iterable):
+                raise TypeError(f"{call}: keys_to_update: expected a list of keys, got {keys!r:.80}.")
+            wanted = [checked_path(key, f"{call}: keys_to_update") for key in keys]
             for w in wanted:
                 if not any(key[: len(w)] == w for key in entries):
                     raise KeyError(f"{call}: expected keys of the input, {list(entries)}, got {w}.")

@@ -25,10 +25,8 @@ class Settings:
     """
 
     def __init__(self, kind: str, batch_size: Any, prefetch: object, priority_key: str | None = None) -> None:
-        if batch_size is not None:
-            check_count("batch_size", batch_size)
         self.kind = kind
-        self.batch_size: int | None = batch_size
+        self.batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         self.prefetch = checked_depth(prefetch, batch_size, kind)
         self.priority_key = priority_key
         #: Entries of the data that may be there without being stored.
@@ -63,7 +61,7 @@ class Settings:
                     "sample: expected a batch size: pass sample(batch_size) or ReplayBuffer(batch_size=…)."
                 )
             return self.batch_size
-        check_count("batch_size", batch_size)
+        batch_size = check_count("batch_size", batch_size)
         if drawing and self.prefetch and batch_size != self.batch_size:
             raise ValueError(
                 f"sample: batch_size: expected the prefetched {self.batch_size}, got {batch_size}. Sample from another ReplayBuffer "
@@ -82,7 +80,7 @@ def checked_depth(prefetch: object, batch_size: int | None, call: str) -> int:
     """Batches to ask for ahead. Raises ``TypeError``, ``ValueError``: another value, or no batch size."""
     if prefetch is None or prefetch is False:
         return 0
-    depth = check_count(f"{call}: prefetch", prefetch, "batches", least=0)
+    depth = check_count(f"{call}: prefetch", prefetch, "batches", least=0, most=1 << 20)
     if depth and batch_size is None:
         raise ValueError(f"{call}: prefetch={prefetch}: expected a batch size, too: pass batch_size=….")
     return depth

@@ -189,12 +189,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """
         if not self._wiring.of_sampler.takes_priorities:
             return
-        priority = data.get(self._priority_key, None)
-        if priority is None:
-            raise KeyError(
-                f"update_tensordict_priority: expected the key {self._priority_key!r}, got {[str(k) for k in children(data)]}."
+        call = "update_tensordict_priority"
+        if not is_tensor_collection(data):
+            raise TypeError(
+                f"{call}: expected a sampled TensorDict, got {type(data).__name__}. For rows: update_priority."
             )
-        index, generation = data.get("index"), data.get("index_generation", None)
+        priority, index = data.get(self._priority_key, None), data.get("index", None)
+        for key, entry in ((self._priority_key, priority), ("index", index)):
+            if entry is None:
+                advice = "" if key == "index" else f" Other keys: {type(self).__name__}(priority_key=…)."
+                raise KeyError(f"{call}: expected the key {key!r}, got {[str(k) for k in children(data)]}.{advice}")
+        generation = data.get("index_generation", None)
         if not data.batch_size:  # one row
             priority = priority.reshape(1, -1)
         self.update_priority(index, priority, generation=generation)

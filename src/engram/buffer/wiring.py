@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engram import samplers, storages, writers
-from engram._checks import check_count
+from engram._checks import as_numbers, check_count
 from engram.errors import RowError
 from engram.types import Sampler, Traits, Writer
 
@@ -129,7 +129,7 @@ class Wiring:
         if dims == 1:
             return index
         if isinstance(index, tuple):
-            index = torch.stack([torch.as_tensor(one, device="cpu") for one in index], -1)
+            index = torch.stack([as_numbers("index", one).to("cpu") for one in index], -1)
         if not isinstance(index, Tensor) or index.shape[-1:] != (dims,):
             raise RuntimeError(f"expected an index [B, {dims}], or a tuple of {dims} tensors [B].")
         rows = self.storage.rows_at(index.to("cpu", torch.int64))
@@ -158,7 +158,9 @@ class Wiring:
 
 
 def checked_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """The generator of draws. Raises ``ValueError`` for one not on the CPU."""
+    """The generator of draws. Raises ``TypeError``: it is none. ``ValueError``: it is not on the CPU."""
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}.")
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
             f"generator: expected a CPU generator, got one on {generator.device}. Rows are drawn on the CPU."
@@ -174,10 +176,33 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
     """
     if given is None and default is not None:
         return default()
-    made = given() if isinstance(given, type) or (callable(given) and not isinstance(given, kind)) else given
+    makes = isinstance(given, type) or (callable(given) and not isinstance(given, kind))
+    made = given() if makes else given  # type: ignore[operator]
     if not isinstance(made, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__} or a callable that makes one, got {type(given).__name__}.")
+        got = f"one that made a {type(made).__name__}" if makes else type(given).__name__
+        raise TypeError(f"{name}: expected a {kind.__name__} or a callable that makes one, got {got}.{_remedy(made)}")
     return made
+
+
+def _remedy(made: object) -> str:
+    """What to do about a component that is another library's."""
+    theirs = next((cls.__name__ for cls in type(made).__mro__ if cls.__module__.partition(".")[0] == "torchrl"), None)
+    if theirs is None:
+        return ""
+    ours = next((theirs for family in (storages, samplers, writers) if hasattr(family, theirs)), None)
+    advice = f"from engram import {ours}" if ours else "use one of engram's"
+    return f" It is torchrl's {theirs}: {advice}."
+
+
+def checked_size(size: object, call: str) -> int | None:
+    """The size of a buffer as an int; None stays None. Raises as :func:`first_storage`."""
+    try:
+        return None if size is None else check_count(f"{call}: size", size, "row")
+    except TypeError as error:
+        kinds = size.__mro__ if isinstance(size, type) else type(size).__mro__
+        if any(cls.__name__ == "Storage" for cls in kinds):  # torchrl's, too
+            raise TypeError(f"{error} Pass the storage by name: {call}(storage=…).") from None
+        raise
 
 
 def first_storage(given: object, size: int | None, call: str) -> Storage:
@@ -187,7 +212,7 @@ def first_storage(given: object, size: int | None, call: str) -> Storage:
         TypeError: it is none, or ``size`` is no int. ValueError: ``size`` is below 1, or not the storage's ``max_size``.
     """
     if size is not None:
-        check_count(f"{call}: size", size, "row")
+        size = checked_size(size, call)
     storage: Storage = component(given, storages.Storage, "storage", lambda: storages.ListStorage(size or 1000))
     if size is not None:
         storage.bound(size)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+from engram._unsupported import reject_unsupported
 from engram._words import warn
 from engram.checkpoint.endpoint import Endpoint
 from engram.checkpoint.job import Job
@@ -110,6 +111,8 @@ class Checkpointer:
         timeout: float = 600.0,
         **seldom: Unpack[SeldomArguments],
     ) -> None:
+        unknown = {name: value for name, value in seldom.items() if name not in SeldomArguments.__annotations__}
+        reject_unsupported("Checkpointer", unknown, {}, Options._fields)
         options = Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **seldom)
         options.check()
         if buffer.closed:

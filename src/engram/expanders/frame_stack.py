@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from engram._checks import check_count
 from engram.expanders._base import Expander, check_steps
 from engram.field_paths import as_paths, public
 
@@ -73,8 +74,7 @@ class FrameStack(Expander):
         index: str | None = None,
     ) -> None:
         self.n = check_steps("FrameStack: n", n)
-        if not isinstance(dim, int):
-            raise TypeError(f"FrameStack: dim: expected an int, got {type(dim).__name__}.")
+        dim = check_count("FrameStack: dim", dim, least=-(1 << 31))
         if dim >= 0:
             raise ValueError(
                 f"FrameStack: dim: expected a negative number, counted from the last dimension, got {dim}."

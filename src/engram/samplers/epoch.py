@@ -56,8 +56,8 @@ class SamplerWithoutReplacement(NativeSampler):
         if replacement:
             raise TypeError("SamplerWithoutReplacement: expected replacement=False. Use RandomSampler().")
         check_index_name(index, "SamplerWithoutReplacement: index")
-        self.drop_last = drop_last
-        self.shuffle = shuffle
+        self.drop_last = bool(drop_last)
+        self.shuffle = bool(shuffle)
         self.index_name = index
         self._own = EpochIndex.own()
         self._bound: tuple[Store | None, EpochIndex] = (None, self._own)

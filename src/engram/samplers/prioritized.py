@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engram._checks import check_count
+from engram._checks import as_numbers, check_count
+from engram._devices import named_device
 from engram._words import warn
 from engram.errors import IncompatibleCheckpoint, NoSampleable, RowError
 from engram.priorities import KIND, NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of
@@ -92,8 +92,9 @@ class PrioritizedSampler(NativeSampler):
             raise NotImplementedError(
                 f"PrioritizedSampler: reduction: expected one of {tuple(_REDUCTIONS)}, got {reduction!r}."
             )
-        if not dtype.is_floating_point:
-            raise TypeError(f"PrioritizedSampler: dtype: expected a floating point dtype, got {dtype}.")
+        given: object = dtype
+        if not (isinstance(given, torch.dtype) and given.is_floating_point):
+            raise TypeError(f"PrioritizedSampler: dtype: expected a floating point dtype, got {dtype!r:.40}.")
         check_index_name(index, "PrioritizedSampler: index")
         self._capacity = check_count("PrioritizedSampler: max_capacity", max_capacity)
         self._config = PriorityConfig(
@@ -101,7 +102,7 @@ class PrioritizedSampler(NativeSampler):
         )
         self.dtype = dtype
         self.reduction = reduction
-        self.device = torch.device("cpu" if device is None else device)
+        self.device = torch.device("cpu") if device is None else named_device(device, "PrioritizedSampler: device")
         self.index_name = index
         #: Whether ``alpha`` and ``beta`` of an index that exists count, and not those given here.
         self.adopts_index = False
@@ -294,7 +295,11 @@ class PrioritizedSampler(NativeSampler):
             and priority.is_contiguous()
         ):
             return priority
-        value = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, dtype=torch.float64)
+        value = (
+            priority
+            if isinstance(priority, Tensor)
+            else as_numbers("update_priority: priority", priority, torch.float64)
+        )
         if value.is_complex():
             raise TypeError(f"update_priority: expected real priorities, got {value.dtype}.")
         value = value.detach().to("cpu", torch.float64)
@@ -391,7 +396,7 @@ def rows_of(index: object, call: str) -> Tensor:
         if len(index) != 1:
             raise TypeError(f"{call}: expected rows, or a 1-tuple of them, got {len(index)} entries.")
         index = index[0]
-    rows = index if isinstance(index, Tensor) else torch.from_numpy(np.atleast_1d(np.asarray(index)))
+    rows = index if isinstance(index, Tensor) else as_numbers(call, index)
     if rows.dtype is torch.int64 and rows.is_cpu and rows.ndim == 1 and rows.is_contiguous():
         return rows
     if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool:
@@ -402,7 +407,10 @@ def rows_of(index: object, call: str) -> Tensor:
 
 
 def _number(name: str, value: float) -> float:
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"PrioritizedSampler: {name}: expected a number, got {type(value).__name__}.") from None
     if not (0 <= number < float("inf")):
         raise ValueError(f"PrioritizedSampler: {name}: expected a finite number of at least 0, got {value}.")
     return number

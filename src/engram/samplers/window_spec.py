@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
 
-import torch
-
 from engram import _native
-from engram._checks import check_count
+from engram._checks import as_numbers, check_count
 from engram._unsupported import reject_unsupported
 from engram.field_paths import FieldPath, as_path, as_paths
 from engram.store import check_index_name
@@ -68,16 +66,15 @@ class WindowSpec:
     @classmethod
     def of(cls, who: str, arguments: WindowArguments) -> WindowSpec:
         """Check the arguments of a sampler. Raises as :class:`SliceSampler`; messages begin with ``who``."""
-        reject_unsupported(
-            who, {name: v for name, v in arguments.items() if name not in WindowArguments.__annotations__}, _UNSUPPORTED
-        )
+        known = WindowArguments.__annotations__
+        reject_unsupported(who, {name: v for name, v in arguments.items() if name not in known}, _UNSUPPORTED, known)
         num_slices, slice_len = arguments.get("num_slices"), arguments.get("slice_len")
         if (num_slices is None) == (slice_len is None):
             raise TypeError(
                 f"{who}: expected one of num_slices and slice_len, got num_slices={num_slices}, slice_len={slice_len}."
             )
         name, value = ("num_slices", num_slices) if slice_len is None else ("slice_len", slice_len)
-        check_count(f"{who}: {name}", value)
+        value = check_count(f"{who}: {name}", value)
         signals = ("ends", "trajectories", "end_key", "end_keys", "traj_key")
         given = {name for name, value in arguments.items() if name in signals and value is not None}
         if {"end_key", "end_keys"} <= given:
@@ -87,8 +84,8 @@ class WindowSpec:
         index = arguments.get("index", "main")
         check_index_name(index, f"{who}: index")
         return cls(
-            num_slices,
-            slice_len,
+            None if num_slices is None else value,
+            None if slice_len is None else value,
             as_path(arguments.get("end_key"), f"{who}: end_key"),
             as_paths(arguments.get("end_keys"), f"{who}: end_keys"),
             as_path(arguments.get("traj_key"), f"{who}: traj_key"),
@@ -144,7 +141,7 @@ def _as_static(values: object, what: str) -> Tensor | None:
     """Boundaries of all live rows, flat and contiguous, in memory of their own."""
     if values is None:
         return None
-    values = torch.as_tensor(values, device="cpu")
+    values = as_numbers(what, values).to("cpu")
     if values.ndim < 1:
         raise TypeError(f"{what}: expected one value per row, got a scalar.")
     flat: Tensor = values.reshape(-1).clone()

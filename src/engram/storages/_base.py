@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engram import _fork, _words
+from engram._checks import as_numbers
 from engram._closing import end
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.persist.components import Dumpable, check_kind, read_state
@@ -379,7 +380,10 @@ class Storage(Declared, Dumpable, Port):
             index = index[0]
         if isinstance(index, slice):
             extent = self.extent()
-            start, stop, step = index.indices(extent.size)
+            try:
+                start, stop, step = index.indices(extent.size)
+            except (TypeError, ValueError, RuntimeError):
+                raise TypeError(f"rb[a:b]: expected ints, or a step other than 0, got {index!r:.80}.") from None
             if step > 0:
                 ranks = torch.arange(start, max(start, stop), step, device="cpu")
             else:
@@ -389,7 +393,7 @@ class Storage(Declared, Dumpable, Port):
             return Rows(rows, span=(start, max(start, stop)) if contiguous else None)
         if not isinstance(index, Tensor | np.ndarray | list | range):
             return Rows(self._live(self._row_number(index)), single=True)
-        mask = torch.as_tensor(np.asarray(index) if not isinstance(index, Tensor) else index, device="cpu")
+        mask = as_numbers("rb[index]", index).to("cpu")
         if mask.dtype is torch.bool:
             extent = self.extent()
             if mask.shape != (extent.size,):
@@ -453,7 +457,7 @@ def check_plan(plan: WritePlan, n: int, lanes: int) -> None:
 
 def _to_rows(index: Any) -> Tensor:
     """Rows from a range, list, array or tensor of ints."""
-    rows = index if isinstance(index, Tensor) else torch.as_tensor(np.asarray(index), device="cpu")
+    rows = as_numbers("index", index)
     counts = not (rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool)
     if not counts and rows.numel():
         raise TypeError(f"index: expected ints, got {rows.dtype}.")

@@ -12,6 +12,7 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
+from engram._checks import check_count
 from engram.nested import map_with_paths
 from engram.storages._structure import as_tensor, at, describe
 
@@ -37,6 +38,7 @@ def rows_of_slot(data: Any, ndim: int, call: str) -> tuple[Any, tuple[int, ...]]
 
 def rows_of_stored(data: object, ndim: int, call: str) -> tuple[object, tuple[int, ...]]:
     """Data in the store's own layout ``[time, *columns, ...]`` as rows, and the columns."""
+    ndim = check_count(f"{call}: ndim", ndim)
     rows, shape = _rearrange(data, ndim, lambda x: x.flatten(0, ndim - 1), call, "data laid out [time, *columns, …]")
     return rows, shape[1:]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from engram._checks import check_count
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import schema as schemas
 from engram.format.schema import Schema
@@ -21,11 +22,12 @@ class Geometry(NamedTuple):
     @classmethod
     def checked(cls, where: str, max_size: int, lanes: int = 1, ndim: int = 1) -> Geometry:
         """Raises ``TypeError``, ``ValueError``: one of them is no size, or they do not go together."""
-        for argument, value in (("max_size", max_size), ("ndim", ndim), ("lanes", lanes)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{where}: {argument}: expected an int, got {type(value).__name__}.")
-            if value < 1:
-                raise ValueError(f"{where}: {argument}: expected at least 1, got {value}.")
+        sizes: list[int] = []
+        given: tuple[tuple[str, object], ...] = (("max_size", max_size), ("ndim", ndim), ("lanes", lanes))
+        for argument, value in given:
+            plain = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            sizes.append(value if plain else check_count(f"{where}: {argument}", value))  # type: ignore[arg-type] # an int
+        max_size, ndim, lanes = sizes
         if lanes > max_size:
             raise ValueError(f"{where}: lanes: expected at most max_size={max_size}, got {lanes}.")
         if lanes > 1 and ndim > 1:

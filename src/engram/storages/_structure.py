@@ -477,7 +477,10 @@ def stacked(items: Sequence[object], call: str) -> Any:
     if not items:
         raise RuntimeError(f"{call}: expected at least one row, got an empty list.")
     structure = Structure.of(items[0], batched=False, call=call)
-    rows = [structure.flatten(item, None, call) for item in items]
+    try:
+        rows = [structure.flatten(item, None, call) for item in items]
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} For rows of several shapes there is ListStorage.") from None
     return structure.unflatten([torch.stack(column) for column in zip(*rows, strict=True)], torch.Size((len(items),)))
 
 

@@ -59,7 +59,7 @@ class LazyTensorStorage(TensorStorage):
         lanes: int = 1,
         **later: object,
     ) -> None:
-        reject_unsupported(type(self).__name__, later, NOT_YET)
+        reject_unsupported(type(self).__name__, later, NOT_YET, type(self))
         self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim), device)
 
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.

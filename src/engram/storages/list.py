@@ -58,10 +58,10 @@ class ListStorage(Storage):
     def __init__(
         self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: object
     ) -> None:
-        reject_unsupported("ListStorage", later, {"compilable": "tracing through torch.compile"})
+        reject_unsupported("ListStorage", later, {"compilable": "tracing through torch.compile"}, type(self))
         super().__init__()
         if max_size is not None:
-            Geometry.checked("ListStorage", max_size)
+            max_size = Geometry.checked("ListStorage", max_size).max_size
         self._max_size = max_size
         self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
         self._items: list[object] = []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engram._checks import check_path
 from engram._unsupported import reject_unsupported
 from engram.format import layout
 from engram.storages._geometry import Geometry
@@ -71,13 +72,13 @@ class LazyMemmapStorage(LazyTensorStorage):
         auto_cleanup: bool | None = None,
         **later: object,
     ) -> None:
-        reject_unsupported("LazyMemmapStorage", later, _NOT_YET)
+        reject_unsupported("LazyMemmapStorage", later, _NOT_YET, type(self))
         if str(device).split(":")[0] != "cpu":
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."
             )
         self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim), "cpu")
-        self._scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
+        self._scratch_dir = None if scratch_dir is None else check_path("LazyMemmapStorage: scratch_dir", scratch_dir)
         self._existsok = existsok
         self._auto_cleanup = auto_cleanup
         maker = secrets.token_hex(16)
@@ -93,9 +94,11 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise RuntimeError(occupied(folder, folder / layout.FOLDER))
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
-            raise NotADirectoryError(20, "scratch_dir: expected a folder, found a file", str(there))
+            raise NotADirectoryError(20, "LazyMemmapStorage: scratch_dir: expected a folder, found a file", str(there))
         if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(13, "scratch_dir: expected a folder that can be written to", str(there))
+            raise PermissionError(
+                13, "LazyMemmapStorage: scratch_dir: expected a folder that can be written to", str(there)
+            )
 
     @classmethod
     def open(cls, directory: Path, *, unclean: str = "refuse") -> LazyMemmapStorage:
@@ -119,7 +122,14 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def _allocate(self, schema: Schema) -> Store:
         assert self._home is not None  # as __init__ and open() leave it
-        return self._allocate_in(self._home, schema, replace=self._existsok or self._scratch_dir is None)
+        folder, replace = self._home.folder, self._existsok or self._scratch_dir is None
+        try:
+            return self._allocate_in(self._home, schema, replace=replace)
+        except OSError as error:
+            if error.errno is None or folder.is_dir():
+                raise
+            where = f"LazyMemmapStorage: scratch_dir={str(folder)!r} cannot be made: {os.strerror(error.errno)}"
+            raise type(error)(error.errno, where, error.filename) from error
 
     @property
     def scratch_dir(self) -> Path | None:

@@ -120,7 +120,7 @@ class TensorStorage(Storage):
         lanes: int = 1,
         **later: object,
     ) -> None:
-        reject_unsupported(type(self).__name__, later, NOT_YET)
+        reject_unsupported(type(self).__name__, later, NOT_YET, type(self))
         if storage is None:
             raise ValueError("TensorStorage: expected data, got None. LazyTensorStorage(max_size) allocates its own.")
         rows, columns = (storage, ()) if ndim == 1 else rows_of_stored(storage, ndim, "TensorStorage")
@@ -154,7 +154,7 @@ class TensorStorage(Storage):
         super().__init__()
         where = f"{type(self).__name__}: device"
         self._device_argument = str(device)
-        self._device = torch.device("cpu") if device == "auto" else existing_device(device, where)
+        self._device = torch.device("cpu") if device in ("auto", "cpu") else existing_device(device, where)
         self._geometry = geometry
         self.ndim = geometry.ndim
         self._capacity = geometry.capacity

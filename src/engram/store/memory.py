@@ -15,6 +15,7 @@ from tensordict import MemoryMappedTensor
 
 from engram import _native
 from engram._mappings import map_piece, open_files
+from engram._words import said_bytes
 from engram.errors import CorruptStore
 from engram.format import files, layout
 from engram.format import schema as schemas
@@ -106,10 +107,16 @@ class Block(NamedTuple):
 
 
 @torch.inference_mode(mode=False)  # else views of it could not be written to outside of inference mode
-def private_block(nbytes: int) -> Block:
-    """A zeroed private buffer, whose pages are taken when they are first touched."""
+def private_block(nbytes: int, what: str = "row numbers") -> Block:
+    """A zeroed private buffer, whose pages are taken when they are first touched. Raises ``OSError``: there is no space for it."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+    try:
+        memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+    except (OSError, OverflowError) as error:
+        advice = "Use fewer rows, a smaller dtype, or LazyMemmapStorage, whose rows lie on disk"
+        raise OSError(
+            errno.ENOMEM, f"{what}: expected {said_bytes(nbytes)} of RAM, this machine has less. {advice}"
+        ) from error
     if nbytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # random rows of a large field then miss the TLB less
     return Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)
@@ -161,7 +168,8 @@ def alias(tensor: Tensor) -> Tensor:
 def private_field(field: Field, capacity: int) -> Tensor:
     """Zeroed rows of a field in private memory."""
     nbytes = field.row_bytes * capacity
-    return _field_in(private_block(nbytes).tensor[:nbytes] if nbytes else None, field, capacity)
+    memory = private_block(nbytes, f"field {field.name}, {capacity} rows").tensor[:nbytes] if nbytes else None
+    return _field_in(memory, field, capacity)
 
 
 @torch.inference_mode(mode=False)

@@ -107,9 +107,11 @@ class Compose(Stateful):
         """Add a transform before position ``index``.
 
         Raises:
-            ValueError: there is no such position.
+            TypeError: ``index`` is no int. ValueError: there is no such position.
             RuntimeError: ``transform`` is not a transform.
         """
+        if not isinstance(index, int):
+            raise TypeError(f"insert_transform: index: expected an int, got {type(index).__name__}.")
         if not -len(self) <= index <= len(self):
             raise ValueError(f"insert_transform: index: expected one in [{-len(self)}, {len(self)}], got {index}.")
         self._steps.insert(index, _Step(transform, invert=invert))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from engram._checks import as_numbers
 from engram.components import Component, adopt
 from engram.types import Declared, Extent, Traits, WritePlan
 
@@ -95,8 +96,8 @@ class NativeWriter(Component):
         """
         ndim = 1 if self._storage is None else self._storage.ndim
         if isinstance(index, tuple):
-            index = torch.stack([torch.as_tensor(one, device="cpu") for one in index], -1) if ndim > 1 else index[0]
-        rows = torch.as_tensor(index, device="cpu").to(torch.int64)
+            index = torch.stack([as_numbers("index", one).to("cpu") for one in index], -1) if ndim > 1 else index[0]
+        rows = as_numbers("index", index).to("cpu", torch.int64)
         if ndim > 1:
             rows = self._storage.rows_at(rows)
         if not self.traits.tracks_tickets or self._storage is None:

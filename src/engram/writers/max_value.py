@@ -91,7 +91,7 @@ class TensorDictMaxValueWriter(NativeWriter):
     traits = Traits(adds_index=True, rejects=True)
 
     def __init__(self, rank_key: str | tuple[str, ...] | None = None, reduction: str = "sum", **later: object) -> None:
-        reject_unsupported(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
+        reject_unsupported(type(self).__name__, later, {"compilable": "tracing through torch.compile"}, type(self))
         super().__init__()
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(

@@ -35,7 +35,7 @@ class RoundRobinWriter(NativeWriter):
     traits = Traits(appends=True)
 
     def __init__(self, *, track_generations: bool = False, **later: object) -> None:
-        reject_unsupported(type(self).__name__, later, {"compilable": "tracing through torch.compile"})
+        reject_unsupported(type(self).__name__, later, {"compilable": "tracing through torch.compile"}, type(self))
         super().__init__()
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
