@@ -36,13 +36,16 @@ int code_of(const char* format) {
 
 // Looks at an array or a scalar of NumPy. True: the buffer is to be released.
 bool look_at_array(PyObject* object, Py_buffer& buffer, Values& values) {
-  if (!PyObject_TypeCheck(object, array_type) && !PyObject_TypeCheck(object, scalar_type)) return false;
+  const bool scalar = PyObject_TypeCheck(object, scalar_type);
+  if (!scalar && !PyObject_TypeCheck(object, array_type)) return false;
   if (PyObject_GetBuffer(object, &buffer, PyBUF_STRIDED_RO | PyBUF_FORMAT) != 0) {  // objects, dates, strings …
     PyErr_Clear();
     return false;
   }
   const int code = code_of(buffer.format);
-  if (code < 0 || buffer.ndim > Values::kMost || buffer.itemsize > 16) {
+  const bool laid_out = buffer.ndim == 0 || (buffer.shape != nullptr && buffer.strides != nullptr);
+  // A date is a scalar of eight bytes in one dimension.
+  if (code < 0 || !laid_out || (scalar && buffer.ndim != 0) || buffer.ndim > Values::kMost || buffer.itemsize > 16) {
     PyBuffer_Release(&buffer);
     return false;
   }

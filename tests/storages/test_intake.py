@@ -171,6 +171,23 @@ def test_an_array_may_change_between_calls():
     assert len(rb) == 4
 
 
+@pytest.mark.parametrize(
+    "wrong", [np.datetime64("2020-01-01"), np.timedelta64(3), np.str_("x"), np.bytes_(b"x"), np.void(b"12345678")]
+)
+def test_scalars_that_are_no_numbers(wrong):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10, lanes=2))
+    rb.extend({"a": np.zeros((2, 8), np.uint8)}, lane="each")
+    for write in (
+        lambda: rb.add({"a": wrong}, lane=0),
+        lambda: rb.extend({"a": wrong}, lane=0),
+        lambda: rb.extend({"a": np.zeros((2, 8), np.uint8)}, lane=wrong),
+        lambda: rb.extend({"a": np.zeros((2, 8), np.uint8)}, lane=np.array([wrong, wrong])),
+    ):
+        with pytest.raises((TypeError, RuntimeError, ValueError)):
+            write()
+    assert len(rb) == 2
+
+
 class TestNumbers:
     """Python's: a float is float32, an int int64, a bool bool. Lists of them are leaves."""
 
@@ -286,7 +303,7 @@ class TestLanes:
     )
     def test_lanes_that_are_not_there(self, lane):
         rb = self.make()
-        with pytest.raises((RowError, RuntimeError, OverflowError)):
+        with pytest.raises((RowError, RuntimeError, TypeError), match="lane|rows"):
             rb.extend({"a": np.arange(3)}, lane=lane)
         assert len(rb) == 3
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    Added = int | Tensor | None
 
 
 class Appender:
@@ -27,12 +29,12 @@ class Appender:
 
     __slots__ = ("_add", "_extend", "lane")
 
-    def __init__(self, add: Callable[..., Any], extend: Callable[..., Tensor], lane: object) -> None:
+    def __init__(self, add: Callable[..., Added], extend: Callable[..., Tensor], lane: object) -> None:
         self._add, self._extend = add, extend
         #: Where rows go: an int, int64 ``[n]``, or ``"each"``.
         self.lane = lane
 
-    def add(self, **fields: object) -> Any:
+    def add(self, **fields: object) -> Added:
         """Write one row, as :meth:`ReplayBuffer.add` of a dict. Nested fields are dicts: ``next={"obs": …}``."""
         return self._add(fields, lane=self.lane)
 

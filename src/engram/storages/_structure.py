@@ -517,7 +517,7 @@ def _note_sizes(data: object, path: tuple[str, ...], sizes: dict[int, tuple[str,
     if is_tensor_collection(data) and not is_non_tensor(data):
         shape = data.batch_size
     elif _is_leaf(data):
-        shape = np.shape(data)  # type: ignore[call-overload]
+        shape = as_tensor(data, path, call).shape
     else:
         for key, child in _contained(data, path, call)[1].items():
             _note_sizes(child, (*path, str(key)), sizes, call)
