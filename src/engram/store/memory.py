@@ -107,12 +107,13 @@ class Block(NamedTuple):
 
 
 @torch.inference_mode(mode=False)  # else views of it could not be written to outside of inference mode
-def private_block(nbytes: int, what: str = "row numbers") -> Block:
+def private_block(nbytes: int, field: Field | None = None) -> Block:
     """A zeroed private buffer, whose pages are taken when they are first touched. Raises ``OSError``: there is no space for it."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     except (OSError, OverflowError) as error:
+        what = "row numbers" if field is None else f"field {field.name}, {nbytes // field.row_bytes} rows"
         advice = "Use fewer rows, a smaller dtype, or LazyMemmapStorage, whose rows lie on disk"
         raise OSError(
             errno.ENOMEM, f"{what}: expected {said_bytes(nbytes)} of RAM, this machine has less. {advice}"
@@ -168,8 +169,7 @@ def alias(tensor: Tensor) -> Tensor:
 def private_field(field: Field, capacity: int) -> Tensor:
     """Zeroed rows of a field in private memory."""
     nbytes = field.row_bytes * capacity
-    memory = private_block(nbytes, f"field {field.name}, {capacity} rows").tensor[:nbytes] if nbytes else None
-    return _field_in(memory, field, capacity)
+    return _field_in(private_block(nbytes, field).tensor[:nbytes] if nbytes else None, field, capacity)
 
 
 @torch.inference_mode(mode=False)
