@@ -102,12 +102,15 @@ class Recording:
         self._buffer = buffer
         self._lanes = lanes
         self._observation_spec, self._action_spec = spaces
-        self._paths = stored_paths(names)
-        self._roles: Roles = {self._paths[flag]: flag[-1] for flag in _FLAGS}
+        paths = stored_paths(names)
+        self._roles: Roles = {paths[flag]: flag[-1] for flag in _FLAGS}
         self._tensordicts = tensordicts
+        #: Where each of :data:`FIELDS` is stored: the names above the last one, that one, and whether it gets a dimension of 1.
+        self._places = [(path[:-1], path[-1], tensordicts and field in _NUMBERS) for field, path in paths.items()]
+        self._none = np.zeros(count, np.bool_)
         self._before: Nested | None = None
         #: Whose next step is a row: it answers to what stands in ``_before``.
-        self._running = np.zeros(count, np.bool_)
+        self._running = self._none
         #: In whose lane the newest row is no end.
         self._open = np.zeros(count, np.bool_)
         buffer.end_trajectory(lanes, roles=self._roles)
@@ -129,7 +132,7 @@ class Recording:
 
         So if the step raises, what comes later does not seem to follow what was before.
         """
-        acting, self._running = self._running, np.zeros_like(self._running)
+        acting, self._running = self._running, self._none
         return acting
 
     def write(
@@ -145,7 +148,8 @@ class Recording:
         """
         ends = np.asarray(terminated, np.bool_), np.asarray(truncated, np.bool_)
         over: Mask = ends[0] | ends[1]
-        if acting.any():
+        rows = None if acting.all() else acting.nonzero()[0]
+        if rows is None or len(rows):
             assert self._before is not None  # one that acts has begun
             values: tuple[Nested, ...] = (
                 self._before,
@@ -156,16 +160,16 @@ class Recording:
                 over,
             )
             lanes = self._lanes
-            if not acting.all():
-                rows = acting.nonzero()[0]
+            if rows is not None:
                 values, lanes = tuple(taken(value, rows) for value in values), lanes[torch.from_numpy(rows)]
             self._buffer.extend(self._rows(values, len(lanes)), lane=lanes)
-            self._open[acting] = ~over[acting]
+            self._open = np.where(acting, ~over, self._open)
         return over
 
     def go_on(self, observation: object, running: Mask, acting: Mask) -> None:
         """What the next actions answer to, of the environments that are ``running``. Of those ``acting`` the last step was a row."""
-        self._end(running & ~acting)
+        if not acting.all():
+            self._end(running & ~acting)
         if running.any():
             self._before = copied(conformed(self._observation_spec, observation, "observation"))
         self._running = running
@@ -180,12 +184,11 @@ class Recording:
     def _rows(self, values: tuple[Nested, ...], n: int) -> object:
         """A batch of ``n`` rows in the form of the buffer."""
         rows: dict[str, object] = {}
-        for field, value in zip(FIELDS, values, strict=True):
-            *above, name = self._paths[field]
+        for (above, name, widened), value in zip(self._places, values, strict=True):
             entries = rows
             for part in above:
                 entries = entries.setdefault(part, {})  # type: ignore[assignment] # names do not collide
-            entries[name] = value[:, None] if self._tensordicts and field in _NUMBERS else value  # type: ignore[call-overload, index]
+            entries[name] = value[:, None] if widened else value  # type: ignore[call-overload, index]
         return TensorDict(rows, [n]) if self._tensordicts else rows
 
 
