@@ -19,6 +19,7 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
+from engram.store import DeviceStore
 from tests.store.processes import METHODS, Child
 
 FLAGS = ("done", "terminated", "truncated")
@@ -335,6 +336,26 @@ def test_a_row_that_a_dead_writer_left_void_is_passed_over():
     assert rb.storage.extent().size == 5
     assert rb.end_trajectory().tolist() == [1, 7]
     assert rb.end_trajectory().tolist() == [-1, -1]
+
+
+class OnDevice(LazyTensorStorage):
+    """As a storage on an accelerator, without one."""
+
+    def _allocate(self, schema):
+        return DeviceStore.on(schema, self._device)
+
+
+def test_a_store_whose_rows_torch_moves():
+    sampler = SliceSampler(slice_len=2, end_keys=[("next", "done")])
+    rb = TensorDictReplayBuffer(storage=OnDevice(20, lanes=2), sampler=sampler, batch_size=8)
+    rb.extend(steps(0, 6), lane=torch.arange(6) % 2)
+    rb.sample()
+    assert rb.end_trajectory().tolist() == [2, 12]
+    assert rb.end_trajectory().tolist() == [-1, -1]
+    rb.extend(steps(6, 4), lane=torch.arange(4) % 2)
+    rb.sample()
+    assert sorted(n for *_, n in rb.sampler._table.runs().reshape(-1, 3).tolist()) == [2, 2, 3, 3]
+    assert rb["next", "truncated"].flatten().tolist() == [False, False, True, False, False] * 2
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from engram.env.recording import Begin, Mask, Recording
 
     Vector: TypeAlias = VectorEnv[object, object, Mask]
+    _VectorWrapper: TypeAlias = VectorWrapper[object, object, object, object, Mask]
+else:
+    _VectorWrapper = VectorWrapper  # not generic in Gymnasium 1.2
 
 
 def recorded(env: object, begin: Begin) -> object:
@@ -90,7 +93,7 @@ class RecordedEnv(gymnasium.Wrapper[object, object, object, object]):
         return alone(conformed(self._spec_of_observation, observation, "observation"))
 
 
-class RecordedVector(VectorWrapper[object, object, object, object, "Mask"]):
+class RecordedVector(_VectorWrapper):
     """A vector of environments, each step of each of which becomes a row in the lane of its own."""
 
     def __init__(self, env: Vector, mode: AutoresetMode, observation: Spec, recording: Recording) -> None:
