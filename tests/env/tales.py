@@ -121,13 +121,14 @@ def _numpy(data):
 
 
 def rows_of(rb, lane, form="box"):
-    """The rows of a lane of a buffer that never was full, as the log of its environment says them."""
+    """The rows of a lane of a buffer that never was full, as the log of its environment says them. Void ones are left out."""
     length = rb.storage.max_size // rb.lanes
     extent = rb.storage.extent()
-    n = extent.filled[lane]
-    if not n:
+    void = [] if extent.holes is None else extent.holes.tolist()
+    rows = [row for row in range(lane * length, lane * length + extent.filled[lane]) if row not in void]
+    if not rows:
         return []
-    data = _numpy(rb[list(range(lane * length, lane * length + n))])
+    data = _numpy(rb[rows])
     told = FORMS[form][2]
     before, after = told(data["observation"]).tolist(), told(data["next"]["observation"]).tolist()
     return [
@@ -138,5 +139,5 @@ def rows_of(rb, lane, form="box"):
             reward=float(data["next"]["reward"][i].item()),
             **{flag: bool(data["next"][flag][i].item()) for flag in FLAGS},
         )
-        for i in range(n)
+        for i in range(len(rows))
     ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
 from tests.env.tales import FORMS, TaleEnv, rows_of
-from tests.store.processes import Child
+from tests.store.processes import Child, context
 
 MODES = list(AutoresetMode)
 
@@ -28,8 +28,9 @@ def buffer(lanes, length=200, **arguments):
     return ReplayBuffer(storage=LazyTensorStorage(lanes * length, lanes=lanes), **arguments)
 
 
-def play(env, actions, mode, *, cut=()):
-    """Train as users do. ``cut``: steps before which all environments are reset, or (step, mask) some of them."""
+def play(env, actions, mode, *, cut=(), said=None):
+    """Train as users do. ``cut``: steps before which all environments are reset, or (step, mask) some of them. ``said(step)`` is
+    called after each of the first ten."""
     n = env.num_envs
     over = None
     cuts = {at if isinstance(at, int) else at[0]: None if isinstance(at, int) else at[1] for at in cut}
@@ -43,6 +44,8 @@ def play(env, actions, mode, *, cut=()):
             env.reset(options={"reset_mask": over.copy()})
         _, _, terminated, truncated, _ = env.step(action)
         over = terminated | truncated
+        if said is not None and at < 10:
+            said(at)
 
 
 def tales(env):
@@ -308,6 +311,41 @@ def test_killed_and_opened_again(mode, tmp_path):
     play(env, np.arange(20).reshape(10, 2), mode)
     after = [tale.log for tale in tales(env)]
     assert [rows_of(rb, lane) for lane in range(2)] == [a + b for a, b in zip(before, after, strict=True)]
+    rb.close()
+
+
+MOST = 3_000
+
+
+def _stopped_at_any_moment(directory, mode, started):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(3 * 2 * MOST, lanes=3, scratch_dir=directory))
+    env = rb.record(vector([[5], [1, 30], [2, 3]], mode))
+    play(env, np.arange(3 * MOST).reshape(MOST, 3), mode, said=started.put)
+    signal.pause()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_at_any_moment(mode, tmp_path):
+    steps = context("fork").SimpleQueue()
+    child = Child(_stopped_at_any_moment, tmp_path / "store", mode, steps)
+    while steps.get() < 9:
+        pass
+    child.kill()
+    same = vector([[5], [1, 30], [2, 3]], mode)
+    play(same, np.arange(3 * MOST).reshape(MOST, 3), mode)
+    rb = ReplayBuffer.open(tmp_path / "store")
+    before = [rows_of(rb, lane) for lane in range(3)]
+    for rows, tale in zip(before, tales(same), strict=True):
+        assert rows == tale.log[: len(rows)]
+        assert rows
+    env = rb.record(vector([[4], [2], [3]], mode))
+    for rows in before:
+        rows[-1].end()
+    assert [rows_of(rb, lane) for lane in range(3)] == before
+    play(env, np.arange(30).reshape(10, 3), mode)
+    assert [rows_of(rb, lane) for lane in range(3)] == [
+        rows + tale.log for rows, tale in zip(before, tales(env), strict=True)
+    ]
     rb.close()
 
 

@@ -261,7 +261,8 @@ class ReplayBuffer:
 
         For an episode that will not go on: its environment was reset or replaced, or the process that wrote it died. Without an end,
         windows and n-step returns would run on into the next episode. What the stored end flags say is edited in place, so every
-        sampler and process sees the end, also after :meth:`open`; the row keeps its priority.
+        sampler and process sees the end, also after :meth:`open`; the row keeps its priority. Samplers that go by trajectory ids look
+        at the id of the next step instead.
 
         Args:
             lane: an int; a list, tuple, range, array or tensor of ``k`` ints; or ``"each"``, all lanes. Default: the handle's
