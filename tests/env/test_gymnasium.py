@@ -195,6 +195,15 @@ def test_a_vector_goes_to_the_lanes_that_are_named(lane):
     assert [rows_of(rb, i) for i in (2, 1, 0)] == [tales(env)[0].log, [], tales(env)[1].log]
 
 
+def test_lanes_that_the_caller_changes_later():
+    rb, lane = buffer(2), torch.tensor([1])
+    env = rb.record(TaleEnv(), lane=lane)
+    lane[0] = 0
+    env.reset()
+    env.step(1)
+    assert rb.storage.extent().filled == (0, 1)
+
+
 # ---- what the user sees --------------------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ def stacked(each: list[Nested]) -> Nested:
 
 def taken(nested: Nested, which: NDArray[np.int64]) -> Nested:
     """Those of some environments."""
-    return mapped(lambda leaf: leaf[which], nested)
+    return mapped(lambda leaf: leaf.take(which, 0), nested)
 
 
 def pick(nested: Nested, i: int) -> Nested:

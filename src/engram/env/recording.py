@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
-import torch
 from tensordict import TensorDict
 
 from engram.env.nesting import conformed, copied, has_tuple, pick, put, taken
@@ -61,10 +60,10 @@ class Recordable(Protocol):
     def storage(self) -> Storage:
         """What holds the rows."""
 
-    def extend(self, data: object, *, lane: Tensor) -> Tensor:
+    def extend(self, data: object, *, lane: NDArray[np.int64]) -> Tensor:
         """Write rows, one to each of these lanes."""
 
-    def end_trajectory(self, lane: Tensor, *, roles: Roles) -> Tensor:
+    def end_trajectory(self, lane: NDArray[np.int64], *, roles: Roles) -> Tensor:
         """Make the newest step of each of these lanes an end."""
 
 
@@ -100,7 +99,7 @@ class Recording:
                 "record: a TensorDict holds no tuples, but a space of the environment is one: use a ReplayBuffer."
             )
         self._buffer = buffer
-        self._lanes = lanes
+        self._lanes: NDArray[np.int64] = lanes.numpy().copy()  # the caller's
         self._observation_spec, self._action_spec = spaces
         paths = stored_paths(names)
         self._roles: Roles = {paths[flag]: flag[-1] for flag in _FLAGS}
@@ -113,7 +112,7 @@ class Recording:
         self._running = self._none
         #: In whose lane the newest row is no end.
         self._open = np.zeros(count, np.bool_)
-        buffer.end_trajectory(lanes, roles=self._roles)
+        buffer.end_trajectory(self._lanes, roles=self._roles)
 
     def begin(self, observation: object, which: Mask | None = None) -> None:
         """Environments were reset, ``which`` of them: bool ``[n]``, default all. Episodes that they were in end as truncations."""
@@ -159,26 +158,27 @@ class Recording:
                 *ends,
                 over,
             )
-            lanes = self._lanes
-            if rows is not None:
-                values, lanes = tuple(taken(value, rows) for value in values), lanes[torch.from_numpy(rows)]
-            self._buffer.extend(self._rows(values, len(lanes)), lane=lanes)
-            self._open = np.where(acting, ~over, self._open)
+            if rows is None:
+                self._buffer.extend(self._rows(values, len(acting)), lane=self._lanes)
+                self._open = ~over
+            else:
+                values = tuple(taken(value, rows) for value in values)
+                self._buffer.extend(self._rows(values, len(rows)), lane=self._lanes[rows])
+                self._open = np.where(acting, ~over, self._open)
         return over
 
     def go_on(self, observation: object, running: Mask, acting: Mask) -> None:
         """What the next actions answer to, of the environments that are ``running``. Of those ``acting`` the last step was a row."""
         if not acting.all():
             self._end(running & ~acting)
-        if running.any():
-            self._before = copied(conformed(self._observation_spec, observation, "observation"))
+        self._before = copied(conformed(self._observation_spec, observation, "observation"))
         self._running = running
 
     def _end(self, which: Mask) -> None:
         """End what is open in the lanes of these environments."""
         left = which & self._open
         if left.any():
-            self._buffer.end_trajectory(self._lanes[torch.from_numpy(left)], roles=self._roles)
+            self._buffer.end_trajectory(self._lanes[left], roles=self._roles)
             self._open &= ~left
 
     def _rows(self, values: tuple[Nested, ...], n: int) -> object:
