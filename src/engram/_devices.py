@@ -10,7 +10,7 @@ def named_device(device: torch.device | str | int, name: str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise RuntimeError(f"{name}: expected a torch.device or its name, got {device!r:.40}.") from error
+        raise RuntimeError(f"{name}: expected a device or its name, got {device!r:.40}.") from error
 
 
 def existing_device(device: torch.device | str | int, name: str) -> torch.device:
