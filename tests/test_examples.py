@@ -57,6 +57,13 @@ def check_ddp_dqn(said):
     assert re.search(r"^saved step 200: \d{4} rows of 1 ranks$", said, re.MULTILINE)
 
 
+def check_resumable_training(said):
+    starts = re.findall(r"^starts at step (\d+): \1 rows are there$", said, re.MULTILINE)
+    assert starts == ["0", "151", "401"]
+    assert said.split("\n").count("killed") == 2
+    assert said.endswith("done after 600 steps: y = 3.0 a + -2.0 b\nended\n")
+
+
 def check_two_indexes(said):
     assert "1000 rows for the critic, 1000 for the model, in one storage: True" in said
     before, after = re.findall(r"critic draws ([\d.]+) on average, the model ([\d.]+)", said)
@@ -76,6 +83,7 @@ CHECKS = {
     "checkpointed_training.py": check_checkpointed_training,
     "ddp_dqn.py": check_ddp_dqn,
     "recurrent_slices.py": check_recurrent_slices,
+    "resumable_training.py": check_resumable_training,
     "two_indexes.py": check_two_indexes,
 }
 #: Those that start processes by themselves which import torch, too.

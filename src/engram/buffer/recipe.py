@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engram import expanders, storages, writers
-from engram._checks import check_count
+from engram._checks import check_count, check_path
 from engram.buffer.settings import checked_depth
 from engram.errors import CorruptStore
 from engram.format import files, layout
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Mapping
 
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
@@ -33,6 +34,7 @@ _WRITERS: dict[str, Any] = {
 _BUFFERS: dict[str, Any] = {}
 
 B = TypeVar("B", bound=type)
+R = TypeVar("R")
 
 
 def register(cls: B) -> B:
@@ -102,13 +104,10 @@ def open_buffer(directory: str | os.PathLike[str], unclean: str, given: dict[str
 
     Raises: as ``ReplayBuffer.open``.
     """
-    if unclean not in ("refuse", "accept"):
-        raise ValueError(f"open: unclean: expected 'refuse' or 'accept', got {unclean!r}.")
-    path = Path(directory).absolute()
+    _check_unclean("open", unclean)
+    path = check_path("open: directory", directory)
     storage = storages.LazyMemmapStorage.open(path, unclean=unclean)
-    repair = storage.store.repair
-    if repair is not None:  # said before anything else can fail
-        storages.announcing.announce([f"{path}: its last process did not close it: {repair}."])
+    _announce_repair(storage)  # before anything else can fail
     try:
         noted = _read(path)
         kind = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
@@ -127,6 +126,52 @@ def open_buffer(directory: str | os.PathLike[str], unclean: str, given: dict[str
     except BaseException:
         storage.close()
         raise
+
+
+def open_or_create(
+    kind: Callable[..., R],
+    directory: str | os.PathLike[str],
+    geometry: tuple[int, int, int],
+    unclean: str,
+    given: Mapping[str, object],
+) -> R:
+    """A buffer of a class over the store in a directory, or over one that the first write creates there.
+
+    Args:
+        kind: the class.
+        directory: the store's.
+        geometry: rows, lanes and ndim.
+        unclean: as for :func:`open_buffer`.
+        given: arguments of the constructor.
+
+    Raises: as ``ReplayBuffer.open_or_create``.
+    """
+    call = "open_or_create"
+    _check_unclean(call, unclean)
+    if "storage" in given:
+        raise TypeError(
+            f"{call}: storage: expected none, the rows lie in the directory; got {type(given['storage']).__name__}."
+        )
+    path = check_path(f"{call}: directory", directory)
+    storage = storages.LazyMemmapStorage.open_or_create(path, *geometry, unclean=unclean)
+    try:
+        _announce_repair(storage)
+        return kind(storage=storage, **given)
+    except BaseException:
+        storage.close()
+        raise
+
+
+def _check_unclean(call: str, unclean: object) -> None:
+    if unclean not in ("refuse", "accept"):
+        raise ValueError(f"{call}: unclean: expected 'refuse' or 'accept', got {unclean!r}.")
+
+
+def _announce_repair(storage: storages.LazyMemmapStorage) -> None:
+    """Log what opening recovered."""
+    repair = storage.store.repair if storage.initialized else None
+    if repair is not None:
+        storages.announcing.announce([f"{storage.scratch_dir}: its last process did not close it: {repair}."])
 
 
 def _path(directory: Any) -> Path:

@@ -20,7 +20,7 @@ from engram.buffer.display import Display
 from engram.buffer.lanes import Lanes
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
-from engram.buffer.recipe import Recipe, open_buffer, register
+from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
 from engram.buffer.settings import Settings
@@ -860,6 +860,51 @@ class ReplayBuffer:
         }
         rb: ReplayBuffer = open_buffer(directory, unclean, given)
         return rb
+
+    @classmethod
+    def open_or_create(
+        cls,
+        directory: str | os.PathLike[str],
+        size: int,
+        *,
+        lanes: int = 1,
+        ndim: int = 1,
+        unclean: str = "refuse",
+        **arguments: object,
+    ) -> Self:
+        """The first line of a script that may be killed and started again: the buffer in a directory, made if there is none.
+
+        The result is ``cls(storage=…, **arguments)`` over the store in the directory, with its rows, cursors and priorities. Where
+        there is none, the first write creates it. Several processes may call this at the same time: one creates the store, the
+        others write to the same one. Unlike :meth:`open`, sampler, batch size and the like are the arguments', not those noted.
+
+        Args:
+            directory: a store, an empty folder or a free name.
+            size: capacity in rows, the same at every start. ``lanes`` and ``ndim``: as for ``LazyMemmapStorage``, the same, too.
+            unclean: as for :meth:`open`.
+            **arguments: those of the class's constructor, but ``storage``.
+
+        Raises:
+            FileExistsError: the folder holds other files, and no store. Nothing is changed.
+            IncompatibleStore: its store has another capacity, other lanes or another ndim. Nothing is changed.
+            OSError: the folder cannot be made or written to.
+            StoreInUse, CorruptStore, UncleanStore, TypeError, ValueError: as :meth:`open` and the constructor.
+            IncompatibleStore, RuntimeError (first write): another process has created a store of other fields or size meanwhile.
+
+        Cost: as :meth:`open`.
+
+        >>> import tempfile, torch
+        >>> from engram import ReplayBuffer
+        >>> folder = tempfile.mkdtemp()
+        >>> for _ in range(2):  # the second time, the rows of the first are there
+        ...     rb = ReplayBuffer.open_or_create(folder, 100, batch_size=4)
+        ...     _ = rb.extend(torch.arange(3))
+        ...     print(len(rb))
+        ...     rb.close()
+        3
+        6
+        """
+        return open_or_create(cls, directory, (size, lanes, ndim), unclean, arguments)
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it

@@ -13,12 +13,14 @@ import torch
 
 from engram._checks import check_path
 from engram._unsupported import reject_unsupported
+from engram.errors import IncompatibleStore
 from engram.format import layout
+from engram.format import schema as schemas
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home
 from engram.storages._structure import Structure
 from engram.storages.lazy import LazyTensorStorage
-from engram.store import Store, occupied, open_store
+from engram.store import Store, holds_store, occupied, open_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,26 +94,15 @@ class LazyMemmapStorage(LazyTensorStorage):
         """Say at once what would fail at the first write."""
         if layout.is_store(folder) and not self._existsok:
             raise RuntimeError(occupied(folder, folder / layout.FOLDER))
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        if not there.is_dir():
-            raise NotADirectoryError(20, "LazyMemmapStorage: scratch_dir: expected a folder, found a file", str(there))
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(
-                13, "LazyMemmapStorage: scratch_dir: expected a folder that can be written to", str(there)
-            )
+        _check_place(folder)
 
     @classmethod
     def open(cls, directory: Path, *, unclean: str = "refuse") -> LazyMemmapStorage:
         """The storage in a folder, with its rows. ``ReplayBuffer.open`` is the public way."""
         store = open_store(directory, unclean=unclean)
         schema = store.schema
-        storage = cls.__new__(cls)
-        storage._configure(Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns)), "cpu")
-        storage._scratch_dir = store.directory
-        storage._existsok = False
-        storage._auto_cleanup = None
         assert store.directory is not None  # it was opened there
-        storage._home = Home(store.directory)
+        storage = cls._in(Home(store.directory), Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns)))
         try:
             structure = Structure.from_schema(schema)
         except TypeError:
@@ -120,14 +111,48 @@ class LazyMemmapStorage(LazyTensorStorage):
         storage._adopt(store, structure)
         return storage
 
+    @classmethod
+    def open_or_create(
+        cls, directory: Path, max_size: int, lanes: int, ndim: int, *, unclean: str
+    ) -> LazyMemmapStorage:
+        """The storage in a folder, with its rows; or a new one, which the first write of any process that calls this creates."""
+        call = "open_or_create"
+        geometry = Geometry.checked(call, max_size, lanes, ndim)
+        if not holds_store(directory, call):
+            _check_place(directory)
+            return cls._in(Home(directory, f"{call} {tuple(geometry)}"), geometry)
+        storage = cls.open(directory, unclean=unclean)
+        found = storage.store.schema
+        differs = schemas.differences(geometry.schema(Structure.from_schema(found), found.columns), found)
+        if len(found.columns) != geometry.ndim - 1:
+            differs = f"ndim: expected {geometry.ndim}, got {1 + len(found.columns)}"
+        if differs:
+            storage.close()
+            raise IncompatibleStore(
+                f"{call}: {str(directory)!r} holds a store of another size: {differs}. Use ReplayBuffer.open({str(directory)!r}), "
+                "which takes it as it is, or another folder."
+            )
+        storage._geometry = geometry
+        return storage
+
+    @classmethod
+    def _in(cls, home: Home, geometry: Geometry) -> LazyMemmapStorage:
+        storage = cls.__new__(cls)
+        storage._configure(geometry, "cpu")
+        storage._scratch_dir = home.folder
+        storage._existsok = False
+        storage._auto_cleanup = None
+        storage._home = home
+        return storage
+
     def _allocate(self, schema: Schema) -> Store:
         assert self._home is not None  # as __init__ and open() leave it
         folder, replace = self._home.folder, self._existsok or self._scratch_dir is None
         try:
             return self._allocate_in(self._home, schema, replace=replace)
         except OSError as error:
-            if error.errno is None or folder.is_dir():
-                raise
+            if error.errno is None or error.filename not in map(str, (folder, *folder.parents)):
+                raise  # of a file in it, which is named
             where = f"LazyMemmapStorage: scratch_dir={str(folder)!r} cannot be made: {os.strerror(error.errno)}"
             raise type(error)(error.errno, where, error.filename) from error
 
@@ -154,6 +179,17 @@ class LazyMemmapStorage(LazyTensorStorage):
         memory: Store | None = vars(self).get("memory")
         folder = self._scratch_dir if memory is None else memory.directory
         return {**super()._after_close(), "cleanup": partial(_remove, memory), "scratch_dir": folder}
+
+
+def _check_place(folder: Path) -> None:
+    """Raise ``OSError`` for a folder that cannot be made, or not be written to."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(20, "LazyMemmapStorage: scratch_dir: expected a folder, found a file", str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(
+            13, "LazyMemmapStorage: scratch_dir: expected a folder that can be written to", str(there)
+        )
 
 
 def _remove(store: Store | None) -> bool:

@@ -15,7 +15,7 @@ from engram.store.lifetime import (
     sweep_shared_memory,
 )
 from engram.store.memory import Block, Copied, dlpack_specs, private_block, torch_dtype
-from engram.store.opening import create_store, moved, open_store, reattach, skip_numbers
+from engram.store.opening import create_store, holds_store, moved, open_store, reattach, skip_numbers
 from engram.store.store import Repair, Saved, Store, StoreState
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "dlpack_specs",
     "erase",
     "forget_temporary",
+    "holds_store",
     "maker_of",
     "moved",
     "occupied",

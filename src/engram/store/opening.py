@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -122,6 +123,25 @@ def open_store(directory: Path, *, unclean: str = "refuse") -> Store:
     with _attaching, exclusive(directory):
         check_store(directory)
         return _opened_or_attached(directory, unclean)
+
+
+def holds_store(directory: Path, call: str) -> bool:
+    """Whether a folder holds a store; False: it is free for one. Waits for a process that is creating one there.
+
+    Raises:
+        FileExistsError: it holds other files. StoreInUse: as :func:`open_store`.
+    """
+    if not directory.is_dir():
+        return False
+    with _attaching, exclusive(directory):
+        remove_unfinished(directory)
+        if layout.is_store(directory):
+            return True
+        other = next(directory.iterdir(), None)
+    if other is not None:
+        why = f"{call}: expected a folder with a store, an empty one or a free name, found {other.name!r} and no store. Choose another"
+        raise FileExistsError(errno.EEXIST, why, str(directory))
+    return False
 
 
 def moved(store: Store, directory: Path, maker: str, guest_of: Process | None) -> Store:
