@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram.errors import RowError
+
 #: Above any number of rows, and an int64 with room to add to.
 _MOST = 1 << 62
 
@@ -56,12 +58,15 @@ def check_path(what: str, value: object) -> Path:
 def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers of any array, list or range as a tensor on the CPU; a tensor as it is.
 
-    Raises ``TypeError``: they are none. ``ValueError``: they have no common shape.
+    Raises ``TypeError``: they are none. ``RowError``: ints that no int64 holds. ``ValueError``: they have no common shape.
     """
     if isinstance(value, Tensor):
         return value
     try:
-        return torch.as_tensor(np.asarray(value), dtype=dtype, device="cpu")
+        array = np.asarray(value)
+        if dtype is None and array.size and array.dtype.kind == "O" and all(isinstance(one, int) for one in array.flat):
+            raise RowError(f"{what}: expected numbers below 2**63, got larger ones.")
+        return torch.as_tensor(array, dtype=dtype, device="cpu")
     except (TypeError, RuntimeError):
         raise TypeError(
             f"{what}: expected a number, or a list, range, array or tensor of numbers, got {type(value).__name__}."
