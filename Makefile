@@ -97,8 +97,8 @@ $(VENV)/.engram-%: $(VENV)/.build-tools $(SOURCES)
 
 $(VENV)/.rivals: $(VENV)/.torch
 	@echo "==> Installing the libraries engram is measured beside"
-	@$(PIP) install -c $(VENV)/constraints.txt torchrl cpprb
-	@$(PIP) install --no-deps -c $(VENV)/constraints.txt rlox  # its other dependencies are for training
+	@$(PIP) install -c $(VENV)/constraints.txt torchrl cpprb gymnasium
+	@$(PIP) install --no-deps -c $(VENV)/constraints.txt rlox stable-baselines3  # their other dependencies are for training
 	@touch $@
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tensordict import __version__ as tensordict_version
 
 from benchmarks import (
     bench_checkpoints,
+    bench_everyday,
     bench_frames,
     bench_indexes,
     bench_memory,
@@ -30,6 +31,7 @@ from benchmarks import (
 from benchmarks.claims import Row
 
 BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
+    "everyday": bench_everyday.run,
     "sampling": bench_sampling.run,
     "writing": bench_writing.run,
     "indexes": bench_indexes.run,

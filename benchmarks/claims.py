@@ -49,6 +49,7 @@ def _every(keys: Iterable[str], against: str, floor: Floor) -> dict[tuple[str, s
 _WARM = ("tensor", "memmap")
 _MOVES = tuple(f"{kind}/{shape}" for kind in ("frames", "small") for shape in ("2-3", "3-2"))
 _CROWDS = ("1-writer", "2-writers")
+_LANES = ("", "-array", "-each")
 _CLASSES = ("ReplayBuffer", "TensorDictReplayBuffer")
 
 FLOORS: dict[tuple[str, str], Floor] = {
@@ -61,6 +62,8 @@ FLOORS: dict[tuple[str, str], Floor] = {
     **_every((f"sample/half-full/{s}" for s in _WARM), "TorchRL", Floor("times", 8, aim=15)),
     **_every((f"sample/dict-to-tensordict/{s}" for s in _WARM), "TensorDict", Floor("share", 1, within_iqr=True)),
     ("sample/memmap-to-tensor", "LazyTensor"): Floor("share", 1.1),
+    **_every((f"everyday/extend-{n}{lane}" for n in (1, 8) for lane in _LANES), "cpprb", Floor("times", 1)),
+    ("everyday/add", "SB3"): Floor("times", 2 / 3),
     **_every((f"write/add/{c}" for c in _CLASSES), "TorchRL", Floor("times", 10)),
     **_every((f"write/add/{c}" for c in _CLASSES), "cpprb", Floor("times", 2)),
     **_every((f"write/extend-64/{c}" for c in _CLASSES), "TorchRL", Floor("times", 10)),

@@ -19,8 +19,20 @@ STORAGES = {"list": "ListStorage", "tensor": "LazyTensorStorage", "memmap": "Laz
 
 SHORT = {key: name.removesuffix("Storage") for key, name in STORAGES.items()}
 
-_DISTRIBUTIONS = {"engram": "engram", "TorchRL": "torchrl", "cpprb": "cpprb", "rlox": "rlox"}
-_MODULES = {"engram": "engram", "TorchRL": "torchrl.data", "cpprb": "cpprb", "rlox": "rlox"}
+_DISTRIBUTIONS = {
+    "engram": "engram",
+    "TorchRL": "torchrl",
+    "cpprb": "cpprb",
+    "rlox": "rlox",
+    "SB3": "stable-baselines3",
+}
+_MODULES = {
+    "engram": "engram",
+    "TorchRL": "torchrl.data",
+    "cpprb": "cpprb",
+    "rlox": "rlox",
+    "SB3": "stable_baselines3.common.buffers",
+}
 _PINS = Path(__file__).parents[1] / "constraints.txt"
 
 
