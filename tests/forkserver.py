@@ -13,6 +13,7 @@ CONTEXT.set_forkserver_preload(
         "engram.checkpoint.checkpointer",
         "torch.distributed",
         "torch.multiprocessing",
+        "torchrl.collectors",
         "tests.ranks.jobs",
     ]
 )

@@ -109,7 +109,8 @@ class _Helper:
         self._folder = tempfile.TemporaryDirectory(prefix="engram-tests-")
         self._lock = threading.Lock()
         self._asked = 0
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **more}
+        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
+        environment = {**os.environ, **one, **more}
         self._process = subprocess.Popen(
             [sys.executable, __file__, self._folder.name],
             stdin=subprocess.PIPE,
@@ -133,8 +134,9 @@ class _Helper:
         return Program(self, pid, Path(self._folder.name))
 
     def close(self):
-        self._process.stdin.close()
+        self._process.kill()  # its input does not end where a forked process still has it
         self._process.wait()
+        self._process.stdin.close()
         self._process.stdout.close()
         self._folder.cleanup()
 

@@ -2,36 +2,21 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import fresh
+from tests import interpreter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def output_of(name, folder):
-    if name in LAUNCHES:
-        command = [sys.executable, str(EXAMPLES / name), *QUICKLY.get(name, [])]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-        status, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        program = fresh.start(RUN, path=str(EXAMPLES / name), options=QUICKLY.get(name, []), folder=str(folder))
-        status, out, err = program.wait(100), program.out, program.err
-    assert status == 0, err
-    assert not err
-    return out
-
-
-#: As ``python examples/NAME OPTIONS``, in a process that has imported torch already.
-RUN = """
-    import os, runpy, sys
-    os.chdir(folder)
-    sys.argv[:] = [path, *options]
-    runpy.run_path(path, run_name="__main__")
-"""
+    command = [interpreter.executable(), str(EXAMPLES / name), *QUICKLY.get(name, [])]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout
 
 
 def check_actors_and_learner(said):
@@ -86,8 +71,6 @@ CHECKS = {
     "resumable_training.py": check_resumable_training,
     "two_indexes.py": check_two_indexes,
 }
-#: Those that start processes by themselves which import torch, too.
-LAUNCHES = {"ddp_dqn.py"}
 #: Arguments of those that take longer to show all they can.
 QUICKLY = {
     "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],

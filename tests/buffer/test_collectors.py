@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from engram import LazyMemmapStorage, LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+from tests import forkserver
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -53,10 +54,9 @@ def prioritized(storage):
 
 @pytest.fixture(autouse=True)
 def _imported_once():
-    """Processes that come from one which has imported torch: importing it anew in each takes a second and more."""
+    """Processes that come from the one which has imported torch and torchrl: importing them in each takes seconds."""
     before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("forkserver", force=True)
-    multiprocessing.set_forkserver_preload(["torchrl.collectors", "engram"])
+    multiprocessing.set_start_method(forkserver.CONTEXT.get_start_method(), force=True)
     yield
     multiprocessing.set_start_method(before, force=True)
 

@@ -1,8 +1,6 @@
 """Checkpoints of environments that begin again, and beside others."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -27,7 +25,7 @@ from engram.checkpoint.job import Job
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint, rank_folder
 from engram.persist.snapshot import RowsSnapshot
-from tests import stress
+from tests import fresh, stress
 from tests.buffer.dumped import Writers, check_marked, marked
 from tests.buffer.states import L, twins
 from tests.checkpoint.saving import CAPACITY, buffer, restored, steps
@@ -181,17 +179,17 @@ def test_a_second_call_waits_for_the_first_and_saves_what_is_its_own(ram, monkey
 
 
 def test_a_program_that_ends_meanwhile_ends_after_its_save(ram):
-    program = """if True:
-        import sys, time, torch
+    program = """
+        import time, torch
         from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
         from engram.format import series
         accept = series.accept
         series.accept = lambda *some, **more: (time.sleep(0.5), accept(*some, **more))[1]
         rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
         rb.extend(torch.arange(50))
-        assert not Checkpointer(sys.argv[1], rb).save(7, wait=False).done
+        assert not Checkpointer(root, rb).save(7, wait=False).done
         """
-    subprocess.run([sys.executable, "-c", program, str(ram)], check=True, timeout=60)
+    fresh.run(program, root=str(ram))
     again = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
     assert Checkpointer(ram, again).restore().step == 7
     assert again[:].tolist() == list(range(50))

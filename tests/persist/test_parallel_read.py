@@ -4,9 +4,6 @@ import _thread
 import itertools
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +15,7 @@ import torch
 from engram import LazyTensorStorage, ReplayBuffer
 from engram.format.workers import Ended
 from engram.persist.parallel_read import READERS, parallel_read
+from tests import fresh
 
 HERE = [torch.zeros(1)]
 BEFORE = [0]
@@ -135,7 +133,7 @@ def test_loads_of_a_thread_that_outlives_the_program(tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend({"obs": torch.arange(10), "reward": torch.ones(10)})
     rb.dumps(tmp_path / "dump")
-    program = f"""
+    program = """
         import threading, time
         from engram import LazyTensorStorage, ReplayBuffer
 
@@ -143,15 +141,12 @@ def test_loads_of_a_thread_that_outlives_the_program(tmp_path):
             threading.main_thread().join()
             time.sleep(0.2)
             rb = ReplayBuffer(storage=LazyTensorStorage(10))
-            rb.loads({str(tmp_path / "dump")!r})
+            rb.loads(dump)
             print(len(rb), flush=True)
 
         threading.Thread(target=load).start()
     """
-    told = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert told.stdout == "10\n", told.stderr
+    assert fresh.run(program, dump=str(tmp_path / "dump")) == "10"
 
 
 def test_loads_from_a_folder_that_gets_another_name_meanwhile(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Real processes with gloo: saving, restoring, requests, and deaths in each phase."""
 
+import hashlib
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ import torch
 from engram import RankFailed
 from engram.format import series
 from engram.format.checkpoints import Checkpoint
+from tests import fresh, interpreter
+from tests.forkserver import CONTEXT
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, play, steps_of, whos
 from tests.ranks.processes import answer, join, meet, run, start, wait_for
 from tests.twins import contents
@@ -338,7 +341,14 @@ def launched(n, folder):
         "import os, pathlib\nfrom tests.ranks.test_processes import fails_then_loads\n"
         f"fails_then_loads({n}, int(os.environ['RANK']), pathlib.Path({str(folder)!r}))\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", str(script)]
+    command = [
+        interpreter.executable(),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={n}",
+        str(script),
+    ]
     here = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": here}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
@@ -360,9 +370,15 @@ def test_a_launcher_starts_fewer_after_a_failure(tmp_path):
     assert path.name.startswith("ckpt-000000000010-")
 
 
+def what_is_loaded(ranks, root):
+    """The plan, and a digest of all that there is then."""
+    rb = buffer(3, 60, seed=0)
+    plan = checkpointer(root, rb, ranks).restore().dealt["plan"]
+    return plan, hashlib.sha256(repr(contents(rb)).encode()).hexdigest()
+
+
 def loads_by_another_seed(rank, folder, root):
     """A rank in a process of its own hash seed, to which folders are listed in another order."""
-    import hashlib
     import random
 
     from torch import distributed
@@ -379,16 +395,13 @@ def loads_by_another_seed(rank, folder, root):
     os.listdir = shuffled
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     ranks = Ranks.from_torch(timeout=20.0)
-    rb = buffer(3, 60, seed=0)
-    plan = checkpointer(root, rb, ranks).restore().dealt["plan"]
+    said = what_is_loaded(ranks, root)
+    (folder / f"said-{rank}.json").write_text(json.dumps([hash("a string"), *said]))
     meet(folder, "over", ranks)
-    print(plan, hashlib.sha256(repr(contents(rb)).encode()).hexdigest())
 
 
 def test_neither_hash_seeds_nor_the_order_of_folders_change_what_is_loaded(tmp_path):
     """Two processes of other seeds than this one, beside threads here: the same plan, and the same bits on each rank."""
-    import hashlib
-
     root = tmp_path / "root"
 
     def act(ranks, rank):
@@ -398,25 +411,23 @@ def test_neither_hash_seeds_nor_the_order_of_folders_change_what_is_loaded(tmp_p
         checkpointer(root, rb, ranks).save(0)
 
     done(job(3, act))
-
-    def load(ranks, _):
-        rb = buffer(3, 60, seed=0)
-        plan = checkpointer(root, rb, ranks).restore().dealt["plan"]
-        return f"{plan} {hashlib.sha256(repr(contents(rb)).encode()).hexdigest()}\n"
-
-    started = []
-    for rank in range(2):
-        code = (
-            "import pathlib\nfrom tests.ranks.test_processes import loads_by_another_seed\n"
-            f"loads_by_another_seed({rank}, pathlib.Path({str(tmp_path)!r}), pathlib.Path({str(root)!r}))"
-        )
-        env = {**os.environ, "PYTHONHASHSEED": str(rank + 1)}
-        started.append(subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=60)[0] for process in started]
-    here = done(job(2, load))
-    assert said == here
+    program = """
+        import pathlib, sys
+        sys.path.insert(0, packages)
+        from tests.ranks.test_processes import loads_by_another_seed
+        loads_by_another_seed(0, pathlib.Path(folder), pathlib.Path(root))
+    """
+    first = fresh.start(program, packages=str(Path(__file__).parents[2]), folder=str(tmp_path), root=str(root))
+    second = CONTEXT.Process(target=loads_by_another_seed, args=(1, tmp_path, root))
+    second.start()
+    assert join([second], 60) == [0]
+    assert first.wait() == 0, first.err
+    seeds, *said = zip(*(json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in range(2)), strict=True)
+    assert len({hash("a string"), *seeds}) > 1
+    here = done(job(2, lambda ranks, _: what_is_loaded(ranks, root)))
+    assert list(zip(*said, strict=True)) == here
     assert len(set(here)) == 2  # of one plan, other rows
-    assert len({it.split()[0] for it in here}) == 1
+    assert len({plan for plan, _ in here}) == 1
 
 
 def replaced(ranks, rank, folder, root):
