@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import stress
+from tests import interpreter, stress
 
 # Examples are not timed: machines that run tests are busy. pytest-timeout bounds each test as a whole.
 settings.register_profile("engram", deadline=None)
@@ -18,9 +18,11 @@ settings.load_profile("engram")
 torch.set_num_threads(1)
 
 
-def pytest_configure():
+def pytest_configure(config):
     """Ctrl-C reaches tests that send it, also where pytest runs in the background of a shell, which lets it ignore that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None) and not config.option.collectonly:
+        interpreter.share()
 
 
 def pytest_collection_finish():

@@ -5,15 +5,27 @@ spawned; those take seconds each, which a few tests take to show that they are n
 """
 
 import multiprocessing
+import sys
+from multiprocessing import forkserver, resource_tracker
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "engram.buffer.tensordict",
-        "engram.checkpoint.checkpointer",
-        "torch.distributed",
-        "torch.multiprocessing",
-        "torchrl.collectors",
-        "tests.ranks.jobs",
-    ]
-)
+from tests import interpreter
+
+
+class _Context(multiprocessing.context.ForkServerContext):
+    def Process(self, *args, **options):  # noqa: N802 - of multiprocessing
+        start()
+        return super().Process(*args, **options)
+
+
+def start():
+    """Start the server, which has what :mod:`tests.interpreter` has imported, where none is running."""
+    resource_tracker.ensure_running()
+    multiprocessing.set_executable(interpreter.executable())
+    try:
+        forkserver.ensure_running()
+    finally:
+        multiprocessing.set_executable(sys.executable)
+
+
+CONTEXT = _Context()
+CONTEXT.set_forkserver_preload(["tests.ranks.jobs"])

@@ -1,6 +1,6 @@
 """Programs in processes of their own, cheaply.
 
-Importing torch takes seconds. One helper imports it once, without starting a thread, and forks for every program; what the
+Importing torch takes seconds. One helper has it, without a thread, and forks for every program; what the
 program then sees is as good as a new interpreter, down to an ordinary exit. Its output goes to files, its exit is reported.
 
 >>> run("print(1 + x)", x=2)  # doctest: +SKIP
@@ -106,13 +106,15 @@ def _output(program, limit_s):
 
 class _Helper:
     def __init__(self, **more):
+        from tests import interpreter  # not in the helper itself
+
         self._folder = tempfile.TemporaryDirectory(prefix="engram-tests-")
         self._lock = threading.Lock()
         self._asked = 0
         one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
         environment = {**os.environ, **one, **more}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, self._folder.name],
+            [sys.executable if more else interpreter.executable(), __file__, self._folder.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -56,7 +56,8 @@ def prioritized(storage):
 def _imported_once():
     """Processes that come from the one which has imported torch and torchrl: importing them in each takes seconds."""
     before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method(forkserver.CONTEXT.get_start_method(), force=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    forkserver.start()
     yield
     multiprocessing.set_start_method(before, force=True)
 
