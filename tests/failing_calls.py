@@ -333,17 +333,27 @@ def run(case, folder):
             return n - 1
 
 
-def main(folder, cases, control=""):
+def swallowed(folder):
+    """What is said where an error of fsync is swallowed."""
+    real = os.fsync
+
+    def swallow(fd):
+        with contextlib.suppress(OSError):
+            real(fd)
+
+    os.fsync = swallow
+    try:
+        run(("create", "fsync", "EIO"), folder)
+    except SystemExit as said:
+        return str(said)
+    finally:
+        os.fsync = real
+    return "nothing"
+
+
+def main(folder, cases):
     torch.set_num_threads(1)
     logging.getLogger("engram").setLevel(logging.ERROR)
-    if control == "swallow fsync":
-        real = os.fsync
-
-        def swallow(fd):
-            with contextlib.suppress(OSError):
-                real(fd)
-
-        os.fsync = swallow
     home = Path(folder) / "ram"  # whatever others have in shared memory does not concern us
     home.mkdir()
     engram.store.lifetime.shared_memory = engram.storages._home.shared_memory = lambda: home
@@ -362,6 +372,7 @@ def main(folder, cases, control=""):
     for case in json.loads(cases):
         failed += run(case, Path(folder))
     print(json.dumps({"failed calls": failed, "seconds": round(time.monotonic() - began, 1)}))
+    print("swallowed:", swallowed(Path(folder)), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -129,10 +129,11 @@ def test_around_shared_memory_all_processes_write_one_store(tmp_path, where, kin
     rb = ReplayBuffer(storage=TensorStorage(data))
     assert rb.shared
     assert (len(rb), rb.write_count) == (1000, 0)  # full from the start
-    writers = 2 if method == "spawn" else 4  # seconds each
-    children = [Child(write_many, rb, kind, k, method=method) for k in range(writers)]
+    methods = [method, "fork"] if method == "spawn" else [method] * 4  # it takes seconds
+    children = [Child(write_many, rb, kind, k, method=method) for k, method in enumerate(methods)]
     for child in children:
         child.join()
+    writers = len(methods)
     written = 200 * writers
     assert (len(rb), rb.write_count) == (1000, written)
     expected = torch.cat([of_a_process(k, i) for k in range(writers) for i in range(20)])
