@@ -13,6 +13,8 @@ TENSORDICT_NEWEST := 0.15.3
 BIN := $(VENV)/bin
 # Python keeps what it compiled, the tests included, whatever the environment says: each worker would compile them all, each time.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+# A worker that has none left takes tests from another, so that all end at about the same time.
+WORKING := -n $(WORKERS) --dist worksteal
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ifeq ($(origin CXX),default)
 CXX := c++
@@ -107,7 +109,7 @@ demo: $(VENV)/.engram-demo
 	@$(BIN)/engram demo $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(VENV)/.engram-dev
-	@$(PYTEST) -n $(WORKERS) $(ARGS)
+	@$(PYTEST) $(WORKING) $(ARGS)
 
 golden: $(VENV)/.engram-dev
 	@$(BIN)/python -m tests.golden.make
@@ -116,7 +118,7 @@ golden: $(VENV)/.engram-dev
 SIZE := night
 stress: $(VENV)/.engram-dev
 	@ENGRAM_STRESS=$(SIZE) $(MAKE) --no-print-directory test-native NATIVE=stress ARGS=
-	@ENGRAM_STRESS=$(SIZE) $(PYTEST) -n $(WORKERS) -m stress $(ARGS)
+	@ENGRAM_STRESS=$(SIZE) $(PYTEST) $(WORKING) -m stress $(ARGS)
 
 # REVERB_PYTHON, from the command line or the environment: Python of an environment with dm-reverb[tensorflow].
 bench: $(VENV)/.engram-bench $(VENV)/.rivals
@@ -138,7 +140,7 @@ TENSORDICT_TESTS := tests/storages tests/format/test_layout.py tests/buffer/test
   tests/buffer/test_tensordict.py tests/test_collate.py tests/buffer/test_basic_use.py tests/buffer/test_open.py tests/test_docs.py
 test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import tensordict as t; assert t.__version__ == "$(TENSORDICT_NEWEST)", t.__version__; print("==> Testing with tensordict", t.__version__)'
-	@PYTHONPATH=$(NEWEST) $(PYTEST) -n $(WORKERS) $(TENSORDICT_TESTS) $(ARGS)
+	@PYTHONPATH=$(NEWEST) $(PYTEST) $(WORKING) $(TENSORDICT_TESTS) $(ARGS)
 
 check: $(VENV)/.engram-dev
 	@echo "==> ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .

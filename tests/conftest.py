@@ -4,7 +4,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests import interpreter, stress
@@ -12,10 +11,6 @@ from tests import interpreter, stress
 # Examples are not timed: machines that run tests are busy. pytest-timeout bounds each test as a whole.
 settings.register_profile("engram", deadline=None)
 settings.load_profile("engram")
-
-
-# There is a worker per core: torch's threads would only wait for each other.
-torch.set_num_threads(1)
 
 
 def pytest_configure(config):
@@ -26,7 +21,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Modules and thousands of tests are there to stay. The collector need not look at them each time, nor in each forked child."""
+    """Modules and thousands of tests are there to stay: the collector need not look at them each time, nor in each forked child."""
+    import torch  # the process that hands out tests to workers needs none
+
+    torch.set_num_threads(1)  # there is a worker per core: threads would only wait for each other
     gc.collect()
     gc.freeze()
 
@@ -34,6 +32,8 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def seeded():
     """The same draws in every run. Samplers without a generator take their numbers from torch's default one."""
+    import torch
+
     torch.manual_seed(0)
 
 

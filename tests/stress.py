@@ -9,8 +9,6 @@ import os
 import random
 from pathlib import Path
 
-import torch
-
 SIZES = ("small", "night", "release")
 SIZE = os.environ.get("ENGRAM_STRESS") or "small"
 if SIZE not in SIZES:
@@ -42,6 +40,8 @@ def check_priorities(index, live):
     """Of an index of priorities that is at rest: all that is above zero belongs to live rows, and every sum is what its
     leaves say, bit for bit: computing them anew changes no byte.
     """
+    import torch  # not where tests are only handed out
+
     leaves = index.leaves(index.core.rows)
     assert set((leaves > 0).nonzero().flatten().tolist()) <= set(live)
     before = index.block.tensor[4096:].clone()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -395,18 +396,23 @@ def test_a_failure_is_a_code_and_says_nothing_else(served, monkeypatch, caplog):
     assert "no space at /secret" in caplog.text
 
 
-def test_a_minimum_interval(tmp_path):
+def test_a_minimum_interval(tmp_path, monkeypatch):
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), poll_every=1)
     play(ck._job.buffer, 0, 0, [3])
-    with ck.serve(interval=0.3) as endpoint:
+    later = 0.0  # than it is, for the endpoint
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later, sleep=time.sleep)
+    monkeypatch.setattr(endpoints, "time", clock)
+    with ck.serve(interval=1000.0) as endpoint:
         assert call(endpoint)[0] == 202
         ck.poll(1).wait(10)
         assert call(endpoint)[0] == 429
         assert not ck.requests.any
-        time.sleep(0.35)
+        later = 1000.0
         assert call(endpoint)[0] == 202
         ck.poll(2).wait(10)
-        time.sleep(0.35)  # it counts from the end of the save, whether anybody asked since or not
+        later = 0.0
+        assert call(endpoint)[0] == 429
+        later = 1000.0  # it counts from the end of the save, whether anybody asked since or not
         assert call(endpoint)[0] == 202
 
 
