@@ -13,7 +13,15 @@ import pytest
 import torch
 
 import engram.store
-from engram import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer, StoreInUse, WriterStalled
+from engram import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    StoreInUse,
+    WriterStalled,
+    _native,
+)
 from tests import stress
 from tests.failing_calls import OPERATIONS, ROWS, buffer, forked, listing
 
@@ -175,9 +183,14 @@ def test_the_holder_of_a_row_is_stopped_and_killed():
             finally:
                 os._exit(1)
         caught_writing(rb, pid)
+        before = _native.wait_limit()
+        _native._core.set_wait_limit(stress.size(1.0, before))  # it looks all the time
         began = time.monotonic()
-        with pytest.raises(WriterStalled):
-            rb.extend(row.expand(4, -1), lane=torch.zeros(4, dtype=torch.int64))  # over both rows
+        try:
+            with pytest.raises(WriterStalled):
+                rb.extend(row.expand(4, -1), lane=torch.zeros(4, dtype=torch.int64))  # over both rows
+        finally:
+            _native._core.set_wait_limit(before)
         assert time.monotonic() - began < 12
         rb.extend(row.expand(2, -1), lane=1)
         batch, info = rb.sample(2, return_info=True)
