@@ -1,40 +1,145 @@
-"""The only code that reaches inside TensorDict: three shortcuts for the hot path, each with the public way as fallback.
+"""All that engram takes from tensordict. Nothing imports it before a TensorDict is met or made.
 
-The public constructor checks every entry (4 µs for three leaves, unchecked 0.2 µs) and ``items()`` filters what it yields;
-both are waste for data that was checked against a schema. tests/buffer/test_tensordict_shortcuts.py runs at both ends
-of the supported range of versions.
+Its import takes as much CPU as that of torch, 1.6 s, and programs that write dicts of arrays do without it.
+
+Three shortcuts for the hot path, each with the public way as fallback, are the only code that reaches inside TensorDict. The
+public constructor checks every entry (4 µs for three leaves, unchecked 0.2 µs) and ``items()`` filters what it yields; both are
+waste for data that was checked against a schema. tests/buffer/test_tensordict_shortcuts.py runs at both ends of the supported
+range of versions.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import sys
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from tensordict import TensorDict
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import TypeGuard
 
-    import torch
+    from tensordict import TensorDict
     from torch import Tensor
 
-    def is_tensor_collection(data: object) -> TypeGuard[TensorDict]:
-        """As tensordict has it, without types."""
+__all__ = [
+    "children",
+    "find",
+    "is_lazy_stack",
+    "is_non_tensor",
+    "is_plain_tensordict",
+    "is_tensor_collection",
+    "is_tensorclass",
+    "put",
+    "tensordict_type",
+    "transparent_type",
+    "wrap",
+]
 
-    def is_tensorclass(data: object) -> TypeGuard[TensorDict]:
-        """As tensordict has it, without types."""
-else:
-    from tensordict import is_tensor_collection, is_tensorclass
 
-__all__ = ["HAS_SHORTCUTS", "children", "find", "is_tensor_collection", "is_tensorclass", "put", "wrap"]
+@functools.cache
+def tensordict_type() -> type[TensorDict]:
+    """The class TensorDict. Imports tensordict."""
+    from tensordict import TensorDict
 
-
-def _wrap_public(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
-    return TensorDict(source, batch_size=batch_size, device=device)
+    kind: type[TensorDict] = TensorDict
+    return kind
 
 
-def _wrap_unchecked(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
-    td: TensorDict = object.__new__(TensorDict)
+# ---- questions, which import nothing -----------------------------------------------------------------------------------
+#
+# Answers are kept by type. A type that exists before tensordict is imported is none of its types, so a "no" stays true.
+
+
+@functools.cache
+def _is_collection_type(kind: type) -> bool:
+    if sys.modules.get("tensordict") is None:
+        return False
+    from tensordict import is_tensor_collection
+
+    return bool(is_tensor_collection(kind))
+
+
+@functools.cache
+def is_tensorclass_type(kind: type) -> bool:
+    """Whether a type is a tensorclass."""
+    if not _is_collection_type(kind):
+        return False
+    from tensordict import is_tensorclass
+
+    return bool(is_tensorclass(kind))
+
+
+def is_tensor_collection(data: object) -> TypeGuard[TensorDict]:
+    """Whether data is a TensorDict of any class or a tensorclass."""
+    kind: type = type(data)
+    return _is_collection_type(kind)
+
+
+def is_tensorclass(data: object) -> TypeGuard[TensorDict]:
+    """Whether data is a tensorclass."""
+    kind: type = type(data)
+    return is_tensorclass_type(kind)
+
+
+def is_non_tensor(data: object) -> bool:
+    """Whether data is an object, or a stack of objects, that a TensorDict holds in place of a tensor."""
+    if not is_tensor_collection(data):
+        return False
+    from tensordict import is_non_tensor
+
+    return bool(is_non_tensor(data))
+
+
+def is_plain_tensordict(data: object) -> TypeGuard[TensorDict]:
+    """Whether data is of the class TensorDict itself."""
+    return is_tensor_collection(data) and type(data) is tensordict_type()
+
+
+def is_lazy_stack(data: object) -> bool:
+    """Whether data is a lazy stack of TensorDicts."""
+    if not is_tensor_collection(data):
+        return False
+    from tensordict import LazyStackedTensorDict
+
+    return isinstance(data, LazyStackedTensorDict)
+
+
+# ---- shortcuts ---------------------------------------------------------------------------------------------------------
+
+
+#: What a TensorDict consists of, as the shortcuts know it.
+_INSIDES = {"_tensordict": dict, "_batch_size": torch.Size, "_device": torch.device, "_td_dim_names": NoneType}
+
+
+#: What :func:`transparent_type` found, which hot paths read without a call.
+_transparent: type[TensorDict] | None = None
+
+
+@functools.cache
+def transparent_type() -> type[TensorDict] | None:
+    """TensorDict; None if it does not consist of just ``_INSIDES``, which can be set. Imports tensordict."""
+    global _transparent  # noqa: PLW0603 - once
+    kind = tensordict_type()
+    try:
+        insides = vars(kind({"a": torch.zeros(2)}, batch_size=[2], device="cpu"))
+        blank = object.__new__(kind)
+        for name, value in insides.items():
+            setattr(blank, name, value)
+    except (AttributeError, TypeError):
+        return None
+    if {name: type(value) for name, value in insides.items()} == _INSIDES:
+        _transparent = kind
+    return _transparent
+
+
+def wrap(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+    """A TensorDict that consists of just these entries, which are not checked."""
+    kind = _transparent or transparent_type()
+    if kind is None:
+        return tensordict_type()(source, batch_size=batch_size, device=device)
+    td: TensorDict = object.__new__(kind)
     td._tensordict = source
     td._batch_size = batch_size
     td._device = device
@@ -42,64 +147,36 @@ def _wrap_unchecked(source: dict[str, Any], batch_size: torch.Size, device: torc
     return td
 
 
-def _has_shortcuts() -> bool:
-    """Whether a TensorDict still consists of exactly what ``_wrap_unchecked`` sets."""
-    import torch
-
-    try:
-        made = vars(_wrap_public({"a": torch.zeros(2)}, torch.Size([2]), torch.device("cpu")))
-        ours = vars(_wrap_unchecked({"a": torch.zeros(2)}, torch.Size([2]), torch.device("cpu")))
-    except (AttributeError, TypeError):
-        return False
-    return (
-        made.keys() == ours.keys()
-        and all(type(made[key]) is type(ours[key]) for key in made if key != "_tensordict")
-        and isinstance(made["_tensordict"], dict)
-    )
+def children(td: Any) -> Mapping[str, Tensor | Any]:
+    """The entries of a TensorDict, by name. Not a copy: do not change it."""
+    if type(td) is (_transparent or transparent_type()):
+        entries: Mapping[str, Any] = td._tensordict
+        return entries
+    return dict(td.items())
 
 
-HAS_SHORTCUTS = _has_shortcuts()
-
-if HAS_SHORTCUTS:
-    wrap = _wrap_unchecked
-
-    def children(td: Any) -> Mapping[str, Tensor | Any]:
-        """The entries of a TensorDict, by name. Not a copy: do not change it."""
-        if type(td) is TensorDict:
-            entries: Mapping[str, Any] = td._tensordict
-            return entries
-        return dict(td.items())
-
-    def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
-        """Add entries whose shapes begin with the batch size, under strings or tuples, to an unlocked TensorDict."""
-        own = td._tensordict
+def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
+    """Add entries whose shapes begin with the batch size, under strings or tuples, to an unlocked TensorDict."""
+    if type(td) is not (_transparent or transparent_type()):
         for key, value in entries.items():
-            if isinstance(key, str):
-                own[key] = value
-                continue
-            child = own.get(key[0])
-            if len(key) == 2 and child is None:
-                own[key[0]] = wrap({key[1]: value}, td._batch_size, td._device)
-            elif len(key) == 2 and type(child) is TensorDict and not child.is_locked:
-                child._tensordict[key[1]] = value
-            else:
-                td.set(key, value)
-
-else:  # pragma: no cover - a tensordict with other internals
-    wrap = _wrap_public
-
-    def children(td: Any) -> Mapping[str, Tensor | Any]:
-        """The entries of a TensorDict, by name."""
-        return dict(td.items())
-
-    def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
-        """Add entries whose shapes begin with the batch size, under strings or tuples, to an unlocked TensorDict."""
-        for key, value in entries.items():
+            td.set(key, value)
+        return
+    own = td._tensordict
+    for key, value in entries.items():
+        if isinstance(key, str):
+            own[key] = value
+            continue
+        child = own.get(key[0])
+        if len(key) == 2 and child is None:
+            own[key[0]] = wrap({key[1]: value}, td._batch_size, td._device)
+        elif len(key) == 2 and is_plain_tensordict(child) and not child.is_locked:
+            child._tensordict[key[1]] = value
+        else:
             td.set(key, value)
 
 
 def find(td: Any, path: tuple[str, ...]) -> Any:
     """The entry of a TensorDict under a path of names, or None."""
     for name in path:
-        td = children(td).get(name) if type(td) is TensorDict or is_tensor_collection(td) else None
+        td = children(td).get(name) if is_tensor_collection(td) else None
     return td

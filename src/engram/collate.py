@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
 from torch import Tensor
 
 from engram import _native
-from engram._tensordict import children, wrap
+from engram._tensordict import children, is_plain_tensordict, is_tensor_collection, tensordict_type, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from tensordict import TensorDict
 
 __all__ = ["stack"]
 
@@ -34,11 +35,13 @@ def stack(items: list[Any]) -> object:
         return _stack_tensors(items)
     if isinstance(first, dict):
         return _stack_dicts(items)
-    if type(first) is TensorDict:
+    if is_plain_tensordict(first):
         dense = _stack_flat(items)
         if dense is not None:
             return dense
     if is_tensor_collection(first):
+        from tensordict import LazyStackedTensorDict
+
         _check_kind(items, is_tensor_collection)
         return LazyStackedTensorDict.maybe_dense_stack(items, 0)
     raise TypeError(
@@ -80,8 +83,8 @@ def _stack_dicts(items: list[dict[str, object]]) -> dict[str, object]:
 def _stack_flat(items: list[TensorDict]) -> TensorDict | None:
     """Flat TensorDicts of the same fields, shapes and dtypes; None if they are not."""
     _native.prefetch(items)
-    batch, device = items[0].batch_size, items[0].device
-    if any(type(item) is not TensorDict or item.batch_size != batch for item in items):
+    batch, device, kind = items[0].batch_size, items[0].device, tensordict_type()
+    if any(type(item) is not kind or item.batch_size != batch for item in items):
         return None
     sources = [children(item) for item in items]
     _native.prefetch(sources)

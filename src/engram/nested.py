@@ -6,20 +6,22 @@ import copy
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
-from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import Tensor
+
+from engram._tensordict import is_non_tensor, is_tensor_collection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
+    from tensordict import TensorDictBase
 
 Path = tuple[str, ...]
 
 
 def is_tensordict(data: object) -> TypeGuard[TensorDictBase]:
     """Whether data is a TensorDict or a tensorclass, which has its methods."""
-    return bool(is_tensor_collection(data))
+    return is_tensor_collection(data)
 
 
 def has_dimensions(data: object) -> bool:

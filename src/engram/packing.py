@@ -9,9 +9,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
+from engram._tensordict import is_plain_tensordict, tensordict_type
 from engram.format.schema import DTYPES
 from engram.state import check_keys, tensor_in, typed
 
@@ -77,7 +77,7 @@ def _tree(item: Any, parts: list[tuple[Tensor | None, list[int]]], where: str, d
         value = item.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         parts.append((value.reshape(-1).view(torch.uint8), list(item.shape)))
         return ["tensor", _NAMES[item.dtype], item.ndim, str(item.device)]
-    if type(item) is TensorDict:
+    if is_plain_tensordict(item):
         parts.append((None, list(item.batch_size)))
         entries = [[key, _tree(value, parts, f"{where}[{key!r}]", depth + 1)] for key, value in item.items()]
         device = None if item.device is None else str(item.device)
@@ -142,7 +142,7 @@ def _unpack(tree: Any, parts: list[object], n: int, device: torch.device | None,
             own = saved if saved is None or device is None else device
             columns = _entries(entries, parts, n, device, where, depth)
             return [
-                TensorDict({key: column[i] for key, column in columns.items()}, batch_size=size, device=own)
+                tensordict_type()({key: column[i] for key, column in columns.items()}, batch_size=size, device=own)
                 for i, size in enumerate(part["sizes"].tolist())
             ]
         case ["dict", list(entries)]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from engram import _native
-from engram._tensordict import children
+from engram._tensordict import children, is_plain_tensordict, tensordict_type
 from engram._words import warn
 from engram.nested import is_tensordict, map_with_paths, tensors
 
@@ -133,14 +132,14 @@ class _Walk:
         device = td.device
         if device is None and self.device is not None and _all_on(td, self.device):
             device = self.device
-        if type(td) is TensorDict:
+        if is_plain_tensordict(td):
             old = children(td)
             new = {key: self.walk(value, (*path, key)) for key, value in old.items()}
             same = all(new[key] is value for key, value in old.items())
             if same and device == td.device:
                 return td
             names = td.names if any(td.names) else None
-            made = TensorDict(new, batch_size=td.batch_size, device=device, names=names)
+            made = tensordict_type()(new, batch_size=td.batch_size, device=device, names=names)
             return made.lock_() if td.is_locked else made
         changed = device != td.device
 

@@ -1,7 +1,6 @@
 """The shortcuts into TensorDict against its public interface. Runs at both ends of the supported range of versions."""
 
 import copy
-import importlib.util
 import pickle
 
 import pytest
@@ -10,11 +9,14 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from engram import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, _tensordict
-from engram.storages import _structure
 
 
 def entries():
     return {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([[1], [2]])}
+
+
+def public(source, batch_size, device):
+    return TensorDict(source, batch_size=batch_size, device=device)
 
 
 def made(how, device=None, *, nested=True):
@@ -145,31 +147,26 @@ def unlocked(td):
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
 def test_unchecked_is_as_public(action, device):
-    public = outcome(action, made(_tensordict._wrap_public, device))
-    assert outcome(action, made(_tensordict._wrap_unchecked, device)) == public
+    assert outcome(action, made(_tensordict.wrap, device)) == outcome(action, made(public, device))
 
 
 def test_unchecked_has_the_same_insides():
-    ours, public = (vars(made(how)) for how in (_tensordict._wrap_unchecked, _tensordict._wrap_public))
-    assert {key: type(value) for key, value in ours.items() if key != "_tensordict"} == {
-        key: type(value) for key, value in public.items() if key != "_tensordict"
-    }
-    assert ours.keys() == public.keys()
+    ours, theirs = (vars(made(how)) for how in (_tensordict.wrap, public))
+    assert {key: type(value) for key, value in ours.items()} == {key: type(value) for key, value in theirs.items()}
 
 
 def test_unchecked_takes_the_tensors_as_they_are():
     source = entries()
-    td = _tensordict._wrap_unchecked(source, torch.Size([2]), None)
+    td = _tensordict.wrap(source, torch.Size([2]), None)
     assert all(td.get(key) is value for key, value in source.items())
 
 
 def test_the_shortcuts_are_in_use_with_this_tensordict():
-    assert _tensordict._has_shortcuts()
-    assert _tensordict.wrap is _tensordict._wrap_unchecked
+    assert _tensordict.transparent_type() is TensorDict
 
 
 def test_children_are_the_entries():
-    td = made(_tensordict._wrap_public)
+    td = made(public)
     assert list(_tensordict.children(td)) == ["a", "b", "next"]
     assert _tensordict.children(td)["a"] is td.get("a")
     stack = LazyStackedTensorDict.lazy_stack([td, td.clone()])
@@ -211,33 +208,30 @@ class Sealed(TensorDict):
 
 @pytest.fixture(params=[Renamed, Sealed])
 def fallback(request, monkeypatch):
-    """The module as it would be beside such a TensorDict."""
-    monkeypatch.setattr(tensordict, "TensorDict", request.param)
-    spec = importlib.util.spec_from_file_location("engram_tensordict_fallback", _tensordict.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.undo()
-    return module
+    """What the module finds out beside such a TensorDict."""
+    monkeypatch.setattr(_tensordict, "_transparent", None)
+    with monkeypatch.context() as beside:
+        beside.setattr(_tensordict, "tensordict_type", lambda: request.param)
+        found = _tensordict.transparent_type.__wrapped__()
+    monkeypatch.setattr(_tensordict, "transparent_type", lambda: found)
+    return found
 
 
 def test_the_public_way_is_taken_where_the_insides_changed(fallback):
-    assert fallback.wrap is fallback._wrap_public
-    td = TensorDict(entries(), batch_size=[2])
-    assert list(fallback.children(td)) == ["a", "b"]
-    assert fallback.children(td)["a"] is td.get("a")
-    fallback.put(td, {"index": torch.tensor([5, 6])})
+    assert fallback is None
+    td = _tensordict.wrap(entries(), torch.Size([2]), None)
+    assert type(td) is TensorDict
+    assert list(_tensordict.children(td)) == ["a", "b"]
+    assert _tensordict.children(td)["a"] is td.get("a")
+    _tensordict.put(td, {"index": torch.tensor([5, 6])})
     assert td["index"].tolist() == [5, 6]
 
 
-def test_buffers_work_the_public_way(fallback, monkeypatch):
-    import engram.buffer.tensordict
-
-    monkeypatch.setattr(_structure, "wrap", _tensordict._wrap_public)
-    monkeypatch.setattr(_structure, "entries_of", fallback.children)
-    monkeypatch.setattr(engram.buffer.tensordict, "put", fallback.put, raising=False)
+@pytest.mark.usefixtures("fallback")
+def test_buffers_work_the_public_way():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
-    rb.extend(made(_tensordict._wrap_public))
-    rb.add(made(_tensordict._wrap_public)[0])
+    rb.extend(made(public))
+    rb.add(made(public)[0])
     batch = rb.sample(20)
     assert batch.batch_size == (20,)
     assert bool((batch["a"][:, 0] == torch.where(batch["index"] == 1, 3.0, 0.0)).all())
@@ -247,7 +241,7 @@ def test_buffers_work_the_public_way(fallback, monkeypatch):
 
 def test_batches_are_unlocked_and_independent():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    rb.extend(made(_tensordict._wrap_public))
+    rb.extend(made(public))
     batch = rb.sample(4)
     batch["new"] = torch.zeros(4)
     batch.zero_()

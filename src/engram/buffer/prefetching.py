@@ -6,10 +6,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from engram._tensordict import children
+from engram._tensordict import children, is_plain_tensordict, tensordict_type
 from engram.nested import has_entries, map_leaves
 from engram.packing import pack, unpack
 from engram.prefetch import LEAVE_S, Prefetcher
@@ -17,6 +16,8 @@ from engram.state import Change, Loads, check_keys, copied, integer, typed
 from engram.store import Copied
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from engram.buffer.read_path import ReadPath
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
@@ -240,14 +241,14 @@ class _ByValue:
 
     def restored(self) -> TensorDict:
         entries = _from_value(self._entries)
-        return TensorDict(entries, batch_size=self._batch_size, device=self._device, names=self._names)
+        return tensordict_type()(entries, batch_size=self._batch_size, device=self._device, names=self._names)
 
 
 def _by_value(data: object) -> Any:
     """Batches for a copy: copies of their tensors, which go by value (see ``Copied``); other objects as they are."""
 
     def copied(leaf: object) -> object:
-        if type(leaf) is TensorDict:
+        if is_plain_tensordict(leaf):
             return _ByValue(leaf)
         return Copied(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
 

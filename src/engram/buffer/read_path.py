@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
 from engram import collate, samplers
+from engram._tensordict import is_lazy_stack
 from engram.buffer.write_path import map_dimensioned
 from engram.samplers.redraw import Redraw
 from engram.store import ThreadKey
@@ -124,7 +124,7 @@ class ReadPath:
         if self._wiring.storage.traits.has_fields:
             return data
         if stacked:
-            return map_dimensioned(data, lambda x: x.clone() if isinstance(x, LazyStackedTensorDict) else x)
+            return map_dimensioned(data, lambda x: x.clone() if is_lazy_stack(x) else x)
         return map_dimensioned(data, lambda x: x.copy() if isinstance(x, np.ndarray | np.generic) else x.clone())
 
     # ---- rows that move --------------------------------------------------------------------------------------------------

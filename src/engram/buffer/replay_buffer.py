@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 import torch
-from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram import _fork, samplers, storages, writers
 from engram._closing import end
+from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
 from engram.buffer.appender import Appender
 from engram.buffer.compat import NOT_YET, TorchRLArguments, alias, constant, returns_itself

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram import writers
-from engram._tensordict import children, put
+from engram._tensordict import children, is_tensor_collection, is_tensorclass, put, tensordict_type
 from engram._words import warn
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import register
@@ -35,7 +34,7 @@ class TensorDictReadPath(ReadPath):
         if wiring.of_sampler.draws_windows and wiring.storage.ndim == 1:
             index = index.unsqueeze(-1)
         entries = {**info, "index": index}
-        if type(data) is TensorDict and data.batch_size == (n,) and not data.is_locked:
+        if type(data) is tensordict_type() and data.batch_size == (n,) and not data.is_locked:
             put(data, entries)
         else:
             _attach(data, n, entries)

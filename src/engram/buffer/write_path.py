@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram import storages
+from engram._tensordict import is_tensor_collection
 from engram.nested import first_leaf, has_dimensions, is_tensordict, map_leaves
 from engram.types import Write, WritePlan
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
-from tensordict import TensorDict
 
+from engram._tensordict import tensordict_type
 from engram.env.nesting import conformed, copied, has_tuple, pick, put, taken
 from engram.field_paths import checked_path, public
 
@@ -189,7 +189,7 @@ class Recording:
             for part in above:
                 entries = entries.setdefault(part, {})  # type: ignore[assignment] # names do not collide
             entries[name] = value[:, None] if widened else value  # type: ignore[call-overload, index]
-        return TensorDict(rows, [n]) if self._tensordicts else rows
+        return tensordict_type()(rows, [n]) if self._tensordicts else rows
 
 
 def stored_paths(names: Names | None) -> dict[FieldPath, FieldPath]:

@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, is_tensor_collection
 
+from engram._tensordict import is_tensor_collection, tensordict_type
 from engram.errors import NoSampleable
 from engram.expanders._base import Expander
 from engram.expanders.following import Following
@@ -87,7 +87,7 @@ class FinalObservations(Stateful):
 
     def inv(self, data: Any) -> Any:
         """Rows as they are stored. The argument is not changed."""
-        if not (isinstance(data, dict) or (is_tensor_collection(data) and isinstance(data, TensorDict))):
+        if not (isinstance(data, dict) or (is_tensor_collection(data) and isinstance(data, tensordict_type()))):
             raise TypeError(f"FinalObservations: expected TensorDicts or dicts of rows, got {type(data).__name__}.")
         if not isinstance(data, dict) and len(data.batch_size) != 1:
             raise RuntimeError(

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import is_tensor_collection
 from torch import Tensor
 
 from engram._checks import check_count
+from engram._tensordict import is_tensor_collection
 from engram.nested import map_with_paths
 from engram.storages._structure import as_tensor, at, describe
 

@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_non_tensor
 from torch import Tensor
 
 from engram import _native
-from engram._tensordict import HAS_SHORTCUTS, is_tensor_collection, is_tensorclass, wrap
 from engram._tensordict import children as entries_of
+from engram._tensordict import (
+    is_non_tensor,
+    is_tensor_collection,
+    is_tensorclass,
+    is_tensorclass_type,
+    tensordict_type,
+    transparent_type,
+    wrap,
+)
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, validate_key
 from engram.nested import first_leaf
@@ -58,7 +65,7 @@ class Structure:
             and all(c.kind == "leaf" and c.field == i for i, c in enumerate(leaves))
             else None
         )
-        self._flat_type = TensorDict if self.is_tensordict else dict
+        self._flat_type = tensordict_type() if self.is_tensordict else dict
         #: Whether it is TensorDicts and dicts in each other, their leaves in the order of the fields.
         self._plain = root.kind in _PLAIN and _leaves_of_plain(root) == list(range(len(self.fields)))
 
@@ -78,8 +85,10 @@ class Structure:
         if node.kind == "leaf":
             return node.field
         trees = [self._tree(child) for child in node.children.values()]
-        kind = _TYPES.get(node.kind) or self._types.get(node.type)
-        if node.kind == "tensorclass" or (node.kind == "tensordict" and not HAS_SHORTCUTS) or None in trees:
+        kind = _BUILTIN.get(node.kind) or self._types.get(node.type)
+        if node.kind == "tensordict":
+            kind = transparent_type()
+        if node.kind == "tensorclass" or kind is None or None in trees:
             return None
         return (node.kind, kind, list(node.children), trees)
 
@@ -327,8 +336,8 @@ class _Builder:
 
 # ---- the short path of nested data -------------------------------------------------------------------------------------
 
-_PLAIN = {"tensordict": TensorDict, "dict": dict}
-_TYPES: dict[str, type[object]] = {**_PLAIN, "tuple": tuple, "list": list}
+_PLAIN = ("tensordict", "dict")
+_BUILTIN: dict[str, type[object]] = {"dict": dict, "tuple": tuple, "list": list}
 
 
 def _leaves_of_plain(node: Node) -> list[int]:
@@ -342,7 +351,7 @@ def _leaves_of_plain(node: Node) -> list[int]:
 
 def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
     """Append the leaves of data that consists of just these TensorDicts and dicts; False if it may be otherwise."""
-    if type(data) is not _PLAIN[node.kind]:
+    if type(data) is not (tensordict_type() if node.kind == "tensordict" else dict):
         return False
     entries: Mapping[str, object] = entries_of(data) if node.kind == "tensordict" else data
     if len(entries) != len(node.children):
@@ -486,7 +495,7 @@ def stacked(items: Sequence[object], call: str) -> Any:
 
 def is_batched_collection(data: Any) -> bool:
     """Whether data is a TensorDict or tensorclass with a batch dimension."""
-    return bool(is_tensor_collection(data)) and len(data.batch_size) > 0
+    return is_tensor_collection(data) and len(data.batch_size) > 0
 
 
 def leading_size(data: object, call: str) -> int:
@@ -550,7 +559,9 @@ def _find_type(node: Node) -> type:
     for part in qualname.split("."):
         found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
     fits = isinstance(found, type) and (
-        is_tensorclass(found) if node.kind == "tensorclass" else issubclass(found, tuple) and hasattr(found, "_fields")
+        is_tensorclass_type(found)
+        if node.kind == "tensorclass"
+        else issubclass(found, tuple) and hasattr(found, "_fields")
     )
     if not fits:
         raise TypeError(

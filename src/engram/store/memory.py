@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
-from tensordict import MemoryMappedTensor
 
 from engram import _native
 from engram._mappings import map_piece, open_files
@@ -178,6 +177,8 @@ def file_field(directory: Path, field: Field, capacity: int) -> Tensor:
     nbytes = field.row_bytes * capacity
     if not nbytes:
         return _field_in(None, field, capacity)
+    from tensordict import MemoryMappedTensor
+
     path = layout.field_path(directory, field.key)
     files.check_size(path, nbytes)
     shape = torch.Size((capacity, *field.shape))

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from engram import nested
+from engram._tensordict import is_tensor_collection, tensordict_type
 from engram.nested import is_tensordict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
+    from tensordict import TensorDictBase
 
 Key: TypeAlias = str | tuple[str, ...]
 """Of an entry: its name, or the path of names to a nested entry."""
@@ -173,7 +174,9 @@ def put(data: Any, key: Key, value: object) -> None:
     for part in way:
         inner = data.get(part, None)
         if not nested.has_entries(inner):
-            inner = {} if isinstance(data, dict) else TensorDict({}, batch_size=data.batch_size, device=data.device)
+            inner = (
+                {} if isinstance(data, dict) else tensordict_type()({}, batch_size=data.batch_size, device=data.device)
+            )
             _set(data, part, inner)
             inner = data.get(part)
         data = inner

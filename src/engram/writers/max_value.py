@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
 from engram import _native
-from engram._tensordict import children, find
+from engram._tensordict import children, find, is_tensor_collection, is_tensorclass
 from engram._unsupported import reject_unsupported
 from engram.errors import IncompatibleCheckpoint
 from engram.field_paths import checked_path, public
@@ -165,7 +164,7 @@ class TensorDictMaxValueWriter(NativeWriter):
 
     def _ranks_of(self, data: object, n: int) -> NDArray[np.float64]:
         """Ranks of ``n`` rows that are to be written, float64 ``[n]``."""
-        if type(data) is not TensorDict and (not is_tensor_collection(data) or is_tensorclass(data)):
+        if not is_tensor_collection(data) or is_tensorclass(data):
             raise RuntimeError(
                 f"{type(self).__name__}: expected a TensorDict, got {type(data).__name__}. Use a RoundRobinWriter for other data."
             )
