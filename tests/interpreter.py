@@ -153,7 +153,7 @@ def _become(path, given, arguments, environment, folder, numbers):
     os.environ.update(environment)
     os.chdir(folder)
     sys.executable = path
-    while arguments[0] in ("-B", "-u"):
+    while arguments[0] in ("-B", "-S", "-u"):
         del arguments[0]
     first = "" if arguments[0] in ("-c", "-m") else str(Path(arguments[0]).parent)
     sys.path[0:1] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

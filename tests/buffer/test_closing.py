@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 
+import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
@@ -82,6 +83,9 @@ CALLS = {
     "next": lambda rb: (),
     "empty": lambda rb: (),
     "on_lane": lambda rb: (0,),
+    "appender": lambda rb: (0,),
+    "end_trajectory": lambda rb: (0,),
+    "record": lambda rb: (gymnasium.make("CartPole-v1"),),
     "observe": lambda rb: (None, None),
     "moved": lambda rb: (),
     "update_priority": lambda rb: (torch.tensor([0, 1]), torch.ones(2)),
@@ -115,6 +119,7 @@ OTHERS = {
     "client",
     "open",
     "open_arguments",
+    "open_or_create",
     "snapshot",
     "prepare_load",
     "prepare_placed",

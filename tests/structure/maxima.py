@@ -1,4 +1,7 @@
-"""Maxima of figures and of calls: ``maxima.json``. They only fall."""
+"""Maxima of figures and of calls: ``maxima.json``. They only fall.
+
+A feature raises two kinds by hand: the code lines of the package, and the methods of the facade, which are doors of one line.
+"""
 
 import json
 from pathlib import Path
