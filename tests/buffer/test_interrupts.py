@@ -99,7 +99,10 @@ def __del__(descriptor):  # noqa: N807
 
 def uninterrupted(frame):
     """Whether this is outside of the operation, or in ``rmtree`` of the standard library, which loses a descriptor then."""
-    return frame.f_code.co_filename in (__file__, shutil.__file__) or "__del__" in (frame.f_code.co_name, frame.f_back.f_code.co_name)
+    return frame.f_code.co_filename in (__file__, shutil.__file__) or "__del__" in (
+        frame.f_code.co_name,
+        frame.f_back.f_code.co_name,
+    )
 
 
 class Work(Operation):
