@@ -256,6 +256,11 @@ def left_open(before, allowed=lambda path: False):
         time.sleep(0.001)
 
 
+def is_kept_alive(path, operation):
+    """Whether this says that the process has a store open, and it has. Of one that is gone, until the buffer is collected."""
+    return path.endswith("/alive (deleted)") or (path.endswith("/alive") and operation.has_store())
+
+
 def interrupt(operation, n, asking, told):
     """In a process of its own. Whether there was an n-th moment."""
     operation.prepare()
@@ -266,7 +271,7 @@ def interrupt(operation, n, asking, told):
     hit = interrupted_at(n, operation.act)
     join_threads()  # what goes on in the background has files open
     if hit:
-        left = left_open(before, lambda path: path.endswith("/alive") and operation.has_store())
+        left = left_open(before, lambda path: is_kept_alive(path, operation))
         assert not left, f"descriptors were left open: {left}\n{''.join(hit)}"
     os.write(asking, b"x")
     os.read(told, 1)
