@@ -1,4 +1,4 @@
-"""Starting processes. What a forked child has to mend: its parent's threads do not exist there, but the locks that they held do."""
+"""Starting processes. What a forked child has to recover from: its parent's threads do not exist there, but the locks that they held do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Forked)
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _others: weakref.WeakSet[Forked] = weakref.WeakSet()
-#: Those that use others of them when they are mended.
+#: Those that use others of them in ``after_fork()``.
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -38,7 +38,7 @@ def rlock() -> threading.RLock:
     return made
 
 
-def mended(thing: T, *, uses_others: bool = False) -> T:
+def registered(thing: T, *, uses_others: bool = False) -> T:
     """The same thing, whose ``after_fork()`` is called in every forked child, without any lock held. Kept weakly.
 
     Things that use others come behind those. If such a one has ``before_fork()``, that is called first, and what it returns is
@@ -49,7 +49,7 @@ def mended(thing: T, *, uses_others: bool = False) -> T:
 
 
 def dropped(thing: Forked) -> None:
-    """Mend it no more. Repeatable."""
+    """Forget a registered thing. Repeatable."""
     _users.discard(thing)
     _others.discard(thing)
 
@@ -91,7 +91,7 @@ def _settle() -> None:
         thing.forked(token)
 
 
-def _mend() -> None:
+def _recover() -> None:
     for made in list(_locks):
         owned = hasattr(made, "_is_owned") and made._is_owned()  # noqa: SLF001
         if not owned:  # else the thread that forked gives it back itself
@@ -101,4 +101,4 @@ def _mend() -> None:
     _settle()
 
 
-os.register_at_fork(before=_prepare, after_in_parent=_settle, after_in_child=_mend)
+os.register_at_fork(before=_prepare, after_in_parent=_settle, after_in_child=_recover)

@@ -31,7 +31,7 @@ class EpochIndex:
         self.block = block
         """Its memory."""
         if host is None:  # a process that holds the lock of a shared one still exists after a fork
-            _fork.mended(self.core)
+            _fork.registered(self.core)
 
     @staticmethod
     def free_lock(block: Block) -> None:

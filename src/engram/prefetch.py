@@ -225,7 +225,7 @@ class Prefetcher:
         #: The last that a thread was given.
         self._pending: _Batch | None = None
         self._lock = _fork.rlock()
-        _fork.mended(self, uses_others=True)
+        _fork.registered(self, uses_others=True)
 
     def draws(self, *, plainly: bool, has_epochs: bool, kept: bool) -> None:
         """What is read. Nothing is ahead, or this has not changed.

@@ -242,8 +242,8 @@ class Ranks(abc.ABC):
         """As :meth:`run_on_all`, of parts without a result of their own."""
         return self.run_on_all(what, lambda: (None, act()), timeout)[1]
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Let go of connections. Repeatable."""
+    def close(self) -> None:  # noqa: B027 - most have nothing to release
+        """Release connections. Repeatable."""
 
 
 def looks(timeout: float) -> Iterator[float]:
@@ -441,7 +441,7 @@ class _Torch(Ranks):
 
 
 def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    # It keeps nothing that it was asked: torch's process groups must not be let go of by a thread that the end of the interpreter stops.
+    # It keeps nothing that it was asked: torch's process groups must not be released by a thread that the end of the interpreter stops.
     while (call := calls.get()) is not None:
         call()
         del call

@@ -760,7 +760,7 @@ class ReplayBuffer:
         Args:
             path: the folder; or one that TorchRL 0.14 dumped: its rows, cursor, priorities with alpha and beta, and generator are
                 taken. Its pickles are never opened; a warning names them.
-            convert: of another capacity or number of lanes whole trajectories are taken, the newest first, and dealt out to the lanes:
+            convert: of another capacity or number of lanes whole trajectories are taken, the newest first, and divided among the lanes:
                 fields that mean lanes, ids or positions (``env_id``, ``collector/traj_ids`` or ``episode``) are rewritten. With a
                 ``TensorDictMaxValueWriter`` the best rows are taken, as they are. A new epoch begins, prefetched batches are dropped.
                 Priorities of another ``alpha`` or ``eps`` are computed again. What is left out is counted in a warning.
@@ -912,7 +912,7 @@ class ReplayBuffer:
         return {}
 
     def close(self) -> None:
-        """Let go of files and locks; a temporary folder is removed. Repeatable; tensors handed out stay valid.
+        """Release files and locks; a temporary folder is removed. Repeatable; tensors handed out stay valid.
 
         From then on every use of the buffer, of its storage and of a sampler that draws from it raises ``RuntimeError``. ``repr``,
         :attr:`closed`, the names of its components, public attributes of your own and ``cleanup()`` of a ``LazyMemmapStorage`` go on.

@@ -157,7 +157,7 @@ def _new_table(
     width = math.prod(memory.schema.columns)
     nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
     block = memory.zeroed(nbytes)
-    table: _native.Trajectories = _fork.mended(
+    table: _native.Trajectories = _fork.registered(
         _native.Trajectories(
             control.data_ptr(),
             control.numel(),

@@ -53,7 +53,7 @@ class Storage(Declared, Dumpable, Port):
         if missing:
             raise NotImplementedError(f"{type(self).__name__}: expected the methods {missing}, got none of them.")
         self._lock = _fork.rlock()
-        _fork.mended(self)
+        _fork.registered(self)
         self.listeners: list[weakref.ref[Listener]] = []
 
     # ---- who listens -------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Storage(Declared, Dumpable, Port):
     closed = False
 
     def close(self) -> None:
-        """Let go of files and locks. Repeatable. Tensors handed out stay valid; every use of the storage raises ``RuntimeError``."""
+        """Release files and locks. Repeatable. Tensors handed out stay valid; every use of the storage raises ``RuntimeError``."""
         _fork.dropped(self)
         end(
             self,

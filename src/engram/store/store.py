@@ -143,7 +143,7 @@ class Store:
         native, fields = (self.tensors, schema.fields) if self.is_native else ((), ())
         self._placing = _fork.rlock()
         self._pausing = _fork.rlock()
-        _fork.mended(self, uses_others=True)  # recovery tells the indexes
+        _fork.registered(self, uses_others=True)  # recovery tells the indexes
         self.core: _native.Store = _native.Store(
             control.address,
             control.nbytes,
@@ -182,7 +182,7 @@ class Store:
         self.attachment.join(self.core, self.indexes.attach_new)
 
     def close(self) -> None:
-        """Let go of it, with the storages around it. The last process marks a directory store as closed in order. Repeatable.
+        """Release it, with the storages around it. The last process marks a directory store as closed in order. Repeatable.
 
         The last process removes a temporary folder. Tensors that were handed out stay valid, and so does what is :meth:`held`;
         every other call that reads or writes rows or indexes raises ``RuntimeError``.
