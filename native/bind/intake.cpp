@@ -77,9 +77,12 @@ void copy_strided(const Values& values, std::byte* to) {
 
 template <class T>
 bool put_int(std::int64_t value, std::byte* to) {
-  const auto cast = static_cast<T>(value);
+  T cast;
   if constexpr (std::is_integral_v<T>) {
+    cast = static_cast<T>(value);
     if (static_cast<std::int64_t>(cast) != value || (std::is_unsigned_v<T> && value < 0)) return false;
+  } else {
+    cast = static_cast<T>(static_cast<double>(value));  // as Python rounds it
   }
   std::memcpy(to, &cast, sizeof cast);
   return true;
@@ -135,7 +138,7 @@ bool put_numbers(PyObject* list, const std::int64_t* shape, std::size_t dims, co
     to += (spec.bits + 7) / 8;
     return true;
   }
-  if (!PyList_CheckExact(list) || PyList_Size(list) != *shape) return false;
+  if (!PyList_CheckExact(list) || PyList_Size(list) != *shape || *shape == 0) return false;
   for (Py_ssize_t i = 0; i < *shape; ++i) {
     PyObject* item = PyList_GetItem(list, i);  // borrowed; no Python code runs that could change the list
     if (item == nullptr || !put_numbers(item, shape + 1, dims - 1, spec, to)) return PyErr_Clear(), false;
@@ -178,6 +181,10 @@ Intake::Node Intake::node_of(nb::handle tree, std::size_t fields) {
 }
 
 bool Intake::take(nb::handle data, bool batched, Taken& taken) const {
+#ifdef Py_GIL_DISABLED  // what containers hold is borrowed for a moment, in which another thread may replace it
+  return false;
+#endif
+  if (batched && root_.kind == Node::sequence && PyList_Check(data.ptr())) return false;  // a list is a list of rows
   taken.rows_ = batched ? Taken::kUnknown : -1;
   taken.columns_.resize(specs_.size());
   taken.kept_.reserve(specs_.size() + 4);
@@ -204,9 +211,11 @@ bool Intake::walk(const Node& node, PyObject* data, Taken& taken) const {
   if (node.kind == Node::tensordict) {
     const nb::object batch = attribute(data, "_batch_size"), entries = attribute(data, "_tensordict");
     if (!batch.is_valid() || !entries.is_valid() || !PyDict_CheckExact(entries.ptr())) return false;
-    if (taken.rows_ != -1 && &node == &root_) {  // one row, if it has no batch dimension, whatever its leaves have
+    if (taken.rows_ != -1) {  // one row, if it has no batch dimension, whatever its leaves have
       if (!PyTuple_Check(batch.ptr()) || PyTuple_Size(batch.ptr()) < 1) return false;
-      taken.rows_ = PyLong_AsLongLong(PyTuple_GetItem(batch.ptr(), 0));
+      const std::int64_t rows = PyLong_AsLongLong(PyTuple_GetItem(batch.ptr(), 0));
+      if (taken.rows_ == Taken::kUnknown) taken.rows_ = rows;
+      if (taken.rows_ != rows) return false;
     }
     taken.kept_.push_back(entries);
     data = entries.ptr();
@@ -266,7 +275,7 @@ bool NamedLanes::read_one(PyObject* named, std::uint64_t lanes) {
 bool NamedLanes::read(nb::handle named, std::uint64_t n, std::uint64_t lanes) {
   if (PyLong_CheckExact(named.ptr())) return one_ = read_one(named.ptr(), lanes);
   if (PyUnicode_CheckExact(named.ptr())) {
-    if (n != lanes || nb::cast<std::string>(named) != "each") return false;
+    if (n != lanes || PyUnicode_CompareWithASCIIString(named.ptr(), "each") != 0) return false;
     for (std::uint64_t lane = 0; lane < lanes; ++lane) each_.push_back(static_cast<std::int64_t>(lane));
     return true;
   }

@@ -49,32 +49,32 @@ def tensordict_type() -> type[TensorDict]:
 
 # ---- questions, which import nothing -----------------------------------------------------------------------------------
 #
-# Answers are kept by type. A type that exists before tensordict is imported is none of its types, so a "no" stays true.
+# Answers are kept by type, once tensordict is imported: until then nothing is one of its types.
 
 
 @functools.cache
 def _is_collection_type(kind: type) -> bool:
-    if sys.modules.get("tensordict") is None:
-        return False
     from tensordict import is_tensor_collection
 
     return bool(is_tensor_collection(kind))
 
 
 @functools.cache
-def is_tensorclass_type(kind: type) -> bool:
-    """Whether a type is a tensorclass."""
-    if not _is_collection_type(kind):
-        return False
+def _is_tensorclass_type(kind: type[object]) -> bool:
     from tensordict import is_tensorclass
 
     return bool(is_tensorclass(kind))
 
 
+def is_tensorclass_type(kind: type) -> bool:
+    """Whether a type is a tensorclass."""
+    return sys.modules.get("tensordict") is not None and _is_tensorclass_type(kind)
+
+
 def is_tensor_collection(data: object) -> TypeGuard[TensorDict]:
     """Whether data is a TensorDict of any class or a tensorclass."""
     kind: type = type(data)
-    return _is_collection_type(kind)
+    return sys.modules.get("tensordict") is not None and _is_collection_type(kind)
 
 
 def is_tensorclass(data: object) -> TypeGuard[TensorDict]:

@@ -38,3 +38,14 @@ def test_an_error_of_starting_comes_back():
     begin(thread)
     with pytest.raises(RuntimeError, match="once"):
         begin(thread)
+
+
+def test_whatever_starting_raises_comes_back(monkeypatch):
+    thread = threading.Thread(target=lambda: None)
+
+    def start():
+        raise MemoryError
+
+    monkeypatch.setattr(thread, "start", start)
+    with pytest.raises(MemoryError):
+        begin(thread)

@@ -102,8 +102,8 @@ def test_mistakes_when_drawing(cls):
     with pytest.raises(RuntimeError, match="expected a tensor storage"):
         buffer(cls(slice_len=4), steps([9]), storage=ListStorage(20)).sample(4)
     rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=cls(slice_len=2))
-    rb.extend({"episode": torch.zeros(4)})
-    with pytest.raises(RuntimeError, match="rows that are no TensorDicts"):
+    rb.extend(torch.zeros(4))
+    with pytest.raises(RuntimeError, match="got rows of one tensor each"):
         rb.sample(2)
     with pytest.raises(RuntimeError, match="expected a storage"):
         cls(slice_len=2).draw(rb.storage.extent(), 2, 0)

@@ -254,6 +254,28 @@ class TestNumbers:
         assert len(rb) == 1
 
 
+def test_a_batch_that_is_a_list_is_a_list_of_rows():
+    """Also where a row is a list of fields, which it could be taken for."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.add([np.float32(1), np.float32(2)])
+    for wrong in ([[1.0, 2.0], [3.0, 4.0]], [np.ones(4, np.float32), np.ones(4, np.float32)]):
+        with pytest.raises((TypeError, RuntimeError)):
+            rb.extend(wrong)
+    rb.extend([[np.float32(1), np.float32(2)], [np.float32(3), np.float32(4)]])
+    assert [[float(x) for x in rb[i]] for i in range(3)] == [[1, 2], [1, 2], [3, 4]]
+
+
+def test_tensordicts_within_a_batch_have_its_size():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    inner = {"y": torch.zeros(4, 3)}
+    rb.extend({"x": np.zeros(4), "td": TensorDict(inner, [4])})
+    for size in ([], [3]):
+        wrong = TensorDict({"y": torch.zeros(4, 3)[: size[0] if size else 4]}, size)
+        with pytest.raises((TypeError, RuntimeError)):
+            rb.extend({"x": np.zeros(4), "td": wrong})
+    assert len(rb) == 4
+
+
 LANES = {
     "list": [2, 0, 1],
     "tuple": (2, 0, 1),
@@ -307,7 +329,9 @@ class TestLanes:
             rb.extend({"a": np.arange(3)}, lane=lane)
         assert len(rb) == 3
 
-    @pytest.mark.parametrize("lane", [0.5, "all", [0.0, 1.0, 2.0], np.array([True, False, True]), [[0, 1, 2]]])
+    @pytest.mark.parametrize(
+        "lane", [0.5, "all", "\ud800", [0.0, 1.0, 2.0], np.array([True, False, True]), [[0, 1, 2]]]
+    )
     def test_what_is_no_lane(self, lane):
         rb = self.make()
         with pytest.raises((TypeError, RuntimeError)):

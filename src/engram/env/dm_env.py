@@ -8,7 +8,7 @@ import dm_env
 import numpy as np
 from dm_env import specs
 
-from engram.env.nesting import alone, checked_dtype, conformed
+from engram.env.nesting import alone, checked_dtype, conformed, copied
 
 if TYPE_CHECKING:
     from engram.env.nesting import Nested, Spec
@@ -41,6 +41,8 @@ class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships 
         self._recording = recording
 
     def __getattr__(self, name: str) -> object:
+        if name == "_env":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._env, name)
 
     def reset(self) -> dm_env.TimeStep:
@@ -53,13 +55,14 @@ class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships 
         """As the environment's."""
         recording = self._recording
         acting = recording.act()
+        # Before the step, which may change it in place.
+        acted = alone(copied(conformed(self._spaces[1], action, "action"))) if acting.any() else None
         timestep = self._env.step(action)
         observed = self._observed(timestep)
         if timestep.first():  # it was reset, and passed over the action
             recording.begin(observed)
             return timestep
         terminated = timestep.last() and not np.any(timestep.discount)
-        acted = alone(conformed(self._spaces[1], action, "action"))
         over = recording.write(
             acting, acted, observed, [timestep.reward], [terminated], [timestep.last() and not terminated]
         )

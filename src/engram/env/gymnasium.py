@@ -81,10 +81,11 @@ class RecordedEnv(gymnasium.Wrapper[object, object, object, object]):
         """As the environment's."""
         recording = self._recording
         acting = recording.act()
+        # Before the step, which may change it in place.
+        acted = alone(copied(conformed(self._spec_of_action, action, "action"))) if acting.any() else None
         result = self.env.step(action)
         observation, reward, terminated, truncated, _ = result
         observed = self._observed(observation)
-        acted = alone(conformed(self._spec_of_action, action, "action"))
         over = recording.write(acting, acted, observed, [reward], [terminated], [truncated])
         recording.go_on(observed, ~over, acting)
         return result
@@ -119,12 +120,13 @@ class RecordedVector(_VectorWrapper):
         """As the environment's."""
         recording = self._recording
         acting = recording.act()
+        acted = recording.kept(actions) if acting.any() else None  # the step may change it in place
         result = self.env.step(actions)
         observation, reward, terminated, truncated, infos = result
         following = observation
         if self._mode is AutoresetMode.SAME_STEP:
             following = self._followed(observation, np.logical_or(terminated, truncated), infos)
-        over = recording.write(acting, actions, following, reward, terminated, truncated)
+        over = recording.write(acting, acted, following, reward, terminated, truncated)
         if self._mode is AutoresetMode.NEXT_STEP:  # the next step resets those that are over, and is none of theirs
             self._waiting = over
         elif self._mode is AutoresetMode.DISABLED:

@@ -48,7 +48,12 @@ def conformed(spec: Spec, value: object, field: str) -> Nested:
         return array
     if array.dtype.kind not in (_WHOLE if spec.kind in _WHOLE else _NUMBERS):
         raise TypeError(f"record: {field}: expected {spec}, as the environment says, got {array.dtype}.")
-    return array.astype(spec)
+    cast = array.astype(spec)
+    if spec.kind in _WHOLE and not np.can_cast(array.dtype, spec) and not np.array_equal(cast, array):
+        raise TypeError(
+            f"record: {field}: expected values of {spec}, as the environment says, got {array.dtype} beyond it."
+        )
+    return cast
 
 
 def has_tuple(spec: Spec) -> bool:

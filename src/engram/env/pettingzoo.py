@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,13 +61,14 @@ class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no
         """As the environment's."""
         recording = self._recording
         acting = recording.act()
+        kept = {agent: copy.deepcopy(action) for agent, action in actions.items()}  # the step may change it in place
         result = self.env.step(actions)
         observations, rewards, terminations, truncations, _ = result
         there = self._in(observations)
         acting = acting & there
         if there.any():
             observed = self._stacked(observations, there, 0, "observation")
-            action = self._stacked(actions, acting, 1, "action") if acting.any() else None
+            action = self._stacked(kept, acting, 1, "action") if acting.any() else None
             said = [[of.get(agent, 0) for agent in self._agents] for of in (rewards, terminations, truncations)]
             over = recording.write(acting, action, observed, *said)
             recording.go_on(observed, there & ~over, acting)

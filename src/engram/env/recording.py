@@ -134,6 +134,10 @@ class Recording:
         acting, self._running = self._running, self._none
         return acting
 
+    def kept(self, action: object) -> Nested:
+        """A copy of what is taken, ``[n, ...]``."""
+        return copied(conformed(self._action_spec, action, "action"))
+
     def write(
         self, acting: Mask, action: object, following: object, reward: object, terminated: object, truncated: object
     ) -> Mask:

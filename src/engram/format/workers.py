@@ -48,14 +48,16 @@ def begin(thread: threading.Thread) -> None:
     Raises:
         RuntimeError: there can be no more threads, or the interpreter ends.
     """
-    begun, failed = Ended(), []
+    begun = Ended()
+    failed: list[BaseException] = []
 
     def start() -> None:
         try:
             thread.start()
-        except RuntimeError as error:
+        except BaseException as error:  # noqa: BLE001 - the calling thread raises it
             failed.append(error)
-        begun.set()
+        finally:
+            begun.set()
 
     _thread.start_new_thread(start, ())
     begun.wait()

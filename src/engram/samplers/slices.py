@@ -83,7 +83,7 @@ class SliceSampler(WindowSampler):
             invalid.
 
     Raises (when drawing):
-        RuntimeError: the batch size is not divisible; a field is not stored; rows are not TensorDicts.
+        RuntimeError: the batch size is not divisible; a field is not stored; a row is one tensor without a name.
         NoSampleable: no trajectory is long enough; the message says how many there are, and how long.
         ValueError: the length of ``ends`` or ``trajectories`` is not the number of live rows; ``span`` is a whole
             window or more.

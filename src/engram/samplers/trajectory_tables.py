@@ -49,8 +49,8 @@ class Boundaries(NamedTuple):
 
 
 def numbers_by_path(memory: Store) -> dict[FieldPath, int]:
-    """The fields of rows that are TensorDicts or tensorclasses, by path; of others none."""
-    if memory.schema.structure.kind not in ("tensordict", "tensorclass"):
+    """The fields of rows by path; none, if a row is one tensor."""
+    if memory.schema.structure.kind == "leaf":
         return {}
     return {field.key: number for number, field in enumerate(memory.schema.fields)}
 
@@ -110,7 +110,7 @@ class TrajectoryKeys(NamedTuple):
         ends_first = self.traj_key is None and self.end_keys is not None
         for found in [*by_end, *by_id, *by_type] if ends_first else [*by_id, *by_end, *by_type]:
             return found
-        got = [field.name for field in fields] if numbers else "rows that are no TensorDicts"
+        got = [field.name for field in fields] if numbers else "rows of one tensor each"
         raise RuntimeError(
             f"{call}: expected rows with one of the trajectory ids {[public(key) for key in ids]}, of the end flags "
             f"{[public(key) for key in ends]} or with a {STEP_TYPE!r} of integers, got {got}. Name a stored field with "

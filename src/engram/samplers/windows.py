@@ -142,7 +142,7 @@ class WindowSampler(NativeSampler):
             if not storage.initialized:
                 raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
             raise RuntimeError(
-                f"{name}: expected a tensor storage of TensorDicts, got a {type(storage).__name__}. "
+                f"{name}: expected a tensor storage, got a {type(storage).__name__}. "
                 "Use LazyTensorStorage or LazyMemmapStorage."
             )
         static, rules, numbers = None, self.rules, numbers_by_path(memory)
@@ -151,7 +151,7 @@ class WindowSampler(NativeSampler):
             table = shared_table(memory, spec.index, boundaries, length)
         else:
             if not numbers:
-                raise RuntimeError(f"{name}: expected a storage of TensorDicts, got other rows.")
+                raise RuntimeError(f"{name}: expected rows with fields, such as dicts, got rows of one tensor each.")
             assert spec.static is not None  # as there are no rules
             kind, values = spec.static
             static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=length)

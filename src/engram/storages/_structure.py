@@ -173,9 +173,9 @@ class Structure:
 
     def _leaf(self, i: int, value: object, expected: torch.Size, call: str) -> Tensor:
         dtype, _, is_float = self._specs[i]
-        value = as_tensor(value, self.fields[i].key, call, dtype)
+        given, value = value, as_tensor(value, self.fields[i].key, call, dtype)
         if value.dtype is not dtype or value.shape != expected:
-            raise RuntimeError(self._mismatch(i, value, expected, call))
+            raise RuntimeError(self._mismatch(i, value, expected, call, given))
         if value.is_meta:
             raise TypeError(f"{call}: {at(self.fields[i].key)}: {_NO_DATA}")
         if not value.is_cpu and self.on_host:
@@ -186,15 +186,19 @@ class Structure:
             value = value.resolve_conj().resolve_neg()
         return value.contiguous()
 
-    def _mismatch(self, i: int, value: Tensor, expected: torch.Size, call: str) -> str:
+    def _mismatch(self, i: int, value: Tensor, expected: torch.Size, call: str, given: object) -> str:
         field = self.fields[i]
         message = (
             f"{call}: field {field.name}: expected shape {list(expected)} {field.dtype} as in the first row, "
             f"got {list(value.shape)} {str(value.dtype).removeprefix('torch.')}."
         )
         row = torch.Size(field.shape)
-        if value.dtype is not self._specs[i][0]:
-            return message + f" Convert it with .to(torch.{field.dtype})."
+        dtype, _, is_float = self._specs[i]
+        if value.dtype is not dtype and value.dtype.is_floating_point and not is_float:
+            return message + " Write a float from the first row on, 0.0 and not 0, or convert it."
+        if value.dtype is not dtype:
+            converted = f".to(torch.{field.dtype})" if isinstance(given, Tensor) else f"np.asarray(…, {field.dtype!r})"
+            return message + f" Convert it with {converted}."
         if call == "add" and value.shape[1:] == row:
             return message + f" It looks like a batch of {value.shape[0]} rows: did you mean extend()?"
         if call == "extend" and value.shape == row:
