@@ -157,7 +157,8 @@ def children(td: Any) -> Mapping[str, Tensor | Any]:
 
 def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
     """Add entries whose shapes begin with the batch size, under strings or tuples, to an unlocked TensorDict."""
-    if type(td) is not (_transparent or transparent_type()):
+    kind = _transparent or transparent_type()
+    if kind is None or type(td) is not kind:
         for key, value in entries.items():
             td.set(key, value)
         return
@@ -169,7 +170,7 @@ def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
         child = own.get(key[0])
         if len(key) == 2 and child is None:
             own[key[0]] = wrap({key[1]: value}, td._batch_size, td._device)
-        elif len(key) == 2 and is_plain_tensordict(child) and not child.is_locked:
+        elif len(key) == 2 and isinstance(child, kind) and not child.is_locked:
             child._tensordict[key[1]] = value
         else:
             td.set(key, value)
