@@ -146,7 +146,7 @@ bool put_numbers(PyObject* list, const std::int64_t* shape, std::size_t dims, co
   return true;
 }
 
-// The attribute of a TensorDict that is the public constructor's, or null.
+// An attribute of a TensorDict; null if this version has none of that name.
 nb::object attribute(PyObject* object, const char* name) {
   PyObject* found = PyObject_GetAttrString(object, name);
   if (found == nullptr) PyErr_Clear();

@@ -164,8 +164,6 @@ RowSpec spec_of(nb::handle spec) {
   return made;
 }
 
-PyTypeObject* type_of_tensors() { return tensor_type; }
-
 bool Values::contiguous() const {
   std::int64_t stride = item_bytes();
   bool dense = true, empty = false;

@@ -35,9 +35,6 @@ struct Values {
 /// False if the object is no tensor on the CPU whose bytes are its values.
 bool look_at_tensor(PyObject* object, Values& values);
 
-/// The type of PyTorch's tensors; null before it is known, and without an exchange table.
-PyTypeObject* type_of_tensors();
-
 /// Whether values are n rows of this spec (n < 0: one row without that dimension).
 bool have_shape(const Values& values, const RowSpec& spec, std::int64_t n);
 
