@@ -431,7 +431,7 @@ def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype
             f"{call}: {at(key)}: expected lists of one length, got ragged ones. Use a ListStorage."
         ) from error
     if array.dtype.kind in _NUMBERS and _is_numbers(value):
-        numbers = torch.tensor(value, dtype=torch.float64 if array.dtype.kind == "f" else None, device="cpu")
+        numbers = torch.as_tensor(array, device="cpu")
         wanted = dtype or _NUMBERS[array.dtype.kind]
         holds = torch.can_cast(numbers.dtype, wanted) and (wanted is torch.bool) == (numbers.dtype is torch.bool)
         cast = numbers.to(wanted if holds else _NUMBERS[array.dtype.kind])
