@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import click.testing
 import pytest
@@ -15,6 +14,7 @@ import torch
 from engram import ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from engram.cli import main
 from engram.demo import run as demo
+from tests.processes import running
 
 COMMAND = [sys.executable, "-c", "from engram.cli import main; main()"]
 
@@ -31,14 +31,6 @@ def test_a_folder_with_files_is_refused(tmp_path):
     assert result.exit_code == 1
     assert "expected a new or empty folder" in result.output.replace("\n", " ")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def running(pid):
-    """Whether the process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def assert_all_ended(out):

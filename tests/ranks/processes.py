@@ -43,6 +43,13 @@ def join(every, timeout=30):
     return [process.exitcode for process in every]
 
 
+def tell(file, text):
+    """Write a file that others wait for: whoever sees it sees all of it."""
+    half = file.with_name(f"{file.name}.half")
+    half.write_text(text)
+    half.rename(file)
+
+
 def answer(folder, rank):
     """What a rank returned, or the text of what it raised; None: it said nothing."""
     file = folder / f"answer-{rank}.json"
@@ -75,13 +82,13 @@ def _run(rank, n, act, folder, *more):
     from engram import Ranks
 
     torch.set_num_threads(1)
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    tell(folder / f"pid-{rank}", str(os.getpid()))
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=n)
     ranks = Ranks.from_torch(timeout=10.0)
     try:
         said = act(ranks, rank, folder, *more)
     except BaseException as error:
         said = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()}
-        (folder / f"answer-{rank}.json").write_text(json.dumps(said))
+        tell(folder / f"answer-{rank}.json", json.dumps(said))
         raise
-    (folder / f"answer-{rank}.json").write_text(json.dumps(said))
+    tell(folder / f"answer-{rank}.json", json.dumps(said))

@@ -102,10 +102,11 @@ def on_a_small_disk(rank, n, folder, disk):
             own_mounts()
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", disk], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            (folder / "not allowed").write_text(str(error))
+            processes.tell(folder / "not allowed", str(error))
             return
         (folder / "mounted").touch()
     else:
+        wait_for((folder / "first").exists)
         wait_for(lambda: (folder / "mounted").exists() or (folder / "not allowed").exists())
         if (folder / "not allowed").exists():
             return
@@ -120,7 +121,7 @@ def test_a_disk_that_is_full(tmp_path):
     folder.mkdir()
     disk.mkdir()
     every = processes.spawn(2, on_a_small_disk, folder, disk)
-    (folder / "first").write_text(str(every[0].pid))
+    processes.tell(folder / "first", str(every[0].pid))
     codes = join(every)
     if (folder / "not allowed").exists():
         pytest.skip(f"a disk cannot be mounted here: {(folder / 'not allowed').read_text()}")

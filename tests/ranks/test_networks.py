@@ -11,7 +11,7 @@ from engram.format import series
 from tests.format.checkpoint_folders import tree
 from tests.ranks.jobs import buffer, checkpointer, filled, steps_of, whos
 from tests.ranks.networks import Switch, own_network
-from tests.ranks.processes import answer, join, spawn, wait_for
+from tests.ranks.processes import answer, join, spawn, tell, wait_for
 
 
 def main(rank, n, act, folder, *more):
@@ -21,13 +21,13 @@ def main(rank, n, act, folder, *more):
 
     torch.set_num_threads(1)
     own_network()
-    (folder / f"alone-{rank}").write_text(str(os.getpid()))
+    tell(folder / f"alone-{rank}", str(os.getpid()))
     wait_for((folder / f"connected-{rank}").exists)
     os.environ["GLOO_SOCKET_IFNAME"] = "cable"
     distributed.init_process_group("gloo", init_method=f"tcp://{Switch.address(0)}:29400", rank=rank, world_size=n)
     ranks = Ranks.from_torch(timeout=3.0, host=Switch.address(0))
     said = act(ranks, rank, folder, *more)
-    (folder / f"answer-{rank}.json").write_text(json.dumps(said))
+    tell(folder / f"answer-{rank}.json", json.dumps(said))
     if rank == 0:  # it holds the store
         wait_for(lambda: all(answer(folder, other) for other in range(n)))
     os._exit(0)  # where a cable was pulled, gloo would wait for the others

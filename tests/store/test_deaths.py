@@ -24,6 +24,7 @@ from engram import (
 )
 from tests import stress
 from tests.failing_calls import OPERATIONS, ROWS, buffer, forked, listing
+from tests.processes import running
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(stress.LIMIT_S)]
 
@@ -304,7 +305,7 @@ def test_exit_orders(ram, monkeypatch):
             if k == 0:
                 os.waitpid(creator, 0)
             else:
-                while Path(f"/proc/{pids[k]}/stat").exists() and "Z" not in Path(f"/proc/{pids[k]}/stat").read_text():
+                while running(pids[k]):
                     assert time.monotonic() < deadline
                     time.sleep(0.002)
         for fd in (told, tell, *itertools.chain(*turns)):
