@@ -18,7 +18,7 @@ using namespace nb::literals;
 namespace engram {
 namespace {
 
-const RowSpec kNumberColumn{0, 64, {1}}, kFloatColumn{2, 32, {1}};
+const RowSpec kNumberColumn{0, 64, {1}}, kFloatColumn{2, 32, {1}}, kByte{1, 8, {}};
 
 // What is read, and the dtype and shape of each tensor that it makes.
 struct BoundExpansion {
@@ -51,9 +51,18 @@ nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& tab
   return nb::make_tuple(std::move(buffers).tensors(count), moved);
 }
 
+// An output that is no field.
+void add_count(BoundExpansion& self, Output::Kind kind, const RowSpec& spec, std::uint64_t ahead, double gamma = 1) {
+  Output o{kind};
+  o.ahead = ahead;
+  o.gamma = gamma;
+  self.add(std::move(o), spec);
+}
+
 }  // namespace
 
 void bind_expand(nb::module_& m) {
+  using Kind = Output::Kind;
   nb::class_<BoundExpansion>(m, "Expansion", "What a batch holds of the steps around its rows: one tensor per call of a method.")
       .def(nb::init<std::vector<std::uint64_t>, std::vector<std::uint64_t>>(), "ends"_a, "step_types"_a,
            "Fields that end a trajectory where they are not zero; of step types, bytes of an integer other than 0, where one "
@@ -70,12 +79,13 @@ void bind_expand(nb::module_& m) {
       .def(
           "frames",
           [](BoundExpansion& self, std::uint64_t field, const nb::tuple& spec, std::uint64_t ahead, std::uint64_t frames,
-             std::int64_t first, const nb::bytes& filling) {
+             bool following, std::int64_t first, const nb::bytes& filling) {
             check(frames > 0 && frames < std::uint64_t{1} << 32, "at least one frame");
             Output o{Output::Kind::frames};
             o.field = field;
             o.ahead = ahead;
             o.frames = frames;
+            o.following = following;
             o.first = first;
             const auto* bytes = static_cast<const std::byte*>(filling.data());
             o.filling.assign(bytes, bytes + filling.size());
@@ -83,9 +93,10 @@ void bind_expand(nb::module_& m) {
             made.shape.insert(made.shape.begin(), static_cast<std::int64_t>(frames));
             self.add(std::move(o), std::move(made));
           },
-          "field"_a, "spec"_a, "ahead"_a, "frames"_a, "first"_a, "filling"_a,
-          "The field of the last steps up to that one: [n, frames, *shape]. Before the trajectory: the field `first` of its "
-          "first step, `filling`, or the first frame.")
+          "field"_a, "spec"_a, "ahead"_a, "frames"_a, "following"_a, "first"_a, "filling"_a,
+          "The field of the last steps up to that one, or to the step after it if `following`: [n, frames, *shape]. Before the "
+          "trajectory: the field `first` of its first step, `filling`, or the first frame. Where no step follows, the last frame "
+          "is unspecified.")
       .def(
           "sum",
           [](BoundExpansion& self, std::uint64_t field, const nb::tuple& spec, std::uint64_t ahead, double gamma) {
@@ -101,29 +112,22 @@ void bind_expand(nb::module_& m) {
           "field"_a, "spec"_a, "ahead"_a, "gamma"_a, "Sum of gamma ** i times the field of step i: [n, *shape].")
       .def(
           "steps",
-          [](BoundExpansion& self, std::uint64_t ahead) {
-            Output o{Output::Kind::steps};
-            o.ahead = ahead;
-            self.add(std::move(o), kNumberColumn);
-          },
+          [](BoundExpansion& self, std::uint64_t ahead) { add_count(self, Kind::steps, kNumberColumn, ahead); },
           "ahead"_a, "How many steps there are up to that one: int64 [n, 1].")
       .def(
           "discount",
           [](BoundExpansion& self, std::uint64_t ahead, double gamma) {
-            Output o{Output::Kind::discount};
-            o.ahead = ahead;
-            o.gamma = gamma;
-            self.add(std::move(o), kFloatColumn);
+            add_count(self, Kind::discount, kFloatColumn, ahead, gamma);
           },
           "ahead"_a, "gamma"_a, "gamma to the power of that: float32 [n, 1].")
       .def(
           "over",
-          [](BoundExpansion& self, std::uint64_t ahead) {
-            Output o{Output::Kind::over};
-            o.ahead = ahead;
-            self.add(std::move(o), kFlagColumn);
-          },
+          [](BoundExpansion& self, std::uint64_t ahead) { add_count(self, Kind::over, kFlagColumn, ahead); },
           "ahead"_a, "Whether the trajectory ends there: bool [n, 1].")
+      .def(
+          "after",
+          [](BoundExpansion& self, std::uint64_t ahead) { add_count(self, Kind::after, kByte, ahead); },
+          "ahead"_a, "uint8 [n]. 0: a step comes after that one. 1: none so far. 2: none, as an end flag says. 3: another trajectory.")
       .def("read", &read, "store"_a, "table"_a, "rows"_a, "n"_a, "expected"_a,
            "Of n rows: ([one tensor per output, int64 ticket numbers [n]], positions that moved).");
 }

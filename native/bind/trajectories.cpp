@@ -142,12 +142,28 @@ class Sampled {
   OutputBuffers buffers_;
 };
 
+// Which windows may be drawn, as Python says it: a field by its number.
+struct BoundShape {
+  Shape shape;
+  std::int64_t final = -1;
+
+  Shape in(const Store& store) const {
+    Shape found = shape;
+    if (final < 0) return found;
+    const auto number = static_cast<std::uint64_t>(final);
+    check(number < store.fields() && store.row_bytes(number) >= sizeof(std::int64_t), "a field of int64");
+    found.final = store.field(number);
+    return found;
+  }
+};
+
 // The key of a choice, by its attempt; the first is the batch's own.
 std::uint64_t key_of(std::uint64_t key, std::uint64_t attempt) { return key + attempt * 0x9E3779B97F4A7C15ull; }
 
 nb::list sample(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
-                const Shape& shape, bool padded, bool numbered, const Marks& marks) {
+                const BoundShape& bound, bool padded, bool numbered, const Marks& marks) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
+  const Shape shape = bound.in(store);
   std::optional<Sampled> sampled;
   {
     nb::gil_scoped_release release;
@@ -170,10 +186,11 @@ TrajectoryEpoch epoch_of(const nb::tuple& state) {
 nb::tuple state_of(const TrajectoryEpoch& epoch) { return nb::make_tuple(epoch.key, epoch.version, epoch.visited, epoch.count); }
 
 nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
-                      const Shape& shape, bool padded, bool numbered, const Marks& marks, const nb::tuple& state,
+                      const BoundShape& bound, bool padded, bool numbered, const Marks& marks, const nb::tuple& state,
                       bool shuffle, bool drop_last) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);
   TrajectoryEpoch epoch = epoch_of(state);
+  const Shape shape = bound.in(store);
   std::optional<Sampled> sampled;
   {
     nb::gil_scoped_release release;
@@ -192,9 +209,10 @@ nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& la
 }
 
 nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
-                         const Shape& shape, bool padded, bool numbered, const Marks& marks,
+                         const BoundShape& bound, bool padded, bool numbered, const Marks& marks,
                          const BoundPriorities& priorities, bool single_precision) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);
+  const Shape shape = bound.in(store);
   std::optional<Sampled> sampled;
   {
     nb::gil_scoped_release release;
@@ -209,17 +227,26 @@ nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& 
   return std::move(*sampled).tensors();
 }
 
-}  // namespace
-
-void bind_trajectories(nb::module_& m) {
-  nb::class_<Shape>(m, "Shape", "Which windows may be drawn, and how likely each is.")
+void bind_windows(nb::module_& m) {
+  nb::class_<BoundShape>(m, "Shape", "Which windows may be drawn, and how likely each is.")
       .def(
           "__init__",
-          [](Shape* self, std::uint64_t length, bool strict, bool by_anchor, std::uint64_t left, std::uint64_t right) {
+          [](BoundShape* self, std::uint64_t length, bool strict, bool by_anchor, std::uint64_t left, std::uint64_t right) {
             check(length > 0 && left < length && right < length, "overhangs below the length");
-            new (self) Shape{length, strict, by_anchor, left, right};
+            new (self) BoundShape{{length, strict, by_anchor, left, right}};
           },
-          "length"_a, "strict"_a = true, "by_anchor"_a = false, "left"_a = 0, "right"_a = 0);
+          "length"_a, "strict"_a = true, "by_anchor"_a = false, "left"_a = 0, "right"_a = 0)
+      .def(
+          "finished",
+          [](const BoundShape& self, std::uint64_t final, std::uint64_t steps) {
+            check(final < std::uint64_t{1} << 32, "a field of the store");
+            BoundShape made = self;
+            made.final = static_cast<std::int64_t>(final);
+            made.shape.unfinished = steps;
+            return made;
+          },
+          "final"_a, "steps"_a,
+          "These windows without the last steps of trajectories, so many of each, whose last step has a negative int64 in that field.");
   nb::class_<Marks>(m, "Marks", "What a batch of windows says of its steps beside what is stored.")
       .def(
           "__init__",
@@ -230,6 +257,12 @@ void bind_trajectories(nb::module_& m) {
           "Whether wanted: the last step of each window, [n, 1]; false, [n, 1]. Then numbers of stored flags, -1 for none of "
           "them, -2 for unwanted: one that the last steps are added to, [n, 1]; one that the first steps are, which is "
           "[n, 1] or [n]. Whether wanted: no padding, [n].");
+}
+
+}  // namespace
+
+void bind_trajectories(nb::module_& m) {
+  bind_windows(m);
   nb::class_<Trajectories, Index>(m, "Trajectories", nb::is_weak_referenceable(), "Where trajectories begin and end.")
       .def(
           "__init__",
@@ -263,7 +296,10 @@ void bind_trajectories(nb::module_& m) {
       .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a,
            "numbered"_a, "marks"_a, "priorities"_a, "single_precision"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")
-      .def("anchors", &Trajectories::anchors, "length"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "windows",
+          [](Trajectories& self, const Store& store, const BoundShape& shape) { return self.windows(shape.in(store)); },
+          "store"_a, "shape"_a, nb::call_guard<nb::gil_scoped_release>(), "How many windows there are of which one is drawn.")
       .def(
           "census",
           [](Trajectories& self) {

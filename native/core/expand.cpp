@@ -15,7 +15,7 @@ constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 18;  // that are listed
 // The steps of each row's trajectory, as places among all that were found.
 struct Span {
   std::uint64_t first, row, last;
-  bool over;
+  bool over, flagged;  // the trajectory ends with the last step; a flag says so
 };
 
 class Reader {
@@ -26,7 +26,7 @@ class Reader {
     for (std::size_t i = 0; i < found_.around.size(); ++i) {
       const Around& a = found_.around[i];
       const std::uint64_t row = a.from + a.before;
-      spans_.push_back({a.from, row, a.steps == 0 ? row : a.from + a.steps - 1, a.over});
+      spans_.push_back({a.from, row, a.steps == 0 ? row : a.from + a.steps - 1, a.over, false});
       moved_[i] = a.steps == 0 || found_.numbers[row] < 0 || (expected != nullptr && expected[i] != found_.numbers[row]);
     }
   }
@@ -75,7 +75,7 @@ class Reader {
       for (std::uint64_t k = span.row; k <= span.last; ++k) {
         if (flags[k] == 0) continue;
         span.last = k;
-        span.over = true;
+        span.over = span.flagged = true;
       }
     }
   }
@@ -83,6 +83,14 @@ class Reader {
   /// The last step of row i that is at most `ahead` later.
   std::uint64_t step(std::size_t i, std::uint64_t ahead) const {
     return spans_[i].row + std::min(ahead, spans_[i].last - spans_[i].row);
+  }
+
+  /// What comes after that step.
+  Output::After after(std::size_t i, std::uint64_t ahead) const {
+    const Span& span = spans_[i];
+    if (step(i, ahead) < span.last) return Output::After::step;
+    if (!span.over) return Output::After::nothing;
+    return span.flagged ? Output::After::end : Output::After::another;
   }
 
   /// Fields of one step of each row, of which there are `per` of row i.
@@ -140,14 +148,15 @@ void add_up(const Reader& reader, const Output& o, const std::byte* values, std:
 
 void read_frames(const Store& store, Reader& reader, const Output& o, std::byte* out) {
   const std::uint64_t bytes = store.row_bytes(o.field);
+  const auto newest = [&](std::size_t i) { return reader.step(i, o.ahead) + (o.following ? 1 : 0); };
   // Steps that are missing before the first one.
   const auto missing = [&](std::size_t i) {
-    const std::uint64_t there = reader.step(i, o.ahead) - reader.spans()[i].first + 1;
+    const std::uint64_t there = newest(i) - reader.spans()[i].first + 1;
     return o.frames > there ? o.frames - there : 0;
   };
   reader.read({&o.field, 1}, {&out, 1}, o.frames, [&](std::size_t i, std::uint64_t k) {
-    const std::uint64_t gone = missing(i);
-    return k < gone ? reader.spans()[i].first : reader.step(i, o.ahead) - (o.frames - 1 - k);
+    const Span& span = reader.spans()[i];
+    return k < missing(i) ? span.first : std::min(newest(i) - (o.frames - 1 - k), span.last);
   });
   std::vector<std::byte> starts;
   if (o.first >= 0) {
@@ -183,6 +192,7 @@ std::uint64_t bytes_of(const Store& store, const Output& o) {
     case Output::Kind::discount:
       return sizeof(float);
     case Output::Kind::over:
+    case Output::Kind::after:
       break;
   }
   return 1;
@@ -240,6 +250,9 @@ std::vector<std::int64_t> expand_some(const Store& store, const Expansion& expan
           }
         }
         break;
+      case Output::Kind::after:
+        for (std::size_t i = 0; i < n; ++i) out[f][i] = static_cast<std::byte>(reader.after(i, o.ahead));
+        break;
     }
   }
   return reader.moved();
@@ -257,7 +270,9 @@ std::uint64_t Expansion::before() const {
 
 std::uint64_t Expansion::after() const {
   std::uint64_t steps = 0;
-  for (const Output& o : outputs_) steps = std::max(steps, o.ahead);
+  for (const Output& o : outputs_) {
+    steps = std::max(steps, o.following || o.kind == Output::Kind::after ? o.ahead + 1 : o.ahead);
+  }
   return steps;
 }
 

@@ -27,11 +27,16 @@ struct Output {
     steps,     // int64: how many steps that sum has
     discount,  // f32: gamma to the power of that
     over,      // bool: the trajectory ends with step `ahead`
+    after,     // u8: what comes after step `ahead`, an After
   };
+  /// The step after; nothing, so far; nothing any more, as an end flag says; the first step of another trajectory, without one.
+  enum class After : std::uint8_t { step, nothing, end, another };
   enum class Number { f32, f64 };
 
   Kind kind = Kind::row;
   std::uint64_t field = 0, ahead = 0, frames = 1;
+  /// Frames are those up to the step after `ahead`; where none comes after it, the last frame is left to the caller.
+  bool following = false;
   /// Frames that lie before the trajectory: the field `first` of its first step (>= 0: the frame before that one), `filling`
   /// (bytes of a row), or the first frame again.
   std::int64_t first = -1;

@@ -56,6 +56,7 @@ class Store {
   /// 0 … fields - 1: what a read of whole rows names.
   std::span<const std::uint64_t> all() const { return all_; }
   std::uint64_t row_bytes(std::uint64_t field) const { return fields_[field].row_bytes; }
+  const Field& field(std::uint64_t number) const { return fields_[number]; }
 
   /// Appends n rows to a lane; of more rows than the lane is long the last lane_length survive. rows_out: [n], may be
   /// null. Returns t0: row i has ticket number t0 + i.

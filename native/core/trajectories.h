@@ -49,6 +49,9 @@ struct Shape {
   bool strict = true;                  // no trajectory shorter than that; else those give shorter windows
   bool by_anchor = false;              // uniform over windows; else over trajectories, then over the windows of one
   std::uint64_t left = 0, right = 0;   // steps by which a window may overhang its trajectory, < length; they are left out
+  // Windows hold none of the last `unfinished` steps of a trajectory, unless the first int64 in `final` of its last step is at least 0.
+  std::uint64_t unfinished = 0;
+  Field final{};
 };
 
 /// Steps [first, first + length) of a track; `first` is a place.
@@ -143,8 +146,8 @@ class Trajectories final : public Index {
   Surroundings around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
                       std::uint64_t most);
 
-  /// How many windows of that length there are.
-  std::uint64_t anchors(std::uint64_t length);
+  /// How many windows there are of which one is drawn.
+  std::uint64_t windows(const Shape& shape);
 
   /// How many trajectories there are, and the length of the longest.
   Census census();
@@ -256,6 +259,7 @@ class Trajectories final : public Index {
   void changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatter);
 
   void forget_all();
+  std::uint64_t usable(const View& v, std::uint64_t run, const Shape& shape) const;
   Window window_at(std::int64_t row, const Shape& shape) const;
   bool append(Drawn& drawn, const Window& window, bool whole) const;
 

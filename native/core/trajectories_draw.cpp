@@ -34,10 +34,10 @@ Window window_in(std::uint64_t track, std::uint64_t first, std::uint64_t n, std:
 // often it is chosen again.
 class Trajectories::Chooser {
  public:
-  Chooser(const Views& views, const Shape& shape, std::uint64_t counted, std::uint64_t key)
-      : views_(views), shape_(shape), random_(key) {
+  Chooser(const Trajectories& table, const Views& views, const Shape& shape, std::uint64_t key)
+      : table_(table), views_(views), shape_(shape), random_(key) {
     plain_ = shape.strict && shape.left == 0 && shape.right == 0;
-    counted_ = shape.by_anchor && plain_ && shape.length == counted;
+    counted_ = shape.by_anchor && plain_ && shape.unfinished == 0 && shape.length == table.window_;
     ends_.reserve(views.size());
     for (const View& v : views) ends_.push_back(total_ += weight(v));
   }
@@ -56,13 +56,13 @@ class Trajectories::Chooser {
       const auto [v, k] = locate(random_.below(total_, i, attempt));
       if (shape_.by_anchor) {
         const std::uint64_t place = v->low + k, run = v->find(place);
-        if (v->dead(run) || place + shape_.length > v->end(run)) continue;
+        if (v->dead(run) || place + shape_.length > v->first(run) + table_.usable(*v, run, shape_)) continue;
         *window = {v->track, place, shape_.length};
         return true;
       }
-      const std::uint64_t windows = windows_in(v->length(k), shape_);
+      const std::uint64_t steps = table_.usable(*v, k, shape_), windows = windows_in(steps, shape_);
       if (windows == 0) continue;
-      *window = window_in(v->track, v->first(k), v->length(k), random_.below(windows, i, attempt + 1), shape_);
+      *window = window_in(v->track, v->first(k), steps, random_.below(windows, i, attempt + 1), shape_);
       return true;
     }
     return choose_listed(i, salt, window);
@@ -71,7 +71,7 @@ class Trajectories::Chooser {
  private:
   struct Listed {
     const View* view;
-    std::uint64_t run, end;  // windows up to and with this one
+    std::uint64_t run, steps, end;  // windows up to and with this one
   };
 
   // What a track counts: its anchors, its places, or its runs.
@@ -126,7 +126,7 @@ class Trajectories::Chooser {
       k = random_.below(windows, i, attempt - 1);
     }
     const View& v = *found->view;
-    *window = window_in(v.track, v.first(found->run), v.length(found->run), k, shape_);
+    *window = window_in(v.track, v.first(found->run), found->steps, k, shape_);
     return true;
   }
 
@@ -134,12 +134,13 @@ class Trajectories::Chooser {
     std::uint64_t total = 0;
     for (const View& v : views_) {
       for (std::uint64_t run = 0; run < v.count; ++run) {
-        const std::uint64_t windows = windows_in(v.length(run), shape_);
-        if (windows > 0) listed_.push_back({&v, run, total += windows});
+        const std::uint64_t steps = table_.usable(v, run, shape_), windows = windows_in(steps, shape_);
+        if (windows > 0) listed_.push_back({&v, run, steps, total += windows});
       }
     }
   }
 
+  const Trajectories& table_;
   const Views& views_;
   const Shape& shape_;
   Random random_;
@@ -148,6 +149,18 @@ class Trajectories::Chooser {
   std::uint64_t total_ = 0;
   std::vector<Listed> listed_;
 };
+
+// Steps of a run that windows may hold, from the first live one on. (A mark that is just being written may be read torn: what is read
+// of the window's rows says what holds.)
+std::uint64_t Trajectories::usable(const View& v, std::uint64_t run, const Shape& shape) const {
+  const std::uint64_t steps = v.length(run);
+  if (shape.unfinished == 0 || steps == 0) return steps;
+  std::byte mark[sizeof(std::int64_t)];
+  copy_from_shared(mark, shape.final.data + static_cast<std::uint64_t>(row(v.track, v.end(run) - 1)) * shape.final.row_bytes, sizeof mark);
+  std::int64_t final = 0;
+  std::memcpy(&final, mark, sizeof final);
+  return final >= 0 ? steps : steps - std::min(steps, shape.unfinished);
+}
 
 // Adds a window's rows and tickets; not one that a writer is in, unless it need not be whole: then its tickets are -1.
 bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const {
@@ -186,7 +199,7 @@ Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const Shape& shape)
   const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   const Views tracks = views();
-  Chooser chooser(tracks, shape, window_, key);
+  Chooser chooser(*this, tracks, shape, key);
   Drawn drawn;
   drawn.windows.reserve(n);
   const std::uint64_t longest = std::min(shape.length, control_.lane_length());
@@ -231,10 +244,10 @@ Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::u
       }
       run = j;
     }
-    const std::uint64_t windows = windows_in(v.length(run), shape);
+    const std::uint64_t steps = usable(v, run, shape), windows = windows_in(steps, shape);
     for (std::uint64_t round = 0; windows > 0 && round <= kRounds; ++round) {
       const std::uint64_t chosen = random.below(windows, i, round);
-      if (append(drawn, window_in(v.track, v.first(run), v.length(run), chosen, shape), round < kRounds)) break;
+      if (append(drawn, window_in(v.track, v.first(run), steps, chosen, shape), round < kRounds)) break;
     }
   }
   epoch.visited += taken;
@@ -249,9 +262,11 @@ Window Trajectories::window_at(std::int64_t row, const Shape& shape) const {
   Window window{v.track, place, 0};
   if (place < v.low || place >= v.next) return window;
   const std::uint64_t run = v.find(place);
-  const std::uint64_t length = v.dead(run) ? 0 : std::min(shape.length, v.end(run) - place);
+  const std::uint64_t steps = usable(v, run, shape), end = v.first(run) + steps;
+  if (steps == 0 || place >= end) return window;
+  const std::uint64_t length = std::min(shape.length, end - place);
   const bool whole = length + shape.right >= shape.length;
-  const bool short_one = !shape.strict && v.length(run) < shape.length && place + v.length(run) == v.end(run);
+  const bool short_one = !shape.strict && steps < shape.length && place == v.first(run);
   if (whole || short_one) window.length = length;
   return window;
 }
@@ -318,13 +333,13 @@ Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std
   return found;
 }
 
-std::uint64_t Trajectories::anchors(std::uint64_t length) {
-  check(length > 0, "a window of at least one step");
+std::uint64_t Trajectories::windows(const Shape& shape) {
+  check(shape.length > 0, "a window of at least one step");
   const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   std::uint64_t total = 0;
   for (const View& v : views()) {
-    for (std::uint64_t run = 0; run < v.count; ++run) total += anchors_in(v.length(run), length);
+    for (std::uint64_t run = 0; run < v.count; ++run) total += windows_in(usable(v, run, shape), shape);
   }
   return total;
 }

@@ -279,7 +279,7 @@ const std::vector<Use> kUses = {
        w.table->windows_at(rows.data(), 4, shape, 3);
        w.table->window_lengths(rows.data(), 4, shape);
        w.table->census();
-       w.table->anchors(2);
+       w.table->windows({2});
        if (dice.below(4) == 0) w.table->forget();
      }},
     {"expand",

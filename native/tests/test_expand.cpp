@@ -106,6 +106,34 @@ TEST(flags_end_a_trajectory_too) {
   EXPECT((Read<std::uint8_t>(w, output(Output::Kind::over, 0, 1), rows).values == std::vector<std::uint8_t>{0, 1, 1, 0, 0, 0}));
 }
 
+TEST(frames_up_to_the_following_step) {
+  World w(geometry(1, 16));
+  w.append(0, 1, 6, 0, 2);
+  const Indices rows{0, 1, 2, 3, 4, 5};
+  const auto following = [](std::uint64_t ahead, std::uint64_t count) {
+    Output o = frames(kStep, ahead, count);
+    o.following = true;
+    return o;
+  };
+  // Of rows 2 and 5 the last frame is left to the caller.
+  const std::vector<double> read = Read<double>(w, following(0, 3), rows, {kFlag}, {}, 3).values;
+  EXPECT((std::vector<double>(read.begin(), read.begin() + 8) == std::vector<double>{0, 0, 1, 0, 1, 2, 1, 2}));
+  EXPECT((std::vector<double>(read.begin() + 9, read.begin() + 17) == std::vector<double>{3, 3, 4, 3, 4, 5, 4, 5}));
+  const std::vector<double> later = Read<double>(w, following(1, 2), rows, {kFlag}, {}, 2).values;
+  EXPECT_EQ(later[0], 1.0);
+  EXPECT_EQ(later[1], 2.0);
+  EXPECT_EQ(later[4], 2.0);
+  EXPECT_EQ(later[8], 5.0);
+  const auto after = [&](std::uint64_t ahead, const Indices& of, std::vector<std::uint64_t> ends = {kFlag}) {
+    return Read<std::uint8_t>(w, output(Output::Kind::after, 0, ahead), of, std::move(ends)).values;
+  };
+  EXPECT((after(0, rows) == std::vector<std::uint8_t>{0, 0, 2, 0, 0, 1}));
+  EXPECT((after(1, rows) == std::vector<std::uint8_t>{0, 2, 2, 0, 1, 1}));
+  w.append(0, 2, 1);
+  EXPECT((after(9, {0, 5, 6}) == std::vector<std::uint8_t>{2, 3, 1}));
+  EXPECT((after(0, {2, 5}, {}) == std::vector<std::uint8_t>{0, 3}));
+}
+
 TEST(the_last_step_type_ends_a_trajectory_too) {
   World w(geometry(1, 16));
   w.append(0, 1, 6, 0, 2);  // the flag is 1 there: a step in the middle, as a type

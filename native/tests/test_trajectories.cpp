@@ -159,8 +159,39 @@ std::set<Indices> windows_of(const Runs& runs, const Shape& shape) {
   return windows;
 }
 
+// The same of windows that hold none of the last steps of runs whose last row has a negative mark.
+void check_unfinished(World& w, Dice& dice, const Runs& runs) {
+  std::vector<std::int64_t> marks(w.heap.view().capacity());
+  for (std::int64_t& mark : marks) mark = static_cast<std::int64_t>(dice.below(2)) - 1;
+  const std::uint64_t length = dice.in(1, 4);
+  Shape shape{length, dice.below(2) == 0, dice.below(2) == 0, dice.below(length), dice.below(length)};
+  shape.unfinished = dice.in(1, 3);
+  shape.final = {reinterpret_cast<std::byte*>(marks.data()), 8};
+  Runs shorter;
+  for (Indices run : runs) {
+    if (marks[static_cast<std::size_t>(run.back())] < 0) run.resize(run.size() - std::min<std::size_t>(run.size(), shape.unfinished));
+    if (!run.empty()) shorter.push_back(run);
+  }
+  const std::set<Indices> legal = windows_of(shorter, shape);
+  EXPECT_EQ(w.table.windows(shape) > 0, !legal.empty());
+  const Drawn drawn = w.table.draw(dice.bits(), 5, shape);
+  EXPECT_EQ(drawn.windows.size(), legal.empty() ? 0u : 5u);
+  TrajectoryEpoch epoch;
+  const Drawn visited = w.table.draw_epoch(epoch, dice.bits(), runs.size() + 1, shape, true, false);
+  for (const Drawn* some : {&drawn, &visited}) {
+    for (const Window& window : some->windows) EXPECT(legal.count(w.rows_of(window)) == 1);
+  }
+  shape.left = shape.right = 0;
+  Indices all(marks.size());
+  for (std::size_t row = 0; row < all.size(); ++row) all[row] = static_cast<std::int64_t>(row);
+  std::set<Indices> at;
+  for (const Window& window : w.table.windows_at(all.data(), all.size(), shape, all.size()).windows) at.insert(w.rows_of(window));
+  EXPECT(at == windows_of(shorter, shape));
+}
+
 // Every draw gives windows that there are, and its rows and tickets are theirs.
 void check_draws(World& w, Dice& dice, const Runs& runs) {
+  check_unfinished(w, dice, runs);
   const std::uint64_t length = dice.in(1, 6);
   const Shape shape{length, dice.below(2) == 0, dice.below(2) == 0, dice.below(length), dice.below(length)};
   const std::set<Indices> legal = windows_of(runs, shape);
@@ -181,7 +212,7 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
   for (const Indices& run : runs) {
     for (std::size_t i = 0; i + length <= run.size(); ++i, ++anchors) begins.insert(run[i]);
   }
-  EXPECT_EQ(w.table.anchors(length), anchors);
+  EXPECT_EQ(w.table.windows({length}), anchors);
   TrajectoryEpoch epoch;
   Runs visited;
   Shape whole{1000};
@@ -345,7 +376,7 @@ TEST(a_young_table_is_empty) {
   w.store.attach(w.table);
   EXPECT(w.table.draw(1, 4, {3}).windows.empty());
   EXPECT_EQ(w.table.census().trajectories, 0);
-  EXPECT_EQ(w.table.anchors(1), 0);
+  EXPECT_EQ(w.table.windows({1}), 0);
   TrajectoryEpoch epoch;
   EXPECT(w.table.draw_epoch(epoch, 1, 4, {3}, true, false).windows.empty());
   EXPECT_EQ(epoch.count, 0);

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from engram import _fork, samplers
 from engram._checks import check_count
+from engram.errors import NoSampleable
 from engram.expanders.expansion import Expansion
 from engram.expanders.reading import Reading
 from engram.field_paths import plain, public
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.trajectory_tables import TrajectoryKeys
+from engram.store import Key as DrawKey
 from engram.types import Draw, Sampler
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.samplers._base import NativeSampler
     from engram.samplers.windows import WindowSampler
-    from engram.store import Key as DrawKey
     from engram.store import Store
     from engram.types import Commit, Extent, NativeBatch, SampledStorage, Traits, Write
 
@@ -50,14 +51,19 @@ class Expander(DeclaredSampler):
     known: ClassVar[dict[str, type[NativeSampler] | type[Expander]]] = {**samplers.KNOWN}
 
     @property
-    def stacked(self) -> tuple[FieldPath, ...]:
-        """Fields of which each entry of a batch holds several steps."""
+    def changed(self) -> tuple[FieldPath, ...]:
+        """Fields of which each entry of a batch holds something made of several steps."""
         return ()
 
     @property
     def followed(self) -> tuple[FieldPath, ...]:
         """Fields whose next observation is read from the following row."""
         return ()
+
+    @property
+    def chain(self) -> tuple[Expander, ...]:
+        """The expanders inside this one, the innermost first, and this one."""
+        return (*self._inside, self)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -97,6 +103,11 @@ class Expander(DeclaredSampler):
         self._rules = keys
         self.sampler: Any = inner
         self._attach()
+        for key in (key for other in self._inside for key in other.changed):
+            if key in self.changed:
+                raise TypeError(
+                    f"{name}: expected a field as it is stored, but an expander inside has changed {public(key)!r}. Stack or sum it once."
+                )
 
     def _attach(self) -> None:
         """Set what follows from the sampler inside, and forget the store."""
@@ -131,6 +142,11 @@ class Expander(DeclaredSampler):
             TypeError: a field is of the wrong kind.
         """
         raise NotImplementedError
+
+    @property
+    def _followed(self) -> tuple[FieldPath, ...]:
+        """Of all expanders here."""
+        return tuple(key for expander in self.chain for key in expander.followed)
 
     # ---- the sampler inside ------------------------------------------------------------------------------------------
 
@@ -194,8 +210,21 @@ class Expander(DeclaredSampler):
         return self._source.own_indexes
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        """Asked of :attr:`sampler`."""
-        return self._source.can_sample(storage, batch_size)
+        """Asked of :attr:`sampler`. Of rows whose next observations are read from following ones, one is drawn to see."""
+        source = self._innermost
+        if not self._followed or not len(storage):
+            return source.can_sample(storage, batch_size)
+        if source.traits.reads_windows:
+            assert storage.memory is not None
+            finished = self._expansion_of(storage.memory).finished
+            return cast("WindowSampler", source).can_sample(storage, batch_size, finished=finished)
+        try:
+            if source.can_sample(storage, batch_size):
+                self.sample_natively(storage, DrawKey.of(0), 1)
+                return True
+        except NoSampleable:
+            pass
+        return False
 
     def check_priority(self, priority: object, n: int) -> None:
         """Calls that of :attr:`sampler`."""
@@ -219,7 +248,7 @@ class Expander(DeclaredSampler):
 
         Raises:
             RuntimeError: its rows are no fields, or not on the CPU.
-            TypeError: frames of a field are stacked, but its next observation is that of one row.
+            TypeError: next frames of a field are stacked that are not stored, but its frames are not.
         """
         self._check_next_frames()
         if not storage.traits.has_fields or (storage.device is not None and storage.device.type != "cpu"):
@@ -228,15 +257,14 @@ class Expander(DeclaredSampler):
         self._source.bind(storage)
 
     def _check_next_frames(self) -> None:
-        chain = (*self._inside, self)
-        for stacking in chain:
-            for following in chain:
+        for stacking in self.chain:
+            for following in self.chain:
                 for key in following.followed:
-                    if key in stacking.stacked or ("next", *key) in stacking.stacked:
+                    if ("next", *key) in stacking.changed and key not in stacking.changed:
                         raise TypeError(
-                            f"{type(stacking).__name__}: in_keys: expected fields whose next observations are stored, got "
-                            f"{public(key)!r}, whose next one {type(following).__name__} takes from one following row: a batch would "
-                            "hold several frames now and a single one next. Store its next observations too, and stack both."
+                            f"{type(stacking).__name__}: in_keys: expected {public(key)!r} beside {public(('next', *key))!r}, whose frames "
+                            f"{type(following).__name__} takes from the rows of {public(key)!r}: a batch would hold a single frame now and "
+                            "several next. Name both."
                         )
 
     def _elsewhere(self, where: str) -> str:
@@ -262,8 +290,8 @@ class Expander(DeclaredSampler):
         if not memory.is_native:  # device="auto", and the first row was elsewhere
             raise RuntimeError(self._elsewhere(f"rows on {memory.device}"))
         Expansion.check_rows(memory, name)
-        reading = Reading(memory.schema.fields)
-        for expander in (*self._inside, self):
+        reading = Reading(memory.schema.fields, self._followed)
+        for expander in self.chain:
             expander.change(reading)
         return Expansion(memory, reading, self._rules, name)
 
@@ -283,15 +311,12 @@ class Expander(DeclaredSampler):
         """
         source, memory = self._innermost, storage.memory
         assert memory is not None  # the buffer asks only then
-        if source.traits.reads_windows:
-
-            def read(draw: Draw) -> tuple[list[Tensor], list[int]]:
-                # After the draw, whose sampler makes the table first: it counts the windows of the sampler that made it.
-                return self._expansion_of(memory).read_windows(draw)
-
-            tensors, rows, marks = cast("WindowSampler", source).sample_apart(storage, key, n, read, numbered=numbered)
-            return self._expansion_of(memory).fields(tensors, marks), rows, marks
         expansion = self._expansion_of(memory)
+        if source.traits.reads_windows:
+            tensors, rows, marks = cast("WindowSampler", source).sample_apart(
+                storage, key, n, expansion.read_windows, numbered=numbered, finished=expansion.finished
+            )
+            return expansion.fields(tensors, marks), rows, marks
         extent = storage.extent()
         samplers.check_drawable(extent.size)
         source.bind(storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,11 +48,19 @@ class Expansion:
         for column in columns:
             column.add_to(self.native, specs[column.field], reading.fields[column.field])
         self.memory = memory
-        self._table = shared_table(memory, keys.table or "main", boundaries, 1)
+        self._trajectories = keys.table or "main", boundaries
         self._stacked = [(at, column.dim) for at, column in enumerate(columns) if column.kind == "frames"]
         self._count = len(reading.fields)
         self._names: list[Entry] = [public(name) for name in names]
         self._following = reading.following
+        #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
+        self.finished = None if reading.following is None else reading.following.finished(reading.columns)
+
+    @cached_property
+    def _table(self) -> _native.Trajectories:
+        """Found with the first read: a sampler of windows makes its table itself, which counts windows of its length then."""
+        name, boundaries = self._trajectories
+        return shared_table(self.memory, name, boundaries, 1)
 
     @staticmethod
     def check_rows(memory: Store, who: str) -> None:

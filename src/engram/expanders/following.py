@@ -15,9 +15,15 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.store import Store
 
+#: What comes after a step where it is no step of its trajectory, as the native core numbers it: another trajectory, without an end flag.
+_ANOTHER = 3
+
 
 class Following:
-    """Takes the next observations of a batch from the following rows, and those of last steps from ``finals``."""
+    """Takes the next observations of a batch from the following rows, and those of last steps from ``finals``.
+
+    A row whose next observation is nowhere is drawn again: the newest one of a lane, or one that was made an end after it was written.
+    """
 
     def __init__(self, mark: int, fields: dict[FieldPath, int], finals: FinalObservations) -> None:
         """``mark``: the field in which a row names its final observation. ``fields``: the observations, by path."""
@@ -35,12 +41,14 @@ class Following:
             )
 
     def columns(self, others: list[Column]) -> list[Column]:
-        """The next observations, then what :meth:`complete` looks at: steps up to the observed row and up to the next one, and
-        whether the trajectory is over with the observed row.
-        """
+        """The next observations, stacked as the observations are, then what comes after the observed row, for :meth:`complete`."""
         ahead = others[self._mark].ahead
-        following = [Column("row", number, ahead + 1) for number in self._fields.values()]
-        return [*following, Column("steps", ahead=ahead), Column("steps", ahead=ahead + 1), Column("over", ahead=ahead)]
+        following = [others[number]._replace(ahead=ahead, following=True) for number in self._fields.values()]
+        return [*following, Column("after", ahead=ahead)]
+
+    def finished(self, others: list[Column]) -> tuple[int, int]:
+        """The field of :meth:`__init__`, and how many steps at the end of a trajectory have no next observation if that is negative."""
+        return self._mark, others[self._mark].ahead + 1
 
     def complete(self, memory: Store, rows: Tensor, tensors: list[Tensor], moved: list[int]) -> tuple[list[int], bool]:
         """Put final observations where no row follows: ``(places to draw again, whether all of those wait for a next step)``.
@@ -48,13 +56,15 @@ class Following:
         Args:
             memory: the store of the rows.
             rows: int64 ``[B]``.
-            tensors: what was read: columns, then tickets. The last three columns are removed.
+            tensors: what was read: columns, then tickets. The column before the tickets is removed.
             moved: places whose rows have changed since they were drawn.
 
         Raises ``RuntimeError``: a final observation is not there, or none was kept.
         """
-        numbers, over, further, steps = (tensors.pop() for _ in range(4))
+        numbers, after = tensors.pop(), tensors.pop()
         tensors.append(numbers)
+        if not bool(after.any()):  # all have a step after them
+            return moved, False
         stands = torch.ones(len(rows), dtype=torch.bool, device="cpu")
         stands[moved] = False
         mark = tensors[self._mark]
@@ -73,12 +83,16 @@ class Following:
                     )
                 stands[gone] = False
             for place, column in zip(range(-1 - len(self._fields), -1), columns, strict=False):
-                tensors[place][at[found]] = column[found]
-        alone = stands & ~final & (steps == further).flatten()
-        ended = alone & over.flatten()
-        if bool(ended.any()):
+                tensor, values = tensors[place], column[found]
+                if tensor.ndim > values.ndim:  # frames, [B, frames, *shape]: the newest one
+                    tensor[at[found], -1] = values
+                else:
+                    tensor[at[found]] = values
+        alone = stands & ~final & (after != 0)
+        unmarked = alone & (after == _ANOTHER)
+        if bool(unmarked.any()):
             raise RuntimeError(
-                f"sample: NextFromFollowing: row {int(rows[ended.nonzero()[0, 0]])}, or one that follows it, is the last of its "
+                f"sample: NextFromFollowing: row {int(rows[unmarked.nonzero()[0, 0]])}, or one that follows it, is the last of its "
                 "trajectory, but was written without an end flag, so its final observation was not kept. Set one of the end keys of "
                 "FinalObservations at the last step of every episode."
             )

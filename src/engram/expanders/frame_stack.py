@@ -28,6 +28,10 @@ class FrameStack(Expander):
     Around an :class:`NStep` they end with the frame that comes ``k`` steps later. (Mnih et al. 2015, "Human-level
     control through deep reinforcement learning", preprocessing.)
 
+    With a :class:`NextFromFollowing` around or inside it, in any order, one frame is stored per step. Naming ``k``
+    then stacks both: ``("next", k)`` holds the frames up to the following one, or to the final observation of the
+    episode. :class:`NextFromFollowing` has an example, :func:`plan` says what memory this spares.
+
     Args:
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         n: number of frames, at least 1.
@@ -41,8 +45,8 @@ class FrameStack(Expander):
     Raises: as :class:`NStep`, and
         ValueError: ``dim`` is not negative, or ``padding`` is unknown; when drawing: a frame has no such dimension.
         KeyError: when drawing: a field is not stored.
-        TypeError: when drawing: an expander inside has already changed a field; when a buffer takes it: a
-            :class:`NextFromFollowing` takes the next observations of a field from following rows.
+        TypeError: an expander inside has already changed a field; when a buffer takes it: ``("next", k)`` of a
+            :class:`NextFromFollowing` is named, but not ``k``.
 
     Cost: drawing ``B`` rows copies ``B * n`` frames. The first draw scans every row once, and every write records where
     trajectories end, as for slice samplers.
@@ -93,11 +97,13 @@ class FrameStack(Expander):
         super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
 
     @property
-    def stacked(self) -> tuple[FieldPath, ...]:
+    def changed(self) -> tuple[FieldPath, ...]:
         return self.in_keys
 
     def change(self, reading: Reading) -> None:
         for key in self.in_keys:
+            if key[0] == "next" and key[1:] in reading.followed:
+                continue  # as the frames of which these are the following ones
             number = reading.number(key, "FrameStack: in_keys")
             field, column = reading.fields[number], reading.columns[number]
             if -self.dim > len(field.shape):

@@ -10,6 +10,7 @@ from engram.field_paths import as_path, as_paths
 
 if TYPE_CHECKING:
     from engram.expanders.reading import Reading
+    from engram.field_paths import FieldPath
     from engram.types import Sampler
 
 
@@ -100,14 +101,18 @@ class NStep(Expander):
         self.gamma = check_discount("NStep: gamma", gamma)
         self.reward_key = as_path(reward_key, "NStep: reward_key") or ("next", "reward")
         self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
-        if any(isinstance(inner, NStep) for inner in self.inside):
+        if isinstance(sampler, Expander) and any(isinstance(inner, NStep) for inner in sampler.chain):
             raise TypeError("NStep: sampler: expected one without returns of several steps, got an NStep inside.")
+        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index)
+
+    @property
+    def changed(self) -> tuple[FieldPath, ...]:
+        return (self.reward_key,)
 
     def change(self, reading: Reading) -> None:
         ahead, reward = self.n - 1, reading.number_of_reward(self.reward_key, "NStep")
         for key in self.next_keys:
-            below = [number for path, number in reading.numbers.items() if path[: len(key)] == key and number != reward]
+            below = [number for number in reading.below(key) if number != reward]
             if not below:
                 if key == ("next",):
                     continue

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engram._tensordict import is_tensor_collection, tensordict_type
-from engram.errors import NoSampleable
 from engram.expanders._base import Expander
 from engram.expanders.following import Following
+from engram.expanders.reading import MARK
 from engram.field_paths import as_paths, public
 from engram.nested import find
 from engram.samplers.trajectory_tables import END_KEYS
 from engram.state import Stateful, check_keys, typed
 from engram.storages import TensorStorage
-from engram.store import Key as DrawKey
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
 from engram.types import WritePlan
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from engram.expanders.reading import Reading
     from engram.field_paths import FieldPath
     from engram.types import Commit, SampledStorage, Sampler
-
-#: Where a row says which final observation is its own.
-_MARK: FieldPath = ("next", "final")
 
 
 class FinalObservations(Stateful):
@@ -117,7 +113,7 @@ class FinalObservations(Stateful):
             mark[ended.cpu()] = self._keep(last, int(ended.sum()))
         gone = [("next", *key) for key in self.keys]
         stored = ExcludeTransform(*gone).forward(data) if isinstance(data, dict) else data.exclude(*gone)
-        put(stored, _MARK, mark)
+        put(stored, MARK, mark)
         return stored
 
     def _keep(self, last: dict[str, Tensor], n: int) -> Tensor:
@@ -158,18 +154,21 @@ class NextFromFollowing(Expander):
     :class:`FinalObservations` kept. This is exact at terminations, truncations and across the end of the ring. The
     newest row of a lane has no next observation yet, unless it ends an episode: another row is drawn in its place,
     until the next step is written. (With a ``PrioritizedSampler``, the others are drawn in proportion to their
-    priorities; weights stay those of all rows.) An :class:`NStep` inside or around it takes the observation that comes
-    ``k`` steps later, from the same rows.
+    priorities; weights stay those of all rows.) A row that ``rb.end_trajectory`` made an end has none for good. The
+    windows of a slice sampler end before such a row.
+
+    An :class:`NStep` inside or around it takes the observation that comes ``n`` steps later, from the same rows;
+    the last ``n`` rows of an open episode are not drawn yet. A :class:`FrameStack` of ``k`` inside or around it also
+    stacks ``("next", k)``.
 
     Args:
-        sampler: draws the rows, with replacement: a sampler of rows, a sampler class, or another expander.
+        sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         finals: also the buffer's write transform: ``ReplayBuffer(..., transform=finals)``.
         traj_key, end_keys, index: as for :class:`NStep`.
 
     Raises: as :class:`NStep`, and
-        TypeError: ``finals`` is not a ``FinalObservations``; ``sampler`` is a ``SamplerWithoutReplacement`` or a slice
-            sampler, which cannot draw another row; when a buffer takes it: a :class:`FrameStack` of one of the keys is
-            around or inside it.
+        TypeError: ``finals`` is not a ``FinalObservations``; ``sampler`` is a ``SamplerWithoutReplacement``, or one of
+            windows with a ``draw`` of its own: these cannot draw another row or window.
         KeyError: when drawing: rows were written without the transform.
         RuntimeError: when drawing: a final observation was overwritten (its storage is too small), or is in another
             storage; an episode ends, by its id, at a row without end flag; the buffer is shared and ``finals.storage``
@@ -190,6 +189,18 @@ class NextFromFollowing(Expander):
     >>> batch = rb.sample()
     >>> bool((batch["next", "obs"] == batch["obs"] + 1).all()), [field.name for field in rb.storage.store.schema.fields]
     (True, ['obs', "('next', 'done')", "('next', 'final')"])
+
+    Frames stored once, with stacks of both:
+
+    >>> from engram import FrameStack, ReplayBuffer
+    >>> finals = FinalObservations(["frame"], LazyTensorStorage(10))
+    >>> sampler = FrameStack(NextFromFollowing(RandomSampler(), finals), n=4, dim=-3, in_keys=["frame"])
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, transform=finals, batch_size=32)
+    >>> frame = torch.arange(6, dtype=torch.uint8).reshape(6, 1, 1, 1).expand(6, 1, 84, 84)
+    >>> _ = rb.extend({"frame": frame[:5], "next": {"frame": frame[1:], "done": torch.arange(5) == 4}})
+    >>> batch, info = rb.sample(return_info=True)
+    >>> batch["frame"].shape, info["next", "frame"].shape
+    (torch.Size([32, 4, 84, 84]), torch.Size([32, 4, 84, 84]))
     """
 
     def __init__(
@@ -211,10 +222,10 @@ class NextFromFollowing(Expander):
                 "NextFromFollowing: sampler: expected one with replacement: in place of a row whose next one is not written yet "
                 "another is drawn. Use RandomSampler or PrioritizedSampler."
             )
-        if source.traits.draws_windows:
+        if source.traits.draws_windows and not source.traits.reads_windows:
             raise TypeError(
                 f"NextFromFollowing: sampler: expected one that draws rows, got a {type(source).__name__}: a window that holds a row whose "
-                "next one is not written yet has no other in its place. Store next observations, or use RandomSampler."
+                "next one is not written yet has no other in its place. Store next observations, or use a SliceSampler."
             )
         if any(isinstance(inner, NextFromFollowing) for inner in self.inside):
             raise TypeError(
@@ -226,9 +237,9 @@ class NextFromFollowing(Expander):
         return self.finals.keys
 
     def change(self, reading: Reading) -> None:
-        if _MARK not in reading.numbers:
+        if MARK not in reading.numbers:
             raise KeyError(
-                f"sample: NextFromFollowing: expected rows with {public(_MARK)!r}, got {[f.name for f in reading.fields]}. Write them "
+                f"sample: NextFromFollowing: expected rows with {public(MARK)!r}, got {[f.name for f in reading.fields]}. Write them "
                 "through ReplayBuffer(..., transform=finals)."
             )
         fields = {key: reading.number(key, "NextFromFollowing") for key in self.finals.keys}
@@ -237,17 +248,7 @@ class NextFromFollowing(Expander):
                 raise ValueError(
                     f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
                 )
-        reading.following = Following(reading.numbers[_MARK], fields, self.finals)
-
-    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        """Whether a row that has a next observation can be drawn. Draws one to see; no generator is asked."""
-        if not len(storage) or not super().can_sample(storage, batch_size):
-            return False
-        try:
-            self.sample_natively(storage, DrawKey.of(0), 1)
-        except NoSampleable:
-            return False
-        return True
+        reading.following = Following(reading.numbers[MARK], fields, self.finals)
 
     @property
     def recordable(self) -> bool:

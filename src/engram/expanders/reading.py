@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram.field_paths import public
+from engram.field_paths import FieldPath, public
 from engram.samplers.trajectory_tables import END_KEYS
 
 if TYPE_CHECKING:
@@ -15,16 +15,19 @@ if TYPE_CHECKING:
 
     from engram import _native
     from engram.expanders.following import Following
-    from engram.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.samplers.trajectory_tables import Boundaries, TrajectoryKeys
+
+
+#: Where a row says which final observation is its own, if next observations are those of the following rows.
+MARK: FieldPath = ("next", "final")
 
 
 class Column(NamedTuple):
     """One tensor of a batch. Step 0 is the drawn row; ``ahead`` names a later step, or the trajectory's last one before that."""
 
     kind: str
-    """``row``, ``frames``, ``sum``, ``steps``, ``discount`` or ``over``: methods of the native ``Expansion``."""
+    """``row``, ``frames``, ``sum``, ``steps``, ``discount``, ``over`` or ``after``: methods of the native ``Expansion``."""
     field: int = 0
     """Number of the field in the store."""
     ahead: int = 0
@@ -36,22 +39,27 @@ class Column(NamedTuple):
     """The field that holds the frame before the trajectory's first step; -1: there is none."""
     padding: float | None = None
     """The value before the first frame; None: that frame itself."""
+    following: bool = False
+    """Of ``row`` and ``frames``: those of the step after ``ahead``. Where none comes after it, the caller puts the newest one in."""
 
     def add_to(self, read: _native.Expansion, spec: tuple[int, int, tuple[int, ...]], field: Field) -> None:
         """Let the native read return this column. ``spec``, ``field``: of :attr:`field`."""
         match self.kind:
             case "row":
-                read.row(self.field, spec, self.ahead)
+                read.row(self.field, spec, self.ahead + self.following)
             case "frames":
-                read.frames(self.field, spec, self.ahead, self.frames, self.first, self._filling(field))
+                filling = self._filling(field)
+                read.frames(self.field, spec, self.ahead, self.frames, self.following, self.first, filling)
             case "sum":
                 read.sum(self.field, spec, self.ahead, self.gamma)
             case "steps":
                 read.steps(self.ahead)
             case "discount":
                 read.discount(self.ahead, self.gamma)
-            case _:
+            case "over":
                 read.over(self.ahead)
+            case _:
+                read.after(self.ahead)
 
     def _filling(self, field: Field) -> bytes:
         """A frame of padding, as it would lie in the store."""
@@ -64,8 +72,10 @@ class Column(NamedTuple):
 class Reading:
     """What a batch will hold. Expanders change it, from the innermost outwards, before anything is read."""
 
-    def __init__(self, fields: Sequence[Field]) -> None:
+    def __init__(self, fields: Sequence[Field], followed: tuple[FieldPath, ...] = ()) -> None:
         self.fields = tuple(fields)
+        self.followed = followed
+        """Fields ``k`` whose next observations, ``("next", k)``, are not stored but read from the following rows."""
         self.numbers: dict[FieldPath, int] = {field.key: number for number, field in enumerate(fields)}
         self.columns = [Column("row", number) for number in range(len(fields))]
         """Of every stored field, in order."""
@@ -80,6 +90,13 @@ class Reading:
                 f"sample: {who}: expected a stored field, one of {[f.name for f in self.fields]}, got {public(key)!r}."
             )
         return self.numbers[key]
+
+    def below(self, key: FieldPath) -> list[int]:
+        """The fields under a key. For a next observation that is not stored, that which says where it is."""
+        found = {number for path, number in self.numbers.items() if path[: len(key)] == key}
+        if any(("next", *path)[: len(key)] == key for path in self.followed) and MARK in self.numbers:
+            found.add(self.numbers[MARK])
+        return sorted(found)
 
     def number_of_reward(self, key: FieldPath, who: str) -> int:
         """The field of a reward. Raises ``TypeError``: it is neither float32 nor float64."""

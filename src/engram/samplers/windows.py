@@ -179,15 +179,25 @@ class WindowSampler(NativeSampler):
         raise NotImplementedError
 
     def _draw(
-        self, storage: SampledStorage, layout: _native.Layout, key: DrawKey, n: int, *, numbered: bool, apart: bool
+        self,
+        storage: SampledStorage,
+        layout: _native.Layout,
+        key: DrawKey,
+        n: int,
+        *,
+        numbered: bool,
+        apart: bool,
+        finished: tuple[int, int] | None = None,
     ) -> tuple[EndMarks, list[Tensor]]:
         """Draw windows in one native call: the fields of a layout, which may be empty, rows, marks and tickets if numbered.
 
-        A window with a row that moves meanwhile is replaced by another one.
+        A window with a row that moves meanwhile is replaced by another one. ``finished``: as in :meth:`sample_apart`.
         """
         if storage is not self._storage:
             self.bind(storage)
         count, length, shape = self._splits.get(n) or self._split(n)
+        if finished is not None:
+            shape = shape.finished(*finished)
         store = storage.memory
         assert store is not None  # else there is nothing to draw, and the buffer says so
         bound = self._bound
@@ -204,6 +214,11 @@ class WindowSampler(NativeSampler):
                 bound.static.place(storage.extent())
                 tensors = self._choose(bound.table, arguments)
         if not len(tensors[0]):
+            if finished is not None and not bound.table.windows(store.core, shape):
+                raise NoSampleable(
+                    f"sample: slice_len={length}: expected a trajectory of at least {length} steps that have a next observation, which the "
+                    f"newest {finished[1]} of an open one have not yet. Add data first, or lower slice_len."
+                )
             self._raise_without_windows(bound.table, length)
         return marks, tensors
 
@@ -224,7 +239,14 @@ class WindowSampler(NativeSampler):
         return tensors[:fields], tensors[fields], marks.info(tensors, numbered=numbered)
 
     def sample_apart(
-        self, storage: SampledStorage, key: DrawKey, n: int, read: ReadDraw, *, numbered: bool = False
+        self,
+        storage: SampledStorage,
+        key: DrawKey,
+        n: int,
+        read: ReadDraw,
+        *,
+        numbered: bool = False,
+        finished: tuple[int, int] | None = None,
     ) -> NativeBatch:
         """As :meth:`sample_natively`, but the caller reads the columns.
 
@@ -232,6 +254,8 @@ class WindowSampler(NativeSampler):
             storage, key, n, numbered: as there.
             read: returns one tensor per field (more may follow) of a draw's rows, and the places of those whose tickets have
                 changed. If there are any, all windows are drawn again.
+            finished: a field of int64 and a number of steps: windows hold none of so many at the end of a trajectory, if the first
+                number in the field of its last step is negative.
 
         Raises:
             WriterStalled: there were some at every try for 5 s.
@@ -240,7 +264,7 @@ class WindowSampler(NativeSampler):
         assert store is not None
         retries, bits = Retries(), key
         while True:
-            marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, apart=True)
+            marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, apart=True, finished=finished)
             rows, *marked = drawn
             columns, moved = read(Draw(rows, drawn[-1]))
             if not moved:
@@ -272,20 +296,23 @@ class WindowSampler(NativeSampler):
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 
-    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        """Whether a long enough trajectory is there; False, too, if boundaries or batch size do not fit."""
+    def can_sample(self, storage: SampledStorage, batch_size: int, *, finished: tuple[int, int] | None = None) -> bool:
+        """Whether a long enough trajectory is there; False, too, if boundaries or batch size do not fit.
+
+        ``finished``: as in :meth:`sample_apart`.
+        """
         if not len(storage):
             return False
         self.bind(storage)
         try:
-            _, length = self.spec.split(batch_size)
+            _, length, shape = self._split(batch_size)
             with self._lock:
                 bound = self._bound_to(storage, length)
                 if bound.static is not None:
                     bound.static.place(storage.extent())
         except (RuntimeError, ValueError):
             return False
-        return bool(bound.table.anchors(length if self.strict_length else 1) > 0)
+        return bound.table.windows(bound.memory.core, shape.finished(*finished) if finished is not None else shape) > 0
 
     def sample(self, storage: SampledStorage, batch_size: int) -> tuple[tuple[Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
