@@ -27,6 +27,7 @@ NAMES = [
     "Changes",
     "Checkpointer",
     "Compose",
+    "ConditionalUpdateResult",
     "CorruptCheckpoint",
     "CorruptStore",
     "DEFAULT_DONE_KEYS",

@@ -137,6 +137,18 @@ void bind_writes(nb::class_<Store>& type) {
           "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a, "pick"_a = 0, "of"_a = 0,
           "Writes rows by number; the first ticket number. `pick`: their places among the `of` rows of the columns.")
       .def(
+          "patch",
+          [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, Address expected,
+             Address numbers) {
+            const Which fields(which);
+            const Inputs inputs(columns);
+            nb::gil_scoped_release release;
+            return self.patch(at<std::int64_t>(rows), n, fields.span(), inputs.span(), at<std::int64_t>(expected),
+                              at<std::int64_t>(numbers));
+          },
+          "rows"_a, "n"_a, "which"_a, "columns"_a, "expected"_a, "numbers"_a,
+          "Writes fields of the rows that still have the tickets expected; the first ticket number.")
+      .def(
           "empty",
           [](Store& self, bool keep_write_count) {
             nb::gil_scoped_release release;

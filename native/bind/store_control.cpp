@@ -210,6 +210,8 @@ void bind_counters(nb::class_<Store>& type) {
       .def_prop_ro("void_rows", [](const Store& self) { return self.control().counters().void_rows.load(); })
       .def_prop_ro("lapped_rows", [](const Store& self) { return self.control().counters().lapped_rows.load(); })
       .def_prop_ro("redraws", [](const Store& self) { return self.control().counters().redraws.load(); })
+      .def_prop_ro("patches", [](const Store& self) { return self.control().counters().patches.load(); })
+      .def_prop_ro("patches_dropped", [](const Store& self) { return self.control().counters().patches_dropped.load(); })
       .def_prop_ro("in_flight",
                    [](Store& self) {
                      std::uint64_t claims = 0;

@@ -307,6 +307,8 @@ void Control::copy_state(const Control& from) const {
   take(counters_->void_rows, from.counters_->void_rows);
   take(counters_->lapped_rows, from.counters_->lapped_rows);
   take(counters_->redraws, from.counters_->redraws);
+  take(counters_->patches, from.counters_->patches);
+  take(counters_->patches_dropped, from.counters_->patches_dropped);
 }
 
 void Control::read_lanes(LaneState* lanes) const {

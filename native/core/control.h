@@ -103,6 +103,8 @@ struct Counters {
   Word lapped_rows;              // written, but overwritten by a faster writer first
   Word redraws;                  // rows drawn again because they moved or were not whole
   Word scatters;                 // writes by number, edits among them: of another process's an index hears nothing else
+  Word patches;                  // rows patched that still had the ticket expected
+  Word patches_dropped;          // entries of patches that came too late
 };
 
 /// What a writer is about to write, noted before its first row is marked. t0 = 0: free.
@@ -142,6 +144,7 @@ struct Lane {
 
 static_assert(sizeof(Section) == 32 && offsetof(Header, directory) == 96 && sizeof(Header) <= kPage);
 static_assert(sizeof(Claim) == 32 && sizeof(Participant) == 128 && sizeof(Lane) == 64);
+static_assert(sizeof(Counters) == 128);
 
 struct Geometry {
   std::uint64_t capacity, lanes, lane_length;

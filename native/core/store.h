@@ -74,6 +74,12 @@ class Store {
   std::uint64_t scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                         Columns columns, bool grow, const std::int64_t* pick = nullptr, std::uint64_t of = 0);
 
+  /// Replaces fields of the rows that still have the ticket numbers `expected`, and of no others: the look and the write are one
+  /// step. -1 names no row. Every entry of a row named twice counts, in order. `numbers_out`: the rows' new numbers, -1 for those
+  /// that were left alone. Never waits for another writer of a row. Returns t0: the rows written have the numbers t0, t0 + 1 ...
+  std::uint64_t patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
+                      const std::int64_t* expected, std::int64_t* numbers_out);
+
   /// Forgets all rows (Control::empty), and tells the indexes.
   void empty(bool keep_write_count);
 

@@ -342,6 +342,66 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   return t0;
 }
 
+// The look at a row's ticket and its mark are one step: a row that another one has written, or is writing, is left alone, and so
+// nothing is waited for. The entry that a row of this very call was written by is as good as the ticket it was written over.
+std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Columns columns,
+                           const std::int64_t* expected, std::int64_t* numbers_out) {
+  check(columns.size() == which.size(), "another number of columns than fields named");
+  for (const std::uint64_t f : which) check(f < fields_.size(), "a field outside the store");
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (rows[i] != -1) check_rows(rows + i, 1, control_.capacity());
+  }
+  std::fill_n(numbers_out, n, -1);
+  if (n == 0) return control_.counters().next_ticket.load(std::memory_order_acquire);
+  look_after_others();
+  ClaimGuard claim(*participant_);
+  admit(claim);
+  const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  claim.note(t0, n, -1, 0);
+  std::vector<std::int64_t> written;      // rows, under the numbers t0 ...
+  std::vector<std::uint64_t> entry, over;  // of each its entry, and which of them it was written over; n: none of them
+  written.reserve(n), entry.reserve(n), over.reserve(n);
+  std::uint64_t scatter = 0;
+  const auto write = [&] {
+    for (std::uint64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n && rows[i + kAhead] >= 0) {
+        __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
+      }
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      if (rows[i] < 0 || !control_.inside(row)) continue;
+      std::uint64_t seen = control_.word(row).load(std::memory_order_acquire);
+      if (!is_committed(seen)) continue;
+      const std::uint64_t own = number_of(seen) - t0, number = t0 + written.size();
+      const bool again = own < written.size() && written[own] == rows[i] && expected[entry[own]] == expected[i];
+      if (!again && (expected[i] <= 0 || number_of(seen) != static_cast<std::uint64_t>(expected[i]) ||
+                     number_of(seen) >= t0)) {
+        continue;
+      }
+      if (!control_.word(row).compare_exchange_strong(seen, ticket(number, State::writing), std::memory_order_acq_rel)) continue;
+      fence(std::memory_order_release);
+      for (std::uint64_t f = 0; f < which.size(); ++f) {
+        const std::uint64_t bytes = fields_[which[f]].row_bytes;
+        copy_to_shared(fields_[which[f]].data + row * bytes, columns[f] + i * bytes, bytes);
+      }
+      fence(std::memory_order_release);
+      commit(row, number);
+      written.push_back(rows[i]), entry.push_back(i), over.push_back(again ? own : n);
+    }
+    scatter = control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel) + 1;
+  };
+  write_and_tell(write, [&] { forget_outside(written.data(), written.size(), t0); }, [&](Index& index) {
+    index.edited(written.data(), written.size(), t0, which, scatter);
+  });
+  for (std::uint64_t k = 0; k < written.size(); ++k) numbers_out[entry[k]] = static_cast<std::int64_t>(t0 + k);
+  for (std::uint64_t k = written.size(); k-- > 0;) {  // of a row named twice both have the last number
+    if (over[k] != n) numbers_out[entry[over[k]]] = numbers_out[entry[k]];
+  }
+  const auto patched = static_cast<std::uint64_t>(n - std::count(numbers_out, numbers_out + n, -1));
+  control_.counters().patches.fetch_add(patched, std::memory_order_relaxed);
+  control_.counters().patches_dropped.fetch_add(n - patched, std::memory_order_relaxed);
+  return t0;
+}
+
 // If the process dies in here, the one that finds the claim finishes it: else some lanes would be empty, and indexes would know
 // rows that cannot be drawn.
 void Store::empty(bool keep_write_count) {

@@ -231,6 +231,18 @@ Operation scatter(const char* name, const Indices& rows, bool grow, std::uint64_
           }, false, grow, false, !grow};
 }
 
+/// The last entry names a row under a number that it never had.
+Operation patch(const char* name, const Indices& rows, std::uint64_t first_id) {
+  return {name, [=, columns = rows_with_ids(first_id, rows.size())](Store& store, Outcome& outcome) {
+            Indices expected(rows.size()), numbers(rows.size());
+            store.tickets_of(rows.data(), rows.size(), expected.data());
+            expected.back() = 1 << 20;
+            outcome.n = rows.size() - 1, outcome.first_id = first_id;
+            for (std::uint64_t i = 0; i + 1 < rows.size(); ++i) outcome.rows[i] = rows[i];
+            outcome.t0 = store.patch(rows.data(), rows.size(), store.all(), columns->in, expected.data(), numbers.data());
+          }, false, false, false, true};
+}
+
 /// A store in shared memory before an operation, and what it would be after it.
 struct Stage {
   using Prepare = std::function<void(Store&, const Blocks&)>;
@@ -379,6 +391,7 @@ TEST(every_instruction_of_every_operation) {
   add(two, filled(4), append_by_lane("append 5 by lane", {1, 0, 1, 0, 0}, 0x200));
   add(two, filled(5), scatter("write 3 in place, 1 twice", {3, 1, 3}, false, 0x200));
   add(two, filled(5), scatter("write rows 6 and 9, growing", {6, 9}, true, 0x200));
+  add(two, filled(5), patch("patch 3, 1 twice, 1 too late", {3, 1, 3, 2}, 0x200));
   add(two, with_two_lanes, empty);
   add(two, left_behind, recover);
   std::uint64_t states = 0;

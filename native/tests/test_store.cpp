@@ -468,6 +468,31 @@ TEST(of_a_row_named_twice_the_last_entry_wins) {
   EXPECT_EQ(*batch.id(2), 103u);
 }
 
+TEST(a_patch_leaves_alone_what_no_longer_holds_what_is_expected) {
+  Filled filled(geometry(1, 8), {16, 8}, {6});  // under the numbers 1 ... 6
+  const Control& control = filled.store.control();
+  control.word(3).store(ticket(4, State::writing));  // and is not waited for
+  control.word(4).store(ticket(5, State::voided));
+  Rows rows(filled.heap.fields, 9);
+  for (std::uint64_t i = 0; i < 9; ++i) rows.describe(i, 100 + i);
+  //              there  no row  older  being written  void  outside  again  newer than all  again, but under another number
+  const Indices where{1, -1, 2, 3, 4, 7, 1, 0, 1}, expected{2, 5, 2, 4, 5, 8, 2, 7, 8};
+  const Sizes which{1};
+  Indices numbers(9);
+  const Columns second = Columns(rows.in).subspan(1);
+  EXPECT_EQ(filled.store.patch(where.data(), 9, which, second, expected.data(), numbers.data()), 7u);
+  EXPECT_EQ(numbers, (Indices{8, -1, -1, -1, -1, -1, 8, -1, -1}));
+  EXPECT_EQ(control.counters().patches.load(), 2u);
+  EXPECT_EQ(control.counters().patches_dropped.load(), 7u);
+  EXPECT_EQ(id_of(filled.heap.fields[1].data + 8, 8).value_or(0), 106u);
+  for (const std::uint64_t row : {0, 2, 3, 4, 5}) EXPECT_EQ(id_of(filled.heap.fields[1].data + row * 8, 8).value_or(99), row + 1);
+  EXPECT_EQ(id_of(filled.heap.fields[0].data + 16, 16).value_or(99), 2u);  // the other field stays
+  const Indices outside{1, 8};
+  EXPECT_THROWS(std::out_of_range, filled.store.patch(outside.data(), 2, which, second, expected.data(), numbers.data()));
+  EXPECT_THROWS(std::invalid_argument, filled.store.patch(where.data(), 9, which, rows.in, expected.data(), numbers.data()));
+  EXPECT_EQ(filled.store.patch(nullptr, 0, which, second, nullptr, nullptr), 16u);
+}
+
 TEST(growing_makes_the_rows_below_live_as_zeros) {
   // What the rows held before they were emptied must not shine through.
   Filled filled(geometry(2, 8), {16, 4}, {});

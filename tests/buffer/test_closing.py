@@ -120,6 +120,7 @@ OTHERS = {
     "open",
     "open_arguments",
     "open_or_create",
+    "update_if_present",  # takes names: below
     "snapshot",
     "prepare_load",
     "prepare_placed",
@@ -163,7 +164,7 @@ def test_every_use_of_a_closed_buffer_raises(storage, sampler, prefetch, tmp_pat
     rb.dumps(tmp_path / "dump")
     arguments = {name: of(rb) for name, of in CALLS.items()} | {"loads": (tmp_path / "dump",)}
     bound = {name: getattr(rb, name) for name in CALLS}
-    batches = iter(rb)
+    batches, patching = iter(rb), rb.update_if_present
     next(batches)
     rb.close()
     rb.close()
@@ -179,6 +180,8 @@ def test_every_use_of_a_closed_buffer_raises(storage, sampler, prefetch, tmp_pat
             pytest.fail(f"{name} gave {method(*arguments[name])!r}")
     with pytest.raises(RuntimeError, match="closed"):
         next(batches)
+    with pytest.raises(RuntimeError, match="closed"):
+        patching(index=[0], generation=[1], patch={"a": torch.zeros(1)})
     assert repr(rb).startswith("closed TensorDictReplayBuffer(size=24")
     assert rb.storage.closed
     if storage != "list":

@@ -34,6 +34,7 @@ from engram.types import Sampler, Write, Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane
     from engram.env.recording import Names
     from engram.format.checkpoints import Checkpoint
@@ -448,6 +449,8 @@ class ReplayBuffer:
     def set_at_(self, key: object, value: object, index: object) -> Self:
         """Replace one stored field of live rows, in place, without transforms.
 
+        Whatever they hold by now: :meth:`update_if_present` leaves rows alone that were written since they were drawn.
+
         Raises: as ``rb[index] = value``. TypeError: a list storage, which has no fields.
         """
         self._rows.set_field(key, value, index, "set_at_")
@@ -476,6 +479,63 @@ class ReplayBuffer:
         """
         self._rows.update(input, keys_to_update)
         return self
+
+    def update_if_present(
+        self,
+        *,
+        index: object,
+        generation: object,
+        patch: object,
+        version_key: object = None,
+        version: object = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Replace fields of the rows that still hold what was drawn, and of no others.
+
+        For what is computed from a batch and belongs to its rows, such as recurrent states: a row that another thread or process
+        has written or edited since, or is writing, is left alone. Looking and writing are one step.
+
+        Args:
+            index: rows, as a batch says them in ``"index"``; -1 names none.
+            generation: ``"index_generation"`` of the batch, a number per row. Batches carry it if the writer was made with
+                ``track_generations=True`` (TensorDicts as an entry, others in ``info``), and those of prioritized samplers always.
+            patch: a nested dict or TensorDict of stored fields, each ``[*generation.shape, ...]``; keys may be tuples. No transforms.
+            version_key: a stored field of one number per row: only rows whose number is at most ``version`` are written, which
+                becomes their number. Of entries for one row the highest version is written, of equal ones the last.
+            version: a number for all, or one per row, of the field's dtype.
+            require_newer: rows whose number equals ``version`` are not written, either.
+
+        Returns:
+            Masks of what was written and what was not, with counts; and each row's new ``generation``. An edit makes a new one: use
+            that for the next update of the same batch, and call :meth:`update_priority` before, or with it. Of a row named twice,
+            without versions, all entries are written in order.
+
+        Windows that were padded name their last step again: patch only what ``("collector", "mask")`` says is real.
+
+        Raises:
+            KeyError: no such field. ValueError: another shape or dtype, another number of generations than of rows; one of
+                ``version_key`` and ``version`` alone, or a version key of more than one number or in the patch. TypeError: no patch,
+                no ints. RowError: a row outside the storage. Nothing is written.
+            RuntimeError: nothing was ever written, a list storage, a read-only writer, or one that does not track generations.
+
+        Cost: O(bytes of the patch), one native call; with versions a second one, which reads them. Releases the GIL. ``stats()``
+        counts ``field_updates``, rows written, and ``field_updates_dropped``, the others, over all processes.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True))
+        >>> _ = rb.extend({"obs": torch.arange(4), "state": torch.zeros(4)})
+        >>> batch, info = rb.sample(100, return_info=True)
+        >>> _ = rb.add({"obs": torch.tensor(9), "state": torch.tensor(0.0)})  # overwrites row 0
+        >>> result = rb.update_if_present(
+        ...     index=info["index"], generation=info["index_generation"], patch={"state": batch["obs"] + 10.0}
+        ... )
+        >>> result.stale_count == int((info["index"] == 0).sum())
+        True
+        >>> rb["state"]
+        tensor([ 0., 11., 12., 13.])
+        """
+        return self._rows.update_if_present(index, generation, patch, version_key, version, newer=require_newer)
 
     def read_all_in_order(self, end: int | None = None) -> Any:
         """``rb[:end]``: live rows in row order."""
@@ -1004,7 +1064,8 @@ class ReplayBuffer:
 
     def stats(self) -> dict[str, float]:
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes``, when bounded ``capacity``
-        and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``.
+        and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``, ``priority_updates_dropped``, ``field_updates`` and
+        ``field_updates_dropped``.
 
         A process that dies just as it counts a void row may leave ``void_rows`` one too high, and so ``len(rb)`` one too low, until
         the next process that opens the store alone counts them again. No row is hidden by that: draws and ``rb[:]`` see all.

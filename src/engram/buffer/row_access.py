@@ -11,6 +11,7 @@ import torch
 from engram import storages
 from engram._tensordict import is_tensor_collection
 from engram.buffer.end_flags import EndFlags
+from engram.buffer.field_updates import CALL, FieldUpdates
 from engram.buffer.write_path import new_containers
 from engram.field_paths import checked_path
 from engram.nested import flatten, has_entries
@@ -19,6 +20,7 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
     from engram.buffer.settings import Settings
@@ -123,6 +125,13 @@ class RowAccess:
             entries = {key: value for key, value in entries.items() if any(key[: len(w)] == w for w in wanted)}
         storage = self._fields(call)
         storage.notify(storage.edit_fields(self._where(slice(None)), entries, call), None)
+
+    def update_if_present(
+        self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
+    ) -> ConditionalUpdateResult:
+        """What ``ReplayBuffer.update_if_present`` does."""
+        self._check_editable(CALL)
+        return FieldUpdates(self._wiring).apply(index, generation, patch, version_key, version, newer=newer)
 
     # ---- ends ------------------------------------------------------------------------------------------------------------
 

@@ -194,7 +194,15 @@ class Storage(Declared, Dumpable, Port):
 
     def counters(self) -> dict[str, int]:
         """Counters of the store for ``stats()``."""
-        return {"void_rows": 0, "lapped_rows": 0, "redraws": 0, "priority_updates_dropped": 0}
+        names = (
+            "void_rows",
+            "lapped_rows",
+            "redraws",
+            "priority_updates_dropped",
+            "field_updates",
+            "field_updates_dropped",
+        )
+        return dict.fromkeys(names, 0)
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 

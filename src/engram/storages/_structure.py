@@ -171,6 +171,17 @@ class Structure:
             value = value.unsqueeze(0)
         return self._leaf(i, value, torch.Size((*batch, *shape)), call).reshape(math.prod(batch), *shape)
 
+    def columns(
+        self, entries: Mapping[tuple[str, ...], object], batch: tuple[int, ...], *, single: bool, call: str
+    ) -> tuple[list[int], list[Tensor]]:
+        """Numbers of the fields under some paths, and their values as rows. Raises as :meth:`flatten`."""
+        which, columns = [], []
+        for key, value in entries.items():
+            check_tensor(value, key, call)
+            which.append(self.field_of(key, call))
+            columns.append(self.column(which[-1], value, batch, single=single, call=call))
+        return which, columns
+
     def _leaf(self, i: int, value: object, expected: torch.Size, call: str) -> Tensor:
         dtype, _, is_float = self._specs[i]
         given, value = value, as_tensor(value, self.fields[i].key, call, dtype)

@@ -82,7 +82,7 @@ class LazyTensorStorage(TensorStorage):
             one_slot = 1 + math.prod(self.columns)  # a number for each row, and one for the emptying
             if given - self._given != one_slot or len(self) or self.write_count:
                 return False
-            before = self._written()
+            before = self.written()
             self._looking = True  # it is still there
             try:
                 del self.memory

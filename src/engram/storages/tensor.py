@@ -29,7 +29,7 @@ from engram.storages._columns import (
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home, share_in_place
 from engram.storages._port import Count, Rows
-from engram.storages._structure import Structure, check_tensor, device_of, leading_size, stacked
+from engram.storages._structure import Structure, device_of, leading_size, stacked
 from engram.storages.tensor_state import (
     ENTRIES,
     KeptRows,
@@ -213,7 +213,7 @@ class TensorStorage(Storage):
             self._home = home = Home.in_shared_memory(self)
             if private is not None:
                 try:
-                    self._adopt(home.move(private), self._written())
+                    self._adopt(home.move(private), self.written())
                 except BaseException:
                     self._home = None
                     raise
@@ -234,7 +234,7 @@ class TensorStorage(Storage):
             return
         if shared is not None:
             self._home, store = shared
-            self._adopt(store, self._written())
+            self._adopt(store, self.written())
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
@@ -251,7 +251,8 @@ class TensorStorage(Storage):
             )
         return self.memory
 
-    def _written(self) -> Structure:
+    def written(self) -> Structure:
+        """How rows are put together. Raises ``RuntimeError``: nothing was ever written."""
         self.store  # noqa: B018 - raises where nothing was written
         assert self.structure is not None
         return self.structure
@@ -297,16 +298,7 @@ class TensorStorage(Storage):
         return 0 if self.memory is None else self.memory.nbytes
 
     def counters(self) -> dict[str, int]:
-        if self.memory is None:
-            return super().counters()
-        core = self.memory.core
-        dropped = sum(index.core.dropped for (_, kind), index in self.memory.indexes.items() if kind == "priorities")
-        return {
-            "void_rows": core.void_rows,
-            "lapped_rows": core.lapped_rows,
-            "redraws": core.redraws,
-            "priority_updates_dropped": dropped,
-        }
+        return super().counters() if self.memory is None else self.memory.counters()
 
     def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
         return None if self.memory is None else PriorityIndex.of_store(self.memory, name, config)
@@ -356,7 +348,7 @@ class TensorStorage(Storage):
         with self._lock:
             if self.memory is None:
                 self._initialize(data, columns, call, batched=batched)
-        return self._written().flatten(data, n if batched else None, call, ignored), n
+        return self.written().flatten(data, n if batched else None, call, ignored), n
 
     def _forget_fake_row(self) -> bool:
         """Whether this was a storage with a row that says nothing of those to come, and is as before its first write now."""
@@ -393,7 +385,7 @@ class TensorStorage(Storage):
         if where.shape is None:
             return super().prepare_at(where, data, call, ignored=ignored)  # type: ignore[no-any-return]
         rows = rows_of_selection(data, where.shape, call)
-        return self._written().flatten(rows, len(where.rows), call, ignored)
+        return self.written().flatten(rows, len(where.rows), call, ignored)
 
     def edit_fields(self, where: Rows, entries: Mapping[tuple[str, ...], object], call: str) -> Write:
         """Replace some fields of live rows; everything is checked before anything is written.
@@ -402,16 +394,19 @@ class TensorStorage(Storage):
             KeyError: no such field.
             RuntimeError: shape or dtype differ from the field's.
         """
-        structure = self._written()
         batch, single = (where.rows.shape, where.single) if where.shape is None else (where.shape, False)
-        which, columns = [], []
-        for key, value in entries.items():
-            check_tensor(value, key, call)
-            which.append(structure.field_of(key, call))
-            columns.append(structure.column(which[-1], value, batch, single=single, call=call))
+        which, columns = self.written().columns(entries, batch, single=single, call=call)
         if self._inherited:
             self.check_inherited()
         return self.store.edit(where.rows, which, columns)
+
+    def patch_fields(
+        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], tickets: Tensor
+    ) -> tuple[Write, Tensor]:
+        """As :meth:`Store.patch`, of checked columns."""
+        if self._inherited:
+            self.check_inherited()
+        return self.store.patch(rows, which, columns, tickets)
 
     def empty(self, *, keep_write_count: bool) -> None:
         if self.memory is not None:
@@ -434,7 +429,7 @@ class TensorStorage(Storage):
 
     def _formed(self, columns: Sequence[Tensor], batch: torch.Size, extra: dict[str, Tensor] | None = None) -> object:
         """Data in the user's form around columns ``[*batch, ...]``. Entries ``[n]`` join TensorDicts, not other rows."""
-        structure = self._written()
+        structure = self.written()
         if extra is None or not structure.is_tensordict:
             return structure.unflatten(columns, batch, self._device)
         own = structure.root.batch
@@ -457,7 +452,7 @@ class TensorStorage(Storage):
         for tensor in self.store.views():
             laid_out = tensor[: math.prod(shape)].reshape(*shape, *tensor.shape[1:])
             columns.append(laid_out.movedim(0, self.ndim - 1)[index])
-        own = len(self._written().fields[0].shape)
+        own = len(self.written().fields[0].shape)
         batch = columns[0].shape[: columns[0].ndim - own]
         return self._formed(columns, batch, extra)
 
@@ -524,7 +519,7 @@ class TensorStorage(Storage):
         return number if core.in_flight == 0 else None
 
     def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Tensor, list[int]]:
-        number = self._written().field_of(key)
+        number = self.written().field_of(key)
         columns, moved = self.store.read(rows, expected=expected, which=(number,))
         return columns[0], moved
 
@@ -537,7 +532,7 @@ class TensorStorage(Storage):
         flat._home = None if self._home is None else self._home._replace(host=None)
         if self._home is None:
             flat._unshared = "expected the storage that was made of the data, got a flat one around it. Share that one."
-        flat._adopt(self.store, self._written())
+        flat._adopt(self.store, self.written())
         return flat
 
     # ---- state ---------------------------------------------------------------------------------------------------------
@@ -641,7 +636,7 @@ class TensorStorage(Storage):
         state = super().__getstate__()
         if self.memory is not None:
             state["memory"] = self.memory.detached()
-            if self.memory.directory is not None and self._written().is_described:
+            if self.memory.directory is not None and self.written().is_described:
                 del state["structure"]  # the folder says it
         return state
 

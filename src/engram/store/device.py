@@ -111,6 +111,15 @@ class DeviceStore(Store):
             self._put(rows, which, columns)
         return write
 
+    def patch(
+        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor
+    ) -> tuple[Write, Tensor]:
+        with self._lock:
+            write, numbers = super().patch(rows, *self._for_core(which, columns), expected)
+            kept = (numbers >= 0).nonzero().squeeze(1)
+            self._put(rows[kept], which, [column[kept.to(column.device)] for column in columns])
+        return write, numbers
+
     def _put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> None:
         # Of a row written twice the last entry wins; index_put leaves that open.
         flipped = rows.flip(0)

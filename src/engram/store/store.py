@@ -448,6 +448,18 @@ class Store:
         """Bytes of the rows, when all are written."""
         return self.schema.row_bytes * self.schema.capacity
 
+    def counters(self) -> dict[str, int]:
+        """What happened to rows so far, in all processes, for ``stats()``."""
+        dropped = sum(index.core.dropped for (_, kind), index in self.indexes.items() if kind == "priorities")
+        return {
+            "void_rows": self.core.void_rows,
+            "lapped_rows": self.core.lapped_rows,
+            "redraws": self.core.redraws,
+            "priority_updates_dropped": dropped,
+            "field_updates": self.core.patches,
+            "field_updates_dropped": self.core.patches_dropped,
+        }
+
     def extent(self) -> Extent:
         """What is live now. Cost: O(lanes); O(capacity) while rows left by a dead writer have not been overwritten."""
         filled, seam = self.core.extent()
@@ -531,6 +543,30 @@ class Store:
         except IndexError as error:
             raise RowError(f"edit: {error}. Only rows that were written can be edited.") from error
         return Write(rows, first)
+
+    def patch(
+        self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor], expected: Tensor
+    ) -> tuple[Write, Tensor]:
+        """Replace fields ``which`` of the rows that still have their ``expected`` ticket number, and of no others.
+
+        Looking and writing are one step; a row that another one is writing is left alone. -1 names no row. Entries count in order.
+
+        Returns:
+            What was written, and int64 ``[n]``: the new ticket number of each entry's row, -1 where it was left alone.
+
+        Raises:
+            RowError: a row is outside ``[-1, capacity)``. Nothing is written.
+        """
+        rows, expected = as_rows(rows, "patch"), as_rows(expected, "patch")
+        numbers = torch.empty_like(rows)
+        addresses = tuple(map(torch.Tensor.data_ptr, columns))
+        try:
+            first = self.core.patch(
+                rows.data_ptr(), len(rows), tuple(which), addresses, expected.data_ptr(), numbers.data_ptr()
+            )
+        except IndexError as error:
+            raise RowError(f"patch: {error}.") from error
+        return Write(rows[numbers >= 0], first), numbers
 
     def empty(self, *, keep_write_count: bool) -> None:
         """Forget all rows; the memory stays, lanes begin again at their first row, no earlier ticket matches any more."""

@@ -61,6 +61,7 @@ class TensorDictMaxValueWriter(NativeWriter):
         rank_key: the entry by which rows are ranked. Default ``("next", "reward")``.
         reduction: ``"sum"``, ``"max"``, ``"min"``, ``"mean"`` or ``"median"`` (the lower one of an even count), over
             all numbers of the entry in a row.
+        track_generations: samples have ``"index_generation"``, as of a :class:`RoundRobinWriter`.
 
     Raises:
         NotImplementedError: ``reduction`` is another one.
@@ -89,7 +90,14 @@ class TensorDictMaxValueWriter(NativeWriter):
 
     traits = Traits(adds_index=True, rejects=True)
 
-    def __init__(self, rank_key: str | tuple[str, ...] | None = None, reduction: str = "sum", **later: object) -> None:
+    def __init__(
+        self,
+        rank_key: str | tuple[str, ...] | None = None,
+        reduction: str = "sum",
+        *,
+        track_generations: bool = False,
+        **later: object,
+    ) -> None:
         reject_unsupported(type(self).__name__, later, {"compilable": "tracing through torch.compile"}, type(self))
         super().__init__()
         if reduction not in _REDUCTIONS:
@@ -99,6 +107,8 @@ class TensorDictMaxValueWriter(NativeWriter):
         who = f"{type(self).__name__}: rank_key"
         self._rank_key = ("next", "reward") if rank_key is None else checked_path(rank_key, who)
         self._reduction = reduction
+        if track_generations:
+            self.traits = self.traits._replace(tracks_tickets=True)
         self._stored: _Stored | None = None
 
     @property
@@ -216,7 +226,8 @@ class TensorDictMaxValueWriter(NativeWriter):
         return Loads()
 
     def config(self) -> dict[str, object]:
-        return {"rank_key": self.rank_key, "reduction": self._reduction}
+        tracks = {"track_generations": True} if self.traits.tracks_tickets else {}
+        return {"rank_key": self.rank_key, "reduction": self._reduction, **tracks}
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_stored": None}

@@ -1,0 +1,202 @@
+"""Fields of rows that still hold what was drawn: ``update_if_present``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram import storages
+from engram._checks import as_numbers
+from engram.field_paths import FieldPath, checked_path
+from engram.nested import flatten, has_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from engram.buffer.wiring import Wiring
+
+CALL = "update_if_present"
+
+
+@dataclass(frozen=True)
+class ConditionalUpdateResult:
+    """What :meth:`ReplayBuffer.update_if_present` did with each entry. Tensors of the shape of ``generation``."""
+
+    #: bool: the row held what was drawn, and has the patch now.
+    updated: Tensor
+    #: bool: the row held what was drawn, but its version was too new; None without versions.
+    version_rejected: Tensor | None
+    #: int64: what to pass as ``generation`` from now on; -1 where nothing was updated.
+    generation: Tensor
+
+    @property
+    def updated_count(self) -> int:
+        """Entries that were written."""
+        return int(self.updated.sum())
+
+    @property
+    def version_rejected_count(self) -> int:
+        """Entries that were rejected by their version."""
+        return 0 if self.version_rejected is None else int(self.version_rejected.sum())
+
+    @property
+    def stale_count(self) -> int:
+        """Entries whose row was written, edited or forgotten since."""
+        return self.updated.numel() - self.updated_count - self.version_rejected_count
+
+
+class FieldUpdates:
+    """Patches the rows of a buffer. It keeps nothing of its own."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+
+    def apply(
+        self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
+    ) -> ConditionalUpdateResult:
+        """What ``ReplayBuffer.update_if_present`` does, once the buffer may be edited."""
+        storage = self._storage()
+        rows, expected = self._named(index, generation)
+        entries = dict(_entries(patch))
+        structure, batch = storage.written(), expected.shape
+        try:
+            which, columns = structure.columns(entries, batch, single=False, call=CALL)
+            versions = self._versions(storage, version_key, version, entries, batch)
+        except RuntimeError as error:  # TorchRL's class
+            raise ValueError(str(error)) from None
+        expected, rejected = expected.reshape(-1), None
+        if versions is not None:
+            field, incoming = versions
+            winners, live = self._newest(storage, rows, expected, field, incoming, newer=newer)
+            expected, rejected = expected.where(winners, -1), live & ~winners
+            which, columns = [*which, field], [*columns, incoming]
+        write, numbers = storage.patch_fields(rows, which, columns, expected)
+        if len(write.rows):
+            storage.notify(write, None)
+        place = self._wiring.on_device
+        return ConditionalUpdateResult(
+            updated=place((numbers >= 0).reshape(batch)),
+            version_rejected=None if rejected is None else place(rejected.reshape(batch)),
+            generation=place(numbers.reshape(batch)),
+        )
+
+    def _storage(self) -> storages.TensorStorage:
+        wiring = self._wiring
+        storage = wiring.storage
+        if not isinstance(storage, storages.TensorStorage):
+            raise RuntimeError(f"{CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
+        if not (wiring.of_writer.tracks_tickets or wiring.of_sampler.prioritized):
+            raise RuntimeError(
+                f"{CALL}: expected a writer with track_generations=True, whose batches carry index_generation, got "
+                f"{wiring.writer!r}."
+            )
+        return storage
+
+    def _named(self, index: object, generation: object) -> tuple[Tensor, Tensor]:
+        """Rows ``[n]`` and generations ``[*batch]``. Both may be spread over the batch dimensions of rows, as batches have them."""
+        expected, own = _whole("generation", generation), len(self._wiring.storage.written().root.batch)
+        rows = self._wiring.rows_named(index)
+        rows = _whole("index", rows[0] if isinstance(rows, tuple) and len(rows) == 1 else rows)
+        if own and expected.ndim > own and rows.shape == expected.shape:
+            rows, expected = (x.flatten(x.ndim - own)[..., 0] for x in (rows, expected))
+        if rows.numel() != expected.numel():
+            raise ValueError(
+                f"{CALL}: expected one generation per row, got {list(rows.shape)} rows and {list(expected.shape)} generations."
+            )
+        return rows.reshape(-1), expected
+
+    def _versions(
+        self,
+        storage: storages.TensorStorage,
+        key: object,
+        version: object,
+        entries: dict[FieldPath, object],
+        batch: torch.Size,
+    ) -> tuple[int, Tensor] | None:
+        """The field that holds versions, and those to compare, as rows of it."""
+        if (key is None) != (version is None):
+            raise ValueError(f"{CALL}: expected version_key and version together, got one of them.")
+        if key is None:
+            return None
+        if isinstance(key, str) and "." in key:
+            raise ValueError(f"{CALL}: version_key: expected a tuple, {tuple(key.split('.'))}, got {key!r}.")
+        path = checked_path(key, f"{CALL}: version_key")
+        if path in entries:
+            raise ValueError(f"{CALL}: expected a patch without the version key, got {path}. Pass it as version.")
+        structure = storage.written()
+        number = structure.field_of(path, CALL)
+        field = structure.fields[number]
+        if any(size != 1 for size in field.shape):
+            raise ValueError(
+                f"{CALL}: version_key: expected one number per row, field {field.name} has shape {list(field.shape)}."
+            )
+        given = version if isinstance(version, Tensor) else np.asarray(version)
+        shape = (*batch, *field.shape)
+        if math.prod(given.shape) == 1:
+            given = given.expand(shape) if isinstance(given, Tensor) else np.broadcast_to(given, shape)
+        elif math.prod(given.shape) == batch.numel():
+            given = given.reshape(shape)
+        plain = isinstance(given, np.ndarray) and not isinstance(
+            version, np.ndarray | np.generic
+        )  # of no dtype of its own
+        return number, structure.column(number, given.tolist() if plain else given, batch, single=False, call=CALL)
+
+    def _newest(
+        self,
+        storage: storages.TensorStorage,
+        rows: Tensor,
+        expected: Tensor,
+        field: int,
+        incoming: Tensor,
+        *,
+        newer: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Which entries are to be written, and which rows hold what was drawn: bool ``[n]``.
+
+        Their versions are those under the generation expected: a row that gets another one until it is written is left alone.
+        """
+        columns, moved = storage.store.read(rows.clamp(min=0), expected=expected, which=(field,))
+        live = rows >= 0
+        live[moved] = False
+        stored, given = _comparable(columns[0]), _comparable(incoming)
+        passes = live.numpy() & ((given > stored) if newer else (given >= stored))
+        at = np.flatnonzero(passes)
+        order = at[
+            np.lexsort((at, given[at], rows.numpy()[at]))
+        ]  # of each row the highest version last, of equal ones the last
+        last = np.append(rows.numpy()[order][1:] != rows.numpy()[order][:-1], True)[: len(order)]
+        winners = torch.zeros_like(live)
+        winners[torch.from_numpy(order[last])] = True
+        return winners, live
+
+
+def _whole(what: str, given: object) -> Tensor:
+    """Ints of any shape, int64 on the CPU."""
+    numbers = as_numbers(f"{CALL}: {what}", given)
+    if numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool:
+        raise TypeError(f"{CALL}: {what}: expected ints, got {numbers.dtype}.")
+    return numbers.to("cpu", torch.int64)
+
+
+def _entries(patch: object) -> Iterator[tuple[FieldPath, object]]:
+    """The entries of a patch by their paths. Keys may be tuples, and values be nested."""
+    if not has_entries(patch):
+        raise TypeError(f"{CALL}: patch: expected a dict or TensorDict, got {type(patch).__name__}.")
+    for key, value in patch.items():  # type: ignore[attr-defined]
+        path = checked_path(key, f"{CALL}: patch")
+        if has_entries(value):
+            yield from flatten(value, path)
+        else:
+            yield path, value
+
+
+def _comparable(values: Tensor) -> NDArray[np.int64] | NDArray[np.float64]:
+    values = values.detach().to("cpu").reshape(-1)
+    return (values.double() if values.is_floating_point() else values).numpy()
