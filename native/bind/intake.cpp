@@ -7,6 +7,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "cast.h"
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -18,7 +20,8 @@ PyTypeObject* array_type = nullptr;
 PyTypeObject* scalar_type = nullptr;
 
 constexpr std::uint8_t kInt = 0, kUnsigned = 1, kFloating = 2, kComplex = 5, kBool = 6;
-constexpr std::uint64_t kMostStrided = 1 << 16;  // values of an array that is not contiguous; larger ones torch copies faster
+// Values of an array that is not contiguous, or is cast; larger ones torch copies faster.
+constexpr std::uint64_t kMostStrided = 1 << 16, kMostCast = 1 << 20;
 
 // The DLPack type code of a format of Python's struct module, in this machine's byte order; -1 for others.
 int code_of(const char* format) {
@@ -102,10 +105,10 @@ bool put_int_as(std::int64_t value, std::uint8_t code, std::uint8_t bits, std::b
 }
 
 // Writes a number of Python's as a value of the dtype: a bool as a bool, an int as an int that holds it or as a float, a float as
-// a float. False for everything else.
-bool put_number(PyObject* number, std::uint8_t code, std::uint8_t bits, std::byte* to) {
+// a float. `casts`: a bool also as a number. False for everything else.
+bool put_number(PyObject* number, std::uint8_t code, std::uint8_t bits, bool casts, std::byte* to) {
   if (number == Py_True || number == Py_False) {
-    if (code != kBool) return false;
+    if (code != kBool) return casts && put_int_as(number == Py_True, code, bits, to);
     *to = std::byte{number == Py_True};
     return true;
   }
@@ -132,16 +135,17 @@ bool is_number(PyObject* object) {
 }
 
 // Writes nested lists of numbers of this shape.
-bool put_numbers(PyObject* list, const std::int64_t* shape, std::size_t dims, const RowSpec& spec, std::byte*& to) {
+bool put_numbers(PyObject* list, const std::int64_t* shape, std::size_t dims, const RowSpec& spec, bool casts,
+                 std::byte*& to) {
   if (dims == 0) {
-    if (!put_number(list, spec.code, spec.bits, to)) return false;
+    if (!put_number(list, spec.code, spec.bits, casts, to)) return false;
     to += (spec.bits + 7) / 8;
     return true;
   }
   if (!PyList_CheckExact(list) || PyList_Size(list) != *shape || *shape == 0) return false;
   for (Py_ssize_t i = 0; i < *shape; ++i) {
     PyObject* item = PyList_GetItem(list, i);  // borrowed; no Python code runs that could change the list
-    if (item == nullptr || !put_numbers(item, shape + 1, dims - 1, spec, to)) return PyErr_Clear(), false;
+    if (item == nullptr || !put_numbers(item, shape + 1, dims - 1, spec, casts, to)) return PyErr_Clear(), false;
   }
   return true;
 }
@@ -159,8 +163,10 @@ Taken::~Taken() {
   for (Py_buffer& buffer : buffers_) PyBuffer_Release(&buffer);
 }
 
-Intake::Intake(const nb::list& specs, nb::handle tree) {
+Intake::Intake(const nb::list& specs, nb::handle tree, nb::handle casts) {
   for (nb::handle spec : specs) specs_.push_back(spec_of(spec));
+  casts_.resize(specs_.size());
+  for (nb::handle field : casts) casts_.at(nb::cast<std::size_t>(field)) = true;
   root_ = node_of(tree, specs_.size());
 }
 
@@ -195,7 +201,7 @@ bool Intake::take(nb::handle data, bool batched, Taken& taken) const {
 bool Intake::walk(const Node& node, PyObject* data, Taken& taken) const {
   taken.kept_.push_back(nb::borrow(data));  // other threads may change the containers
   if (node.kind == Node::leaf) {
-    return take_leaf(specs_[node.field], data, taken, &taken.columns_[node.field]);
+    return take_leaf(node.field, data, taken);
   }
   if (reinterpret_cast<PyObject*>(Py_TYPE(data)) != node.type.ptr()) return false;
   if (node.kind == Node::sequence) {
@@ -229,29 +235,44 @@ bool Intake::walk(const Node& node, PyObject* data, Taken& taken) const {
   return true;
 }
 
-bool Intake::take_leaf(const RowSpec& spec, PyObject* leaf, Taken& taken, const std::byte** column) const {
-  if (PyList_CheckExact(leaf) || is_number(leaf)) return take_numbers(spec, leaf, taken, column);
+bool Intake::take_leaf(std::size_t field, PyObject* leaf, Taken& taken) const {
+  if (PyList_CheckExact(leaf) || is_number(leaf)) return take_numbers(field, leaf, taken);
+  const RowSpec& spec = specs_[field];
   Values values;
   if (!look_at_tensor(leaf, values)) {
     Py_buffer buffer;
     if (!look_at_array(leaf, buffer, values)) return false;
     taken.buffers_.push_back(buffer);
   }
-  if (values.code != spec.code || values.bits != spec.bits) return false;
+  const bool same = values.code == spec.code && values.bits == spec.bits;
+  // A scalar of NumPy's is a number as one of Python's: what a reward from an environment is.
+  const auto is_number_of_kind = [&] {
+    return PyObject_TypeCheck(leaf, scalar_type) && (values.code == kBool) == (spec.code == kBool);
+  };
+  if (!same && !casts_[field] && !is_number_of_kind()) return false;
   if (taken.rows_ == Taken::kUnknown) taken.rows_ = values.ndim > 0 ? values.shape[0] : 0;
   if (!have_shape(values, spec, taken.rows_)) return false;
-  *column = values.data;
-  if (values.contiguous()) return true;
+  const std::byte*& column = taken.columns_[field];
+  column = values.data;
+  const bool contiguous = values.contiguous();
+  if (same && contiguous) return true;
   std::uint64_t count = 1;
   for (std::int32_t d = 0; d < values.ndim; ++d) count *= static_cast<std::uint64_t>(values.shape[d]);
-  if (count > kMostStrided) return false;
-  taken.copies_.push_back(std::make_unique<std::byte[]>(count * static_cast<std::uint64_t>(values.item_bytes())));
-  copy_strided(values, taken.copies_.back().get());
-  *column = taken.copies_.back().get();
-  return true;
+  if (count > (contiguous ? kMostCast : kMostStrided)) return false;
+  if (!contiguous) {
+    std::byte* const copy = taken.room(count * static_cast<std::uint64_t>(values.item_bytes()));
+    copy_strided(values, copy);
+    column = copy;
+  }
+  if (same) return true;
+  std::byte* const made = taken.room(count * ((spec.bits + 7u) / 8u));
+  const std::byte* const from = column;
+  column = made;
+  return cast(from, {values.code, values.bits}, made, {spec.code, spec.bits}, count);
 }
 
-bool Intake::take_numbers(const RowSpec& spec, PyObject* leaf, Taken& taken, const std::byte** column) const {
+bool Intake::take_numbers(std::size_t field, PyObject* leaf, Taken& taken) const {
+  const RowSpec& spec = specs_[field];
   if (taken.rows_ == Taken::kUnknown) taken.rows_ = PyList_CheckExact(leaf) ? PyList_Size(leaf) : 0;
   std::vector<std::int64_t> shape(spec.shape);
   if (taken.rows_ >= 0) shape.insert(shape.begin(), taken.rows_);
@@ -259,10 +280,9 @@ bool Intake::take_numbers(const RowSpec& spec, PyObject* leaf, Taken& taken, con
   for (const std::int64_t size : shape) {
     if (__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes) || bytes > std::uint64_t{1} << 30) return false;
   }
-  taken.copies_.push_back(std::make_unique<std::byte[]>(bytes));
-  std::byte* to = taken.copies_.back().get();
-  *column = to;
-  return put_numbers(leaf, shape.data(), shape.size(), spec, to);
+  std::byte* to = taken.room(bytes);
+  taken.columns_[field] = to;
+  return put_numbers(leaf, shape.data(), shape.size(), spec, casts_[field], to);
 }
 
 bool NamedLanes::read_one(PyObject* named, std::uint64_t lanes) {
@@ -309,7 +329,7 @@ bool NamedLanes::read(nb::handle named, std::uint64_t n, std::uint64_t lanes) {
 
 void bind_intake(nb::module_& m) {
   nb::class_<Intake>(m, "Intake", "How the data of one storage is put together, and the dtypes and shapes of its leaves.")
-      .def(nb::init<const nb::list&, nb::handle>(), "specs"_a, "tree"_a);
+      .def(nb::init<const nb::list&, nb::handle, nb::handle>(), "specs"_a, "tree"_a, "casts"_a);
   m.def(
       "use_array_types",
       [](nb::handle array, nb::handle scalar) {

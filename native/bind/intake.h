@@ -35,13 +35,19 @@ class Taken {
   std::vector<nanobind::object> kept_;
   std::vector<Py_buffer> buffers_;
   std::vector<std::unique_ptr<std::byte[]>> copies_;
+
+  /// Memory that stays until the rows are written.
+  std::byte* room(std::uint64_t bytes) {
+    return copies_.emplace_back(std::make_unique_for_overwrite<std::byte[]>(bytes)).get();
+  }
 };
 
 /// How the data of one storage is put together, and the dtypes and shapes of its leaves.
 class Intake {
  public:
   /// `specs`: as Layout. `tree`: the number of a field, or (kind, type, keys, trees): "dict", "tensordict", "tuple" or "list".
-  Intake(const nanobind::list& specs, nanobind::handle tree);
+  /// `casts`: the fields that also take values of other dtypes, as cast.h makes them.
+  Intake(const nanobind::list& specs, nanobind::handle tree, nanobind::handle casts);
 
   /// The columns of a batch of rows, or of one row. False: the data has another structure, or a leaf another shape or dtype, or
   /// one that must be converted first; then nothing is in `taken` that counts.
@@ -58,10 +64,11 @@ class Intake {
 
   static Node node_of(nanobind::handle tree, std::size_t fields);
   bool walk(const Node& node, PyObject* data, Taken& taken) const;
-  bool take_leaf(const RowSpec& spec, PyObject* leaf, Taken& taken, const std::byte** column) const;
-  bool take_numbers(const RowSpec& spec, PyObject* leaf, Taken& taken, const std::byte** column) const;
+  bool take_leaf(std::size_t field, PyObject* leaf, Taken& taken) const;
+  bool take_numbers(std::size_t field, PyObject* leaf, Taken& taken) const;
 
   std::vector<RowSpec> specs_;
+  std::vector<bool> casts_;
   Node root_;
 };
 

@@ -1,6 +1,6 @@
 """Types of the extension. An ``int`` that is called after memory is its address."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, TypeAlias
 
@@ -28,7 +28,7 @@ class Layout:
     def allocate(self, n: int) -> list[Tensor]: ...
 
 class Intake:
-    def __init__(self, specs: Sequence[_Spec], tree: object) -> None: ...
+    def __init__(self, specs: Sequence[_Spec], tree: object, casts: Iterable[int]) -> None: ...
 
 class Shape:
     def __init__(

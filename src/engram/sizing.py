@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from engram._checks import check_count
 from engram._words import said_bytes
 from engram.format import layout
+from engram.storages._dtypes import NO_DTYPES, Dtypes, checked_dtypes
 from engram.storages._structure import Structure
-from engram.storages.announcing import creation_lines
+from engram.storages.announcing import advice, creation_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
     from engram.format.schema import Field
 
 __all__ = ["StoragePlan", "plan"]
@@ -27,25 +32,34 @@ class StoragePlan(NamedTuple):
     """Bytes of all rows."""
     overhead: int
     """Bytes beside the rows: a ticket and a lap per row, and the control block of a store with one lane."""
+    dtypes: Dtypes = NO_DTYPES
+    """Those that were given, by the fields' paths."""
 
     def __str__(self) -> str:
         lines = creation_lines(self.fields, self.capacity, lambda field: "/".join(field.key) + ".memmap or RAM")
         total = f"{self.capacity} rows of {self.row_bytes} bytes: {said_bytes(self.nbytes)}"
-        return "\n".join([*lines, f"{total}, and {said_bytes(self.overhead)} beside them"])
+        return "\n".join(
+            [*lines, f"{total}, and {said_bytes(self.overhead)} beside them", *advice(self.fields, self.dtypes)]
+        )
 
 
-def plan(example: object, capacity: int) -> StoragePlan:
+def plan(
+    example: object, capacity: int, *, dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None
+) -> StoragePlan:
     """Compute how much space a tensor storage needs, without allocating anything.
 
     Args:
         example: one row, as for ``add``.
         capacity: number of rows, at least 1.
+        dtypes: as for the storages.
 
     Returns:
-        A :class:`StoragePlan` with the fields, and the bytes of a row, of all rows and of the metadata.
+        A :class:`StoragePlan` with the fields, and the bytes of a row, of all rows and of the metadata. Its text names the ``dtypes``
+        that halve float64 fields.
 
     Raises:
-        TypeError: the row cannot be stored; the message names the field. ``capacity`` is not an int.
+        TypeError: the row cannot be stored; the message names the field. ``capacity`` is not an int. ``dtypes`` that are none.
+        KeyError: ``dtypes`` of a field that is not there.
         ValueError: a field has an unsupported value; ``capacity`` is below 1.
 
     >>> import torch, engram
@@ -57,7 +71,8 @@ def plan(example: object, capacity: int) -> StoragePlan:
     from engram import _native
 
     capacity = check_count("plan: capacity", capacity)
-    structure = Structure.of(example, batched=False, call="plan")
+    checked = NO_DTYPES if dtypes is None else checked_dtypes(dtypes, "plan")
+    structure = Structure.of(example, batched=False, call="plan", dtypes=checked)
     row_bytes = sum(field.row_bytes for field in structure.fields)
     overhead = layout.tickets_bytes(capacity) + _native.control_bytes(1)
-    return StoragePlan(capacity, structure.fields, row_bytes, row_bytes * capacity, overhead)
+    return StoragePlan(capacity, structure.fields, row_bytes, row_bytes * capacity, overhead, checked)

@@ -63,13 +63,15 @@ class Recipe:
             self.noted = True
             return
         self.noted = False
-        entries = {
+        entries: dict[str, object] = {
             "buffer": self._settings.kind,
             "sampler": _described(self._wiring.sampler, _SAMPLERS),
             "writer": _described(self._wiring.writer, _WRITERS),
             "batch_size": self._settings.batch_size,
             "prefetch": self._settings.prefetch,
         }
+        if dtypes := self._wiring.storage.structure.dtypes:
+            entries["dtypes"] = [[list(key), dtype] for key, dtype in dtypes.items()]
         if self._settings.priority_key is not None:
             entries["priority_key"] = self._settings.priority_key
         files.overwrite(_path(store.directory), json.dumps(entries).encode())
@@ -106,10 +108,10 @@ def open_buffer(directory: str | os.PathLike[str], unclean: str, given: dict[str
     """
     _check_unclean("open", unclean)
     path = check_path("open: directory", directory)
-    storage = storages.LazyMemmapStorage.open(path, unclean=unclean)
+    noted = _read(path)
+    storage = storages.LazyMemmapStorage.open(path, unclean=unclean, dtypes=_noted_dtypes(noted))
     _announce_repair(storage)  # before anything else can fail
     try:
-        noted = _read(path)
         kind = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
         if kind is None:
             raise TypeError(f"open: the store was used by an unknown buffer class {noted.get('buffer')!r}.")
@@ -132,6 +134,7 @@ def open_or_create(
     kind: Callable[..., R],
     directory: str | os.PathLike[str],
     geometry: tuple[int, int, int],
+    dtypes: object,
     unclean: str,
     given: Mapping[str, object],
 ) -> R:
@@ -141,6 +144,7 @@ def open_or_create(
         kind: the class.
         directory: the store's.
         geometry: rows, lanes and ndim.
+        dtypes: as for ``LazyMemmapStorage``.
         unclean: as for :func:`open_buffer`.
         given: arguments of the constructor.
 
@@ -153,7 +157,7 @@ def open_or_create(
             f"{call}: storage: expected none, the rows lie in the directory; got {type(given['storage']).__name__}."
         )
     path = check_path(f"{call}: directory", directory)
-    storage = storages.LazyMemmapStorage.open_or_create(path, *geometry, unclean=unclean)
+    storage = storages.LazyMemmapStorage.open_or_create(path, *geometry, dtypes, unclean=unclean)
     try:
         _announce_repair(storage)
         return kind(storage=storage, **given)
@@ -212,14 +216,19 @@ def _made_again(noted: object, known: dict[str, Any], kind: str) -> object:
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {why}.") from error
 
 
-def _noted_batch_size(noted: dict[str, Any]) -> int | None:
-    batch_size: int | None = noted.get("batch_size")
-    if batch_size is not None:
-        try:
-            check_count("batch_size", batch_size)
-        except (TypeError, ValueError) as error:
-            raise CorruptStore(f"open: the recorded {error}") from error
-    return batch_size
+def _noted_batch_size(noted: dict[str, object]) -> int | None:
+    batch_size = noted.get("batch_size")
+    try:
+        return None if batch_size is None else check_count("batch_size", batch_size)
+    except (TypeError, ValueError) as error:
+        raise CorruptStore(f"open: the recorded {error}") from error
+
+
+def _noted_dtypes(noted: dict[str, Any]) -> storages.Dtypes:
+    try:
+        return storages.checked_dtypes({tuple(key): dtype for key, dtype in noted.get("dtypes", ())}, "open")
+    except (TypeError, ValueError) as error:
+        raise CorruptStore(f"open: the recorded {error}") from error
 
 
 def _noted_prefetch(noted: dict[str, object], batch_size: int | None) -> int:

@@ -32,7 +32,7 @@ from engram.transforms import Compose
 from engram.types import Sampler, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane
@@ -156,8 +156,9 @@ class ReplayBuffer:
         Args:
             data: a nested dict or tuple of NumPy arrays, tensors, numbers or lists of numbers, without a batch dimension; or a
                 tensor, TensorDict or tensorclass; with a ``ListStorage`` any object. The first row fixes fields, dtypes and shapes:
-                a Python float becomes float32, an int int64, a bool bool; arrays and tensors keep their dtype. Later a number becomes
-                the field's dtype, if that holds it. Copied.
+                a Python float becomes float32, an int int64, a bool bool; arrays and tensors keep their dtype. Later a number, also a
+                NumPy scalar, becomes the field's dtype, if that holds it; arrays must have it, unless ``dtypes`` of the storage names
+                the field. Copied.
             lane: the ring to append to, where there are several; default the handle's (:meth:`on_lane`).
 
         Returns:
@@ -929,6 +930,7 @@ class ReplayBuffer:
         *,
         lanes: int = 1,
         ndim: int = 1,
+        dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
         unclean: str = "refuse",
         **arguments: object,
     ) -> Self:
@@ -941,12 +943,13 @@ class ReplayBuffer:
         Args:
             directory: a store, an empty folder or a free name.
             size: capacity in rows, the same at every start. ``lanes`` and ``ndim``: as for ``LazyMemmapStorage``, the same, too.
+            dtypes: as for ``LazyMemmapStorage``. Without them, nothing is cast, whatever an earlier start said.
             unclean: as for :meth:`open`.
             **arguments: those of the class's constructor, but ``storage``.
 
         Raises:
             FileExistsError: the folder holds other files, and no store. Nothing is changed.
-            IncompatibleStore: its store has another capacity, other lanes or another ndim. Nothing is changed.
+            IncompatibleStore: its store has another capacity, other lanes, another ndim, or other dtypes. Nothing is changed.
             OSError: the folder cannot be made or written to.
             StoreInUse, CorruptStore, UncleanStore, TypeError, ValueError: as :meth:`open` and the constructor.
             IncompatibleStore, RuntimeError (first write): another process has created a store of other fields or size meanwhile.
@@ -964,7 +967,7 @@ class ReplayBuffer:
         3
         6
         """
-        return open_or_create(cls, directory, (size, lanes, ndim), unclean, arguments)
+        return open_or_create(cls, directory, (size, lanes, ndim), dtypes, unclean, arguments)
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it

@@ -1,6 +1,7 @@
 """Storages hold what is written."""
 
 from engram.storages._base import Storage, check_count
+from engram.storages._dtypes import Dtypes, checked_dtypes
 from engram.storages._port import Count, Rows
 from engram.storages.lazy import LazyTensorStorage
 from engram.storages.list import ListStorage
@@ -9,6 +10,7 @@ from engram.storages.tensor import TensorStorage
 
 __all__ = [
     "Count",
+    "Dtypes",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
@@ -16,4 +18,5 @@ __all__ = [
     "Storage",
     "TensorStorage",
     "check_count",
+    "checked_dtypes",
 ]

@@ -1,4 +1,4 @@
-"""How many rows a storage has, how they are divided, and which schemas fit that."""
+"""How many rows a storage has, how they are divided, what fields become, and which schemas fit that."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from engram._checks import check_count
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import schema as schemas
 from engram.format.schema import Schema
+from engram.storages._dtypes import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 from engram.storages._structure import Structure
 
 
@@ -18,10 +19,12 @@ class Geometry(NamedTuple):
     max_size: int
     lanes: int = 1
     ndim: int = 1
+    dtypes: Dtypes = NO_DTYPES
+    """Of fields, by their paths: values of others are cast to them."""
 
     @classmethod
-    def checked(cls, where: str, max_size: int, lanes: int = 1, ndim: int = 1) -> Geometry:
-        """Raises ``TypeError``, ``ValueError``: one of them is no size, or they do not go together."""
+    def checked(cls, where: str, max_size: int, lanes: int = 1, ndim: int = 1, dtypes: object = None) -> Geometry:
+        """Raises ``TypeError``, ``ValueError``: one of them is no size, or they do not go together; or no dtypes."""
         sizes: list[int] = []
         given: tuple[tuple[str, object], ...] = (("max_size", max_size), ("ndim", ndim), ("lanes", lanes))
         for argument, value in given:
@@ -34,7 +37,7 @@ class Geometry(NamedTuple):
             raise ValueError(
                 f"{where}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}."
             )
-        return cls(max_size, lanes, ndim)
+        return cls(max_size, lanes, ndim, NO_DTYPES if dtypes is None else checked_dtypes(dtypes, where))
 
     @property
     def capacity(self) -> int:
@@ -56,7 +59,7 @@ class Geometry(NamedTuple):
         Raises:
             ValueError: it is none. IncompatibleCheckpoint: another one.
         """
-        schema = _decoded(text, where)
+        schema = _decoded(text, where, self.dtypes)
         expected = here or self.schema(Structure.from_schema(schema), schema.columns)
         differs = schemas.differences(expected, schema)
         if not differs and len(schema.columns) != self.ndim - 1:
@@ -78,7 +81,7 @@ class Geometry(NamedTuple):
             raise IncompatibleCheckpoint(
                 f"{where}: nothing was ever written to what was saved: there is nothing to convert."
             )
-        schema = _decoded(text, where)
+        schema = _decoded(text, where, self.dtypes)
         made = self.schema(Structure.from_schema(schema), schema.columns)
         differs = "" if here is None else schemas.differences(here, made)
         if differs:
@@ -86,9 +89,12 @@ class Geometry(NamedTuple):
         return here or made
 
 
-def _decoded(text: str, where: str) -> Schema:
+def _decoded(text: str, where: str, dtypes: Dtypes) -> Schema:
     try:
-        return schemas.decode(text.encode(), where)
+        schema = schemas.decode(text.encode(), where)
+        if dtypes:
+            check_stored(schema.fields, dtypes)
+        return schema
     except IncompatibleStore as error:
         raise IncompatibleCheckpoint(str(error)) from error
     except (CorruptStore, UnicodeEncodeError) as error:

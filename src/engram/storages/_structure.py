@@ -27,17 +27,19 @@ from engram._tensordict import (
     wrap,
 )
 from engram.format.layout import SINGLE
-from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, validate_key
+from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.nested import first_leaf
+from engram.storages._dtypes import NAMES, NO_DTYPES, cast, check_stored
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+    from engram.storages._dtypes import Dtypes
+
 _ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]"
 _NO_DATA = "expected a tensor with data, got one on the meta device."
-_FLOATS = tuple(dtype for dtype in _NAMES if dtype.is_floating_point or dtype.is_complex)
+_FLOATS = tuple(dtype for dtype in NAMES if dtype.is_floating_point or dtype.is_complex)
 
 
 class Structure:
@@ -46,8 +48,13 @@ class Structure:
     #: Whether columns must be on the CPU; a store on an accelerator takes them from anywhere.
     on_host = True
 
-    def __init__(self, fields: Sequence[Field], root: Node, types: Mapping[str, type] | None = None) -> None:
+    def __init__(
+        self, fields: Sequence[Field], root: Node, types: Mapping[str, type] | None = None, dtypes: Dtypes = NO_DTYPES
+    ) -> None:
         self.fields = tuple(fields)
+        #: The fields whose dtype the user has said: values of others are cast to it.
+        self.casts = [i for i, field in enumerate(self.fields) if field.key in dtypes] if dtypes else []
+        self.dtypes = dtypes
         self.root = root
         #: Whether a row is a plain TensorDict.
         self.is_tensordict = root.kind == "tensordict"
@@ -78,7 +85,7 @@ class Structure:
     def intake(self) -> _native.Intake | None:
         """What the core takes data of this structure apart with; None: it has parts that only Python knows."""
         tree = self._tree(self.root)
-        return None if tree is None else _native.Intake(dlpack_specs(self.fields), tree)
+        return None if tree is None else _native.Intake(dlpack_specs(self.fields), tree, self.casts)
 
     def _tree(self, node: Node) -> object:
         """A structure as the core takes it; None if it holds a tensorclass."""
@@ -102,29 +109,34 @@ class Structure:
     # ---- from the first data -----------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, data: object, *, batched: bool, call: str) -> Structure:
-        """The structure of a first row, or of a first batch of rows.
+    def of(cls, data: object, *, batched: bool, call: str, dtypes: Dtypes = NO_DTYPES) -> Structure:
+        """The structure of a first row, or of a first batch of rows. ``dtypes``: of some fields, in place of the data's.
 
         Raises:
             TypeError: a leaf that is no tensor or array, or a dtype that cannot be stored; names the field.
-            ValueError: a key that cannot be stored.
+            KeyError: ``dtypes`` of a field that is not there. ValueError: a key that cannot be stored.
         """
         builder = _Builder(batched=batched, call=call)
         root = builder.node(data, ())
         if not builder.fields:
             raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
-        return cls(builder.fields, root, builder.types)
+        if dtypes:
+            builder.give(dtypes)
+        return cls(builder.fields, root, builder.types, dtypes)
 
     @classmethod
-    def from_schema(cls, schema: Schema) -> Structure:
-        """The structure of a stored schema.
+    def from_schema(cls, schema: Schema, dtypes: Dtypes = NO_DTYPES) -> Structure:
+        """The structure of a stored schema. ``dtypes``: those of fields to which values of others are cast.
 
         Raises:
             TypeError: it names a tensorclass or namedtuple that this program has not defined.
+            IncompatibleStore: other ``dtypes`` than it has.
         """
         types: dict[str, type] = {}
         _find_types(schema.structure, types)
-        return cls(schema.fields, schema.structure, types)
+        if dtypes:
+            check_stored(schema.fields, dtypes)
+        return cls(schema.fields, schema.structure, types, dtypes)
 
     # ---- data to columns ---------------------------------------------------------------------------------------------
 
@@ -185,6 +197,11 @@ class Structure:
     def _leaf(self, i: int, value: object, expected: torch.Size, call: str) -> Tensor:
         dtype, _, is_float = self._specs[i]
         given, value = value, as_tensor(value, self.fields[i].key, call, dtype)
+        if value.dtype is not dtype and value.shape == expected:
+            if i in self.casts:
+                value = self._cast(i, value, call)
+            elif isinstance(given, np.generic) and (value.dtype is torch.bool) == (dtype is torch.bool):
+                value = value if (number := cast(value, dtype)) is None else number  # as one of Python's
         if value.dtype is not dtype or value.shape != expected:
             raise RuntimeError(self._mismatch(i, value, expected, call, given))
         if value.is_meta:
@@ -196,6 +213,17 @@ class Structure:
         if is_float and (value.is_neg() or value.is_conj()):
             value = value.resolve_conj().resolve_neg()
         return value.contiguous()
+
+    def _cast(self, i: int, value: Tensor, call: str) -> Tensor:
+        """Values of another dtype as the one that the user has said."""
+        made = cast(value, self._specs[i][0])
+        if made is None:
+            field, was = self.fields[i], str(value.dtype).removeprefix("torch.")
+            raise RuntimeError(
+                f"{call}: field {field.name}: expected values that {field.dtype} holds, as dtypes= says, got others of {was}: no more "
+                "than precision is given up. Convert them, or give the field another dtype."
+            )
+        return made
 
     def _mismatch(self, i: int, value: Tensor, expected: torch.Size, call: str, given: object) -> str:
         field = self.fields[i]
@@ -336,7 +364,7 @@ class _Builder:
     def _leaf(self, value: object, path: tuple[str, ...]) -> Node:
         key = path or (SINGLE,)
         value = as_tensor(value, key, self.call)
-        if value.dtype not in _NAMES:
+        if value.dtype not in NAMES:
             raise TypeError(
                 f"{self.call}: {at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
             )
@@ -345,8 +373,19 @@ class _Builder:
         if value.layout is not torch.strided or value.is_nested:
             raise TypeError(f"{self.call}: {at(path)}: expected a dense tensor, got a {value.layout} one.")
         shape = tuple(value.shape[1:] if self.batched else value.shape)
-        self.fields.append(Field(key=key, dtype=_NAMES[value.dtype], shape=shape))
+        self.fields.append(Field(key=key, dtype=NAMES[value.dtype], shape=shape))
         return Node(kind="leaf", field=len(self.fields) - 1)
+
+    def give(self, dtypes: Dtypes) -> None:
+        """Replace what was seen by what the user has said."""
+        known = [field.key for field in self.fields]
+        for key, dtype in dtypes.items():
+            if key not in known:
+                raise KeyError(
+                    f"{self.call}: dtypes: expected fields of the first row, of {[f.name for f in self.fields]}, got {name_of(key)!r}."
+                )
+            i = known.index(key)
+            self.fields[i] = Field(key, dtype, self.fields[i].shape)
 
 
 # ---- the short path of nested data -------------------------------------------------------------------------------------
@@ -496,11 +535,11 @@ def device_of(data: object) -> torch.device:
     return first.device if isinstance(first, Tensor) else torch.device("cpu")
 
 
-def stacked(items: Sequence[object], call: str) -> Any:
-    """A list of rows as a batch, leaf by leaf."""
+def stacked(items: Sequence[object], call: str, dtypes: Dtypes = NO_DTYPES) -> Any:
+    """A list of rows as a batch, leaf by leaf. ``dtypes``: as for :meth:`Structure.of`."""
     if not items:
         raise RuntimeError(f"{call}: expected at least one row, got an empty list.")
-    structure = Structure.of(items[0], batched=False, call=call)
+    structure = Structure.of(items[0], batched=False, call=call, dtypes=dtypes)
     try:
         rows = [structure.flatten(item, None, call) for item in items]
     except RuntimeError as error:

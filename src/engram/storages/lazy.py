@@ -9,14 +9,15 @@ import torch
 
 from engram._unsupported import reject_unsupported
 from engram._words import warn
-from engram.format import layout
 from engram.storages._geometry import Geometry
 from engram.storages._structure import Structure, device_of, is_batched_collection
-from engram.storages.announcing import announce, creation_lines
+from engram.storages.announcing import advice, announce, creation_line
 from engram.storages.tensor import NOT_YET, TensorStorage
 from engram.store import DeviceStore, Store, skip_numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engram.format.schema import Schema
     from engram.storages._home import Home
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class LazyTensorStorage(TensorStorage):
     """RAM, or memory of an accelerator, allocated at the first write and shaped after its first row.
 
-    Creation logs, per key, where it is, its size and shape. RAM is taken page by page, as rows are written.
+    Creation logs one line: where it is, and of each key its shape, dtype and size. RAM is taken page by page, as rows are written.
     ``rb[a:b]`` is a live view of it, which becomes a copy when torch moves it to shared memory (``share_memory_()``, queues).
 
     Args:
@@ -32,10 +33,16 @@ class LazyTensorStorage(TensorStorage):
         device: ``"cpu"``, an accelerator, or ``"auto"``: that of the first row.
         ndim: leading dimensions of the data that index rows; ``extend`` takes ``[*columns, T, ...]``.
         lanes: rings of consecutive rows, each with a cursor of its own.
+        dtypes: what fields are stored as, in place of the first row's dtypes: ``{"reward": torch.float32, ("next", "obs"):
+            torch.float16}``. Whatever is written to such a field is cast, of arrays, tensors and numbers, in the call that copies it.
 
     Raises:
         ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``.
-        RuntimeError: no such device on this machine.
+        TypeError: ``dtypes`` that name no field or no dtype. RuntimeError: no such device on this machine.
+
+    A cast gives up precision and nothing more: an int that the dtype cannot hold, a float that would become infinite, a float for an
+    int or a bool, and a complex number for a real one are refused (``RuntimeError``, nothing is written). Ints 0 and 1 may become
+    bools, bools any number. A field that ``dtypes`` names and the first row does not have is a ``KeyError`` there.
 
     On an accelerator rows are drawn by the CPU and moved by torch, in one process; a lock orders its threads. Slice samplers work as
     on the CPU: of the fields that say where trajectories end the host keeps a copy, so a write of data that is on the device waits
@@ -57,10 +64,11 @@ class LazyTensorStorage(TensorStorage):
         device: torch.device | str = "cpu",
         ndim: int = 1,
         lanes: int = 1,
+        dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
         **later: object,
     ) -> None:
         reject_unsupported(type(self).__name__, later, NOT_YET, type(self))
-        self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim), device)
+        self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes), device)
 
     #: How many ticket numbers an earlier store of this storage has given: the next one does not repeat them.
     _given = 0
@@ -99,21 +107,25 @@ class LazyTensorStorage(TensorStorage):
             self.structure = None
         return True
 
-    def _initialize(self, data: Any, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
-        if call == "add" and is_batched_collection(data) and not batched:
+    def _initialize(self, data: Any, n: int | None, columns: tuple[int, ...], call: str) -> None:
+        if call == "add" and is_batched_collection(data) and n is None:
             warn(
                 f"add: the first row is a TensorDict of batch size {list(data.batch_size)}; it is stored as one row of "
                 "that shape. If it is a batch of rows, use extend()."
             )
-        structure = Structure.of(data, batched=batched, call=call)
+        dtypes = self._geometry.dtypes
+        structure = Structure.of(data, batched=n is not None, call=call, dtypes=dtypes)
+        if dtypes:
+            structure.flatten(data, n, call)  # before there is memory: values may not fit
         if self._device_argument == "auto":
             self._device = device_of(data)
         self._adopt(self._allocate(self._geometry.schema(structure, columns)), structure)
+        announce(advice(structure.fields, dtypes))
 
     def allocate_for(self, schema: Schema) -> None:
         with self._lock:
             if self.memory is None:
-                self._adopt(self._allocate(schema), Structure.from_schema(schema))
+                self._adopt(self._allocate(schema), Structure.from_schema(schema, self._geometry.dtypes))
 
     def _allocate(self, schema: Schema) -> Store:
         if self._home is not None:
@@ -121,12 +133,12 @@ class LazyTensorStorage(TensorStorage):
         place = "RAM" if self._device.type == "cpu" else str(self._device)
         store = Store.private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
         skip_numbers(store.core, self._given)
-        announce(creation_lines(schema.fields, schema.capacity, lambda _: place))
+        announce([creation_line(schema.fields, schema.capacity, place)])
         return store
 
     def _allocate_in(self, home: Home, schema: Schema, *, replace: bool) -> Store:
         store = home.create(schema, replace=replace, given=self._given)
         folder = store.directory
         assert folder is not None  # it was just created there
-        announce(creation_lines(schema.fields, schema.capacity, lambda field: layout.field_path(folder, field.key)))
+        announce([creation_line(schema.fields, schema.capacity, folder)])
         return store

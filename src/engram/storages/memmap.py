@@ -16,6 +16,7 @@ from engram._unsupported import reject_unsupported
 from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
+from engram.storages._dtypes import NO_DTYPES, Dtypes
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home
 from engram.storages._structure import Structure
@@ -23,6 +24,8 @@ from engram.storages.lazy import LazyTensorStorage
 from engram.store import Store, holds_store, occupied, open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from engram.format.schema import Schema
@@ -35,14 +38,14 @@ class LazyMemmapStorage(LazyTensorStorage):
     """A folder of memory-mapped files ``<dir>/<key>.memmap``, made at the first write and shaped after its first row.
 
     ``TensorDict.load_memmap(dir)`` reads the folder without engram; :meth:`ReplayBuffer.open` goes on with it. Its space is
-    reserved when it is made: a full disk is an ``OSError`` then, not a crash later. Creation logs, per key, path, size
-    and shape. Samples are ordinary tensors; ``rb[:]`` shows the memory-mapped ones.
+    reserved when it is made: a full disk is an ``OSError`` then, not a crash later. Creation logs one line:
+    the folder, and of each key its shape, dtype and size. Samples are ordinary tensors; ``rb[:]`` shows the memory-mapped ones.
 
     Args:
         max_size: capacity in rows. With ``lanes`` it is rounded down per lane, with ``ndim > 1`` up to whole slots.
         scratch_dir: the folder. None: a fresh temporary one on disk, removed when the buffer is closed or collected.
         device: must be ``"cpu"``.
-        ndim, lanes: as for :class:`LazyTensorStorage`.
+        ndim, lanes, dtypes: as for :class:`LazyTensorStorage`. The folder notes ``dtypes`` for :meth:`ReplayBuffer.open`.
         existsok: erase a store, or files of the same names, that lie in the folder.
         auto_cleanup: remove the files when the buffer is closed; None: only those of a temporary folder.
 
@@ -70,6 +73,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         device: torch.device | str = "cpu",
         ndim: int = 1,
         lanes: int = 1,
+        dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
         existsok: bool = False,
         auto_cleanup: bool | None = None,
         **later: object,
@@ -79,7 +83,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."
             )
-        self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim), "cpu")
+        self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes), "cpu")
         self._scratch_dir = None if scratch_dir is None else check_path("LazyMemmapStorage: scratch_dir", scratch_dir)
         self._existsok = existsok
         self._auto_cleanup = auto_cleanup
@@ -97,15 +101,16 @@ class LazyMemmapStorage(LazyTensorStorage):
         _check_place(folder)
 
     @classmethod
-    def open(cls, directory: Path, *, unclean: str = "refuse") -> LazyMemmapStorage:
+    def open(cls, directory: Path, *, unclean: str = "refuse", dtypes: Dtypes = NO_DTYPES) -> LazyMemmapStorage:
         """The storage in a folder, with its rows. ``ReplayBuffer.open`` is the public way."""
         store = open_store(directory, unclean=unclean)
         schema = store.schema
         assert store.directory is not None  # it was opened there
-        storage = cls._in(Home(store.directory), Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns)))
+        geometry = Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns), dtypes)
+        storage = cls._in(Home(store.directory), geometry)
         try:
-            structure = Structure.from_schema(schema)
-        except TypeError:
+            structure = Structure.from_schema(schema, dtypes)
+        except (TypeError, IncompatibleStore):
             store.close()
             raise
         storage._adopt(store, structure)
@@ -113,15 +118,15 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     @classmethod
     def open_or_create(
-        cls, directory: Path, max_size: int, lanes: int, ndim: int, *, unclean: str
+        cls, directory: Path, max_size: int, lanes: int, ndim: int, dtypes: object, *, unclean: str
     ) -> LazyMemmapStorage:
         """The storage in a folder, with its rows; or a new one, which the first write of any process that calls this creates."""
         call = "open_or_create"
-        geometry = Geometry.checked(call, max_size, lanes, ndim)
+        geometry = Geometry.checked(call, max_size, lanes, ndim, dtypes)
         if not holds_store(directory, call):
             _check_place(directory)
-            return cls._in(Home(directory, f"{call} {tuple(geometry)}"), geometry)
-        storage = cls.open(directory, unclean=unclean)
+            return cls._in(Home(directory, f"{call} {geometry[:3]}"), geometry)
+        storage = cls.open(directory, unclean=unclean, dtypes=geometry.dtypes)
         found = storage.store.schema
         differs = schemas.differences(geometry.schema(Structure.from_schema(found), found.columns), found)
         if len(found.columns) != geometry.ndim - 1:

@@ -168,8 +168,8 @@ class TensorStorage(Storage):
         store.owners.add(self)
         self.memory = store  # last: other threads look at it first
 
-    def _initialize(self, data: object, columns: tuple[int, ...], call: str, *, batched: bool) -> None:
-        """Make the store for a first row, or a first batch of rows ``[n, ...]``. One around data has it."""
+    def _initialize(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:
+        """Make the store for a first row (``n`` None), or a first batch of rows ``[n, ...]``. One around data has it."""
 
     def allocate_for(self, schema: Schema) -> None:
         """Take the memory for a schema that was checked, if there is none yet. Raises ``OSError``: no space."""
@@ -191,7 +191,7 @@ class TensorStorage(Storage):
                 try:
                     store = self._home.find()
                     if store is not None:
-                        self._adopt(store, Structure.from_schema(store.schema))
+                        self._adopt(store, Structure.from_schema(store.schema, self._geometry.dtypes))
                 finally:
                     self._looking = False
             return store
@@ -330,7 +330,7 @@ class TensorStorage(Storage):
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
         if batched and isinstance(data, list):
-            data = stacked(data, call)
+            data = stacked(data, call, self._geometry.dtypes)
         columns: tuple[int, ...] = ()
         if self.ndim > 1:
             data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
@@ -347,7 +347,7 @@ class TensorStorage(Storage):
                     raise
         with self._lock:
             if self.memory is None:
-                self._initialize(data, columns, call, batched=batched)
+                self._initialize(data, n if batched else None, columns, call)
         return self.written().flatten(data, n if batched else None, call, ignored), n
 
     def _forget_fake_row(self) -> bool:
@@ -528,7 +528,7 @@ class TensorStorage(Storage):
         if self.ndim == 1:
             return self
         flat = TensorStorage.__new__(TensorStorage)
-        flat._configure(Geometry(self._capacity), self._device)
+        flat._configure(Geometry(self._capacity, dtypes=self._geometry.dtypes), self._device)
         flat._home = None if self._home is None else self._home._replace(host=None)
         if self._home is None:
             flat._unshared = "expected the storage that was made of the data, got a flat one around it. Share that one."
@@ -646,7 +646,7 @@ class TensorStorage(Storage):
         if saved is not None:
             store = reattach(saved)
             if "structure" not in state:
-                self.structure = Structure.from_schema(store.schema)
+                self.structure = Structure.from_schema(store.schema, self._geometry.dtypes)
             store.owners.add(self)
             self.memory = store
 
