@@ -60,6 +60,7 @@ NAMES = [
     "RandomSampler",
     "RankFailed",
     "Ranks",
+    "ReadOnlyStore",
     "RenameTransform",
     "ReplayBuffer",
     "RestoreReport",

@@ -107,6 +107,7 @@ NB_MODULE(_core, m) {
   m.def("raise_stalled_as", &raise_as<engram::Stalled>, "kind"_a, "The exception of waits that ended in vain, from now on.");
   m.def("raise_damaged_as", &raise_as<engram::Damaged>, "kind"_a,
         "The exception of shared memory that says what no store says, from now on.");
+  m.def("raise_readonly_as", &raise_as<engram::ReadOnly>, "kind"_a, "The exception of writes to a store that is only read, from now on.");
   m.def("raise_nothing_live_as", &raise_as<engram::NothingLive>, "kind"_a, "The exception of draws without a live row, from now on.");
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   engram::bind_hold(m);

@@ -51,6 +51,13 @@ void bind_memory(nb::module_& m) {
       "memory"_a, "bytes"_a, "rows"_a, "alpha"_a, "beta"_a, "eps"_a, "within_buffer"_a,
       "Writes the header into zeroed memory.");
   m.def(
+      "copy_priorities",
+      [](Address from, Address to, std::uint64_t bytes) {
+        nb::gil_scoped_release release;
+        Priorities::copy(block(from, bytes), block(to, bytes));
+      },
+      "source"_a, "to"_a, "nbytes"_a, "Copies memory that other processes may be changing; the copy's mutex is free.");
+  m.def(
       "reset_priorities_mutex",
       [](Address memory, std::uint64_t bytes) { Priorities::reset_mutex(block(memory, bytes)); }, "memory"_a, "bytes"_a,
       "Before anything else, by the only process that uses this memory now.");

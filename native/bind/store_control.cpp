@@ -56,7 +56,7 @@ void bind_sharing(nb::class_<Store>& type) {
       .def(
           "reset_locks",
           [](Store& self, bool clean) {
-            self.control().lock_page().placing.format();
+            self.control().writable().lock_page().placing.format();
             if (clean) self.control().lock_page().pause.store(0);  // else recover() has to know
           },
           "clean"_a, "For the only process that has the store open.")
@@ -114,6 +114,12 @@ void bind_holds(nb::class_<Store>& type) {
           "locks"_a,
           "A context manager: inside, no process writes, and no write is under way. Waits for those, bounded. `locks` "
           "keep other threads out; the thread that has them may come in again.")
+      .def(
+          "left_behind",
+          [](const Store& self, std::uint64_t row) {
+            return self.control().left_behind(row, self.control().word(row).load(std::memory_order_acquire));
+          },
+          "row"_a, "Whether a process that was dead when a store that is only read was opened left the row half written, or reserved it.")
       .def("forget_holds", &Store::forget_holds, "In a forked child: what its parent has paused is not paused by it.")
       .def_prop_ro("paused", &Store::paused)
       .def(
@@ -154,14 +160,14 @@ void bind_indexes(nb::class_<Store>& type) {
       .def("knows_indexes", &Store::knows_indexes, "epoch"_a)
       .def_prop_ro("index_epoch", [](const Store& self) { return self.control().counters().index_epoch.load(); })
       .def("next_index_epoch",
-           [](Store& self) { return self.control().counters().index_epoch.fetch_add(1, std::memory_order_seq_cst) + 1; })
+           [](Store& self) { return self.control().writable().counters().index_epoch.fetch_add(1, std::memory_order_seq_cst) + 1; })
       .def("attach", &Store::attach, "index"_a, nb::keep_alive<1, 2>(), "Tells an index of every write from now on.");
 }
 
 // What the store says of its rows, read and put.
 void bind_state(nb::class_<Store>& type) {
   type
-      .def("copy_state", [](Store& self, const Store& from) { self.control().copy_state(from.control()); }, "from"_a,
+      .def("copy_state", [](Store& self, const Store& from) { self.control().writable().copy_state(from.control()); }, "from"_a,
            "Copies tickets, cursors and counters of another store.")
       .def("check_closed", [](const Store& self) { self.control().check_closed(); }, "What a store that was closed in order says of itself.")
       .def(
@@ -206,10 +212,10 @@ void bind_counters(nb::class_<Store>& type) {
       .def_prop_ro("next_ticket", [](const Store& self) { return counted(self.control().counters().next_ticket); })
       .def_prop_rw(
           "write_count", [](const Store& self) { return counted(self.control().counters().write_count); },
-          [](Store& self, std::uint64_t n) { self.control().counters().write_count.store(n); })
-      .def_prop_ro("void_rows", [](const Store& self) { return self.control().counters().void_rows.load(); })
+          [](Store& self, std::uint64_t n) { self.control().writable().counters().write_count.store(n); })
+      .def_prop_ro("void_rows", [](const Store& self) { return self.control().void_rows(); })
       .def_prop_ro("lapped_rows", [](const Store& self) { return self.control().counters().lapped_rows.load(); })
-      .def_prop_ro("redraws", [](const Store& self) { return self.control().counters().redraws.load(); })
+      .def_prop_ro("redraws", [](const Store& self) { return self.control().redraws(); })
       .def_prop_ro("patches", [](const Store& self) { return self.control().counters().patches.load(); })
       .def_prop_ro("patches_dropped", [](const Store& self) { return self.control().counters().patches_dropped.load(); })
       .def_prop_ro("in_flight",
@@ -223,12 +229,12 @@ void bind_counters(nb::class_<Store>& type) {
                    })
       .def_prop_rw(
           "clean", [](const Store& self) { return self.control().lock_page().clean.load() == 1; },
-          [](Store& self, bool clean) { self.control().lock_page().clean.store(clean ? 1 : 0); })
+          [](Store& self, bool clean) { self.control().writable().lock_page().clean.store(clean ? 1 : 0); })
       .def_prop_rw(
           "pid_namespace", [](const Store& self) { return self.control().lock_page().pid_namespace; },
-          [](Store& self, std::uint64_t name) { self.control().lock_page().pid_namespace = name; })
+          [](Store& self, std::uint64_t name) { self.control().writable().lock_page().pid_namespace = name; })
       .def_prop_rw("boot_id", &boot_id_of, [](Store& self, const std::string& id) {
-        auto& field = self.control().lock_page().boot_id;
+        auto& field = self.control().writable().lock_page().boot_id;
         std::memset(field, 0, sizeof field);
         std::memcpy(field, id.data(), std::min(id.size(), sizeof field - 1));
       });

@@ -266,8 +266,7 @@ void bind_trajectories(nb::module_& m) {
   nb::class_<Trajectories, Index>(m, "Trajectories", nb::is_weak_referenceable(), "Where trajectories begin and end.")
       .def(
           "__init__",
-          [](Trajectories* self, Address control, std::uint64_t control_bytes, Address tickets,
-             std::uint64_t tickets_bytes, bool by_id, const std::vector<std::uint64_t>& which,
+          [](Trajectories* self, const Store& store, bool by_id, const std::vector<std::uint64_t>& which,
              const std::vector<std::uint64_t>& step_types, const std::vector<Address>& data, const std::vector<std::uint64_t>& row_bytes, std::uint64_t width,
              std::uint64_t window, Address memory, std::uint64_t memory_bytes, const nb::object&) {
             check(data.size() == row_bytes.size(), "one row size per field");
@@ -275,12 +274,11 @@ void bind_trajectories(nb::module_& m) {
             for (std::size_t i = 0; i < data.size(); ++i) {
               boundaries.fields.push_back({at<std::byte>(data[i]), row_bytes[i]});
             }
-            new (self) Trajectories(Control(block(control, control_bytes), block(tickets, tickets_bytes)),
-                                    std::move(boundaries), width, window, block(memory, memory_bytes));
+            new (self) Trajectories(store.control(), std::move(boundaries), width, window, block(memory, memory_bytes));
           },
-          "control"_a, "control_bytes"_a, "tickets"_a, "tickets_bytes"_a, "by_id"_a, "which"_a, "step_types"_a, "fields"_a,
-          "row_bytes"_a, "width"_a, "window"_a, "memory"_a, "memory_bytes"_a, "owner"_a, nb::keep_alive<1, 15>(),
-          "`owner` holds all that memory, and lives as long as the table.")
+          "store"_a, "by_id"_a, "which"_a, "step_types"_a, "fields"_a,
+          "row_bytes"_a, "width"_a, "window"_a, "memory"_a, "memory_bytes"_a, "owner"_a, nb::keep_alive<1, 12>(),
+          "`owner` holds all that memory and the store's, and lives as long as the table.")
       .def_static("bytes", &Trajectories::bytes, "lanes"_a, "lane_length"_a, "width"_a, "Bytes of a table.")
       .def("catch_up", &Trajectories::catch_up, "steps"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Looks at up to so many steps of each lane that are new; how many are left.")

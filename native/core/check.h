@@ -17,6 +17,14 @@ struct Stalled : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// A write to a store that is only read.
+struct ReadOnly : std::runtime_error {
+  ReadOnly()
+      : std::runtime_error(
+            "expected a store that may be written to, got one that was opened with readonly=True: its rows and all that belongs to "
+            "them stay as they are, and it cannot be saved either, as its writers would have to wait. Open it without readonly=True") {}
+};
+
 /// Nothing can be drawn: no row is live. Says why, and what to do.
 struct NothingLive : std::runtime_error {
   explicit NothingLive(const std::string& why, const std::string& advice = "Add data before sampling")

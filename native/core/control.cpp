@@ -188,7 +188,31 @@ std::uint64_t Control::cursor_row(std::uint64_t i) const {
 std::uint64_t Control::size() const {
   std::uint64_t rows = 0;
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) rows += filled(i);
-  return rows - std::min(rows, counters_->void_rows.load(std::memory_order_relaxed));
+  return rows - std::min(rows, void_rows());
+}
+
+void Control::only_read(bool abandoned) {
+  reading_ = std::make_shared<Reading>();
+  if (lock_page_->clean.load(std::memory_order_acquire) == 1) abandoned = false;  // closed in order
+  for (std::uint64_t row = 0; abandoned && row < geometry_.capacity; ++row) {
+    const std::uint64_t word = tickets_[row].load(std::memory_order_acquire);
+    if (!is_committed(word) && state_of(word) != State::voided && inside(row)) reading_->left.push_back({row, word});
+  }
+}
+
+// By the word, too: another process may have recovered the row since, and written it.
+bool Control::left_behind(std::uint64_t row, std::uint64_t word) const {
+  if (reading_ == nullptr || reading_->left.empty()) [[likely]] return false;
+  const auto& left = reading_->left;
+  const auto at = std::lower_bound(left.begin(), left.end(), row, [](const auto& one, std::uint64_t r) { return one.row < r; });
+  return at != left.end() && at->row == row && at->word == word;
+}
+
+std::uint64_t Control::void_rows() const {
+  std::uint64_t n = counters_->void_rows.load(std::memory_order_relaxed);
+  if (reading_ == nullptr) return n;
+  for (const auto& [row, word] : reading_->left) n += tickets_[row].load(std::memory_order_acquire) == word && inside(row);
+  return n;
 }
 
 // A writer that begins once the base has moved takes no position before it: what it writes counts, also if the process that

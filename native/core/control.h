@@ -12,9 +12,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <utility>
+#include <vector>
 
+#include "check.h"
 #include "shared_mutex.h"
 
 namespace engram {
@@ -170,6 +173,29 @@ class Control {
   /// Checks every word of the header before it is used. Throws std::invalid_argument naming the first that is wrong.
   Control(std::span<std::byte> control, std::span<std::byte> tickets);
 
+  /// From now on this view and its copies only read, so that the blocks may be mapped without the right to write. `abandoned`: no
+  /// process has the store open, so rows inside the extent that are not whole hold nothing, as after recover(). O(rows) then.
+  void only_read(bool abandoned);
+
+  /// This, for something that writes. Throws ReadOnly.
+  const Control& writable() const {
+    if (reading_ != nullptr) [[unlikely]] throw ReadOnly();
+    return *this;
+  }
+
+  /// Whether a row with this word was left half written, or reserved and not begun, by processes that were dead when this view was
+  /// made. Always false for a view that writes: there they are recovered.
+  bool left_behind(std::uint64_t row, std::uint64_t word) const;
+
+  /// Rows inside the extent that hold nothing.
+  std::uint64_t void_rows() const;
+
+  /// Rows drawn again because they moved or were not whole: by all processes; through a view that only reads, by that.
+  std::uint64_t redraws() const { return (reading_ == nullptr ? counters_->redraws : reading_->redraws).load(std::memory_order_relaxed); }
+  void count_redraws(std::uint64_t n) const {
+    (reading_ == nullptr ? counters_->redraws : reading_->redraws).fetch_add(n, std::memory_order_relaxed);
+  }
+
   const Geometry& geometry() const { return geometry_; }
   std::uint64_t capacity() const { return geometry_.capacity; }
   std::uint64_t lanes() const { return geometry_.lanes; }
@@ -273,6 +299,16 @@ class Control {
   Lane* lanes_ = nullptr;
   Word* tickets_ = nullptr;
   Lap* laps_ = nullptr;
+
+  /// What a view that only reads notes of its own.
+  struct Reading {
+    struct Left {
+      std::uint64_t row, word;
+    };
+    std::vector<Left> left;  // by row
+    Word redraws{0};
+  };
+  std::shared_ptr<Reading> reading_;  // null: a view that writes
 };
 
 /// A claim in a participant's entry for as long as it lives. Waits for one, bounded (Stalled). Taken before ticket numbers are: so a reader of the counter

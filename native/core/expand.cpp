@@ -306,7 +306,7 @@ std::vector<std::int64_t> expand(const Store& store, Trajectories& table, const 
     }
     at += count;
   }
-  if (!moved.empty()) store.control().counters().redraws.fetch_add(moved.size(), std::memory_order_relaxed);
+  if (!moved.empty()) store.control().count_redraws(moved.size());
   return moved;
 }
 

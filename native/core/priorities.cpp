@@ -8,8 +8,10 @@
 #include <new>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "check.h"
+#include "fence.h"
 #include "random.h"
 #include "wait.h"
 
@@ -131,6 +133,21 @@ void Priorities::format(std::span<std::byte> memory, std::uint64_t rows, const C
 }
 
 void Priorities::reset_mutex(std::span<std::byte> memory) { header_in(memory)->mutex.format(); }
+
+// Leaves change one by one, and parents are computed again. A change of alpha changes them all: none may come in between.
+void Priorities::copy(std::span<std::byte> from, std::span<std::byte> to) {
+  const PriorityHeader* theirs = header_in(from);
+  check(from.size() == to.size(), "priorities in memory of another size");
+  const Deadline deadline;
+  const auto alpha = [&] { return std::pair(theirs->raising.load(std::memory_order_acquire), std::bit_cast<std::uint64_t>(copied(theirs->alpha))); };
+  for (auto before = alpha();; before = alpha()) {
+    std::memcpy(to.data(), from.data(), from.size());
+    fence(std::memory_order_acquire);
+    if (alpha() == before) break;
+    if (deadline.passed()) throw in_vain("another process has been changing alpha");
+  }
+  reset_mutex(to);
+}
 
 Priorities::Priorities(std::span<std::byte> memory, const Control* tickets)
     : header_(header_in(memory)),
@@ -491,6 +508,7 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
   std::vector<double> its_weight;
   std::vector<std::byte*> memory(batch.size());
   for (std::uint64_t attempt = 1; !moved.empty(); ++attempt) {
+    if (store.control().size() == 0) throw NothingLive("no row is live: the store was emptied");  // a copy of the priorities is not
     if (attempt > kRedraws) {
       if (deadline.passed()) throw in_vain("rows moved at every try");
       std::this_thread::yield();
@@ -509,7 +527,7 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
       if (!store.gather(rows + i, 1, store.all(), memory, numbers + i, nullptr).empty()) still.push_back(position);
     }
     moved = std::move(still);
-    store.control().counters().redraws.fetch_add(1, std::memory_order_relaxed);
+    store.control().count_redraws(1);
   }
 }
 

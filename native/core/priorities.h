@@ -63,6 +63,10 @@ class Priorities : public Index {
   /// before it makes a view. What was half done is put in order by the first call.
   static void reset_mutex(std::span<std::byte> memory);
 
+  /// Copies formatted memory that other processes may be changing, and that need not be writable, into other memory of that size: its
+  /// mutex is free, and what was half done is put in order by the first call. Throws Stalled: alpha was changed all the time.
+  static void copy(std::span<std::byte> from, std::span<std::byte> to);
+
   /// A view of formatted memory, which must outlive it. `tickets`: the store's words, which say what is live; null: every
   /// row given is (rows in a list). Throws std::invalid_argument: not such memory. Throws Damaged, as any call does that comes upon
   /// what no priorities are; only the words that say so were looked at.

@@ -27,6 +27,7 @@ void Store::add_field(Field field) {
 }
 
 void Store::join(std::shared_ptr<Participants> participants) {
+  control_.writable();
   std::uint64_t entry = participants->join();
   if (entry == Participants::kNoEntry) {  // dead participants may not have been recovered yet: live ones do so when they read or write
     participants->recover_dead([this](Participant& dead) { repair(dead); });

@@ -33,7 +33,8 @@ using Batch = std::span<std::byte* const>;
 class Store {
  public:
   /// `fields` may be empty: then only control memory is kept here and the rows live elsewhere (on a GPU, say).
-  /// `participant` is the entry of the table in which this process notes its claims.
+  /// `participant` is the entry of the table in which this process notes its claims. Of a view that only reads every write throws
+  /// ReadOnly, before anything has changed.
   Store(Control control, std::vector<Field> fields, std::uint64_t participant);
 
   /// From now on other processes share the store: this one holds an entry of the table, and recovers dead participants. To be called
@@ -162,6 +163,7 @@ class Store {
 
   void look_after_others(Need need = Need::none) const;
   void admit(ClaimGuard& claim) const;
+  Participant& writer() const { return control_.writable(), *participant_; }
   std::uint64_t own_pause() const;
   Stalled paused_in_vain() const;  // says who has paused the store
   void empty(ClaimGuard& claim, bool keep_write_count) const;

@@ -18,7 +18,7 @@ constexpr auto kPauseLooks = std::chrono::microseconds(200);  // between two, at
 }  // namespace
 
 std::uint64_t Store::own_pause() const {
-  return static_cast<std::uint64_t>(participant_ - &control_.participant(0)) + 1;
+  return static_cast<std::uint64_t>(&writer() - &control_.participant(0)) + 1;
 }
 
 Stalled Store::paused_in_vain() const {
@@ -86,7 +86,7 @@ void Store::end_pause(bool failed) {
 
 void Store::begin_placing() {
   if (placings_ == 0) {
-    auto& mutex = control_.lock_page().placing;
+    auto& mutex = control_.writable().lock_page().placing;
     try {
       if (mutex.lock()) mutex.recovered();  // a plan that was not written is forgotten
     } catch (const Stalled&) {           // which says what an index would
@@ -106,7 +106,7 @@ void Store::begin_replacing(bool keep_write_count) {
   const std::uint64_t pause = control_.lock_page().pause.load(std::memory_order_acquire);
   check((pause & ~kReplacing) == own_pause(), "rows replaced in a store that this process has not paused");
   control_.lock_page().pause.store(own_pause() | kReplacing, std::memory_order_release);
-  ClaimGuard claim(*participant_);
+  ClaimGuard claim(writer());
   empty(claim, keep_write_count);
 }
 

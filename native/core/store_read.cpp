@@ -168,7 +168,7 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
     for (std::uint64_t attempt = 1; attempt <= kPatience; ++attempt) {
       if (attempt > kRedraws) std::this_thread::yield();
       *row = spans.row(random.below(spans.total(), i, attempt));
-      control_.counters().redraws.fetch_add(1, std::memory_order_relaxed);
+      control_.count_redraws(1);
       if (read_block(row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
         return;
       }
@@ -211,7 +211,7 @@ void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, st
       if (live.empty()) throw NothingLive("no row is live: the store was just emptied, or all its rows are void");
       const std::int64_t row = live[random.below(live.size(), i, attempt)];
       if (rows_out != nullptr) rows_out[i] = row;
-      control_.counters().redraws.fetch_add(1, std::memory_order_relaxed);
+      control_.count_redraws(1);
       std::uint64_t moved = 0;
       if (read_block(&row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
         break;
@@ -222,13 +222,14 @@ void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, st
 }
 
 void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::int64_t* numbers_out) const {
-  const bool gaps = control_.counters().void_rows.load(std::memory_order_relaxed) > 0;
+  const bool gaps = control_.void_rows() > 0;
   const Spans spans(control_);
   std::vector<std::int64_t> live;  // one that is being written keeps its rank, as it counts in size()
   for (std::uint64_t k = 0; gaps && k < spans.total(); ++k) {
     const std::int64_t row = spans.row(k);
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(row)).load(std::memory_order_acquire);
-    if (state_of(word) != State::voided) live.push_back(row);
+    if (state_of(word) == State::voided || control_.left_behind(static_cast<std::uint64_t>(row), word)) continue;
+    live.push_back(row);
   }
   const std::uint64_t total = gaps ? live.size() : spans.total();
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -322,7 +323,7 @@ std::vector<std::int64_t> Store::live_rows() const {
       for (std::uint64_t row = start; row < end; ++row) {
         const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
         if (is_committed(word)) live.push_back(static_cast<std::int64_t>(row));
-        writing |= state_of(word) == State::writing;
+        writing |= state_of(word) == State::writing && !control_.left_behind(row, word);
       }
     }
     if (!live.empty() || !writing || deadline.passed()) return live;

@@ -116,6 +116,7 @@ std::uint64_t Store::repair(Claim& claim) const {
 
 // Claims are cleared only after what they stand for was done, so that a death in here is recovered from too.
 Control::Repair Store::recover() const {
+  control_.writable();
   if ((control_.lock_page().pause.load(std::memory_order_acquire) & kReplacing) != 0) end_replacing();
   std::uint64_t voided = 0;
   for (std::uint64_t i = 0; i < control_.participants(); ++i) {

@@ -166,7 +166,7 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   check(lane < control_.lanes(), "a lane outside the store");
   check(columns.size() == fields_.size(), "another number of columns than the store has fields");
   look_after_others();
-  ClaimGuard claim(*participant_);
+  ClaimGuard claim(writer());
   admit(claim);
   // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
   const std::uint64_t p0 = control_.reserve(lane, n);
@@ -205,7 +205,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
     while (end < n && lane_of[order[end]] == lane) ++end;
     runs.push_back({static_cast<std::uint64_t>(lane), begin, end, 0});
   }
-  ClaimGuard claim(*participant_);
+  ClaimGuard claim(writer());
   admit(claim);
   for (Run& run : runs) {
     run.p0 = control_.reserve(run.lane, run.end - run.begin);
@@ -284,9 +284,9 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   const Over over = grow ? Over::anything : whole ? Over::live : Over::part_of_live;
   check_rows(rows, n, control_.capacity());
   if (pick != nullptr) check_rows(pick, n, of);
-  if (n == 0) return control_.counters().next_ticket.load(std::memory_order_acquire);
+  if (n == 0) return control_.writable().counters().next_ticket.load(std::memory_order_acquire);
   look_after_others();
-  ClaimGuard claim(*participant_);
+  ClaimGuard claim(writer());
   admit(claim);
   if (grow) {
     try {
@@ -352,9 +352,9 @@ std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<
     if (rows[i] != -1) check_rows(rows + i, 1, control_.capacity());
   }
   std::fill_n(numbers_out, n, -1);
-  if (n == 0) return control_.counters().next_ticket.load(std::memory_order_acquire);
+  if (n == 0) return control_.writable().counters().next_ticket.load(std::memory_order_acquire);
   look_after_others();
-  ClaimGuard claim(*participant_);
+  ClaimGuard claim(writer());
   admit(claim);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
@@ -405,7 +405,7 @@ std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<
 // If the process dies in here, the one that finds the claim finishes it: else some lanes would be empty, and indexes would know
 // rows that cannot be drawn.
 void Store::empty(bool keep_write_count) {
-  ClaimGuard claim(*participant_);
+  ClaimGuard claim(writer());
   admit(claim);
   empty(claim, keep_write_count);
 }

@@ -86,6 +86,7 @@ Trajectories::Look Trajectories::look(std::uint64_t lane, std::uint64_t column, 
 #endif
   const bool moved = control_.word(row).load(std::memory_order_relaxed) != word;
   const State state = state_of(word);
+  if (control_.left_behind(row, word)) return Look::dead;
   if (moved || state == State::writing) return Look::writing;
   if (state != State::unused && lap == static_cast<std::uint32_t>(place / steps_)) {
     return state == State::committed && in_lane < control_.filled(lane) ? Look::whole : Look::dead;

@@ -110,7 +110,7 @@ std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std:
       if (deadline.passed()) throw in_vain("windows moved at every try");
       std::this_thread::yield();
     }
-    store.control().counters().redraws.fetch_add(moved.size(), std::memory_order_relaxed);
+    store.control().count_redraws(moved.size());
     std::vector<Slot> others = chosen.more(moved.size(), attempt);
     others.resize(moved.size(), Slot{0, 0});
     bool longer = false;

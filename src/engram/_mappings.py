@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import mmap
 import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -113,19 +115,42 @@ def _files_of(process: int | str) -> Iterator[tuple[str, os.stat_result]]:
                     yield path, status
 
 
-def map_piece(path: str, device: int, inode: int, size: int) -> Tensor:
+def bytes_of(fd: int, size: int, *, readonly: bool = False, private: bool = False) -> Tensor:
+    """The first bytes of an open file, mapped: uint8 ``[size]``. It keeps a descriptor of its own.
+
+    Args:
+        fd: open for writing, unless one of the following.
+        size: at least 1.
+        readonly: without the right to write: a write is a SIGSEGV.
+        private: writes stay in this tensor.
+    """
+    protection = mmap.PROT_READ if readonly else mmap.PROT_READ | mmap.PROT_WRITE
+    memory = mmap.mmap(fd, size, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, protection)
+    with torch.inference_mode(mode=False):
+        if not readonly:
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        raw = (ctypes.c_ubyte * size).from_address(np.frombuffer(memory, np.uint8).ctypes.data)
+        vars(raw)["memory"] = memory  # mapped as long as the tensor lives
+        return torch.frombuffer(
+            raw, dtype=torch.uint8
+        )  # of the map itself, torch would warn that it must not be written to
+
+
+def map_piece(
+    path: str, device: int, inode: int, size: int, *, readonly: bool = False, private: bool = False
+) -> Tensor:
     """The bytes of a file, uint8 ``[size]``. As long as the tensor lives, :func:`open_files` of this process names the file.
+
+    ``readonly`` and ``private``: as for :func:`bytes_of`.
 
     Raises:
         FileNotFoundError: another file has taken its place. OSError: it cannot be opened or mapped.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, (os.O_RDONLY if readonly or private else os.O_RDWR) | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino, status.st_size) != (device, inode, size):
             raise FileNotFoundError(2, "another file", path)
-        memory = mmap.mmap(fd, size)  # has a descriptor of its own
+        return bytes_of(fd, size, readonly=readonly, private=private)
     finally:
         os.close(fd)
-    with torch.inference_mode(mode=False):
-        return torch.frombuffer(memory, dtype=torch.uint8)

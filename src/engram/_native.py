@@ -25,6 +25,7 @@ from engram._core import (
     Trajectories,
     check_state,
     control_bytes,
+    copy_priorities,
     empty_rows,
     epoch_bytes,
     folder_lock,
@@ -43,7 +44,7 @@ from engram._core import (
     uniform,
     wait_limit,
 )
-from engram.errors import CorruptStore, NoSampleable, WriterStalled
+from engram.errors import CorruptStore, NoSampleable, ReadOnlyStore, WriterStalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,6 +68,7 @@ __all__ = [
     "Trajectories",
     "check_state",
     "control_bytes",
+    "copy_priorities",
     "empty_rows",
     "epoch_bytes",
     "folder_lock",
@@ -92,6 +94,7 @@ __all__ = [
 _core.raise_stalled_as(WriterStalled)
 _core.raise_damaged_as(CorruptStore)
 _core.raise_nothing_live_as(NoSampleable)
+_core.raise_readonly_as(ReadOnlyStore)
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)

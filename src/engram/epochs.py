@@ -10,6 +10,8 @@ from engram.state import integer
 from engram.store import INDEX_KINDS, check_index_name, private_block
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engram.store import Block, Host, Store
 
 #: Names the kind of index in a store's folder: never changes.
@@ -40,6 +42,14 @@ class EpochIndex:
             _native.reset_epoch_mutex(block.address, block.nbytes)
         except ValueError as error:
             raise IncompatibleStore(f"index: {error}.") from error
+
+    @staticmethod
+    def copied(memory: Tensor) -> Block:
+        """As :meth:`PriorityIndex.copied`."""
+        block = private_block(memory.numel())
+        block.tensor.copy_(memory)
+        EpochIndex.free_lock(block)
+        return block
 
     def put_in_order(self) -> None:
         """Does nothing: an epoch is whole after any death."""

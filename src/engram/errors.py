@@ -7,6 +7,7 @@
     ├── NoSampleable       RuntimeError   nothing can be drawn
     ├── PriorityError      ValueError     a priority that is negative, not finite or too large
     ├── WriterStalled      TimeoutError   a wait for another writer, or for a row that keeps changing, timed out
+    ├── ReadOnlyStore      RuntimeError   a write to a store that was opened with readonly=True
     ├── StoreInUse         RuntimeError   another process has the directory open, or 256 processes have
     ├── ForkedHandle       RuntimeError   a store that a forked child could not share with its parent
     ├── IncompatibleStore  ValueError     another schema, geometry, format version or platform
@@ -37,6 +38,7 @@ __all__ = [
     "NoSampleable",
     "PriorityError",
     "RankFailed",
+    "ReadOnlyStore",
     "RowError",
     "StoreInUse",
     "UncleanStore",
@@ -62,6 +64,10 @@ class PriorityError(EngramError, ValueError):
 
 class WriterStalled(EngramError, TimeoutError):
     """A wait timed out: another writer holds the row, or the row was rewritten at every attempt."""
+
+
+class ReadOnlyStore(EngramError, RuntimeError):
+    """A write to a store that was opened with ``readonly=True``, or a save of it. Nothing was changed."""
 
 
 class StoreInUse(EngramError, RuntimeError):

@@ -128,6 +128,16 @@ class PriorityIndex:
         except ValueError as error:
             raise IncompatibleStore(f"index: {error}.") from error
 
+    @staticmethod
+    def copied(memory: Tensor) -> Block:
+        """Memory of an index that others may be changing, copied, its lock free. Raises as :meth:`free_lock`; ``WriterStalled``."""
+        block = private_block(memory.numel())
+        try:
+            _native.copy_priorities(memory.data_ptr(), block.address, block.nbytes)
+        except ValueError as error:
+            raise IncompatibleStore(f"index: {error}.") from error
+        return block
+
     def put_in_order(self) -> None:
         """After a recovery of the rows: rows that hold nothing lose their priority, and all sums are computed again. O(rows)."""
         self.core.put_in_order()

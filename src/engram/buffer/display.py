@@ -69,10 +69,9 @@ class Display:
         if store is None:
             facts.append(("storage", type(storage).__name__))
         else:
-            place = store.directory or ("RAM" if store.device.type == "cpu" else store.device)
             names = [field.name for field in store.schema.fields]
             shown = ", ".join(names[:8])
-            facts.append(("memory", f"{_human(storage.nbytes)} {place}"))
+            facts.append(("memory", f"{_human(storage.nbytes)} {store.place}"))
             facts.append(("fields", shown if len(names) <= 8 else f"{len(names)}: {shown}, …"))
         if storage.lanes > 1:
             facts.append(("lanes", str(storage.lanes)))

@@ -96,20 +96,21 @@ class Recipe:
         return None if store is None or store.directory is None or store.closed else store
 
 
-def open_buffer(directory: str | os.PathLike[str], unclean: str, given: dict[str, Any]) -> Any:
+def open_buffer(directory: str | os.PathLike[str], unclean: str, given: dict[str, Any], *, readonly: bool) -> Any:
     """The buffer that a directory notes, over its store.
 
     Args:
         directory: the store's.
         unclean: whether a store is taken that was open when the machine went down: ``"accept"`` or ``"refuse"``.
         given: arguments of the constructor; one that is not None replaces what was noted.
+        readonly: nothing is written to the directory.
 
     Raises: as ``ReplayBuffer.open``.
     """
     _check_unclean("open", unclean)
     path = check_path("open: directory", directory)
     noted = _read(path)
-    storage = storages.LazyMemmapStorage.open(path, unclean=unclean, dtypes=_noted_dtypes(noted))
+    storage = storages.LazyMemmapStorage.open(path, unclean=unclean, dtypes=_noted_dtypes(noted), readonly=readonly)
     _announce_repair(storage)  # before anything else can fail
     try:
         kind = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))

@@ -885,6 +885,7 @@ class ReplayBuffer:
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
         unclean: str = "refuse",
+        readonly: bool = False,
         **torchrl: Unpack[TorchRLArguments],
     ) -> ReplayBuffer:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
@@ -897,16 +898,35 @@ class ReplayBuffer:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.
             sampler, writer, collate_fn, transform, batch_size, prefetch, pin_memory, generator: as for the constructor.
             unclean: ``"accept"`` takes a store that was open when the machine went down; ``"refuse"`` raises.
+            readonly: only read, beside processes that write or without them: for evaluation, plots, or several trainings from one
+                data set. Needs no right to write; nothing in the directory changes.
+
+        With ``readonly`` rows that others write appear, whole, at the next draw. Rows that a dead process left half written are
+        passed over. Every write, and :meth:`state_dict`, :meth:`dumps` and a ``Checkpointer``'s save, which would make writers wait,
+        raise ``ReadOnlyStore``. Priorities are a copy of those there were when the sampler came to the store: :meth:`update_priority`,
+        alpha and beta change this copy alone, and rows written since have the priority of the row that was there before, or none. An
+        epoch without replacement is the buffer's own. A live view (``rb[:]``) keeps what is written to it to itself. A copy that is
+        pickled to another process is opened there, read-only, too.
 
         Raises:
             FileNotFoundError: no store there.
-            StoreInUse: another live process has it open.
+            StoreInUse: as many processes as can share it do, or one has been creating or closing it for a minute. Never if ``readonly``.
             CorruptStore: a file is missing, truncated or changed. Nothing is modified.
             IncompatibleStore: made by a newer engram or on another platform.
             UncleanStore: see ``unclean``.
             TypeError: it was used with a custom sampler or writer, or with a tensorclass the program has not defined.
 
-        Cost: O(1), and O(capacity) words if the last process died.
+        Cost: O(1), and O(capacity) words if the last process died, or for a copy of priorities.
+
+        >>> import tempfile, torch
+        >>> from engram import LazyMemmapStorage, ReplayBuffer
+        >>> folder = tempfile.mkdtemp()
+        >>> rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder + "/replay"))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> reader = ReplayBuffer.open(folder + "/replay", readonly=True)
+        >>> _ = rb.add(torch.tensor(3))
+        >>> reader[:].tolist()
+        [0, 1, 2, 3]
         """
         reject_unsupported("open", torchrl, NOT_YET, ReplayBuffer.open)
         given = {
@@ -919,7 +939,7 @@ class ReplayBuffer:
             "pin_memory": pin_memory,
             "generator": generator,
         }
-        rb: ReplayBuffer = open_buffer(directory, unclean, given)
+        rb: ReplayBuffer = open_buffer(directory, unclean, given, readonly=readonly)
         return rb
 
     @classmethod

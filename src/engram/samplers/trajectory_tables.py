@@ -153,16 +153,12 @@ def _new_table(
     ``which``: their numbers in the core; empty for fields that no write changes. ``step_types``: :func:`step_type_bytes` of each;
     empty if all of them are flags or an id.
     """
-    control, tickets = memory.control_memory
     width = math.prod(memory.schema.columns)
     nbytes = _native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
     block = memory.zeroed(nbytes)
     table: _native.Trajectories = _fork.registered(
         _native.Trajectories(
-            control.data_ptr(),
-            control.numel(),
-            tickets.data_ptr(),
-            tickets.numel(),
+            memory.core,
             by_id,
             list(which),
             list(step_types),
@@ -172,7 +168,7 @@ def _new_table(
             window,
             block.data_ptr(),
             nbytes,
-            (control, tickets, block, *fields),
+            (*memory.control_memory, block, *fields),
         )
     )
     return table

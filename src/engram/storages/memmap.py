@@ -21,7 +21,7 @@ from engram.storages._geometry import Geometry
 from engram.storages._home import Home
 from engram.storages._structure import Structure
 from engram.storages.lazy import LazyTensorStorage
-from engram.store import Store, holds_store, occupied, open_store
+from engram.store import Store, holds_store, occupied, open_readonly, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,13 +101,15 @@ class LazyMemmapStorage(LazyTensorStorage):
         _check_place(folder)
 
     @classmethod
-    def open(cls, directory: Path, *, unclean: str = "refuse", dtypes: Dtypes = NO_DTYPES) -> LazyMemmapStorage:
+    def open(
+        cls, directory: Path, *, unclean: str = "refuse", dtypes: Dtypes = NO_DTYPES, readonly: bool = False
+    ) -> LazyMemmapStorage:
         """The storage in a folder, with its rows. ``ReplayBuffer.open`` is the public way."""
-        store = open_store(directory, unclean=unclean)
+        store = (open_readonly if readonly else open_store)(directory, unclean=unclean)
         schema = store.schema
-        assert store.directory is not None  # it was opened there
+        assert store.folder is not None  # it was opened there
         geometry = Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns), dtypes)
-        storage = cls._in(Home(store.directory), geometry)
+        storage = cls._in(Home(store.folder), geometry)
         try:
             structure = Structure.from_schema(schema, dtypes)
         except (TypeError, IncompatibleStore):
@@ -165,7 +167,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     def scratch_dir(self) -> Path | None:
         """The folder, None while a temporary one has not been made."""
         memory = self.memory
-        return self._scratch_dir if memory is None else memory.directory
+        return self._scratch_dir if memory is None else memory.folder
 
     def view(self, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
         view = super().view(where, extra)
@@ -182,7 +184,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def _after_close(self) -> dict[str, object]:
         memory: Store | None = vars(self).get("memory")
-        folder = self._scratch_dir if memory is None else memory.directory
+        folder = self._scratch_dir if memory is None else memory.folder
         return {**super()._after_close(), "cleanup": partial(_remove, memory), "scratch_dir": folder}
 
 

@@ -1,5 +1,5 @@
 """Stores: rows, tickets, cursors and indexes in one memory. Modules import those above them in this list: keys and memory;
-locks; lifetime; indexes; store; device; opening.
+locks; lifetime; indexes; store; device and readonly; opening.
 """
 
 from engram.store.device import DeviceStore
@@ -15,7 +15,7 @@ from engram.store.lifetime import (
     sweep_shared_memory,
 )
 from engram.store.memory import Block, Copied, dlpack_specs, private_block, torch_dtype
-from engram.store.opening import create_store, holds_store, moved, open_store, reattach, skip_numbers
+from engram.store.opening import create_store, holds_store, moved, open_readonly, open_store, reattach, skip_numbers
 from engram.store.store import Repair, Saved, Store, StoreState
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "maker_of",
     "moved",
     "occupied",
+    "open_readonly",
     "open_store",
     "private_block",
     "reattach",

@@ -54,6 +54,9 @@ class IndexKind(Protocol):
     def free_lock(self, block: Block) -> None:
         """Free the lock in the memory, before an index is made around it."""
 
+    def copied(self, memory: Tensor) -> Block:
+        """The memory of an index that others may be changing, copied, its lock free."""
+
 
 #: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.
 INDEX_KINDS: dict[str, IndexKind] = {}
@@ -159,7 +162,7 @@ class Indexes(Mapping[IndexKey, Any]):
             known = self._lasting.get((name, kind))
             if known is not None:
                 return known, False
-            copied = self._copied.pop((name, kind), None)
+            copied = self._copy_of(name, kind)
             block = private_block(nbytes) if copied is None else copied
             if copied is None:
                 make(block)
@@ -170,6 +173,10 @@ class Indexes(Mapping[IndexKey, Any]):
             finally:  # other threads find it when it knows all rows
                 self._lasting[name, kind] = index
             return index, copied is None
+
+    def _copy_of(self, name: str, kind: str) -> Block | None:
+        """Memory to begin with, in place of zeroed one."""
+        return self._copied.pop((name, kind), None)
 
     def _lasting_in(
         self, directory: Path, name: str, kind: str, nbytes: int, make: Callable[[Block], None]
@@ -194,10 +201,7 @@ class Indexes(Mapping[IndexKey, Any]):
     def keep_copies(self, copies: Mapping[IndexKey, Tensor]) -> None:
         """Memory of the indexes of a copied private store, for :meth:`lasting`."""
         for key, memory in copies.items():
-            block = private_block(memory.numel())
-            block.tensor.copy_(memory)
-            INDEX_KINDS[key[1]].free_lock(block)  # its holder does not hold the copy's
-            self._copied[key] = block
+            self._copied[key] = INDEX_KINDS[key[1]].copied(memory)
 
     def copy_to(self, other: Indexes) -> None:
         """Let another store, which holds the same rows, have the same indexes."""

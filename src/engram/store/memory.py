@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from engram import _native
-from engram._mappings import map_piece, open_files
+from engram._mappings import bytes_of, map_piece, open_files
 from engram._words import said_bytes
 from engram.errors import CorruptStore
 from engram.format import files, layout
@@ -147,6 +147,29 @@ def file_block(path: Path, nbytes: int) -> Block:
         return Block(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8), nbytes)
 
 
+@torch.inference_mode(mode=False)
+def read_block(path: Path, nbytes: int, *, private: bool = False) -> Block:
+    """A file of that size, mapped without the right to write: a write to it is a SIGSEGV. Later writes of others are seen.
+
+    ``private``: it may be written to, and what is written stays here.
+    """
+    files.check_size(path, nbytes)
+    if not nbytes:
+        return Block(torch.empty(0, dtype=torch.uint8, device="cpu"), 0)
+    with files.open_regular(path, os.O_RDONLY) as fd:
+        return Block(bytes_of(fd, nbytes, readonly=not private, private=private), nbytes)
+
+
+@torch.inference_mode(mode=False)
+def read_field(directory: Path, field: Field, capacity: int, *, private: bool = False) -> Tensor:
+    """The rows of a field in its file, mapped as :func:`read_block` does."""
+    nbytes = field.row_bytes * capacity
+    if not nbytes:
+        return _field_in(None, field, capacity)
+    path = layout.field_path(directory, field.key)
+    return _field_in(read_block(path, nbytes, private=private).tensor, field, capacity)
+
+
 def _field_in(memory: Tensor | None, field: Field, capacity: int) -> Tensor:
     """The rows of a field in memory of exactly their size; None: they have no bytes."""
     shape = (capacity, *field.shape)
@@ -202,10 +225,18 @@ def segments_in(folder: Path) -> list[Segment | None] | None:
 
 
 @torch.inference_mode(mode=False)
-def segment_fields(folder: Path, schema: Schema, segments: Sequence[Segment | None], control: Block) -> list[Tensor]:
+def segment_fields(
+    folder: Path,
+    schema: Schema,
+    segments: Sequence[Segment | None],
+    control: Block,
+    *,
+    readonly: bool = False,
+    private: bool = False,
+) -> list[Tensor]:
     """Fields in memory without a name, which exists as long as a process has it open: one of those that share the store.
 
-    Accepts only memory of the file system that the folder is in.
+    Accepts only memory of the file system that the folder is in. ``readonly`` and ``private``: as for :func:`read_block`.
 
     Raises:
         CorruptStore: no such process, or none that this process may look at.
@@ -228,6 +259,6 @@ def segment_fields(folder: Path, schema: Schema, segments: Sequence[Segment | No
                 f"{folder}: field {field.name}: its rows are in memory without a name, and no process that shares the store and "
                 "that this one may look at has it open. It is gone when the last of them ends."
             )
-        memory = map_piece(path, at, inode, size)[offset : offset + nbytes]
+        memory = map_piece(path, at, inode, size, readonly=readonly, private=private)[offset : offset + nbytes]
         tensors.append(_field_in(memory, field, schema.capacity))
     return tensors

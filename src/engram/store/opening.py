@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -26,11 +27,20 @@ from engram.store.lifetime import (
     temporary_note,
 )
 from engram.store.locks import AliveFile, exclusive
-from engram.store.memory import file_block, file_field, new_control_memory, private_field, segment_fields, segments_in
+from engram.store.memory import (
+    file_block,
+    file_field,
+    new_control_memory,
+    private_field,
+    read_block,
+    segment_fields,
+    segments_in,
+)
+from engram.store.readonly import ReaderStore, anyone_has_open
 from engram.store.store import Repair, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from engram._mappings import Piece
     from engram.format.schema import Schema
@@ -125,6 +135,31 @@ def open_store(directory: Path, *, unclean: str = "refuse") -> Store:
         return _opened_or_attached(directory, unclean)
 
 
+def open_readonly(directory: Path, *, unclean: str = "refuse") -> Store:
+    """The store in a folder, for reading alone: nothing in the folder changes, and no right to write is needed.
+
+    Every call returns another object. Raises: as :func:`open_store`, but for ``StoreInUse``.
+    """
+    directory = directory.absolute()
+    check_store(directory)
+    folder = directory / layout.FOLDER
+    with _attaching:  # no thread of this process takes the lock of `alive`, which closing that file drops
+        schema, fingerprint = _described(directory)
+        control = read_block(folder / layout.CONTROL, _native.control_bytes(schema.lanes))
+        tickets = read_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+        with _naming(folder):
+            in_use = opened(directory) is not None or anyone_has_open(directory, control, tickets)
+            store = ReaderStore(schema, directory, control, tickets, segments_in(folder), abandoned=not in_use)
+    try:
+        _check_description(store, folder, fingerprint)
+        if not in_use and _closed_in_order(store.core, directory, unclean):
+            _check_closed(store.core, directory)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
 def holds_store(directory: Path, call: str) -> bool:
     """Whether a folder holds a store; False: it is free for one. Waits for a process that is creating one there.
 
@@ -166,7 +201,7 @@ def reattach(saved: Saved) -> Store:
     """The store of a copied object: the same one for a directory, an independent one for private memory."""
     if saved.parts is None:
         assert saved.directory is not None  # one of the two is there
-        return open_store(saved.directory)
+        return open_readonly(saved.directory, unclean="accept") if saved.readonly else open_store(saved.directory)
     schema = saved.schema
     assert schema is not None  # as detached() makes them
     control, tickets, *columns = [part.tensor for part in saved.parts]
@@ -249,9 +284,35 @@ def _opened_or_attached(directory: Path, unclean: str) -> Store:
     known: Store | None = opened(directory)
     if known is not None:
         return known
+    schema, fingerprint = _described(directory)
+    return _attach(schema, directory, fingerprint, unclean=unclean)
+
+
+def _described(directory: Path) -> tuple[Schema, int]:
+    """What the rows of the store in a folder are, and the fingerprint of that description."""
     path = directory / layout.FOLDER / layout.STORE
     raw = files.read_small(path, schemas.MAX_BYTES)
-    return _attach(schemas.decode(raw, str(path)), directory, schemas.fingerprint(raw), unclean=unclean)
+    return schemas.decode(raw, str(path)), schemas.fingerprint(raw)
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Raises ``IncompatibleStore`` or ``CorruptStore`` for what the core says of control memory."""
+    try:
+        yield
+    except ValueError as error:
+        foreign = any(word in str(error) for word in ("format", "platform", "byte order"))
+        kind = IncompatibleStore if foreign else CorruptStore
+        raise kind(f"{folder}: {error}.") from error
+
+
+def _check_description(store: Store, folder: Path, fingerprint: int) -> None:
+    """Raise ``CorruptStore`` unless control memory belongs to the description."""
+    core, schema = store.core, store.schema
+    if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum != fingerprint:
+        raise CorruptStore(
+            f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
+        )
 
 
 def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) -> Store:
@@ -267,18 +328,10 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
         else:
             tensors = segment_fields(folder, schema, segments, control)
         attachment = Attachment(directory, schema, alive, control, tickets, has_files=segments is None)
-        try:
+        with _naming(folder):
             store = Store(schema, tensors, control, tickets, attachment)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
-        except ValueError as error:
-            foreign = any(word in str(error) for word in ("format", "platform", "byte order"))
-            kind = IncompatibleStore if foreign else CorruptStore
-            raise kind(f"{folder}: {error}.") from error
-        core = store.core
-        if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum != fingerprint:
-            raise CorruptStore(
-                f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
-            )
+        _check_description(store, folder, fingerprint)
         if attachment.others():
             store.join()
             store.indexes.attach_new()
@@ -297,13 +350,7 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
 def _attach_first(store: Store, directory: Path, unclean: str) -> None:
     """For the only process that has the store open: recovers what other processes left."""
     core = store.core
-    boot, last = _boot_id(), _last_boot_id(core)
-    clean = last == "" or (core.clean and core.in_flight == 0)  # "": it was just created
-    if not clean and not core.clean and last != boot and unclean != "accept":
-        raise UncleanStore(
-            f"open: the store in {str(directory)!r} was open when its machine went down, and nothing is promised "
-            'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
-        )
+    clean = _closed_in_order(core, directory, unclean)
     if clean:
         _check_closed(core, directory)
     core.reset_locks(clean)
@@ -313,10 +360,22 @@ def _attach_first(store: Store, directory: Path, unclean: str) -> None:
         for index in store.indexes.values():
             index.put_in_order()
     store.indexes.finish_scans()
-    core.boot_id = boot
+    core.boot_id = _boot_id()
     core.pid_namespace = _native.pid_namespace()
     core.clean = False  # before others see this process: if it dies now, they may take it for alive, and write
     store.join()
+
+
+def _closed_in_order(core: _native.Store, directory: Path, unclean: str) -> bool:
+    """Whether the last process closed a store that no process has open. Raises ``UncleanStore``."""
+    last = _last_boot_id(core)
+    clean = last == "" or (core.clean and core.in_flight == 0)  # "": it was just created
+    if not clean and not core.clean and last != _boot_id() and unclean != "accept":
+        raise UncleanStore(
+            f"open: the store in {str(directory)!r} was open when its machine went down, and nothing is promised "
+            'of its rows. Use ReplayBuffer.open(dir, unclean="accept") to take it as it is.'
+        )
+    return clean
 
 
 def _check_closed(core: _native.Store, directory: Path) -> None:

@@ -87,6 +87,8 @@ class Saved(NamedTuple):
     """Control block, tickets and fields, copied; None for a directory."""
     indexes: dict[tuple[str, str], Copied]
     """Memory of the indexes of a private store, copied."""
+    readonly: bool = False
+    """Whether the directory is only read."""
 
 
 class _Refusing:
@@ -111,6 +113,8 @@ class Store:
     device = torch.device("cpu")
     #: Whether the core moves all fields, and can make tensors.
     is_native = True
+    #: Whether every write is refused.
+    readonly = False
 
     def __init__(
         self,
@@ -119,12 +123,15 @@ class Store:
         control: Block,
         tickets: Block,
         attachment: Attachment | None = None,
+        *,
+        abandoned: bool = False,
     ) -> None:
         self.schema = schema
         self.tensors = tuple(tensors)
         self.attachment = attachment
         """This process's place among those that have the store open; None for private memory."""
         self.directory = None if attachment is None else attachment.directory
+        """The folder that other processes write to, too; None for private memory, and for one that is only read."""
         self.repair: Repair | None = None
         """What opening recovered; None if the store was closed in order."""
         self._control = control
@@ -151,6 +158,8 @@ class Store:
             tickets.nbytes,
             tuple(map(torch.Tensor.data_ptr, native)),
             tuple([field.row_bytes for field in fields]),
+            readonly=self.readonly,
+            abandoned=abandoned,
         )
         #: What samplers need besides the rows, by name and kind. Every write keeps them up to date.
         self.indexes = Indexes(Host(self.core, control.tensor, tickets.tensor, self.directory), schema.capacity)
@@ -427,6 +436,16 @@ class Store:
     def control_memory(self) -> tuple[Tensor, Tensor]:
         """The memory of control block and tickets: native objects over it keep both."""
         return self._control.tensor, self._tickets.tensor
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the rows lie; None: in private memory."""
+        return self.directory
+
+    @property
+    def place(self) -> str:
+        """Where the rows lie, as users read it."""
+        return str(self.folder or ("RAM" if self.device.type == "cpu" else self.device))
 
     @property
     def capacity(self) -> int:
