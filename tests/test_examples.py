@@ -9,10 +9,12 @@ import pytest
 from tests import interpreter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+#: Algorithms, whose curves benchmarks/learning.py draws.
+AGENTS = ("c51", "dqn", "dqn_atari", "rainbow", "sac", "td3")
 
 
-def output_of(name, folder):
-    command = [interpreter.executable(), str(EXAMPLES / name), *QUICKLY.get(name, [])]
+def output_of(name, folder, *arguments):
+    command = [interpreter.executable(), str(EXAMPLES / name), *(arguments or QUICKLY.get(name, []))]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
@@ -63,7 +65,13 @@ def check_recurrent_slices(said):
     assert re.search(r"^in the end: right in [\d.]+% of the mazes; without memory at most 50%$", said, re.MULTILINE)
 
 
+def check_returns(said):
+    """An agent that learns tells the return of every episode."""
+    assert re.fullmatch(r"(step \d+: return -?\d+\n)+", said)
+
+
 CHECKS = {
+    **dict.fromkeys((f"{agent}.py" for agent in AGENTS), check_returns),
     "actors_and_learner.py": check_actors_and_learner,
     "checkpointed_training.py": check_checkpointed_training,
     "ddp_dqn.py": check_ddp_dqn,
@@ -73,6 +81,7 @@ CHECKS = {
 }
 #: Arguments of those that take longer to show all they can.
 QUICKLY = {
+    **{f"{agent}.py": ["--steps", "210", "--warmup", "180"] for agent in AGENTS},
     "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],
     "recurrent_slices.py": ["--steps", "300", "--seed", "1"],
 }
@@ -82,6 +91,16 @@ QUICKLY = {
 def test_example(name, tmp_path):
     CHECKS[name](output_of(name, tmp_path))
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+
+
+def test_an_agent_goes_on_where_it_was(tmp_path):
+    """``sac`` with a folder: rows and weights of the last start are there, and steps are counted on."""
+    first, second = (
+        output_of("sac.py", tmp_path, "--steps", steps, "--warmup", steps, "--folder", str(tmp_path))
+        for steps in ("250", "460")
+    )
+    assert re.findall(r"^step (\d+)", first + second, re.MULTILINE) == ["200", "450"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.pt", "replay"]
 
 
 def test_examples_are_short_enough_to_copy():
