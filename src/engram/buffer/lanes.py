@@ -5,25 +5,34 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engram import storages
+from engram import _words, storages
 from engram._checks import as_numbers
+from engram._tensordict import is_tensor_collection
 from engram.errors import RowError
+from engram.field_paths import checked_path, public
+from engram.nested import find, map_leaves
 from engram.state import integer, typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from engram.buffer.wiring import Wiring
     from engram.storages import Count
 
+    #: In which order rows of several steps of several lanes come.
+    Layout: TypeAlias = Literal["time_first", "lane_first"] | None
     #: How a call names lanes.
     Lane: TypeAlias = int | Sequence[int] | NDArray[np.integer] | Tensor | Literal["each"] | None
+
+
+#: Where collectors say which environment a step is of.
+_ENV_ID = ("collector", "env_id")
 
 
 class Lanes:
@@ -111,6 +120,61 @@ class Lanes:
         checked = self.checked(lane)
         return checked if isinstance(checked, Tensor) else torch.tensor([checked], device="cpu")
 
+    # ---- steps of several lanes ------------------------------------------------------------------------------------------
+
+    def arranged(self, data: object, lane: Lane, layout: Layout, key: object) -> tuple[object, Lane]:
+        """A batch of steps of several lanes as rows, and the lane of each. Raises: as ``ReplayBuffer.extend``."""
+        if key is not None and (lane is not None or layout is not None):
+            raise ValueError(
+                "extend: lane_key: expected neither lane= nor layout= beside it: the field names the lanes."
+            )
+        if layout is None:
+            return self._by_field(data, key)
+        if layout not in ("time_first", "lane_first"):
+            raise ValueError(f"extend: layout: expected 'time_first' or 'lane_first', got {layout!r}.")
+        if self._wiring.storage.ndim > 1:
+            raise RuntimeError(
+                "extend: layout: expected ndim=1, a storage with more takes [*columns, T, ...] as it is."
+            )
+        lanes = self.meant(lane)
+        shape = data.batch_size[:2] if is_tensor_collection(data) else torch.Size()
+        if len(shape) == 2:
+            data = _without_time(data)
+        n = len(data) if isinstance(data, list) else storages.leading_size(data, "extend")
+        steps, rest = divmod(n, len(lanes))
+        first = layout == "time_first"
+        if rest or (len(shape) == 2 and shape[first] != len(lanes)):
+            expected = f"[T, {len(lanes)}]" if first else f"[{len(lanes)}, T]"
+            raise RuntimeError(
+                f"extend: layout={layout!r}: expected equally many steps of {_words.count(len(lanes), 'lane')}, k · {len(lanes)} rows or "
+                f"a TensorDict {expected}, got {list(shape) if len(shape) == 2 else n}. Name other lanes with lane=[…]."
+            )
+        return data, lanes.repeat(steps) if first else lanes.repeat_interleave(steps)
+
+    def _by_field(self, data: object, key: object) -> tuple[object, Tensor | None]:
+        """As the values of a field say; without a ``key`` those of collectors, where the rows are not just one for each lane."""
+        storage, path = self._wiring.storage, _ENV_ID if key is None else checked_path(key, "extend: lane_key")
+        if key is None and (not is_tensor_collection(data) or (storage.initialized and storage.structure.root.batch)):
+            return data, None
+        named = find(data, path)
+        if named is None:
+            if key is None:
+                return data, None
+            raise KeyError(f"extend: lane_key: expected a field of the data, got {key!r}.")
+        values = as_numbers("lane_key", named).to("cpu")
+        shape = data.batch_size if is_tensor_collection(data) else values.shape
+        if key is None and (shape == (storage.lanes,) or values.numel() != shape.numel()):
+            return data, None
+        if len(shape) not in (1, 2) or values.numel() != shape.numel() or storage.ndim > 1:
+            raise RuntimeError(
+                f"extend: lane_key: expected a lane for each row, [n] or [n, T], got {list(values.shape)} of {list(shape)} rows."
+            )
+        try:
+            lanes = self._checked_each(values.reshape(-1))
+        except RowError as error:
+            raise RowError(f"extend: {public(path)!r} names the lanes: {error} Name them with lane=…") from None
+        return data if len(shape) == 1 else map_leaves(data, _without_time), lanes
+
     def _checked_each(self, lanes: Tensor) -> Tensor:
         """A lane per row. Checked before anything is allocated."""
         if lanes.ndim != 1:
@@ -131,3 +195,11 @@ class Lanes:
             storages.announcing.announce(
                 [f'extend: no lane was named: of {lanes} rows each goes to a lane of its own, as lane="each" says.']
             )
+
+
+def _without_time(x: object) -> object:
+    """Steps ``[n, T, ...]`` as rows ``[n · T, ...]``."""
+    if isinstance(x, Tensor) or is_tensor_collection(x):
+        return x.flatten(0, 1)
+    array = np.asarray(x)
+    return array.reshape(-1, *array.shape[2:])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from engram.buffer.field_updates import ConditionalUpdateResult
-    from engram.buffer.lanes import Lane
+    from engram.buffer.lanes import Lane, Layout
     from engram.env.recording import Names
     from engram.format.checkpoints import Checkpoint
     from engram.persist.parts import Snapshot
@@ -175,7 +175,15 @@ class ReplayBuffer:
         """
         return self._writing.add(data, lane)
 
-    def extend(self, data: object, *, lane: Lane = None, update_priority: bool | None = None) -> Tensor:
+    def extend(
+        self,
+        data: object,
+        *,
+        lane: Lane = None,
+        update_priority: bool | None = None,
+        layout: Layout = None,
+        lane_key: str | tuple[str, ...] | None = None,
+    ) -> Tensor:
         """Write a batch of rows.
 
         Args:
@@ -185,6 +193,12 @@ class ReplayBuffer:
                 many rows as there are lanes, row ``i`` to lane ``i``. Default the handle's; of several lanes, of which it named none,
                 ``"each"``.
             update_priority: only for prioritized TensorDict buffers.
+            layout: of ``k`` steps of each lane, ``k · n`` rows in all, what comes first: ``"time_first"``: the step of every lane, then
+                the next; ``"lane_first"``: all steps of a lane, then those of the next. A TensorDict may be ``[T, n]`` or ``[n, T]``.
+                With ``lane=[…]`` of those lanes, in this order.
+            lane_key: a field of the data that says the lane of each row, ints ``[n]``, or ``[n, T]``: then every leaf has these two
+                dimensions, and ``n · T`` rows are written. Default, where no lane is named: ``("collector", "env_id")`` of a TensorDict
+                ``[n, T]``, or of another number of rows than of lanes.
 
         Returns:
             int64 ``[n]`` rows; of more rows than fit, the newest stay and rows repeat. -1 for rows that the writer rejected.
@@ -192,14 +206,15 @@ class ReplayBuffer:
 
         Raises:
             KeyError, RuntimeError, TypeError: as :meth:`add`; an empty batch; one row without batch dimension.
-            RowError: no such lane. RuntimeError: several lanes, of which none was named, and another number of rows than of lanes.
+            RowError: no such lane. RuntimeError: several lanes, of which none was named, and another number of rows than of lanes; with
+                ``layout`` no multiple of it. ValueError: another ``layout``, or ``lane_key`` beside another way to name lanes.
             NotImplementedError: ``update_priority``.
 
         Cost: O(bytes). Contiguous data is copied with one memcpy per field and chunk. Releases the GIL.
         """
         if update_priority is not None:
             raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
-        return self._writing.extend(data, lane)
+        return self._writing.extend(data, lane, layout, lane_key)
 
     @property
     def listens(self) -> bool:

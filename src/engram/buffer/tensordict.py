@@ -18,7 +18,7 @@ from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.buffer.lanes import Lane
+    from engram.buffer.lanes import Lane, Layout
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
@@ -62,8 +62,17 @@ class TensorDictWritePath(WritePath):
             self._update_priority(index, priority)
         return index
 
-    def extend(self, data: object, lane: Lane, *, update_priority: bool | None = None) -> Tensor:
+    def extend(
+        self,
+        data: object,
+        lane: Lane,
+        layout: Layout = None,
+        lane_key: object = None,
+        update_priority: bool | None = None,
+    ) -> Tensor:
         data = _to_store(data, "extend")
+        if layout is not None or lane_key is not None or (lane is None and self._lanes.default is None):
+            data, lane = self._lanes.arranged(data, lane, layout, lane_key)
         priority = None if update_priority is False else self._priority_in(data)
         if priority is None:
             return super().extend(data, lane)
@@ -153,7 +162,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """
         return self._writing.add(data, lane)
 
-    def extend(self, data: Any, *, lane: Lane = None, update_priority: bool | None = None) -> Tensor:
+    def extend(
+        self,
+        data: Any,
+        *,
+        lane: Lane = None,
+        update_priority: bool | None = None,
+        layout: Layout = None,
+        lane_key: str | tuple[str, ...] | None = None,
+    ) -> Tensor:
         """As :meth:`ReplayBuffer.extend`, for a TensorDict with a batch dimension.
 
         Args:
@@ -165,7 +182,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             PriorityError, RuntimeError: a bad priority under ``priority_key``, or another number of them than of rows. Nothing
                 is written.
         """
-        return self._writing.extend(data, lane, update_priority=update_priority)
+        return self._writing.extend(data, lane, layout, lane_key, update_priority)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.

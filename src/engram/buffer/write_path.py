@@ -17,7 +17,7 @@ from engram.types import Write, WritePlan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.buffer.lanes import Lane, Lanes
+    from engram.buffer.lanes import Lane, Lanes, Layout
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.recipe import Recipe
     from engram.buffer.settings import Settings
@@ -113,8 +113,10 @@ class WritePath:
 
     # ---- a batch ---------------------------------------------------------------------------------------------------------
 
-    def extend(self, data: object, lane: Lane) -> Tensor:
+    def extend(self, data: object, lane: Lane, layout: Layout = None, lane_key: object = None) -> Tensor:
         """Write a batch of rows: what ``ReplayBuffer.extend`` returns."""
+        if layout is not None or lane_key is not None or (lane is None and self._lanes.default is None):
+            data, lane = self._lanes.arranged(data, lane, layout, lane_key)
         data = self.arrived_rows(data)
         return self._wiring.no_index() if data is HELD_BACK else self.write_rows(data, lane)
 

@@ -3,6 +3,7 @@
 from engram.storages._base import Storage, check_count
 from engram.storages._dtypes import Dtypes, checked_dtypes
 from engram.storages._port import Count, Rows
+from engram.storages._structure import leading_size
 from engram.storages.lazy import LazyTensorStorage
 from engram.storages.list import ListStorage
 from engram.storages.memmap import LazyMemmapStorage
@@ -19,4 +20,5 @@ __all__ = [
     "TensorStorage",
     "check_count",
     "checked_dtypes",
+    "leading_size",
 ]

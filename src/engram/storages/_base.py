@@ -126,7 +126,7 @@ class Storage(Declared, Dumpable, Port):
         return self.one_in_each_lane(
             "one for each lane as none was named",
             f" Name their lane: {call}(..., lane=…) takes an int or one per row, and rb.on_lane(k) stays. "
-            'lane="each" is for one row in each.',
+            'lane="each" is for one row in each, layout="time_first" or "lane_first" for several.',
         )
 
     @property

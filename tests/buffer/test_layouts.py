@@ -1,0 +1,190 @@
+"""Steps of several lanes in one write: in which order they come, or which field says the lane of each."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from engram import LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+from engram.errors import RowError
+
+LENGTH = 6
+
+
+def stored(rb, lanes):
+    """What each lane holds, oldest first."""
+    held = {}
+    for lane in range(lanes):
+        extent = rb.storage.extent()
+        filled, seam = extent.filled[lane], extent.seam[lane] - lane * LENGTH
+        places = [(seam - back) % LENGTH for back in range(filled, 0, -1)]
+        held[lane] = [int(rb[lane * LENGTH + place]["x"]) for place in places]
+    return held
+
+
+cases = st.fixed_dictionaries(
+    {
+        "lanes": st.integers(2, 5),
+        "named": st.sampled_from(["none", "each", "some", "one", "handle"]),
+        "layout": st.sampled_from(["time_first", "lane_first"]),
+        "steps": st.lists(st.integers(1, 8), min_size=1, max_size=4),
+        "form": st.sampled_from(["dict", "td", "td [.., ..]", "list", "numbers"]),
+        "order": st.randoms(use_true_random=False),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases)
+def test_every_step_reaches_its_lane_in_order(case):
+    n, first = case["lanes"], case["layout"] == "time_first"
+    rb = ReplayBuffer(storage=LazyTensorStorage(n * LENGTH, lanes=n))
+    some = case["order"].sample(range(n), case["order"].randint(1, n))
+    if case["named"] == "handle":
+        rb.on_lane(1)
+    lane = {"none": None, "each": "each", "some": some, "one": 1, "handle": None}[case["named"]]
+    names = {"none": range(n), "each": range(n), "some": some, "one": [1], "handle": [1]}[case["named"]]
+    expected, x = {k: [] for k in range(n)}, 0
+    for steps in case["steps"]:
+        table = {}
+        for step in range(steps):  # as environments make them
+            for name in names:
+                x += 1
+                expected[name].append(x)
+                table[step, name] = x
+        pairs = (
+            [(s, k) for s in range(steps) for k in names] if first else [(s, k) for k in names for s in range(steps)]
+        )
+        values = [table[pair] for pair in pairs]
+        data = {
+            "dict": {"x": np.array(values)},
+            "td": TensorDict({"x": torch.tensor(values)}, [len(values)]),
+            "td [.., ..]": TensorDict({"x": torch.tensor(values)}, [len(values)]).reshape(
+                *((steps, len(names)) if first else (len(names), steps))
+            ),
+            "list": [{"x": value} for value in values],
+            "numbers": {"x": values},
+        }[case["form"]]
+        rows = rb.extend(data, lane=lane, layout=case["layout"])
+        assert rows.shape == (len(values),)
+        survivors = {pair: int(row) for pair, row in zip(pairs, rows, strict=True)}
+        for (_, name), row in survivors.items():
+            assert row // LENGTH == name
+    assert stored(rb, n) == {k: expected[k][-LENGTH:] for k in range(n)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_a_collectors_batch_finds_its_lanes(n, lengths, order, prioritized):
+    storage = LazyTensorStorage(n * LENGTH, lanes=n)
+    kind = TensorDictPrioritizedReplayBuffer if prioritized else TensorDictReplayBuffer
+    rb = kind(storage=storage, **({"alpha": 1.0, "beta": 1.0} if prioritized else {}))
+    expected, x = {k: [] for k in range(n)}, 0
+    for length in lengths:
+        ids = order.sample(range(n), n)  # in any order
+        values = torch.zeros(n, length, dtype=torch.int64)
+        for i, env in enumerate(ids):
+            for t in range(length):
+                x += 1
+                values[i, t] = x
+                expected[env].append(x)
+        env_ids = torch.tensor(ids).unsqueeze(1).expand(n, length)
+        td = TensorDict({"x": values, "td_error": values.float(), "collector": {"env_id": env_ids}}, [n, length])
+        index = rb.extend(td)
+        assert index.shape == (n * length,)
+    assert stored(rb, n) == {k: expected[k][-LENGTH:] for k in range(n)}
+    assert bool((rb[:]["collector", "env_id"] == torch.arange(len(rb)) // LENGTH).all()) or len(rb) < n * LENGTH
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_field_of_a_dict_names_the_lanes(wide, dims):
+    rb = ReplayBuffer(storage=LazyTensorStorage(3 * LENGTH, lanes=3))
+    env, x = np.array([[2, 2], [0, 0]], np.uint8), np.array([[1, 2], [3, 4]])
+    if dims == 1:
+        env, x = env.reshape(-1), x.reshape(-1)
+    obs = np.stack([x, x], -1) if wide else x
+    rb.extend({"x": x, "info": {"env": env}, "obs": obs, "t": torch.from_numpy(x)}, lane_key=("info", "env"))
+    assert stored(rb, 3) == {0: [3, 4], 1: [], 2: [1, 2]}
+    assert rb[0]["obs"].tolist() == ([3, 3] if wide else 3)
+
+
+def test_one_row_for_each_lane_stays_what_it_was():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(3 * LENGTH, lanes=3))
+    ids = torch.tensor([2, 1, 0])
+    rb.extend(TensorDict({"x": torch.arange(3), "collector": {"env_id": ids}}, [3]))
+    assert stored(rb, 3) == {0: [0], 1: [1], 2: [2]}
+    rb.extend(
+        TensorDict({"x": torch.arange(3, 6), "collector": {"env_id": ids}}, [3]), lane_key=("collector", "env_id")
+    )
+    assert stored(rb, 3) == {0: [0, 5], 1: [1, 4], 2: [2, 3]}
+    rb.extend(TensorDict({"x": torch.tensor([6, 7]), "collector": {"env_id": ids[:2]}}, [2]))
+    assert stored(rb, 3) == {0: [0, 5], 1: [1, 4, 7], 2: [2, 3, 6]}
+
+
+def test_rows_with_a_shape_of_their_own_stay_rows():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(4, lanes=2))
+    window = TensorDict({"x": torch.zeros(2, 3), "collector": {"env_id": torch.zeros(2, 3, dtype=torch.int64)}}, [2, 3])
+    rb.extend(window, lane="each")
+    rb.extend(window)
+    assert rb[:]["x"].shape == (4, 3)
+
+
+X = {"x": np.arange(8)}
+TD = TensorDict({"x": torch.zeros(2, 4), "env": torch.zeros(2, 4, dtype=torch.int64)}, [2, 4])
+REFUSED = {
+    "no multiple": (
+        (X, {"layout": "time_first"}),
+        RuntimeError,
+        r"equally many steps of 3 lanes, k · 3 rows .*got 8\. .*lane=",
+    ),
+    "of two": (
+        (X, {"layout": "lane_first", "lane": [0, 1, 2]}),
+        RuntimeError,
+        "layout='lane_first': expected equally many",
+    ),
+    "word": ((X, {"layout": "time"}), ValueError, "layout: expected 'time_first' or 'lane_first', got 'time'"),
+    "both": (
+        (X, {"layout": "time_first", "lane_key": "x"}),
+        ValueError,
+        "lane_key: expected neither lane= nor layout=",
+    ),
+    "lane too": ((X, {"lane": 0, "lane_key": "x"}), ValueError, "lane_key: expected neither lane= nor layout="),
+    "no such field": ((X, {"lane_key": "env"}), KeyError, "lane_key: expected a field of the data, got 'env'"),
+    "no key": ((X, {"lane_key": 3}), TypeError, "lane_key: expected a string or a tuple of strings, got 3"),
+    "outside": ((X, {"lane_key": "x"}), RowError, r"'x' names the lanes: .*\[0, 3\).* Name them with lane="),
+    "floats": (({"x": np.zeros(8)}, {"lane_key": "x"}), TypeError, "lane: expected ints"),
+    "of another shape": (
+        ({"x": np.zeros((2, 2, 2), int)}, {"lane_key": "x"}),
+        RuntimeError,
+        r"a lane for each row, \[n\] or \[n, T\]",
+    ),
+    "transposed": ((TD, {"layout": "time_first", "lane": [0, 1]}), RuntimeError, r"TensorDict \[T, 2\], got \[2, 4\]"),
+    "no lane": ((X, {"layout": "time_first", "lane": [0, 3]}), RowError, "lane: expected lanes in"),
+    "unnamed": (
+        (X, {}),
+        RuntimeError,
+        'expected 3 rows, one for each lane.*got 8.*layout="time_first" or "lane_first"',
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "says"), REFUSED.values(), ids=REFUSED)
+def test_refusals_name_the_remedy(call, error, says):
+    rb = ReplayBuffer(storage=LazyTensorStorage(3 * LENGTH, lanes=3))
+    with pytest.raises(error, match=f"{says}"):
+        rb.extend(call[0], **call[1])
+    assert not rb.storage.initialized
+
+
+def test_storages_of_several_dimensions_have_their_own_layout():
+    rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    with pytest.raises(RuntimeError, match=r"layout: expected ndim=1, .*\[\*columns, T, ...\]"):
+        rb.extend({"x": torch.zeros(2, 3)}, layout="time_first")
