@@ -121,9 +121,15 @@ def test_a_process_without_the_right_to_write_reads_everything(folder, how):
 
 def test_every_write_is_refused(folder):
     writer = prioritized(folder, n=31)
-    rb = ReplayBuffer.open(folder, readonly=True, batch_size=8)
+    rb = ReplayBuffer.open(folder, readonly=True, batch_size=8, writer=RoundRobinWriter(track_generations=True))
     before = snapshot(folder.parent)
-    for call in writes(rb):
+    known = rb.storage.tickets_of(torch.tensor([3]))
+    late = {"index": [3], "patch": {"step": torch.tensor([50])}}
+    for call in [
+        *writes(rb),
+        lambda: rb.update_if_present(generation=known, **late),
+        lambda: rb.update_if_present(generation=[0], **late),
+    ]:
         with pytest.raises(ReadOnlyStore, match=r"opened with readonly=True.* Open it without readonly=True\."):
             call()
     assert snapshot(folder.parent) == before
