@@ -3,6 +3,7 @@
 import itertools
 from typing import NamedTuple
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -257,6 +258,66 @@ def test_all_that_may_be_drawn_is(name):
         rb.update_priority(torch.arange(3 * CAPACITY), torch.ones(3 * CAPACITY) * 1e-6)
         rows = rb.sample(120, return_info=True)[1]["index"]
         assert len(rows[0] if isinstance(rows, tuple) else rows) == 120
+
+
+def test_final_observations_of_rows_that_are_cast():
+    finals = FinalObservations(["frame"], LazyTensorStorage(9))
+    sampler = FrameStack(NextFromFollowing(RandomSampler(), finals), 2, -1, ["frame"])
+    storage = LazyTensorStorage(9, dtypes={"frame": torch.float32})
+    rb = ReplayBuffer(storage=storage, sampler=sampler, transform=finals)
+    rb.extend(
+        {
+            "frame": np.array([[1.5], [2.5]]),
+            "next": {"frame": np.array([[2.5], [0.1]]), "done": np.array([False, True])},
+        }
+    )
+    batch, info = rb.sample(20, return_info=True)
+    first = batch["frame"][:, 1] == 1.5
+    expected = torch.where(first[:, None], torch.tensor([1.5, 2.5]), torch.tensor([2.5, 0.1]))
+    assert torch.equal(info["next", "frame"], expected)
+
+
+class Counting(gymnasium.Env):
+    """Frames that count the steps; episodes of ``limit`` steps."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Box(0, 9999, (1, 2, 2), np.int16)
+
+    def __init__(self, limit):
+        self.limit, self.episode = limit, -1
+
+    def _frame(self):
+        return np.full((1, 2, 2), 1000 * self.limit + 20 * self.episode + self.at, np.int16)
+
+    def reset(self, *, seed=None, options=None):
+        self.episode, self.at = self.episode + 1, 0
+        return self._frame(), {}
+
+    def step(self, action):
+        self.at += 1
+        return self._frame(), 1.0, self.at == self.limit, False, {}
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+def test_recorded_environments(mode):
+    """With autoresets, and a reset in the middle of episodes."""
+    finals = FinalObservations(["observation"], LazyTensorStorage(99))
+    sampler = FrameStack(NextFromFollowing(NStep(RandomSampler(), 2, 1.0), finals), 3, -3, ["observation"])
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(400, lanes=2), sampler=sampler, transform=finals)
+    mode = gymnasium.vector.AutoresetMode[mode]
+    env = rb.record(gymnasium.vector.SyncVectorEnv([lambda: Counting(3), lambda: Counting(5)], autoreset_mode=mode))
+    for steps in (9, 13):
+        env.reset()
+        for _ in range(steps):
+            env.step(np.zeros(2, int))
+    batch = rb.sample(500)
+    now, after = batch["observation"][:, :, 0, 0].int(), batch["next", "observation"][:, :, 0, 0].int()
+    step, steps = now[:, -1:] % 20, batch["steps_to_next_obs"].int()
+    back = torch.arange(2, -1, -1, dtype=torch.int32)
+    assert torch.equal(now, now[:, -1:] - torch.minimum(back, step))
+    assert torch.equal(after, now[:, -1:] + steps - torch.minimum(back, step + steps))
+    assert torch.equal(batch["next", "terminated"], after[:, -1:] % 20 == now[:, -1:] // 1000)
+    assert len(batch["index"].unique()) > 25
 
 
 def test_what_cannot_be_composed_is_refused_when_it_is_built():

@@ -8,14 +8,17 @@ from engram import _fork, samplers
 from engram._checks import check_count
 from engram.errors import NoSampleable
 from engram.expanders.expansion import Expansion
-from engram.expanders.reading import Reading
+from engram.expanders.reading import MARK, Reading
 from engram.field_paths import plain, public
+from engram.format.schema import Field
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.trajectory_tables import TrajectoryKeys
 from engram.store import Key as DrawKey
 from engram.types import Draw, Sampler
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from engram.field_paths import FieldPath
@@ -147,6 +150,26 @@ class Expander(DeclaredSampler):
     def _followed(self) -> tuple[FieldPath, ...]:
         """Of all expanders here."""
         return tuple(key for expander in self.chain for key in expander.followed)
+
+    def stored(self, fields: Sequence[Field]) -> tuple[Field, ...]:
+        """The fields of rows as they are stored, of rows as they are written."""
+        gone = {("next", *key) for key in self._followed}
+        kept = tuple(field for field in fields if field.key not in gone)
+        return kept if not gone else (*(field for field in kept if field.key != MARK), Field(MARK, "int64", (2,)))
+
+    def ready_bytes(self, stored: Sequence[Field]) -> int:
+        """Bytes of a row that holds what batches have: all frames of its stacks, and its next observations.
+
+        Raises: as drawing does, if an expander does not find its fields among those that are stored.
+        """
+        reading = self._reading(stored)
+        nexts = [] if reading.following is None else reading.following.columns(reading.columns)[:-1]
+        read = [column for column in (*reading.columns, *nexts) if reading.fields[column.field].key != MARK]
+        return sum(column.frames * reading.fields[column.field].row_bytes for column in read)
+
+    def beside_bytes(self, stored: Sequence[Field]) -> int:  # noqa: ARG002 - of those that keep something
+        """Bytes that this expander keeps beside rows of these fields."""
+        return 0
 
     # ---- the sampler inside ------------------------------------------------------------------------------------------
 
@@ -290,10 +313,13 @@ class Expander(DeclaredSampler):
         if not memory.is_native:  # device="auto", and the first row was elsewhere
             raise RuntimeError(self._elsewhere(f"rows on {memory.device}"))
         Expansion.check_rows(memory, name)
-        reading = Reading(memory.schema.fields, self._followed)
+        return Expansion(memory, self._reading(memory.schema.fields), self._rules, name)
+
+    def _reading(self, fields: Sequence[Field]) -> Reading:
+        reading = Reading(fields, self._followed)
         for expander in self.chain:
             expander.change(reading)
-        return Expansion(memory, reading, self._rules, name)
+        return reading
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 

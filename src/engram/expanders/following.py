@@ -83,7 +83,8 @@ class Following:
                     )
                 stands[gone] = False
             for place, column in zip(range(-1 - len(self._fields), -1), columns, strict=False):
-                tensor, values = tensors[place], column[found]
+                tensor = tensors[place]
+                values = column[found].to(tensor.dtype)  # rows may have been cast at the door
                 if tensor.ndim > values.ndim:  # frames, [B, frames, *shape]: the newest one
                     tensor[at[found], -1] = values
                 else:

@@ -21,10 +21,13 @@ from engram.transforms._base import put
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from engram.expanders.reading import Reading
     from engram.field_paths import FieldPath
+    from engram.format.schema import Field
     from engram.types import Commit, SampledStorage, Sampler
 
 
@@ -249,6 +252,10 @@ class NextFromFollowing(Expander):
                     f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
                 )
         reading.following = Following(reading.numbers[MARK], fields, self.finals)
+
+    def beside_bytes(self, stored: Sequence[Field]) -> int:
+        observations = sum(field.row_bytes for field in stored if field.key in self.finals.keys)
+        return self.finals.storage.max_size * (observations + 8)  # and a tag
 
     @property
     def recordable(self) -> bool:
