@@ -39,6 +39,7 @@ NAMES = [
     "EngramError",
     "ExcludeTransform",
     "Extent",
+    "FieldReader",
     "FinalObservations",
     "ForkedHandle",
     "FrameStack",

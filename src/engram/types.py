@@ -299,6 +299,16 @@ class SampledStorage(Protocol):
     def hold_nothing(self, rows: Tensor) -> Tensor:
         """Whether rows hold nothing, because their writer died or the storage was emptied: bool."""
 
+    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Any, list[int]]:
+        """One field of rows that must have these tickets: a tensor ``[B, ...]`` or a list of ``B``; positions that moved.
+
+        Raises:
+            KeyError: no such field.
+        """
+
+    def settled(self) -> int | None:
+        """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way."""
+
     def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
         """The priorities of that name, and whether they were made by this call; None: nothing was ever written."""
 
@@ -397,7 +407,11 @@ class Ranking(NamedTuple):
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What a custom sampler implements, and all it implements."""
+    """What a custom sampler implements, and all it implements.
+
+    One that declares ``reads = ("group", ("next", "reward"))`` gets a :class:`FieldReader` of these fields as the fourth argument of
+    ``draw``.
+    """
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         """Choose ``batch_size`` rows. ``key`` is 64 random bits, new for every draw: derive all randomness from it."""

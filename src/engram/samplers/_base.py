@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from engram import _fork
 from engram._words import warn
 from engram.components import Component, adopt
 from engram.errors import NoSampleable
+from engram.field_paths import as_paths, public
+from engram.samplers.field_reader import FieldReader
 from engram.state import prepare_load, saved
 from engram.types import Declared, Traits
 
@@ -35,6 +38,8 @@ class DeclaredSampler(Component):
     ran_out = False
     #: Whether rows that do not fill a batch are skipped at the end of an epoch.
     drop_last = False
+    #: Keys of the fields that ``draw`` is handed; None: it is handed none.
+    reads: object = None
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         raise NotImplementedError
@@ -103,6 +108,11 @@ class NativeSampler(DeclaredSampler):
 _METHODS = ("draw", "observe", "update_priority", "bind", "moved", "can_sample", "check_priority", "mark_update")
 
 
+def _said(inner: object, name: str, default: object = None) -> object:
+    """An attribute that a user's sampler may have."""
+    return getattr(inner, name, default)
+
+
 class _Adapted(DeclaredSampler):
     """A sampler that follows the protocol only, with the rest of what a buffer asks of one.
 
@@ -111,11 +121,11 @@ class _Adapted(DeclaredSampler):
 
     def __init__(self, inner: Sampler) -> None:
         self._inner = inner
-        own = getattr(inner, "traits", None)
+        own = _said(inner, "traits")
         if not isinstance(own, Traits):
-            prioritized = getattr(inner, "prioritized", None)
+            prioritized = _said(inner, "prioritized")
             own = Traits(
-                listens=bool(getattr(inner, "listens", True)),
+                listens=bool(_said(inner, "listens", True)),
                 prioritized=bool(prioritized),
                 takes_priorities=prioritized is None or bool(prioritized),
             )
@@ -125,7 +135,7 @@ class _Adapted(DeclaredSampler):
 
     @property
     def ran_out(self) -> bool:
-        return bool(getattr(self._inner, "ran_out", False))
+        return bool(_said(self._inner, "ran_out"))
 
     @ran_out.setter
     def ran_out(self, value: bool) -> None:
@@ -134,7 +144,7 @@ class _Adapted(DeclaredSampler):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        return bool(getattr(self._inner, "drop_last", False))
+        return bool(_said(self._inner, "drop_last"))
 
     def state_dict(self) -> dict[str, object]:
         return saved(self._inner, "_sampler")
@@ -146,6 +156,50 @@ class _Adapted(DeclaredSampler):
         return repr(self._inner)
 
 
+class _Reading(_Adapted):
+    """A sampler that is handed fields of the rows at each draw."""
+
+    _reader: FieldReader | None = None
+
+    def __init__(self, inner: Sampler, reads: object) -> None:
+        super().__init__(inner)
+        self._keys = as_paths(reads, f"{type(inner).__name__}: reads") or ()
+        self._drawing = _fork.rlock()
+        for name in ("draw", "bind", "moved"):
+            vars(self).pop(name, None)
+
+    def bind(self, storage: SampledStorage) -> None:
+        """Raises ``TypeError``: the storage has no fields. ``KeyError``: not those. What the sampler raises."""
+        if not storage.traits.has_fields:
+            raise TypeError(
+                f"{type(self._inner).__name__}: expected a tensor storage, as it declares reads={list(map(public, self._keys))}; "
+                f"a {type(storage).__name__} has no fields."
+            )
+        if self._reader is None or self._reader.storage is not storage:
+            self._reader = FieldReader(storage, self._keys)
+        self._call("bind", storage)
+
+    def moved(self) -> None:
+        if self._reader is not None:
+            self._reader.forget()
+        self._call("moved")
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        assert self._reader is not None  # a buffer binds it first
+        with self._drawing:  # another thread's draw would change what is read
+            self._reader.refresh()
+            draw: Draw = cast("Any", self._inner).draw(extent, batch_size, key, self._reader)
+        return draw
+
+    def _call(self, name: str, *arguments: object) -> None:
+        """Call an optional method."""
+        if callable(method := _said(self._inner, name)):
+            method(*arguments)
+
+
 def declared(sampler: Sampler) -> DeclaredSampler:
     """The sampler, or of one that follows the protocol only, one around it that answers all that buffers ask."""
+    reads = sampler.reads if isinstance(sampler, DeclaredSampler) else _said(sampler, "reads")
+    if reads is not None:
+        return _Reading(sampler, reads)
     return cast("DeclaredSampler", sampler) if isinstance(sampler, Declared) else _Adapted(sampler)

@@ -58,13 +58,6 @@ class Port(SampledStorage, Protocol):
     def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[Any, list[int]]:
         """Copy rows out: ``(what pack takes, positions that moved)``."""
 
-    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Any, list[int]]:
-        """One field of rows that must have these tickets: a tensor ``[B, ...]`` or a list of ``B``; positions that moved.
-
-        Raises:
-            KeyError: no such field.
-        """
-
     def patch(self, columns: Any, places: list[int], fresh: Any) -> None:
         """Replace what :meth:`read` returned for some places."""
 
@@ -83,9 +76,6 @@ class Port(SampledStorage, Protocol):
 
     def next_number(self) -> int:
         """Ticket number of the next write: by as much as a load moves this, it moves those of all rows."""
-
-    def settled(self) -> int | None:
-        """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way."""
 
     def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
         """All that is stored, and in which order it was written, as tensors and plain values: copies.

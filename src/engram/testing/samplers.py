@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engram.buffer.tensordict import TensorDictReplayBuffer
+from engram.samplers import declared
 from engram.storages import LazyTensorStorage
 from engram.testing.contract import BufferContract, check, refuses, same, steps
 from engram.types import Declared, Sampler
@@ -85,7 +86,9 @@ class SamplerContract(BufferContract):
         sampler, extent = rb.sampler, rb.storage.extent()
         if isinstance(sampler, Declared) and (sampler.traits.draws_uniformly or sampler.traits.reads_natively):
             return
-        rows = sampler.draw(extent, self.batch_size, 12345).rows
+        source = declared(sampler)  # which hands it the fields that it reads
+        source.bind(rb.storage)
+        rows = source.draw(extent, self.batch_size, 12345).rows
         dead = rows[~extent.contains(rows)].tolist()
         check(
             not dead,
