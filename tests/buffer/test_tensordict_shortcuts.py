@@ -247,3 +247,49 @@ def test_batches_are_unlocked_and_independent():
     batch.zero_()
     assert rb[1]["b"].tolist() == [2]
     assert list(rb.sample(4).keys()) == ["a", "b", "next"]
+
+
+def test_detached_is_what_detach_makes():
+    """Of every kind of TensorDict: nested, locked, with names, with objects, of a class, and lazily stacked."""
+    from tensordict import LazyStackedTensorDict, NonTensorData, tensorclass
+
+    from engram._tensordict import detached
+
+    leaf = torch.ones(2, requires_grad=True)
+    nested = TensorDict(
+        {"a": leaf * 2, "n": {"b": leaf, "c": torch.zeros(2, 3)}, "s": NonTensorData("x", batch_size=[2])}, [2]
+    )
+    named = TensorDict({"a": leaf * 2, "n": TensorDict({"b": leaf}, [2], names=["t"])}, [2], names=["t"])
+    lazy = LazyStackedTensorDict(*[TensorDict({"a": leaf * n}, []) for n in (1, 2)])
+    given = [
+        nested,
+        nested.clone().lock_(),
+        nested.clone().lock_().unlock_(),
+        named,
+        lazy,
+        TensorDict({"l": lazy, "d": nested}, [2]),
+    ]
+    given += [
+        TensorDict({"a": leaf}, [2], device="cpu"),
+        TensorDict({}, [3]),
+        tensorclass(_Row)(a=leaf, batch_size=[2]),
+    ]
+    for td in given:
+        made, theirs = detached(td), td.detach()
+        assert type(made) is type(theirs)
+        assert made.batch_size == theirs.batch_size
+        assert made.device == theirs.device
+        assert made.is_locked == theirs.is_locked
+        assert made.names == theirs.names
+        keys = set(made.keys(include_nested=True, leaves_only=True))
+        assert keys == set(theirs.keys(include_nested=True, leaves_only=True))
+        for key in keys:
+            assert not getattr(made.get(key), "requires_grad", False)
+    made = detached(nested)
+    assert made["n", "c"].data_ptr() == nested["n", "c"].data_ptr()
+    nested["n", "new"] = torch.zeros(2)
+    assert "new" not in made["n"].keys()
+
+
+class _Row:
+    a: torch.Tensor
