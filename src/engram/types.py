@@ -367,11 +367,13 @@ class Checkpointable(Protocol):
     def snapshot(self, *, prefetched: Literal["save", "drop"]) -> Snapshot:
         """All that a checkpoint saves, as it is now."""
 
-    def prepare_load(self, checkpoint: Checkpoint, rank: int, *, default_rng: bool, close_open: bool) -> Commit:
+    def prepare_load(
+        self, checkpoint: Checkpoint, rank: int, *, default_rng: bool, close_open: bool, convert: bool
+    ) -> Commit:
         """Check the shard of a rank of a checkpoint, which must stay open until the load is committed."""
 
     def prepare_placed(
-        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool
+        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
     ) -> Commit:
         """Check what a plan gives to a rank."""
 

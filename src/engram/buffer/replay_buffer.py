@@ -839,7 +839,9 @@ class ReplayBuffer:
             convert: of another capacity or number of lanes whole trajectories are taken, the newest first, and divided among the lanes:
                 fields that mean lanes, ids or positions (``env_id``, ``collector/traj_ids`` or ``episode``) are rewritten. With a
                 ``TensorDictMaxValueWriter`` the best rows are taken, as they are. A new epoch begins, prefetched batches are dropped.
-                Priorities of another ``alpha`` or ``eps`` are computed again. What is left out is counted in a warning.
+                Priorities of another ``alpha`` or ``eps`` are computed again. What is left out is counted in a warning. And another
+                sampler may have saved it, with its buffer class: rows without priorities get the default one, tables of trajectories
+                are built, priorities are taken by every sampler that has some; the log says so. A batch size given here stays.
             default_rng: as for :meth:`load_state_dict`.
 
         Raises:
@@ -867,23 +869,29 @@ class ReplayBuffer:
         """
         return self._saving.snapshot(prefetched)
 
-    def prepare_load(self, checkpoint: Checkpoint, rank: int, *, default_rng: bool, close_open: bool) -> Commit:
+    def prepare_load(
+        self, checkpoint: Checkpoint, rank: int, *, default_rng: bool, close_open: bool, convert: bool
+    ) -> Commit:
         """Check the shard of a rank of a checkpoint, which must stay open until the load is committed.
 
-        ``close_open``: trajectories that go on end where they are.
+        ``close_open``: trajectories that go on end where they are. ``convert``: another sampler may have saved it.
 
         Raises: as :meth:`loads`. Nothing is changed.
         """
-        return self._saving.prepare_load(checkpoint, rank, default_rng=default_rng, close_open=close_open)
+        return self._saving.prepare_load(
+            checkpoint, rank, default_rng=default_rng, close_open=close_open, convert=convert
+        )
 
     def prepare_placed(
-        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool
+        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
     ) -> Commit:
         """Check what a plan gives to a rank of a checkpoint, which must stay open until the load is committed.
 
         Raises: as :meth:`loads`. Nothing is changed.
         """
-        return self._saving.prepare_placed(checkpoint, made, rank, env_offset=env_offset, default_rng=default_rng)
+        return self._saving.prepare_placed(
+            checkpoint, made, rank, env_offset=env_offset, default_rng=default_rng, convert=convert
+        )
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

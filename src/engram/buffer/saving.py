@@ -12,6 +12,7 @@ import torch
 from engram import priorities
 from engram._checks import check_count
 from engram._words import warn
+from engram.buffer import other_sampler
 from engram.buffer.prefetching import prepare_batches
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk, series
@@ -26,9 +27,10 @@ from engram.reshard.driver import seed_of
 from engram.reshard.reports import said_counts
 from engram.reshard.shards import open_shard
 from engram.state import Loads, check_keys, prepare_load, read_from, saved, tensor_in, typed
+from engram.storages import announcing
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from engram.buffer.lanes import Lanes
     from engram.buffer.prefetching import Prefetching
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.format.parts import PartReader
+    from engram.persist.components import SavedPart
     from engram.persist.foreign import ForeignDump
     from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
@@ -223,7 +226,7 @@ class Saving:
                     f"loads: {path}: expected what one process saved, got a checkpoint of {checkpoint.manifest.world} ranks. "
                     f"Checkpointer({str(folder.parent)!r}, buffer).restore(name={folder.name!r}) takes all of it."
                 )
-            self.prepare_load(checkpoint, 0, default_rng=default_rng, convert=convert).commit()
+            self.prepare_load(checkpoint, 0, default_rng=default_rng, convert=convert, resize=convert).commit()
 
     def prepare_state(self, state: Any, *, default_rng: bool) -> Commit:
         """Check a :meth:`state_dict`."""
@@ -239,6 +242,7 @@ class Saving:
         default_rng: bool = False,
         close_open: bool = False,
         convert: bool = False,
+        resize: bool = False,
     ) -> Commit:
         """As :meth:`~engram.types.Checkpointable.prepare_load`.
 
@@ -247,7 +251,8 @@ class Saving:
             rank: whose shard.
             default_rng: set torch's default generator, too.
             close_open: trajectories that go on end where they are.
-            convert: to the capacity and lanes here.
+            convert: to the sampler here.
+            resize: to the capacity and lanes here.
 
         Raises: as :meth:`ReplayBuffer.loads`. Nothing is changed.
         """
@@ -255,17 +260,18 @@ class Saving:
         with read_from(where):
             reader = saved_parts.open_storage(checkpoint, rank)
             found = saved_parts.read_parts(checkpoint, rank)
-            states = saved_parts.checked_states(found, checkpoint.shard_folder(rank), self._kinds())
+            states = other_sampler.checked_states(found, checkpoint.shard_folder(rank), self._kinds(), convert=convert)
             if saved_parts.INDEX in states["sampler"]:
                 states["sampler"] = saved_parts.index_state(reader, states["sampler"])
-            if convert:
+            if resize:
                 rows = self._prepare_conversion(reader, states)
             else:
                 rows = self._wiring.storage.prepare_part(reader, close_open=close_open)
-            return self._prepare(self._state_of_parts(states, where), rows, default_rng=default_rng)
+            made = self._converted(states, found, where, convert=convert)
+            return self._prepare(self._state_of_parts(made.states, where), rows, made, default_rng=default_rng)
 
     def prepare_placed(
-        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool
+        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
     ) -> Commit:
         """As :meth:`~engram.types.Checkpointable.prepare_placed`.
 
@@ -277,6 +283,7 @@ class Saving:
             rank: of this buffer.
             env_offset: added to the lane in fields whose role is ``env_id``.
             default_rng: seed torch's default generator, too.
+            convert: to the sampler here.
 
         Raises: as :meth:`ReplayBuffer.loads`. Nothing is changed.
         """
@@ -287,15 +294,27 @@ class Saving:
             seed = seed_of(checkpoint, len(made.targets), rank)
             generator = torch.Generator().manual_seed(seed).get_state()
             shard = checkpoint.shard_folder(made.leader)
-            read = saved_parts.checked_states(made.leader_parts(checkpoint), shard, self._kinds())
+            found = made.leader_parts(checkpoint)
+            read = other_sampler.checked_states(found, shard, self._kinds(), convert=convert)
             self._state_of_parts(read, where)  # they have what is replaced
             states = {part: saved_parts.reset(part, state, seed, generator) for part, state in read.items()}
             if saved_parts.INDEX in states["sampler"]:
                 states["sampler"] = placed.state["priorities"][states["sampler"][saved_parts.INDEX]]
-            state = self._state_of_parts(states, where)
+            conversion = self._converted(states, found, where, convert=convert)
+            state = self._state_of_parts(conversion.states, where)
             state["_rng"] = None if self._wiring.generator is None else [generator, "cpu"]
             state["_lane"] = self._lanes.saved  # that of another rank says nothing here
-            return self._prepare(state, rows, default_rng=default_rng)
+            return self._prepare(state, rows, conversion, default_rng=default_rng)
+
+    def _converted(
+        self, states: dict[str, State], found: Mapping[str, SavedPart], where: str, *, convert: bool
+    ) -> other_sampler.Conversion:
+        """What is loaded of states, whose sampler may be another one if ``convert``."""
+        if not convert:
+            return other_sampler.Conversion(states)
+        if self._prefetching is not None:
+            self._prefetching.materialize()
+        return other_sampler.converted(states, found, self._kinds(), self._wiring, self._settings.batch_size, where)
 
     def _prepare_foreign(self, dump: ForeignDump, library: str) -> Commit:
         """Check a dump of another library's. What it does not say stays as it is here."""
@@ -387,8 +406,10 @@ class Saving:
             "_prefetch_state": states["prefetch"]["batches"],
         }
 
-    def _prepare(self, state: State, rows: StorageLoad, *, default_rng: bool) -> Commit:
-        """Check all but the storage's state, which ``rows`` loads."""
+    def _prepare(
+        self, state: State, rows: StorageLoad, made: other_sampler.Conversion | None = None, *, default_rng: bool
+    ) -> Commit:
+        """Check all but the storage's state, which ``rows`` loads. ``made``: what the state of the sampler is."""
         wiring, settings, kind = self._wiring, self._settings, self._settings.kind
         batch_size = typed(state, "_batch_size", (int, type(None)), kind)
         if batch_size is not None:
@@ -407,9 +428,10 @@ class Saving:
         default = _checked_generator(state["_default_rng"], f"{kind}: _default_rng")
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         sampler = self._sampler()
+        loads = [sampler.prepare_load(state["_sampler"], rows.capacity)] if made is None or made.loads_sampler else []
         writer = prepare_load(wiring.writer, state["_writer"], f"{kind}: _writer")
         transforms = prepare_load(wiring.transform, state["_transforms"], f"{kind}: _transforms")
-        components = Loads([sampler.prepare_load(state["_sampler"], rows.capacity), writer, transforms, batches])
+        components = Loads([*loads, writer, transforms, batches])
         return _BufferLoad(
             self._wiring,
             self._settings,
@@ -423,6 +445,7 @@ class Saving:
             iterating,
             rng,
             default if default_rng else None,
+            "" if made is None else made.said,
         )
 
 
@@ -443,6 +466,8 @@ class _BufferLoad(NamedTuple):
     rng: torch.Generator | None
     default_rng: torch.Generator | None
     """What torch's default one becomes; None: it stays."""
+    said: str
+    """For the log, if anything."""
 
     def commit(self) -> None:
         storage = self.wiring.storage
@@ -464,6 +489,8 @@ class _BufferLoad(NamedTuple):
                 torch.default_generator.set_state(self.default_rng.get_state())
         if not self.recipe.noted:
             self.recipe.note_if_possible()
+        if self.said:
+            announcing.announce([self.said])
 
 
 def _free_bytes() -> int:

@@ -358,6 +358,7 @@ class Checkpointer:
         verify: Literal["read", "full"] = "read",
         allow_partial: bool = False,
         default_rng: bool = False,
+        convert: bool = False,
     ) -> RestoreReport:
         """Load a checkpoint into the buffer. With several ranks, each of them calls this with the same arguments.
 
@@ -392,6 +393,8 @@ class Checkpointer:
             allow_partial: also load a checkpoint that lacks shards, as a job leaves it of which ranks died. ``missing`` of the report
                 names their ranks.
             default_rng: as for ``loads``.
+            convert: another sampler may have saved it, with its buffer class: as for ``loads``, whose other conversions need nothing
+                here.
 
         Returns:
             A :class:`RestoreReport`.
@@ -404,7 +407,7 @@ class Checkpointer:
             RankFailed: one of several ranks raised one of these, or died. Raised on all of them. Buffers that had begun to load are
                 empty.
         """
-        options = RestoreOptions(incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng)
+        options = RestoreOptions(incomplete, overflow, max_drop_fraction, env_id, resume, verify, default_rng, convert)
         wanted = Wanted(self.root, step, name, at_most, allow_partial)
         report = Restore(self._job, wanted, options).run()
         self._schedule.began()

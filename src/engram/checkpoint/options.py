@@ -115,6 +115,7 @@ class RestoreOptions(NamedTuple):
     resume: str
     verify: str
     default_rng: bool
+    convert: bool
 
     def check(self) -> None:
         """Raise ``ValueError``: one is out of its range."""

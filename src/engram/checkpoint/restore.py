@@ -250,11 +250,22 @@ class _Load:
         buffer, options, rank = self._job.buffer, self._options, self._ranks.rank
         if made is None:
             close_open = options.resume == "env_reset" and buffer.form.ranking is None
-            load = buffer.prepare_load(self._checkpoint, rank, default_rng=options.default_rng, close_open=close_open)
+            load = buffer.prepare_load(
+                self._checkpoint,
+                rank,
+                default_rng=options.default_rng,
+                close_open=close_open,
+                convert=options.convert,
+            )
         else:
             offset = sum(target.lanes for target in self._targets[:rank]) if options.env_id == "global" else 0
             load = buffer.prepare_placed(
-                self._checkpoint, made, rank, env_offset=offset, default_rng=options.default_rng
+                self._checkpoint,
+                made,
+                rank,
+                env_offset=offset,
+                default_rng=options.default_rng,
+                convert=options.convert,
             )
         if self._checks_blocks:  # the ranks share out the shards
             for shard in range(rank, self._checkpoint.manifest.world, self._ranks.world):

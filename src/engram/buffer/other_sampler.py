@@ -1,0 +1,99 @@
+"""A checkpoint that a buffer with another sampler has saved: what of its state counts for the sampler here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from engram import priorities
+from engram.errors import IncompatibleCheckpoint
+from engram.persist import parts
+from engram.state import real, saved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from engram.buffer.wiring import Wiring
+    from engram.persist.components import SavedPart
+
+#: Parts that may be of another class. Which one a sampler goes with is often the buffer's to say.
+_OTHERS = ("sampler", "buffer", "writer")
+#: Writers whose state says nothing, and that place rows alike.
+_RINGS = ("RoundRobinWriter", "TensorDictRoundRobinWriter")
+_ADVICE = " With convert=True its rows are taken, and drawn by the sampler here."
+
+
+def checked_states(
+    found: Mapping[str, SavedPart], shard: Path, kinds: Mapping[str, str], *, convert: bool
+) -> dict[str, dict[str, object]]:
+    """As :func:`parts.checked_states`; ``convert``: the sampler may be another one, with the buffer and the ring that go with it."""
+    others = {name: found[name].type for name in _OTHERS if name in found}
+    if {others.get("writer"), kinds["writer"]} - set(_RINGS):
+        others.pop("writer", None)
+    if convert:
+        return parts.checked_states(found, shard, {**kinds, **others})
+    try:
+        return parts.checked_states(found, shard, kinds)
+    except IncompatibleCheckpoint as error:
+        if any(part.type != {**kinds, **others}.get(name, part.type) for name, part in found.items()):
+            raise
+        raise IncompatibleCheckpoint(f"{error}{_ADVICE}") from error
+
+
+class Conversion(NamedTuple):
+    """What a sampler takes over from a state of another one."""
+
+    states: dict[str, dict[str, object]]
+    """Of all parts, for the buffer here."""
+    loads_sampler: bool = True
+    """False: its state says nothing of these rows: each gets the default priority, if there are any, and epochs begin."""
+    said: str = ""
+    """For the log; empty: the sampler is the same."""
+
+
+def converted(
+    states: dict[str, dict[str, object]],
+    found: Mapping[str, SavedPart],
+    kinds: Mapping[str, str],
+    wiring: Wiring,
+    batch_size: int | None,
+    where: str,
+) -> Conversion:
+    """What is loaded in place of the states of parts, whose sampler may be another one. A ``batch_size`` that is there stays.
+
+    Raises:
+        IncompatibleCheckpoint: a sampler of the user's own, which alone knows what it needs.
+    """
+    own, theirs = saved(wiring.bound_sampler(), "_sampler"), states["sampler"]
+    if found["writer"].type != kinds["writer"]:
+        states = {**states, "writer": saved(wiring.writer, "_writer")}
+    same_class, users = found["sampler"].type == kinds["sampler"], wiring.source is not wiring.sampler
+    if same_class and (users or own.keys() == theirs.keys()):
+        return Conversion(states)
+    if users:
+        raise IncompatibleCheckpoint(
+            f"{where}: expected the state of a {kinds['sampler']}, as here, got that of a {found['sampler'].type}. Samplers of your own "
+            "cannot be converted to: load the rows into a buffer with one of engram's, then set_sampler."
+        )
+    ours = parts.reset_epoch(own, 0)
+    what = "its epoch begins" if "visited" in own else ""
+    if "leaves" in own and "leaves" in theirs:
+        ours = {
+            **priorities.with_parameters(theirs, real(own, "alpha", where), real(own, "eps", where)),
+            "beta": own["beta"],
+        }
+        what = "their priorities were taken"
+    elif "leaves" in own:
+        what = "rows without priorities have the default one"
+    elif "leaves" in theirs:
+        what = "priorities that were saved are not used"
+    states = {
+        **states,
+        "sampler": ours,
+        "prefetch": dict(parts.EMPTY["prefetch"]),
+        "buffer": {**states["buffer"], "iterating": False, "batch_size": batch_size or states["buffer"]["batch_size"]},
+    }
+    theirs_is, ours_is = found["sampler"].type, kinds["sampler"]
+    said = f"{where}: rows of a buffer with a {theirs_is} are drawn by a {ours_is} from now on" + (what and f"; {what}")
+    takes = "leaves" not in own or "leaves" in theirs
+    return Conversion(states, loads_sampler=takes, said=f"{said}.")
