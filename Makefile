@@ -101,6 +101,7 @@ $(VENV)/.rivals: $(VENV)/.torch
 	@echo "==> Installing the libraries engram is measured beside"
 	@$(PIP) install -c $(VENV)/constraints.txt torchrl cpprb gymnasium
 	@$(PIP) install --no-deps -c $(VENV)/constraints.txt rlox stable-baselines3  # their other dependencies are for training
+	@$(PIP) install --no-deps --ignore-requires-python -c $(VENV)/constraints.txt cleanrl  # its pins are of 2023
 	@touch $@
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------

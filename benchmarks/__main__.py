@@ -15,6 +15,7 @@ from tensordict import __version__ as tensordict_version
 
 from benchmarks import (
     bench_checkpoints,
+    bench_cleanrl,
     bench_everyday,
     bench_frames,
     bench_indexes,
@@ -32,6 +33,7 @@ from benchmarks.claims import Row
 
 BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "everyday": bench_everyday.run,
+    "cleanrl": bench_cleanrl.run,
     "sampling": bench_sampling.run,
     "writing": bench_writing.run,
     "indexes": bench_indexes.run,

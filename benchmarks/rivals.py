@@ -25,6 +25,7 @@ _DISTRIBUTIONS = {
     "cpprb": "cpprb",
     "rlox": "rlox",
     "SB3": "stable-baselines3",
+    "CleanRL": "cleanrl",
 }
 _MODULES = {
     "engram": "engram",
@@ -32,6 +33,7 @@ _MODULES = {
     "cpprb": "cpprb",
     "rlox": "rlox",
     "SB3": "stable_baselines3.common.buffers",
+    "CleanRL": "cleanrl",
 }
 _PINS = Path(__file__).parents[1] / "constraints.txt"
 

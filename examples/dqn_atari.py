@@ -1,9 +1,11 @@
 """Deep Q-learning from frames of 84 × 84 pixels (Mnih et al., 2015), each of which is stored once.
 
-The agent sees four frames, the wrapper outside of ``rb.record(env)`` stacks them; the replay stores one frame a step and stacks them
-again when it samples. The game is in this file: catch a ball that bounces off the walls, so that one frame does not tell where it will
-come down. ``--env ALE/Pong-v5`` plays Atari (``pip install ale-py opencv-python-headless``). Hyper-parameters are those of CleanRL's
-``dqn_atari.py``; the shares of a run for warm-up, exploration and the target network are for a run of 10,000 steps, not 10,000,000.
+The agent sees four frames: the wrapper around ``rb.record(env)`` stacks them. The replay records what is inside of the wrapper, one
+frame a step. ``FrameStack`` makes the same stacks of them when they are sampled, also of the next observations, which
+``NextFromFollowing`` reads from the following rows: an eighth of the memory of stored stacks. The game is in this file: catch a
+ball that bounces off the walls, so that one frame does not tell where it comes down. ``--env ALE/Pong-v5`` plays Atari
+(``pip install ale-py opencv-python-headless``). Hyper-parameters are those of CleanRL's ``dqn_atari.py``; capacity, warm-up,
+exploration and the target network are for a run of 10,000 steps, not of 10,000,000.
 """
 
 import argparse
@@ -15,9 +17,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from engram import FrameStack, LazyTensorStorage, RandomSampler, ReplayBuffer
+from engram import (
+    FinalObservations,
+    FrameStack,
+    LazyTensorStorage,
+    NextFromFollowing,
+    RandomSampler,
+    TensorDictReplayBuffer,
+)
 
-ROWS, BATCH, WARMUP = 50_000, 32, 1_000
+ROWS, EPISODES, BATCH, WARMUP = 50_000, 5_000, 32, 1_000
 GAMMA, LEARNING_RATE, FRAMES = 0.99, 1e-4, 4
 LEARN_EVERY, FOLLOW_EVERY = 4, 200  # steps
 LEAST, EXPLORING = 0.01, 0.5  # the chance of a random action sinks to the one, in this share of the run
@@ -83,8 +92,9 @@ def network(actions: int) -> nn.Sequential:
 
 
 def train(name: str, steps: int, warmup: int, seed: int) -> None:
-    sampler = FrameStack(RandomSampler(), n=FRAMES, dim=-2, in_keys=OBSERVED)
-    rb = ReplayBuffer(storage=LazyTensorStorage(min(ROWS, steps)), sampler=sampler, batch_size=BATCH)
+    finals = FinalObservations(["observation"], LazyTensorStorage(EPISODES))
+    sampler = FrameStack(NextFromFollowing(RandomSampler(), finals), n=FRAMES, dim=-2, in_keys=OBSERVED)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(ROWS), sampler=sampler, transform=finals, batch_size=BATCH)
     env = gymnasium.wrappers.FrameStackObservation(rb.record(game(name)), FRAMES)
     random.seed(seed)
     torch.manual_seed(seed)
@@ -112,8 +122,9 @@ def train(name: str, steps: int, warmup: int, seed: int) -> None:
                 frames.unflatten(1, (FRAMES, 84)) / 255 for frames in (batch["observation"], following["observation"])
             )
             with torch.no_grad():
-                goal = following["reward"] + GAMMA * target(later).max(1).values * ~following["terminated"]
-            guess = online(now).gather(1, batch["action"].unsqueeze(1)).squeeze(1)
+                value = target(later).max(1, keepdim=True).values
+                goal = following["reward"] + GAMMA * value * ~following["terminated"]
+            guess = online(now).gather(1, batch["action"].unsqueeze(1))
             optimizer.zero_grad()
             nn.functional.mse_loss(guess, goal).backward()
             optimizer.step()

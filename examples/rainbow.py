@@ -75,6 +75,7 @@ def train(steps: int, warmup: int, seed: int) -> None:
     )
     env = rb.record(gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make("CartPole-v1")))
     torch.manual_seed(seed)
+    env.action_space.seed(seed)
     online, target = (Network(env.observation_space.shape[0], int(env.action_space.n)) for _ in range(2))
     target.load_state_dict(online.state_dict())
     optimizer = torch.optim.Adam(online.parameters(), lr=LEARNING_RATE, eps=1.5e-4)
@@ -82,8 +83,11 @@ def train(steps: int, warmup: int, seed: int) -> None:
 
     observation, _ = env.reset(seed=seed)
     for step in range(1, steps + 1):
-        with torch.no_grad():
-            action = online.best(torch.from_numpy(observation)).item()  # the noise explores
+        if rb.write_count <= warmup:
+            action = env.action_space.sample()
+        else:
+            with torch.no_grad():
+                action = online.best(torch.from_numpy(observation)).item()  # the noise explores
         observation, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:
             print(f"step {step}: return {info['episode']['r']:.0f}")

@@ -37,7 +37,8 @@ class Agent(nn.Module):
 
 
 def train(steps: int, warmup: int, seed: int) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(ROWS), batch_size=BATCH)
+    storage = LazyTensorStorage(ROWS, dtypes={"reward": torch.float32})  # Gymnasium's are float64
+    rb = ReplayBuffer(storage=storage, batch_size=BATCH)
     replay = rb.appender()
     env = gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make("Pendulum-v1"))
     env = gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
@@ -61,7 +62,7 @@ def train(steps: int, warmup: int, seed: int) -> None:
         replay.add(
             observation=observation,
             action=action,
-            reward=float(reward),
+            reward=reward,
             following=following,
             terminated=terminated,
         )
@@ -92,7 +93,7 @@ def train(steps: int, warmup: int, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=8_000)
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before it learns")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
