@@ -87,6 +87,7 @@ NAMES = [
     "Traits",
     "UncleanStore",
     "VecNorm",
+    "WindowSpec",
     "Write",
     "WritePlan",
     "Writer",

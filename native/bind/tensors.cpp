@@ -237,7 +237,7 @@ OutputBuffer::OutputBuffer(const RowSpec& spec, std::int64_t most) : spec_(&spec
   }
   too_large |= __builtin_mul_overflow(row_bytes, static_cast<std::size_t>(most), &bytes);
   if (too_large || bytes > std::size_t{1} << 47) throw NoMemory(most, row_bytes);
-  const std::size_t ndim = spec.shape.size() + 1;
+  const std::size_t ndim = spec.shape.size() + 2;
   memory_ = static_cast<std::byte*>(std::malloc(sizeof(ManagedTensor) + 2 * sizeof(std::int64_t) * ndim + 64 + bytes));
   if (memory_ == nullptr) throw NoMemory(most, row_bytes);
   data_ = values_in(memory_, ndim);
@@ -268,17 +268,19 @@ OutputBuffer::~OutputBuffer() {
   }
 }
 
-nb::object OutputBuffer::tensor(std::int64_t n) && {
+nb::object OutputBuffer::tensor(std::int64_t n, std::int64_t each) && {
   if (allocated_.is_valid()) {
     nb::object made = std::move(allocated_);
-    return nb::cast<std::int64_t>(made.attr("shape")[0]) == n ? made : made.attr("narrow")(0, 0, n);
+    if (nb::cast<std::int64_t>(made.attr("shape")[0]) != n) made = made.attr("narrow")(0, 0, n);
+    return each > 0 ? made.attr("unflatten")(0, nb::make_tuple(n / each, each)) : made;
   }
-  const auto ndim = static_cast<std::int32_t>(spec_->shape.size() + 1);
+  const std::int32_t leading = each > 0 ? 2 : 1, ndim = static_cast<std::int32_t>(spec_->shape.size()) + leading;
   auto* managed = new (memory_) ManagedTensor{};
   auto* shape = reinterpret_cast<std::int64_t*>(memory_ + sizeof(ManagedTensor));
   std::int64_t* strides = shape + ndim;
-  shape[0] = n;
-  std::copy(spec_->shape.begin(), spec_->shape.end(), shape + 1);
+  shape[0] = each > 0 ? n / each : n;
+  if (each > 0) shape[1] = each;
+  std::copy(spec_->shape.begin(), spec_->shape.end(), shape + leading);
   std::int64_t stride = 1;
   for (std::int32_t d = ndim; d-- > 0;) {
     strides[d] = stride;
@@ -315,9 +317,9 @@ void OutputBuffers::add(const Layout& layout, std::int64_t most) {
   for (const RowSpec& spec : layout.specs()) add(spec, most);
 }
 
-nb::list OutputBuffers::tensors(std::int64_t n) && {
+nb::list OutputBuffers::tensors(std::int64_t n, std::int64_t each) && {
   nb::list tensors;
-  for (OutputBuffer& buffer : buffers_) tensors.append(std::move(buffer).tensor(n));
+  for (OutputBuffer& buffer : buffers_) tensors.append(std::move(buffer).tensor(n, each));
   return tensors;
 }
 

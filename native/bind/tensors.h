@@ -68,8 +68,8 @@ class OutputBuffer {
   ~OutputBuffer();
 
   std::byte* data() const { return data_; }
-  /// A CPU tensor [n, *shape] that owns the memory.
-  nanobind::object tensor(std::int64_t n) &&;
+  /// A CPU tensor [n, *shape] that owns the memory; with `each` [n / each, each, *shape].
+  nanobind::object tensor(std::int64_t n, std::int64_t each = 0) &&;
 
  private:
   void take_allocated(std::int64_t most);
@@ -94,7 +94,7 @@ class OutputBuffers {
   /// Where the first n begin.
   std::span<std::byte* const> first(std::size_t n) const { return {addresses_.data(), n}; }
 
-  nanobind::list tensors(std::int64_t n) &&;
+  nanobind::list tensors(std::int64_t n, std::int64_t each = 0) &&;
 
  private:
   std::vector<OutputBuffer> buffers_;

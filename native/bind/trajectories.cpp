@@ -45,18 +45,32 @@ struct Marks {
   std::int64_t begun;    // the stored flag with this number, or kAlone, and the first steps
   bool begun_is_column;  // [n, 1] as the others, else [n]
   bool real;             // no padding: [n]
+  bool learning;         // from the anchor on: [n]
+};
+
+// How a batch of windows is drawn and laid out.
+struct Batched {
+  bool padded;    // short windows have all steps of the spec
+  bool numbered;  // with tickets
+  bool flat;      // [n * length, ...]; else [n, length, ...]
+  std::span<std::int64_t> taken;  // by the online queue, for each track; empty: there is none
 };
 
 // Windows in new tensors: one per field of the layout, which are those of the store or none; the rows, then marks, weights and
 // tickets as they are added.
 class Sampled {
  public:
-  Sampled(const Store& store, const Layout& layout, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length,
-          bool padded)
-      : store_(store), fields_(layout.specs().size()), stride_(padded ? length : 0) {
+  Sampled(const Store& store, const Layout& layout, const ChooseWindows& choose, std::uint64_t n, const WindowSpec& spec,
+          const Batched& batched)
+      : store_(store),
+        fields_(layout.specs().size()),
+        stride_(batched.padded || spec.whole ? spec.length : 0),
+        burn_in_(spec.burn_in),
+        flat_(batched.flat) {
     check(fields_ == 0 || fields_ == store.fields(), "a layout of all fields, or of none");
+    check(flat_ || stride_ > 0, "windows of equal length");
     constexpr std::uint64_t kMost = std::uint64_t{1} << 40;
-    check(n < kMost && (!padded || n == 0 || length < kMost / n), "a batch of more rows than there is memory");
+    check(n < kMost && (stride_ == 0 || n == 0 || stride_ < kMost / n), "a batch of more rows than there is memory");
     const auto allocate = [&](std::uint64_t places) -> WindowMemory {
       most_ = static_cast<std::int64_t>(places);
       buffers_ = {};
@@ -65,8 +79,9 @@ class Sampled {
       numbers_.resize(places);
       return {buffers_.first(fields_), rows(), numbers_.data()};
     };
-    lengths_ = read_windows(store, fields_ == 0 ? std::span<const std::uint64_t>{} : store.all(), choose, n, length, padded, allocate);
-    for (const std::uint64_t steps : lengths_) total_ += places(steps);
+    windows_ = read_windows(store, fields_ == 0 ? std::span<const std::uint64_t>{} : store.all(), choose, n, spec,
+                            batched.padded, allocate);
+    for (const Steps& steps : windows_) total_ += places(steps);
   }
 
   void add(const Marks& marks) {
@@ -74,17 +89,26 @@ class Sampled {
     if (marks.done != Marks::kUnwanted) flag(kFlagColumn, marks.done, Step::last);
     if (marks.never) flag(kFlagColumn, Marks::kAlone, Step::none);
     if (marks.begun != Marks::kUnwanted) flag(marks.begun_is_column ? kFlagColumn : kFlag, marks.begun, Step::first);
-    if (!marks.real) return;
-    bool* to = output<bool>(kFlag);
-    for (const std::uint64_t steps : lengths_) to = std::fill_n(std::fill_n(to, steps, true), places(steps) - steps, false);
+    if (marks.real) {
+      bool* to = output<bool>(kFlag);
+      for (const Steps& steps : windows_) {
+        bool* const end = to + places(steps);
+        std::fill(std::fill_n(std::fill_n(to, steps.before, false), steps.real, true), end, false);
+        to = end;
+      }
+    }
+    if (marks.learning) {
+      bool* to = output<bool>(kFlag);
+      for (const Steps& steps : windows_) to = std::fill_n(std::fill_n(to, burn_in_, false), places(steps) - burn_in_, true);
+    }
   }
 
-  /// The weights that the first steps have among all rows, at every step of their windows.
+  /// The weights that the anchors have among all rows, at every step of their windows.
   void add_weights(const Priorities& priorities, bool single_precision) {
     std::vector<std::int64_t> starts;
     const std::int64_t* at = rows();
-    for (const std::uint64_t steps : lengths_) {
-      starts.push_back(*at);
+    for (const Steps& steps : windows_) {
+      starts.push_back(at[burn_in_]);
       at += places(steps);
     }
     std::vector<double> weights(starts.size());
@@ -98,13 +122,15 @@ class Sampled {
 
   void add_numbers() { std::copy_n(numbers_.begin(), total_, output<std::int64_t>(kNumbers)); }
 
-  nb::list tensors() && { return std::move(buffers_).tensors(static_cast<std::int64_t>(total_)); }
+  nb::list tensors() && {
+    return std::move(buffers_).tensors(static_cast<std::int64_t>(total_), flat_ ? 0 : static_cast<std::int64_t>(stride_));
+  }
 
  private:
   enum class Step { none, first, last };
 
   std::int64_t* rows() const { return buffers_.at<std::int64_t>(fields_); }
-  std::uint64_t places(std::uint64_t steps) const { return std::max(steps, stride_); }
+  std::uint64_t places(const Steps& steps) const { return std::max(steps.real, stride_); }
 
   template <class T>
   T* output(const RowSpec& spec) {
@@ -122,33 +148,35 @@ class Sampled {
       std::copy_n(buffers_.at<std::uint8_t>(field), total_, to);
     }
     if (step == Step::none) return;
-    for (const std::uint64_t steps : lengths_) {
-      to[step == Step::first ? 0 : steps - 1] = 1;
+    for (const Steps& steps : windows_) {
+      to[step == Step::first ? 0 : steps.before + steps.real - 1] = 1;
       to += places(steps);
     }
   }
 
   template <class T>
   void repeat(const std::vector<double>& values, T* to) const {
-    for (std::size_t i = 0; i < values.size(); ++i) to = std::fill_n(to, places(lengths_[i]), static_cast<T>(values[i]));
+    for (std::size_t i = 0; i < values.size(); ++i) to = std::fill_n(to, places(windows_[i]), static_cast<T>(values[i]));
   }
 
   const Store& store_;
   std::uint64_t fields_;  // that are read
   std::int64_t most_ = 0;  // places while they are read
-  std::uint64_t stride_, total_ = 0;
-  std::vector<std::uint64_t> lengths_;
+  std::uint64_t stride_, burn_in_;
+  bool flat_;
+  std::uint64_t total_ = 0;
+  std::vector<Steps> windows_;
   std::vector<std::int64_t> numbers_;
   OutputBuffers buffers_;
 };
 
 // Which windows may be drawn, as Python says it: a field by its number.
-struct BoundShape {
-  Shape shape;
+struct BoundSpec {
+  WindowSpec spec;
   std::int64_t final = -1;
 
-  Shape in(const Store& store) const {
-    Shape found = shape;
+  WindowSpec in(const Store& store) const {
+    WindowSpec found = spec;
     if (final < 0) return found;
     const auto number = static_cast<std::uint64_t>(final);
     check(number < store.fields() && store.row_bytes(number) >= sizeof(std::int64_t), "a field of int64");
@@ -160,19 +188,27 @@ struct BoundShape {
 // The key of a choice, by its attempt; the first is the batch's own.
 std::uint64_t key_of(std::uint64_t key, std::uint64_t attempt) { return key + attempt * 0x9E3779B97F4A7C15ull; }
 
+// Chooses from the online queue first, if there is one; what replaces moved windows does not come from it.
+ChooseWindows chosen_by(Trajectories& table, const WindowSpec& spec, const Batched& batched, ChooseWindows choose) {
+  if (batched.taken.empty()) return choose;
+  return [&table, &spec, &batched, choose](std::uint64_t n, std::uint64_t attempt) {
+    if (attempt > 0) return choose(n, attempt);
+    return newest_first(table, batched.taken, n, spec, [&](std::uint64_t rest) { return choose(rest, 0); });
+  };
+}
+
 nb::list sample(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
-                const BoundShape& bound, bool padded, bool numbered, const Marks& marks) {
+                const BoundSpec& bound, const Batched& batched, const Marks& marks) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
-  const Shape shape = bound.in(store);
+  const WindowSpec spec = bound.in(store);
   std::optional<Sampled> sampled;
   {
     nb::gil_scoped_release release;
-    const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
-      return table.draw(key_of(key, attempt), count, shape);
-    };
-    sampled.emplace(store, layout, choose, n, shape.length, padded);
+    sampled.emplace(store, layout, chosen_by(table, spec, batched, [&](std::uint64_t count, std::uint64_t attempt) {
+      return table.draw(key_of(key, attempt), count, spec);
+    }), n, spec, batched);
     sampled->add(marks);
-    if (numbered) sampled->add_numbers();
+    if (batched.numbered) sampled->add_numbers();
   }
   return std::move(*sampled).tensors();
 }
@@ -186,77 +222,87 @@ TrajectoryEpoch epoch_of(const nb::tuple& state) {
 nb::tuple state_of(const TrajectoryEpoch& epoch) { return nb::make_tuple(epoch.key, epoch.version, epoch.visited, epoch.count); }
 
 nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
-                      const BoundShape& bound, bool padded, bool numbered, const Marks& marks, const nb::tuple& state,
+                      const BoundSpec& bound, const Batched& batched, const Marks& marks, const nb::tuple& state,
                       bool shuffle, bool drop_last) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);
   TrajectoryEpoch epoch = epoch_of(state);
-  const Shape shape = bound.in(store);
+  const WindowSpec spec = bound.in(store);
   std::optional<Sampled> sampled;
   {
     nb::gil_scoped_release release;
     const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
       if (attempt == 0 || epoch.count - epoch.visited >= count) {
-        return table.draw_epoch(epoch, key_of(key, attempt), count, shape, shuffle, drop_last);
+        return table.draw_epoch(epoch, key_of(key, attempt), count, spec, shuffle, drop_last);
       }
       TrajectoryEpoch another;  // windows that replace moved ones do not begin the next epoch
-      return table.draw_epoch(another, key_of(key, attempt), count, shape, true, false);
+      return table.draw_epoch(another, key_of(key, attempt), count, spec, true, false);
     };
-    sampled.emplace(store, layout, choose, n, shape.length, padded);
+    sampled.emplace(store, layout, choose, n, spec, batched);
     sampled->add(marks);
-    if (numbered) sampled->add_numbers();
+    if (batched.numbered) sampled->add_numbers();
   }
   return nb::make_tuple(state_of(epoch), std::move(*sampled).tensors());
 }
 
 nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
-                         const BoundShape& bound, bool padded, bool numbered, const Marks& marks,
+                         const BoundSpec& bound, const Batched& batched, const Marks& marks,
                          const BoundPriorities& priorities, bool single_precision) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);
-  const Shape shape = bound.in(store);
+  const WindowSpec spec = bound.in(store);
   std::optional<Sampled> sampled;
   {
     nb::gil_scoped_release release;
-    const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
-      return draw_anchored(priorities, table, key_of(key, attempt), count, shape);
-    };
-    sampled.emplace(store, layout, choose, n, shape.length, padded);
+    sampled.emplace(store, layout, chosen_by(table, spec, batched, [&](std::uint64_t count, std::uint64_t attempt) {
+      return draw_anchored(priorities, table, key_of(key, attempt), count, spec);
+    }), n, spec, batched);
     sampled->add(marks);
     sampled->add_weights(priorities, single_precision);
-    if (numbered) sampled->add_numbers();
+    if (batched.numbered) sampled->add_numbers();
   }
   return std::move(*sampled).tensors();
 }
 
 void bind_windows(nb::module_& m) {
-  nb::class_<BoundShape>(m, "Shape", "Which windows may be drawn, and how likely each is.")
+  nb::class_<BoundSpec>(m, "WindowSpec", "Which windows may be drawn, and how likely each is.")
       .def(
           "__init__",
-          [](BoundShape* self, std::uint64_t length, bool strict, bool by_anchor, std::uint64_t left, std::uint64_t right) {
-            check(length > 0 && left < length && right < length, "overhangs below the length");
-            new (self) BoundShape{{length, strict, by_anchor, left, right}};
+          [](BoundSpec* self, std::uint64_t length, bool strict, bool by_anchor, std::uint64_t left, std::uint64_t right,
+             std::uint64_t period, std::uint64_t dilation, std::uint64_t burn_in, std::uint64_t padding, bool whole) {
+            const WindowSpec spec{length, strict, by_anchor, left, right, period, dilation, burn_in, padding, whole};
+            spec.validate();
+            new (self) BoundSpec{spec};
           },
-          "length"_a, "strict"_a = true, "by_anchor"_a = false, "left"_a = 0, "right"_a = 0)
+          "length"_a, "strict"_a = true, "by_anchor"_a = false, "left"_a = 0, "right"_a = 0, "period"_a = 1, "dilation"_a = 1,
+          "burn_in"_a = 0, "padding"_a = 0, "whole"_a = false)
       .def(
           "finished",
-          [](const BoundShape& self, std::uint64_t final, std::uint64_t steps) {
+          [](const BoundSpec& self, std::uint64_t final, std::uint64_t steps) {
             check(final < std::uint64_t{1} << 32, "a field of the store");
-            BoundShape made = self;
+            BoundSpec made = self;
             made.final = static_cast<std::int64_t>(final);
-            made.shape.unfinished = steps;
+            made.spec.unfinished = steps;
             return made;
           },
           "final"_a, "steps"_a,
           "These windows without the last steps of trajectories, so many of each, whose last step has a negative int64 in that field.");
+  nb::class_<Batched>(m, "Batched", "How a batch of windows is drawn and laid out.")
+      .def(
+          "__init__",
+          [](Batched* self, bool padded, bool numbered, bool flat, Address taken, std::uint64_t tracks) {
+            new (self) Batched{padded, numbered, flat, {tracks == 0 ? nullptr : at<std::int64_t>(taken), tracks}};
+          },
+          "padded"_a, "numbered"_a, "flat"_a, "taken"_a = 0, "tracks"_a = 0,
+          "Whether short windows have all steps; whether there are tickets; [n * length, ...] or [n, length, ...]. Ticket numbers of the "
+          "steps that the online queue took last, int64 [tracks], which the draw changes; 0 of them: there is no queue.");
   nb::class_<Marks>(m, "Marks", "What a batch of windows says of its steps beside what is stored.")
       .def(
           "__init__",
-          [](Marks* self, bool ends, bool never, std::int64_t done, std::int64_t begun, bool begun_is_column, bool real) {
-            new (self) Marks{ends, never, done, begun, begun_is_column, real};
-          },
-          "ends"_a, "never"_a, "done"_a, "begun"_a, "begun_is_column"_a, "real"_a,
+          [](Marks* self, bool ends, bool never, std::int64_t done, std::int64_t begun, bool begun_is_column, bool real,
+             bool learning) { new (self) Marks{ends, never, done, begun, begun_is_column, real, learning}; },
+          "ends"_a, "never"_a, "done"_a, "begun"_a, "begun_is_column"_a, "real"_a, "learning"_a,
           "Whether wanted: the last step of each window, [n, 1]; false, [n, 1]. Then numbers of stored flags, -1 for none of "
           "them, -2 for unwanted: one that the last steps are added to, [n, 1]; one that the first steps are, which is "
-          "[n, 1] or [n]. Whether wanted: no padding, [n].");
+          "[n, 1] or [n]. Whether wanted: no padding, [n]; no burn-in, [n].");
 }
 
 }  // namespace
@@ -286,18 +332,18 @@ void bind_trajectories(nb::module_& m) {
       .def("count", &Trajectories::count, "window"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Windows of that length are counted from now on.")
       .def("after_fork", &Trajectories::after_fork, "In a child that was forked off, before anything else.")
-      .def("sample", &sample, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a, "marks"_a,
+      .def("sample", &sample, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a, "marks"_a,
            "n windows with replacement, in new tensors: one per field, or none with an empty layout; int64 rows, marks, and "
            "tickets if numbered.")
-      .def("sample_epoch", &sample_epoch, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a, "numbered"_a,
-           "marks"_a, "state"_a, "shuffle"_a, "drop_last"_a, "As draw_epoch and sample: (epoch, tensors).")
-      .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "shape"_a, "padded"_a,
-           "numbered"_a, "marks"_a, "priorities"_a, "single_precision"_a,
+      .def("sample_epoch", &sample_epoch, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a, "marks"_a, "state"_a, "shuffle"_a, "drop_last"_a, "As draw_epoch and sample: (epoch, tensors).")
+      .def("sample_anchored", &sample_anchored, "store"_a, "layout"_a, "key_at"_a, "n"_a, "spec"_a, "batched"_a,
+           "marks"_a, "priorities"_a, "single_precision"_a,
            "As sample, with first steps drawn by priority; behind the marks come their weights.")
       .def(
           "windows",
-          [](Trajectories& self, const Store& store, const BoundShape& shape) { return self.windows(shape.in(store)); },
-          "store"_a, "shape"_a, nb::call_guard<nb::gil_scoped_release>(), "How many windows there are of which one is drawn.")
+          [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },
+          "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(), "How many windows there are of which one is drawn.")
+      .def_prop_ro("tracks", &Trajectories::tracks)
       .def(
           "census",
           [](Trajectories& self) {

@@ -43,20 +43,42 @@ struct Boundaries {
   std::vector<std::uint64_t> step_types = {};  // of each field the bytes of an integer, 0 for flags; may be empty: all are flags
 };
 
+/// Steps of a window, in their order: some before the trajectory, then those in it; where all are wanted, the rest is past its
+/// end. The trajectory's first step stands for those before it, and its last one for those past its end.
+struct Steps {
+  std::uint64_t before, real;
+};
+
+/// Steps of the places [first, first + length) of a track; the first of them is `ahead` places behind where the window begins.
+struct Window {
+  std::uint64_t track, first, length, ahead = 0;
+};
+
 /// Which windows may be drawn, and how likely each is.
-struct Shape {
+struct WindowSpec {
   std::uint64_t length;                // steps
   bool strict = true;                  // no trajectory shorter than that; else those give shorter windows
   bool by_anchor = false;              // uniform over windows; else over trajectories, then over the windows of one
   std::uint64_t left = 0, right = 0;   // steps by which a window may overhang its trajectory, < length; they are left out
+  std::uint64_t period = 1;            // places between the beginnings of two windows of a trajectory
+  std::uint64_t dilation = 1;          // places between two steps of a window; more than one: without overhangs
+  std::uint64_t burn_in = 0;           // steps of a window before its anchor, < length
+  std::uint64_t padding = 0;           // steps by which the first window begins before its trajectory, < length; of whole ones
+  bool whole = false;                  // windows have all their steps, whatever trajectory they are of
   // Windows hold none of the last `unfinished` steps of a trajectory, unless the first int64 in `final` of its last step is at least 0.
   std::uint64_t unfinished = 0;
   Field final{};
-};
 
-/// Steps [first, first + length) of a track; `first` is a place.
-struct Window {
-  std::uint64_t track, first, length;
+  std::uint64_t extent() const { return (length - 1) * dilation + 1; }
+  std::uint64_t ahead() const { return padding * dilation; }
+  /// Rows of a window, as it is drawn.
+  std::uint64_t rows(const Window& window) const { return whole ? length : steps(window).real; }
+  Steps steps(const Window& window) const {
+    const std::uint64_t before = (window.ahead + dilation - 1) / dilation;
+    return {before, (window.ahead + window.length - 1) / dilation + 1 - before};
+  }
+  /// Throws std::invalid_argument: there are no such windows.
+  void validate() const;
 };
 
 struct Drawn {
@@ -126,20 +148,24 @@ class Trajectories final : public Index {
   /// In a child that was forked off: a thread of the parent that was at work here does not exist.
   void after_fork();
 
+  /// The newest whole window of each track, those that were written last first, and no more than n. Left out are windows with
+  /// steps that are not newer than the track's entry of `taken`, a ticket number; the others' last ones are entered there.
+  Drawn newest(std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec);
+
   /// Draws n windows with replacement: a pure function of key, table and tickets. Empty if there is none to draw.
-  Drawn draw(std::uint64_t key, std::uint64_t n, const Shape& shape);
+  Drawn draw(std::uint64_t key, std::uint64_t n, const WindowSpec& spec);
 
   /// The next n trajectories of a epoch, one random window each; too short ones are left out. Begins a new epoch, under
   /// `key`, where the old one is over or the store was written to since. `drop_last`: a rest of less than n is skipped,
   /// if need be before the draw; empty and count < n if there are not as many at all.
-  Drawn draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle, bool drop_last);
+  Drawn draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const WindowSpec& spec, bool shuffle, bool drop_last);
 
   /// Lengths of the windows that begin at given rows, 0 where none may: where too little follows for a window and what may
   /// hang over the end, but for the first step of a shorter trajectory if not strict.
-  std::vector<std::uint64_t> window_lengths(const std::int64_t* rows, std::uint64_t n, const Shape& shape);
+  std::vector<std::uint64_t> window_lengths(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec);
 
   /// The windows that begin at given rows, where one may, and no more than `most`.
-  Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most);
+  Drawn windows_at(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, std::uint64_t most);
 
   /// Of each row the steps of its trajectory from at most `before` steps earlier to at most `after` later. Where that is not
   /// known, the row alone with ticket -1. Only of the first rows, but at least of one, where all have more than `most` steps.
@@ -147,7 +173,9 @@ class Trajectories final : public Index {
                       std::uint64_t most);
 
   /// How many windows there are of which one is drawn.
-  std::uint64_t windows(const Shape& shape);
+  std::uint64_t windows(const WindowSpec& spec);
+
+  std::uint64_t tracks() const { return tracks_; }
 
   /// How many trajectories there are, and the length of the longest.
   Census census();
@@ -259,9 +287,9 @@ class Trajectories final : public Index {
   void changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatter);
 
   void forget_all();
-  std::uint64_t usable(const View& v, std::uint64_t run, const Shape& shape) const;
-  Window window_at(std::int64_t row, const Shape& shape) const;
-  bool append(Drawn& drawn, const Window& window, bool whole) const;
+  std::uint64_t usable(const View& v, std::uint64_t run, const WindowSpec& spec) const;
+  Window window_at(std::int64_t row, const WindowSpec& spec) const;
+  bool append(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const;
 
   Control control_;
   Boundaries boundaries_;

@@ -16,28 +16,46 @@ constexpr std::uint64_t kAttempts = 32;  // of a rejection, before all that is l
 constexpr std::uint64_t kRounds = 16;    // windows drawn again because a writer was in them
 
 // Windows that a run of n > 0 steps gives: one per place where it may begin, overhangs included.
-std::uint64_t windows_in(std::uint64_t n, const Shape& shape) {
-  if (n == 0 || (shape.strict && n < shape.length)) return 0;
-  const std::uint64_t space = n >= shape.length ? n - shape.length : 0;
-  return space + 1 + shape.left + std::min(shape.right, n - 1 - space);
+std::uint64_t windows_in(std::uint64_t n, const WindowSpec& spec) {
+  const std::uint64_t padded = n + spec.ahead(), extent = spec.extent();
+  if (n == 0 || (spec.strict && padded < extent)) return 0;
+  const std::uint64_t space = padded >= extent ? (padded - extent) / spec.period : 0;
+  return space + 1 + spec.left + std::min(spec.right, n - 1 - space);
 }
 
-// The k-th of them, of a run that begins at `first`; only the steps that are really there.
-Window window_in(std::uint64_t track, std::uint64_t first, std::uint64_t n, std::uint64_t k, const Shape& shape) {
-  const std::uint64_t skipped = k > shape.left ? k - shape.left : 0, missing = k < shape.left ? shape.left - k : 0;
-  return {track, first + skipped, std::min(shape.length - missing, n - skipped)};
+// The window that begins `from` places behind the first one of a run of n steps, without its first `missing` places; only the
+// places that are really there. The run begins at `first`, the first window perhaps before it.
+Window window_from(std::uint64_t track, std::uint64_t first, std::uint64_t n, std::uint64_t from, std::uint64_t missing,
+                   const WindowSpec& spec) {
+  const std::uint64_t ahead = spec.ahead() > from ? spec.ahead() - from : 0, skipped = from + ahead - spec.ahead();
+  return {track, first + skipped, std::min(spec.extent() - missing - ahead, n - skipped), ahead};
+}
+
+// The k-th of windows_in.
+Window window_in(std::uint64_t track, std::uint64_t first, std::uint64_t n, std::uint64_t k, const WindowSpec& spec) {
+  const std::uint64_t from = k > spec.left ? (k - spec.left) * spec.period : 0;
+  return window_from(track, first, n, from, k < spec.left ? spec.left - k : 0, spec);
 }
 
 }  // namespace
+
+void WindowSpec::validate() const {
+  constexpr std::uint64_t kMost = std::uint64_t{1} << 62;
+  check(length > 0 && left < length && right < length, "overhangs below the length");
+  check(dilation > 0 && dilation < kMost / length && period > 0 && period < kMost, "steps and windows that lie apart");
+  check(burn_in < length && padding < length && (padding == 0 || whole), "steps before an anchor or a trajectory below the length");
+  check((dilation == 1 && period == 1 && !whole) || (left == 0 && right == 0), "overhangs of plain windows");
+}
 
 // Chooses windows from the tracks as they are. Numbers i of the random sequence belong to window i; `round` counts how
 // often it is chosen again.
 class Trajectories::Chooser {
  public:
-  Chooser(const Trajectories& table, const Views& views, const Shape& shape, std::uint64_t key)
-      : table_(table), views_(views), shape_(shape), random_(key) {
-    plain_ = shape.strict && shape.left == 0 && shape.right == 0;
-    counted_ = shape.by_anchor && plain_ && shape.unfinished == 0 && shape.length == table.window_;
+  Chooser(const Trajectories& table, const Views& views, const WindowSpec& spec, std::uint64_t key)
+      : table_(table), views_(views), spec_(spec), random_(key) {
+    strict_ = spec.strict && spec.left == 0 && spec.right == 0;
+    plain_ = strict_ && spec.period == 1 && spec.padding == 0;
+    counted_ = spec.by_anchor && plain_ && spec.unfinished == 0 && spec.extent() == table.window_;
     ends_.reserve(views.size());
     for (const View& v : views) ends_.push_back(total_ += weight(v));
   }
@@ -51,24 +69,39 @@ class Trajectories::Chooser {
       *window = counted_anchor(*v, k);
       return true;
     }
-    const bool rejecting = total_ > 0 && (plain_ || !shape_.by_anchor) && listed_.empty();
+    const bool rejecting = total_ > 0 && (strict_ || !spec_.by_anchor) && listed_.empty();
     for (std::uint64_t attempt = salt; rejecting && attempt < salt + 2 * kAttempts; attempt += 2) {
       const auto [v, k] = locate(random_.below(total_, i, attempt));
-      if (shape_.by_anchor) {
-        const std::uint64_t place = v->low + k, run = v->find(place);
-        if (v->dead(run) || place + shape_.length > v->first(run) + table_.usable(*v, run, shape_)) continue;
-        *window = {v->track, place, shape_.length};
+      if (spec_.by_anchor) {
+        if (!window_over(*v, v->low + k, window)) continue;
         return true;
       }
-      const std::uint64_t steps = table_.usable(*v, k, shape_), windows = windows_in(steps, shape_);
+      const std::uint64_t steps = table_.usable(*v, k, spec_), windows = windows_in(steps, spec_);
       if (windows == 0) continue;
-      *window = window_in(v->track, v->first(k), steps, random_.below(windows, i, attempt + 1), shape_);
+      *window = window_in(v->track, v->first(k), steps, random_.below(windows, i, attempt + 1), spec_);
       return true;
     }
     return choose_listed(i, salt, window);
   }
 
  private:
+  // Of all windows, a place finds each equally often: where it begins, or by one of as many places up to its last one.
+  bool window_over(const View& v, std::uint64_t place, Window* window) const {
+    const std::uint64_t run = v.find(place), n = table_.usable(v, run, spec_), extent = spec_.extent();
+    if (n == 0) return false;
+    const std::uint64_t first = v.first(run), at = place - first;
+    std::uint64_t from = at;
+    if (!plain_) {
+      const std::uint64_t last = extent - 1 - spec_.ahead();  // place of the first window's last step
+      const std::uint64_t finders = std::min(spec_.period, last + 1);
+      from = at > last ? (at - last + spec_.period - 1) / spec_.period * spec_.period : 0;
+      if (last + from - at >= finders) return false;
+    }
+    if (from + extent > n + spec_.ahead()) return false;
+    *window = window_from(v.track, first, n, from, 0, spec_);
+    return true;
+  }
+
   struct Listed {
     const View* view;
     std::uint64_t run, steps, end;  // windows up to and with this one
@@ -80,11 +113,11 @@ class Trajectories::Chooser {
       const std::uint64_t last = v.count - 1;
       return v.run(last).anchors + counted_in(v, last) - lost(v);
     }
-    return shape_.by_anchor ? v.next - v.low : v.count;
+    return spec_.by_anchor ? v.next - v.low : v.count;
   }
 
   std::uint64_t counted_in(const View& v, std::uint64_t run) const {
-    return v.dead(run) ? 0 : anchors_in(v.end(run) - v.start(run), shape_.length);
+    return v.dead(run) ? 0 : anchors_in(v.end(run) - v.start(run), spec_.extent());
   }
 
   // Anchors before the first that is left: the oldest run may have lost its first steps.
@@ -105,7 +138,7 @@ class Trajectories::Chooser {
       const std::uint64_t middle = from + (to - from) / 2;
       (v.run(middle).anchors <= target ? from : to) = middle;
     }
-    return {v.track, v.start(from) + (target - v.run(from).anchors), shape_.length};
+    return {v.track, v.start(from) + (target - v.run(from).anchors), spec_.extent()};
   }
 
   // Exact, once rejection has found nothing: most trajectories are too short.
@@ -115,7 +148,7 @@ class Trajectories::Chooser {
     const std::uint64_t attempt = salt + 2 * kAttempts;
     const Listed* found = nullptr;
     std::uint64_t k = 0;
-    if (shape_.by_anchor) {
+    if (spec_.by_anchor) {
       const std::uint64_t target = random_.below(listed_.back().end, i, attempt);
       found = &*std::upper_bound(listed_.begin(), listed_.end(), target,
                                  [](std::uint64_t value, const Listed& l) { return value < l.end; });
@@ -126,7 +159,7 @@ class Trajectories::Chooser {
       k = random_.below(windows, i, attempt - 1);
     }
     const View& v = *found->view;
-    *window = window_in(v.track, v.first(found->run), found->steps, k, shape_);
+    *window = window_in(v.track, v.first(found->run), found->steps, k, spec_);
     return true;
   }
 
@@ -134,7 +167,7 @@ class Trajectories::Chooser {
     std::uint64_t total = 0;
     for (const View& v : views_) {
       for (std::uint64_t run = 0; run < v.count; ++run) {
-        const std::uint64_t steps = table_.usable(v, run, shape_), windows = windows_in(steps, shape_);
+        const std::uint64_t steps = table_.usable(v, run, spec_), windows = windows_in(steps, spec_);
         if (windows > 0) listed_.push_back({&v, run, steps, total += windows});
       }
     }
@@ -142,9 +175,9 @@ class Trajectories::Chooser {
 
   const Trajectories& table_;
   const Views& views_;
-  const Shape& shape_;
+  const WindowSpec& spec_;
   Random random_;
-  bool plain_, counted_;
+  bool strict_, plain_, counted_;
   std::vector<std::uint64_t> ends_;
   std::uint64_t total_ = 0;
   std::vector<Listed> listed_;
@@ -152,22 +185,25 @@ class Trajectories::Chooser {
 
 // Steps of a run that windows may hold, from the first live one on. (A mark that is just being written may be read torn: what is read
 // of the window's rows says what holds.)
-std::uint64_t Trajectories::usable(const View& v, std::uint64_t run, const Shape& shape) const {
+std::uint64_t Trajectories::usable(const View& v, std::uint64_t run, const WindowSpec& spec) const {
   const std::uint64_t steps = v.length(run);
-  if (shape.unfinished == 0 || steps == 0) return steps;
+  if (spec.unfinished == 0 || steps == 0) return steps;
   std::byte mark[sizeof(std::int64_t)];
-  copy_from_shared(mark, shape.final.data + static_cast<std::uint64_t>(row(v.track, v.end(run) - 1)) * shape.final.row_bytes, sizeof mark);
+  copy_from_shared(mark, spec.final.data + static_cast<std::uint64_t>(row(v.track, v.end(run) - 1)) * spec.final.row_bytes, sizeof mark);
   std::int64_t final = 0;
   std::memcpy(&final, mark, sizeof final);
-  return final >= 0 ? steps : steps - std::min(steps, shape.unfinished);
+  return final >= 0 ? steps : steps - std::min(steps, spec.unfinished);
 }
 
 // Adds a window's rows and tickets; not one that a writer is in, unless it need not be whole: then its tickets are -1.
-bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const {
-  const std::size_t before = drawn.rows.size();
-  drawn.rows.resize(before + window.length);
-  drawn.numbers.resize(before + window.length);
+bool Trajectories::append(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const {
+  if (window.length == 0) return false;  // of a damaged table
+  const std::size_t before = drawn.rows.size(), places = spec.rows(window);
+  drawn.rows.resize(before + places);
+  drawn.numbers.resize(before + places);
   std::int64_t *rows = drawn.rows.data() + before, *numbers = drawn.numbers.data() + before;
+  std::int64_t *const end_of_rows = rows + places, last = -1, number = -1;
+  std::uint64_t wanted = 0;  // the next step's place
   std::int64_t at = row(window.track, window.first);
   const std::uint64_t lane = window.track / width_;
   const auto step = static_cast<std::int64_t>(width_), length = static_cast<std::int64_t>(control_.lane_length());
@@ -176,15 +212,28 @@ bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const 
   for (std::uint64_t i = 0; i < window.length; ++i, at += step) {
     if (at >= end) at -= length;
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
-    rows[i] = at;
-    numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+    number = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+    if (i == 0) {
+      const std::uint64_t padding = spec.steps(window).before;
+      rows = std::fill_n(rows, padding, at);
+      numbers = std::fill_n(numbers, padding, number);
+      wanted = padding * spec.dilation - window.ahead;
+    }
+    if (i == wanted) {
+      *rows++ = at;
+      *numbers++ = number;
+      wanted += spec.dilation;
+    }
     // A writer that edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
     // has another ticket when it is read.)
-    stands = stands && is_committed(word) && (i == 0 || !ends(rows[i - 1], at));
+    stands = stands && is_committed(word) && (i == 0 || !ends(last, at));
+    last = at;
   }
+  std::fill_n(numbers, end_of_rows - rows, number);
+  std::fill(rows, end_of_rows, last);
   // Who overwrites a row moves the cursor first: where that is not beyond the window, these are the window's own tickets.
   const bool lost = live(lane).low > window.first;
-  if (whole && (lost || !stands)) {
+  if (certain && (lost || !stands)) {
     drawn.rows.resize(before);
     drawn.numbers.resize(before);
     return false;
@@ -194,30 +243,65 @@ bool Trajectories::append(Drawn& drawn, const Window& window, bool whole) const 
   return true;
 }
 
-Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const Shape& shape) {
-  check(shape.length > 0 && shape.left < shape.length && shape.right < shape.length, "overhangs below the length");
+Drawn Trajectories::newest(std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec) {
+  spec.validate();
+  check(taken.size() == tracks_, "a ticket number for each track");
+  WindowSpec complete = spec;
+  complete.strict = true;
+  const std::lock_guard<std::mutex> guard(mutex_);
+  settle();
+  const auto number = [&](std::uint64_t track, std::uint64_t place) {
+    const std::uint64_t word = control_.word(static_cast<std::uint64_t>(row(track, place))).load(std::memory_order_acquire);
+    return is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+  };
+  std::vector<std::pair<std::int64_t, Window>> found;  // by the ticket number of the last step
+  for (const View& v : views()) {
+    for (std::uint64_t run = v.count; run-- > 0;) {
+      const std::uint64_t steps = usable(v, run, spec);
+      if (steps == 0) continue;
+      if (number(v.track, v.end(run) - 1) <= taken[v.track]) break;
+      const std::uint64_t windows = windows_in(steps, complete);
+      if (windows == 0) continue;
+      const Window window = window_in(v.track, v.first(run), steps, windows - 1, complete);
+      if (number(v.track, window.first) > taken[v.track]) {
+        found.emplace_back(number(v.track, window.first + window.length - 1), window);
+      }
+      break;
+    }
+  }
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  Drawn drawn;
+  for (const auto& [last, window] : found) {
+    if (drawn.windows.size() == n) break;
+    if (append(drawn, window, complete, true)) taken[window.track] = last;
+  }
+  return drawn;
+}
+
+Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const WindowSpec& spec) {
+  spec.validate();
   const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   const Views tracks = views();
-  Chooser chooser(*this, tracks, shape, key);
+  Chooser chooser(*this, tracks, spec, key);
   Drawn drawn;
   drawn.windows.reserve(n);
-  const std::uint64_t longest = std::min(shape.length, control_.lane_length());
+  const std::uint64_t longest = std::min(spec.length, control_.lane_length());
   drawn.rows.reserve(n * longest);
   drawn.numbers.reserve(n * longest);
   for (std::uint64_t i = 0; i < n; ++i) {
     Window window{};
     for (std::uint64_t round = 0; round <= kRounds; ++round) {
       if (!chooser.choose(i, round, &window)) return {};
-      if (append(drawn, window, round < kRounds)) break;
+      if (append(drawn, window, spec, round < kRounds)) break;
     }
   }
   return drawn;
 }
 
-Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const Shape& shape, bool shuffle,
+Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const WindowSpec& spec, bool shuffle,
                               bool drop_last) {
-  check(shape.length > 0 && shape.left < shape.length && shape.right < shape.length, "overhangs below the length");
+  spec.validate();
   const std::lock_guard<std::mutex> guard(mutex_);
   const std::uint64_t version = control_.counters().next_ticket.load(std::memory_order_acquire);
   settle();
@@ -244,10 +328,10 @@ Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::u
       }
       run = j;
     }
-    const std::uint64_t steps = usable(v, run, shape), windows = windows_in(steps, shape);
+    const std::uint64_t steps = usable(v, run, spec), windows = windows_in(steps, spec);
     for (std::uint64_t round = 0; windows > 0 && round <= kRounds; ++round) {
       const std::uint64_t chosen = random.below(windows, i, round);
-      if (append(drawn, window_in(v.track, v.first(run), steps, chosen, shape), round < kRounds)) break;
+      if (append(drawn, window_in(v.track, v.first(run), steps, chosen, spec), spec, round < kRounds)) break;
     }
   }
   epoch.visited += taken;
@@ -255,39 +339,38 @@ Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::u
   return drawn;
 }
 
-Window Trajectories::window_at(std::int64_t row, const Shape& shape) const {
+Window Trajectories::window_at(std::int64_t row, const WindowSpec& spec) const {
   const auto r = static_cast<std::uint64_t>(row);
   const View v = view(track_of(r));
   const std::uint64_t place = place_of(r, cursor(r / control_.lane_length()));
   Window window{v.track, place, 0};
   if (place < v.low || place >= v.next) return window;
   const std::uint64_t run = v.find(place);
-  const std::uint64_t steps = usable(v, run, shape), end = v.first(run) + steps;
-  if (steps == 0 || place >= end) return window;
-  const std::uint64_t length = std::min(shape.length, end - place);
-  const bool whole = length + shape.right >= shape.length;
-  const bool short_one = !shape.strict && steps < shape.length && place == v.first(run);
-  if (whole || short_one) window.length = length;
-  return window;
+  const std::uint64_t n = usable(v, run, spec), first = v.first(run), lead = spec.burn_in * spec.dilation, padded = n + spec.ahead();
+  if (place >= first + n || place - first + spec.ahead() < lead) return window;
+  const std::uint64_t from = place - first + spec.ahead() - lead;
+  const bool complete = padded - from + spec.right >= spec.extent();
+  const bool short_one = !spec.strict && padded < spec.extent() && from == 0;
+  return from % spec.period == 0 && (complete || short_one) ? window_from(v.track, first, n, from, 0, spec) : window;
 }
 
-std::vector<std::uint64_t> Trajectories::window_lengths(const std::int64_t* rows, std::uint64_t n, const Shape& shape) {
+std::vector<std::uint64_t> Trajectories::window_lengths(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec) {
   check_rows(rows, n, control_.capacity());
   const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   std::vector<std::uint64_t> lengths(n);
-  for (std::uint64_t i = 0; i < n; ++i) lengths[i] = window_at(rows[i], shape).length;
+  for (std::uint64_t i = 0; i < n; ++i) lengths[i] = window_at(rows[i], spec).length;
   return lengths;
 }
 
-Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const Shape& shape, std::uint64_t most) {
+Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, std::uint64_t most) {
   check_rows(rows, n, control_.capacity());
   const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   Drawn drawn;
   for (std::uint64_t i = 0; i < n && drawn.windows.size() < most; ++i) {
-    const Window window = window_at(rows[i], shape);
-    if (window.length > 0) append(drawn, window, false);
+    const Window window = window_at(rows[i], spec);
+    if (window.length > 0) append(drawn, window, spec, false);
   }
   return drawn;
 }
@@ -324,7 +407,7 @@ Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std
     }
     const std::uint64_t first = place - std::min(before, place - v.first(run)), end = v.end(run);
     const std::uint64_t last = place + std::min(after, end - 1 - place);
-    append(drawn, {v.track, first, last - first + 1}, false);
+    append(drawn, {v.track, first, last - first + 1}, WindowSpec{1}, false);
     const bool over = last + 1 == end && end < v.next && !v.dead(run + 1);
     found.around.push_back({from, place - first, last - first + 1, over});
   }
@@ -333,13 +416,13 @@ Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std
   return found;
 }
 
-std::uint64_t Trajectories::windows(const Shape& shape) {
-  check(shape.length > 0, "a window of at least one step");
+std::uint64_t Trajectories::windows(const WindowSpec& spec) {
+  spec.validate();
   const std::lock_guard<std::mutex> guard(mutex_);
   settle();
   std::uint64_t total = 0;
   for (const View& v : views()) {
-    for (std::uint64_t run = 0; run < v.count; ++run) total += windows_in(usable(v, run, shape), shape);
+    for (std::uint64_t run = 0; run < v.count; ++run) total += windows_in(usable(v, run, spec), spec);
   }
   return total;
 }

@@ -17,13 +17,14 @@ constexpr std::uint64_t kTries = 8;    // draws of anchors before those that wil
 
 // A window of a batch: where its rows begin among all that were chosen for it, and how many they are; 0: none.
 struct Slot {
-  std::uint64_t from, steps;
+  std::uint64_t from, rows;
+  Steps steps;
 };
 
 // The rows and tickets of all windows that were chosen for a batch, one behind the other.
 class Chosen {
  public:
-  Chosen(const ChooseWindows& choose, std::uint64_t length) : choose_(choose), length_(length) {}
+  Chosen(const ChooseWindows& choose, const WindowSpec& spec) : choose_(choose), spec_(spec) {}
 
   /// The windows of one more choice that are there, n at most.
   std::vector<Slot> more(std::uint64_t n, std::uint64_t attempt) {
@@ -34,23 +35,24 @@ class Chosen {
     numbers_.insert(numbers_.end(), drawn.numbers.begin(), drawn.numbers.end());
     for (const Window& window : drawn.windows) {
       if (window.length == 0 || slots.size() == n) continue;
-      check(window.length <= length_ && window.length <= rows_.size() - from, "windows of at most the length asked for");
-      slots.push_back({from, window.length});
-      from += window.length;
+      const std::uint64_t rows = spec_.rows(window);
+      check(rows <= spec_.length && rows <= rows_.size() - from, "windows of at most the length asked for");
+      slots.push_back({from, rows, spec_.steps(window)});
+      from += rows;
     }
     return slots;
   }
 
   /// A window's rows and tickets, put into `places` places, the last repeated.
   void put(const Slot& slot, std::uint64_t places, std::int64_t* rows, std::int64_t* numbers) const {
-    const std::uint64_t last = slot.from + slot.steps - 1;
-    std::fill_n(std::copy_n(&rows_[slot.from], slot.steps, rows), places - slot.steps, rows_[last]);
-    std::fill_n(std::copy_n(&numbers_[slot.from], slot.steps, numbers), places - slot.steps, numbers_[last]);
+    const std::uint64_t last = slot.from + slot.rows - 1;
+    std::fill_n(std::copy_n(&rows_[slot.from], slot.rows, rows), places - slot.rows, rows_[last]);
+    std::fill_n(std::copy_n(&numbers_[slot.from], slot.rows, numbers), places - slot.rows, numbers_[last]);
   }
 
  private:
   const ChooseWindows& choose_;
-  std::uint64_t length_;
+  const WindowSpec& spec_;
   std::vector<std::int64_t> rows_, numbers_;
 };
 
@@ -59,7 +61,7 @@ void close_gaps(const Store& store, std::span<const std::uint64_t> which, const 
                 std::uint64_t stride, bool padded, const WindowMemory& memory) {
   std::uint64_t to = 0;
   for (std::uint64_t i = 0; i < slots.size(); ++i) {
-    const std::uint64_t from = i * stride, n = slots[i].steps == 0 ? 0 : padded ? stride : slots[i].steps;
+    const std::uint64_t from = i * stride, n = slots[i].rows == 0 ? 0 : padded ? stride : slots[i].rows;
     if (from != to && n > 0) {
       for (std::uint64_t f = 0; f < which.size(); ++f) {
         const std::uint64_t bytes = store.row_bytes(which[f]);
@@ -74,16 +76,15 @@ void close_gaps(const Store& store, std::span<const std::uint64_t> which, const 
 
 }  // namespace
 
-std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std::uint64_t> which,
-                                        const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded,
-                                        const Allocate& allocate) {
-  Chosen chosen(choose, length);
+std::vector<Steps> read_windows(const Store& store, std::span<const std::uint64_t> which, const ChooseWindows& choose,
+                                std::uint64_t n, const WindowSpec& spec, bool padded, const Allocate& allocate) {
+  Chosen chosen(choose, spec);
   std::vector<Slot> slots = chosen.more(n, 0);
   std::uint64_t stride = 0;  // places of each window, while they are read
   WindowMemory memory{};
   const auto read_all = [&] {
-    stride = padded ? length : 1;
-    for (const Slot& slot : slots) stride = std::max(stride, slot.steps);
+    stride = padded ? spec.length : 1;
+    for (const Slot& slot : slots) stride = std::max(stride, slot.rows);
     memory = allocate(slots.size() * stride);
     for (std::uint64_t i = 0; i < slots.size(); ++i) {
       chosen.put(slots[i], stride, memory.rows + i * stride, memory.numbers + i * stride);
@@ -112,25 +113,25 @@ std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std:
     }
     store.control().count_redraws(moved.size());
     std::vector<Slot> others = chosen.more(moved.size(), attempt);
-    others.resize(moved.size(), Slot{0, 0});
+    others.resize(moved.size(), Slot{});
     bool longer = false;
     for (std::uint64_t k = 0; k < moved.size(); ++k) {
       slots[moved[k]] = others[k];
-      longer |= others[k].steps > stride;
+      longer |= others[k].rows > stride;
     }
     if (longer) {  // than what there is memory for
-      std::erase_if(slots, [](const Slot& slot) { return slot.steps == 0; });
+      std::erase_if(slots, [](const Slot& slot) { return slot.rows == 0; });
       moved = read_all();
     } else {
-      std::erase_if(moved, [&](std::uint64_t i) { return slots[i].steps == 0 || stands(i); });
+      std::erase_if(moved, [&](std::uint64_t i) { return slots[i].rows == 0 || stands(i); });
     }
   }
   close_gaps(store, which, slots, stride, padded, memory);
-  std::vector<std::uint64_t> lengths;
+  std::vector<Steps> steps;
   for (const Slot& slot : slots) {
-    if (slot.steps > 0) lengths.push_back(slot.steps);
+    if (slot.rows > 0) steps.push_back(slot.steps);
   }
-  return lengths;
+  return steps;
 }
 
 namespace {
@@ -143,14 +144,14 @@ void append(Drawn& to, const Drawn& from) {
 
 // Rows of positive priority where a window may begin, n of them drawn exactly in proportion.
 std::vector<std::int64_t> listed_anchors(const Priorities& priorities, Trajectories& table, const Random& random,
-                                         std::uint64_t n, const Shape& shape) {
+                                         std::uint64_t n, const WindowSpec& spec) {
   std::vector<double> upto(priorities.rows());
   priorities.copy_leaves(upto.data(), upto.size(), false);
   std::vector<std::int64_t> rows;
   for (std::uint64_t row = 0; row < upto.size(); ++row) {
     if (upto[row] > 0) rows.push_back(static_cast<std::int64_t>(row));
   }
-  const std::vector<std::uint64_t> there = table.window_lengths(rows.data(), rows.size(), shape);
+  const std::vector<std::uint64_t> there = table.window_lengths(rows.data(), rows.size(), spec);
   std::uint64_t kept = 0;
   double sum = 0;
   for (std::uint64_t i = 0; i < rows.size(); ++i) {
@@ -171,7 +172,7 @@ std::vector<std::int64_t> listed_anchors(const Priorities& priorities, Trajector
 }  // namespace
 
 Drawn draw_anchored(const Priorities& priorities, Trajectories& table, std::uint64_t key, std::uint64_t n,
-                    const Shape& shape) {
+                    const WindowSpec& spec) {
   Drawn drawn;
   std::vector<std::int64_t> rows;
   for (std::uint64_t attempt = 0; attempt < kTries && drawn.windows.size() < n; ++attempt) {
@@ -179,12 +180,19 @@ Drawn draw_anchored(const Priorities& priorities, Trajectories& table, std::uint
     const std::uint64_t missing = n - drawn.windows.size();
     rows.resize(2 * missing + 8);
     priorities.draw(key, attempt, rows.size(), rows.data(), nullptr, nullptr);
-    append(drawn, table.windows_at(rows.data(), rows.size(), shape, missing));
+    append(drawn, table.windows_at(rows.data(), rows.size(), spec, missing));
   }
   if (drawn.windows.size() < n) {
-    rows = listed_anchors(priorities, table, Random(key), n - drawn.windows.size(), shape);
-    append(drawn, table.windows_at(rows.data(), rows.size(), shape, rows.size()));
+    rows = listed_anchors(priorities, table, Random(key), n - drawn.windows.size(), spec);
+    append(drawn, table.windows_at(rows.data(), rows.size(), spec, rows.size()));
   }
+  return drawn;
+}
+
+Drawn newest_first(Trajectories& table, std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec,
+                   const std::function<Drawn(std::uint64_t n)>& choose) {
+  Drawn drawn = table.newest(taken, n, spec);
+  if (drawn.windows.size() < n) append(drawn, choose(n - drawn.windows.size()));
   return drawn;
 }
 

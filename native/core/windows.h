@@ -25,17 +25,20 @@ struct WindowMemory {
 /// Allocates memory for so many rows; memory that was allocated before is no longer used.
 using Allocate = std::function<WindowMemory(std::uint64_t rows)>;
 
-/// Reads fields `which` of n windows of at most `length` steps, one behind the other; with `padded` each takes `length`
-/// places, its last step repeated. Meanwhile each needs as many places as the longest of them. Returns their lengths, without
-/// padding. Throws Stalled: some moved at every try for 5 s.
-std::vector<std::uint64_t> read_windows(const Store& store, std::span<const std::uint64_t> which,
-                                        const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded,
-                                        const Allocate& allocate);
+/// Reads fields `which` of n windows, one behind the other; with `padded` each takes as many places as the spec has steps, its
+/// last step repeated. Meanwhile each needs as many places as the longest of them. Returns their steps. Throws Stalled: some
+/// moved at every try for 5 s.
+std::vector<Steps> read_windows(const Store& store, std::span<const std::uint64_t> which, const ChooseWindows& choose,
+                                std::uint64_t n, const WindowSpec& spec, bool padded, const Allocate& allocate);
 
-/// n windows whose first steps are drawn by priority, with replacement, among the rows where a window may begin: a pure
+/// n windows whose anchors are drawn by priority, with replacement, among the rows where one may lie: a pure
 /// function of key, tree, table and tickets. Empty if there is none. O(rows) where hardly any row of high priority may begin
 /// a window, else O(n).
 Drawn draw_anchored(const Priorities& priorities, Trajectories& table, std::uint64_t key, std::uint64_t n,
-                    const Shape& shape);
+                    const WindowSpec& spec);
+
+/// n windows, of which the first ones are those that `newest` takes, and the rest those that `choose` does.
+Drawn newest_first(Trajectories& table, std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec,
+                   const std::function<Drawn(std::uint64_t n)>& choose);
 
 }  // namespace engram

@@ -93,7 +93,7 @@ void check_rows(const Ring& ring, const std::vector<std::int64_t>& rows, const s
 
 void check_windows(const Ring& ring, Reader& reader, Windows& windows) {
   for (std::uint64_t key = 1; key <= 4; ++key) {
-    for (const Shape& shape : {Shape{2}, Shape{3, true, true}, Shape{4, false}}) {
+    for (const WindowSpec& shape : {WindowSpec{2}, WindowSpec{3, true, true}, WindowSpec{4, false}}) {
       const Drawn drawn = reader.table.draw(key, 4, shape);
       std::uint64_t from = 0;
       for (const Window& window : drawn.windows) {

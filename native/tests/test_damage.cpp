@@ -151,7 +151,7 @@ void expect_rows(World& w, const Batches& b, std::uint64_t n) {
   }
 }
 
-const Shape kShapes[] = {{3}, {3, false}, {3, true, true}, {4, false, true}, {3, true, false, 1, 1}};
+const WindowSpec kShapes[] = {{3}, {3, false}, {3, true, true}, {4, false, true}, {3, true, false, 1, 1}};
 
 const std::vector<Use> kUses = {
     {"append", [](World& w, Dice& dice) { w.write(dice.in(1, w.heap.geometry.lane_length + 1)); }},
@@ -256,25 +256,25 @@ const std::vector<Use> kUses = {
      }},
     {"windows",
      [](World& w, Dice& dice) {
-       const Shape& shape = kShapes[dice.below(std::size(kShapes))];
+       const WindowSpec& shape = kShapes[dice.below(std::size(kShapes))];
        const std::uint64_t key = dice.bits(), places = 4 * 8;
        Batches b(places);
        const auto choose = [&](std::uint64_t n, std::uint64_t attempt) { return w.table->draw(key + attempt, n, shape); };
        const auto out = b.out();
-       read_windows(*w.store, w.store->all(), choose, 4, shape.length, false, [&](std::uint64_t rows) -> WindowMemory {
+       read_windows(*w.store, w.store->all(), choose, 4, shape, false, [&](std::uint64_t rows) -> WindowMemory {
          if (rows > places) throw std::length_error("memory for more windows than were asked for");
          return {Batch(const_cast<std::byte* const*>(out.data()), out.size()), b.rows.data(), b.numbers.data()};
        });
      }},
     {"anchored",
      [](World& w, Dice& dice) {
-       const Shape& shape = kShapes[dice.below(std::size(kShapes))];
+       const WindowSpec& shape = kShapes[dice.below(std::size(kShapes))];
        const Drawn drawn = draw_anchored(*w.priorities, *w.table, dice.bits(), 4, shape);
        for (const std::int64_t row : drawn.rows) EXPECT(static_cast<std::uint64_t>(row) < w.heap.geometry.capacity);
      }},
     {"trajectories",
      [](World& w, Dice& dice) {
-       const Shape& shape = kShapes[dice.below(std::size(kShapes))];
+       const WindowSpec& shape = kShapes[dice.below(std::size(kShapes))];
               const auto rows = some_rows(w, dice, 4);
        w.table->windows_at(rows.data(), 4, shape, 3);
        w.table->window_lengths(rows.data(), 4, shape);

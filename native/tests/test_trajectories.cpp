@@ -144,7 +144,7 @@ struct World {
   Trajectories table;
 };
 
-std::set<Indices> windows_of(const Runs& runs, const Shape& shape) {
+std::set<Indices> windows_of(const Runs& runs, const WindowSpec& shape) {
   std::set<Indices> windows;
   const auto T = static_cast<std::int64_t>(shape.length);
   for (const Indices& run : runs) {
@@ -164,7 +164,7 @@ void check_unfinished(World& w, Dice& dice, const Runs& runs) {
   std::vector<std::int64_t> marks(w.heap.view().capacity());
   for (std::int64_t& mark : marks) mark = static_cast<std::int64_t>(dice.below(2)) - 1;
   const std::uint64_t length = dice.in(1, 4);
-  Shape shape{length, dice.below(2) == 0, dice.below(2) == 0, dice.below(length), dice.below(length)};
+  WindowSpec shape{length, dice.below(2) == 0, dice.below(2) == 0, dice.below(length), dice.below(length)};
   shape.unfinished = dice.in(1, 3);
   shape.final = {reinterpret_cast<std::byte*>(marks.data()), 8};
   Runs shorter;
@@ -193,7 +193,7 @@ void check_unfinished(World& w, Dice& dice, const Runs& runs) {
 void check_draws(World& w, Dice& dice, const Runs& runs) {
   check_unfinished(w, dice, runs);
   const std::uint64_t length = dice.in(1, 6);
-  const Shape shape{length, dice.below(2) == 0, dice.below(2) == 0, dice.below(length), dice.below(length)};
+  const WindowSpec shape{length, dice.below(2) == 0, dice.below(2) == 0, dice.below(length), dice.below(length)};
   const std::set<Indices> legal = windows_of(runs, shape);
   const Drawn drawn = w.table.draw(dice.bits(), 5, shape);
   EXPECT_EQ(drawn.windows.size(), legal.empty() ? 0u : 5u);
@@ -215,7 +215,7 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
   EXPECT_EQ(w.table.windows({length}), anchors);
   TrajectoryEpoch epoch;
   Runs visited;
-  Shape whole{1000};
+  WindowSpec whole{1000};
   whole.strict = false;
   for (const Window& window : w.table.draw_epoch(epoch, dice.bits(), 1 + 2 * runs.size(), whole, true, false).windows) {
     visited.push_back(w.rows_of(window));
@@ -233,10 +233,10 @@ void check_draws(World& w, Dice& dice, const Runs& runs) {
   }
   EXPECT(starts == begins);
   EXPECT_EQ(w.table.windows_at(all.data(), capacity, {length}, 2).windows.size(), std::min<std::size_t>(2, begins.size()));
-  Shape loose{length};
+  WindowSpec loose{length};
   loose.strict = false;
   const auto at_rows = w.table.window_lengths(all.data(), capacity, loose);
-  Shape over{length};
+  WindowSpec over{length};
   over.right = length / 2;
   const auto over_the_end = w.table.window_lengths(all.data(), capacity, over);
   std::map<std::int64_t, std::uint64_t> rest, overhanging;
@@ -399,7 +399,7 @@ TEST(mistakes_of_the_caller) {
 
 namespace {
 
-std::map<Indices, std::uint64_t> count_draws(World& w, const Shape& shape, int draws) {
+std::map<Indices, std::uint64_t> count_draws(World& w, const WindowSpec& shape, int draws) {
   std::map<Indices, std::uint64_t> counts;
   for (const Indices& window : windows_of(w.expected(), shape)) counts[window] = 0;
   for (int draw = 0; draw < draws; ++draw) {
@@ -423,7 +423,7 @@ TEST(anchors_are_uniform) {
     w.store.attach(w.table);
     write_episodes(w, {7, 1, 2, 4, 3, 8, 5}, 0);
     write_episodes(w, {2, 2, 4}, 1);
-    Shape shape{length, true, true};
+    WindowSpec shape{length, true, true};
     const auto counts = count_draws(w, shape, 2000);
     EXPECT(counts.size() > 1);
     EXPECT_UNIFORM(values(counts));
@@ -489,7 +489,7 @@ TEST(passes_visit_every_trajectory_once) {
   write_episodes(w, {2, 2, 9}, 1);
   std::set<std::vector<std::uint64_t>> orders;
   TrajectoryEpoch epoch;
-  const Shape shape{2, false};
+  const WindowSpec shape{2, false};
   for (std::uint64_t round = 0; round < 10; ++round) {
     std::vector<std::uint64_t> seen;
     do {
@@ -645,10 +645,10 @@ void writers_and_readers(std::uint64_t lanes, By by, std::uint64_t writers, std:
     });
   }
   std::uint64_t whole = 0, key = 0;
-  const Shape shapes[] = {{3}, {4, true, true}, {4, false}, {2, true, true}};
+  const WindowSpec shapes[] = {{3}, {4, true, true}, {4, false}, {2, true, true}};
   const std::vector<std::uint64_t> which{kStep, kEpisode};
   while (running > 0 || whole < 100) {
-    const Shape& shape = shapes[++key % 4];
+    const WindowSpec& shape = shapes[++key % 4];
     const Drawn drawn = w.table.draw(key, 4, shape);
     const std::uint64_t n = drawn.rows.size();
     std::vector<std::uint64_t> step(n + 1), episode(n + 1);

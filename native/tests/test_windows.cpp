@@ -1,6 +1,8 @@
 // Windows read out of a store, against rows that say where they belong; and first steps drawn by priority, against formulas.
 #include "core/windows.h"
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -8,7 +10,9 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <optional>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -55,7 +59,7 @@ struct World {
   }
 
   /// The windows that begin at rows, as the table sees them now.
-  Drawn at(const Indices& rows, const Shape& shape) { return table.windows_at(rows.data(), rows.size(), shape, rows.size()); }
+  Drawn at(const Indices& rows, const WindowSpec& shape) { return table.windows_at(rows.data(), rows.size(), shape, rows.size()); }
 
   Heap heap;
   Store store;
@@ -69,13 +73,16 @@ struct World {
 /// OutputBuffer for windows, and what they must hold.
 struct Read {
   Read(World& w, const ChooseWindows& choose, std::uint64_t n, std::uint64_t length, bool padded) {
-    lengths = read_windows(w.store, w.store.all(), choose, n, length, padded, [&](std::uint64_t places) {
+    const auto allocate = [&](std::uint64_t places) {
       made.push_back(places);
       batch.emplace(w.heap.fields, places);
       rows.assign(places, -7);
       numbers.assign(places, -7);
       return WindowMemory{batch->out, rows.data(), numbers.data()};
-    });
+    };
+    for (const Steps& steps : read_windows(w.store, w.store.all(), choose, n, {length}, padded, allocate)) {
+      lengths.push_back(steps.real);
+    }
     std::uint64_t at = 0;
     for (const std::uint64_t steps : lengths) {
       EXPECT(steps > 0 && steps <= length);
@@ -115,7 +122,7 @@ TEST(windows_lie_one_behind_the_other) {
   w.append(0, 1, 9);
   w.append(0, 2, 2);
   w.append(0, 3, 12);
-  const Shape shape{4, false};
+  const WindowSpec shape{4, false};
   const auto choose = [&](std::uint64_t n, std::uint64_t attempt) {
     EXPECT_EQ(attempt, 0u);
     EXPECT_EQ(n, 3u);
@@ -173,13 +180,15 @@ TEST(of_fields_that_are_not_asked_for_only_the_tickets_are_looked_at) {
       if (attempt == 0) return stale(w.at({0, 4, 9}, {4, false}), 4, 8);
       return w.at({5}, {4, false});
     };
-    const auto lengths = read_windows(w.store, which, choose, 3, 4, false, [&](std::uint64_t places) {
+    std::vector<std::uint64_t> lengths;
+    const auto allocate = [&](std::uint64_t places) {
       episodes.assign(places * 8, std::byte{0x5A});
       rows.assign(places, -7);
       numbers.assign(places, -7);
       out = {episodes.data()};
       return WindowMemory{Batch(out).first(which.size()), rows.data(), numbers.data()};
-    });
+    };
+    for (const Steps& steps : read_windows(w.store, which, choose, 3, {4}, false, allocate)) lengths.push_back(steps.real);
     EXPECT((lengths == std::vector<std::uint64_t>{4, 4, 3}));
     EXPECT((Indices(rows.begin(), rows.begin() + 11) == Indices{0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11}));
     for (std::uint64_t i = 0; i < 11; ++i) {
@@ -214,7 +223,7 @@ TEST(there_is_room_for_the_longest_not_for_the_length_that_was_asked_for) {
   w.append(0, 1, 3);
   w.append(0, 2, 2);
   w.append(0, 3, 20);
-  const Shape shape{std::uint64_t{1} << 60, false};
+  const WindowSpec shape{std::uint64_t{1} << 60, false};
   const Read read(w, [&](std::uint64_t, std::uint64_t) { return w.at({0, 3}, shape); }, 2, shape.length, false);
   EXPECT((read.lengths == std::vector<std::uint64_t>{3, 2}));
   EXPECT((read.made == std::vector<std::uint64_t>{6}));
@@ -268,11 +277,11 @@ void beside_writers(std::uint64_t lanes, std::uint64_t writers, std::uint64_t la
       --running;
     });
   }
-  const Shape shapes[] = {{3, false}, {4, false, true}, {4, false, false, 3, 3}};
+  const WindowSpec shapes[] = {{3, false}, {4, false, true}, {4, false, false, 3, 3}};
   std::uint64_t key = 0, read = 0;
   while (running > 0 || read < 100) {
     ++key;
-    const Shape& shape = shapes[key % 3];
+    const WindowSpec& shape = shapes[key % 3];
     const auto plain = [&](std::uint64_t n, std::uint64_t attempt) { return w.table.draw(key + attempt * 7919, n, shape); };
     const auto anchored = [&](std::uint64_t n, std::uint64_t attempt) {
       return draw_anchored(w.priorities, w.table, key + attempt * 7919, n, {3, false});
@@ -293,7 +302,7 @@ TEST(every_window_is_whole_beside_writers_of_their_own_lanes) { beside_writers(3
 namespace {
 
 // How often each row began a window, of `draws` times 4.
-std::map<std::int64_t, double> begun(World& w, const Shape& shape, std::uint64_t draws) {
+std::map<std::int64_t, double> begun(World& w, const WindowSpec& shape, std::uint64_t draws) {
   std::map<std::int64_t, double> counts;
   for (std::uint64_t key = 0; key < draws; ++key) {
     const Drawn drawn = draw_anchored(w.priorities, w.table, key, 4, shape);
@@ -304,7 +313,7 @@ std::map<std::int64_t, double> begun(World& w, const Shape& shape, std::uint64_t
 }
 
 // `weights`: of the rows where a window of the shape may begin.
-void expect_in_proportion(World& w, const Shape& shape, const std::map<std::int64_t, double>& weights) {
+void expect_in_proportion(World& w, const WindowSpec& shape, const std::map<std::int64_t, double>& weights) {
   constexpr std::uint64_t kDraws = 20000;
   double sum = 0, chi = 0;
   for (const auto& [row, weight] : weights) sum += weight;
@@ -354,4 +363,199 @@ TEST(no_first_step_of_positive_priority) {
   const std::vector<double> values{0, 0, 1, 1};
   w.priorities.update(rows.data(), values.data(), 4, nullptr);
   EXPECT(draw_anchored(w.priorities, w.table, 1, 3, {3}).windows.empty());
+}
+
+// ---- windows with burn-in, padding, dilation and period ----------------------------------------------------------------------
+
+namespace {
+
+// A window as rows, and how many of its steps lie before its trajectory and in it.
+struct Expected {
+  Indices rows;
+  std::uint64_t before, real;
+  std::int64_t anchor;
+
+  auto operator<=>(const Expected&) const = default;
+};
+
+// Step by step, of trajectories that lie one behind the other from row 0.
+std::vector<Expected> all_windows(const std::vector<std::uint64_t>& lengths, const WindowSpec& spec) {
+  const auto steps = static_cast<std::int64_t>(spec.length), dilation = static_cast<std::int64_t>(spec.dilation);
+  std::vector<Expected> windows;
+  std::int64_t first = 0;
+  for (const std::uint64_t length : lengths) {
+    const auto n = static_cast<std::int64_t>(length), begin = -static_cast<std::int64_t>(spec.padding) * dilation;
+    for (std::int64_t at = begin; at == begin || at + (steps - 1) * dilation < n; at += static_cast<std::int64_t>(spec.period)) {
+      if (at + (steps - 1) * dilation >= n && spec.strict) break;
+      Expected window{{}, 0, 0, first + at + static_cast<std::int64_t>(spec.burn_in) * dilation};
+      for (std::int64_t i = 0; i < steps; ++i) {
+        const std::int64_t step = at + i * dilation;
+        window.before += step < 0;
+        window.real += step >= 0 && step < n;
+        window.rows.push_back(first + std::clamp<std::int64_t>(step, 0, n - 1));
+      }
+      windows.push_back(window);
+    }
+    first += n;
+  }
+  return windows;
+}
+
+std::vector<Expected> described(const Drawn& drawn, const WindowSpec& spec, const std::vector<Expected>& all) {
+  std::vector<Expected> windows;
+  for (std::size_t at = 0; const Window& window : drawn.windows) {
+    const auto from = drawn.rows.begin() + static_cast<std::ptrdiff_t>(at);
+    Expected found{Indices(from, from + static_cast<std::ptrdiff_t>(spec.length)), spec.steps(window).before, spec.steps(window).real, 0};
+    for (const Expected& one : all) {
+      if (one.rows == found.rows && one.before == found.before && one.real == found.real) found.anchor = one.anchor;
+    }
+    windows.push_back(found);
+    at += spec.rows(window);
+  }
+  return windows;
+}
+
+void append_all(World& w, const std::vector<std::uint64_t>& lengths) {
+  for (std::uint64_t episode = 0; episode < lengths.size(); ++episode) w.append(0, episode + 1, lengths[episode]);
+}
+
+}  // namespace
+
+TEST(windows_of_every_spec_are_those_that_are_counted_by_hand) {
+  Dice dice(7);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<std::uint64_t> lengths;
+    for (std::uint64_t i = dice.in(1, 5); i > 0; --i) lengths.push_back(dice.in(1, 14));
+    World w(geometry(1, 80));
+    append_all(w, lengths);
+    WindowSpec spec{dice.in(1, 6), dice.below(2) == 0, dice.below(2) == 0};
+    spec.period = dice.in(1, 4), spec.dilation = dice.in(1, 3), spec.whole = true;
+    spec.burn_in = dice.below(spec.length), spec.padding = dice.below(spec.length);
+    const std::vector<Expected> all = all_windows(lengths, spec);
+    const std::set<Expected> legal(all.begin(), all.end());
+    const Drawn drawn = w.table.draw(dice.bits(), 20, spec);
+    EXPECT_EQ(drawn.windows.size(), legal.empty() ? 0u : 20u);
+    EXPECT_EQ(drawn.rows.size(), drawn.windows.size() * spec.length);
+    for (const Expected& one : described(drawn, spec, all)) EXPECT(legal.count(one) == 1);
+    for (std::size_t i = 0; i < drawn.rows.size(); ++i) {
+      EXPECT_EQ(drawn.numbers[i], number_of(w.control.word(static_cast<std::uint64_t>(drawn.rows[i]))));
+    }
+    TrajectoryEpoch epoch;
+    const Drawn once = w.table.draw_epoch(epoch, dice.bits(), lengths.size(), spec, true, false);
+    for (const Expected& one : described(once, spec, all)) EXPECT(legal.count(one) == 1);
+    // By their anchors, of which none is padding.
+    spec.padding = dice.below(spec.burn_in + 1);
+    std::uint64_t rows = 0;
+    for (const std::uint64_t length : lengths) rows += length;
+    Indices each(rows);
+    std::iota(each.begin(), each.end(), 0);
+    std::set<Expected> expected;
+    std::int64_t first = 0;
+    for (const std::uint64_t length : lengths) {  // one whose trajectory is too short for its anchor cannot be drawn by it
+      const auto n = static_cast<std::int64_t>(length);
+      for (Expected window : all_windows({length}, spec)) {
+        if (window.anchor >= n) continue;
+        for (std::int64_t& row : window.rows) row += first;
+        window.anchor += first;
+        expected.insert(window);
+      }
+      first += n;
+    }
+    const std::vector<Expected> now(expected.begin(), expected.end());
+    const std::vector<Expected> anchored = described(w.at(each, spec), spec, now);
+    EXPECT(std::set<Expected>(anchored.begin(), anchored.end()) == expected);
+    EXPECT_EQ(anchored.size(), expected.size());
+  }
+}
+
+TEST(windows_of_a_spec_are_uniform) {
+  const std::vector<std::uint64_t> lengths{9, 3, 14, 1, 20, 6};
+  World w(geometry(1, 80));
+  append_all(w, lengths);
+  for (const auto& [period, dilation, padding] : {std::array<std::uint64_t, 3>{1, 1, 3}, {5, 1, 0}, {2, 3, 1}, {9, 1, 2}, {1, 2, 0}}) {
+    WindowSpec spec{4, true, true};
+    spec.period = period, spec.dilation = dilation, spec.padding = padding, spec.whole = true;
+    const std::vector<Expected> all = all_windows(lengths, spec);
+    for (const bool by_anchor : {true, false}) {
+      spec.by_anchor = by_anchor;
+      std::map<Expected, std::uint64_t> counts;
+      for (const Expected& one : all) counts[one] = 0;
+      for (std::uint64_t key = 0; key < 4000; ++key) {
+        for (const Expected& one : described(w.table.draw(key, 4, spec), spec, all)) ++counts.at(one);
+      }
+      std::map<std::int64_t, std::vector<std::uint64_t>> of_trajectory;
+      std::vector<std::uint64_t> each;
+      for (const auto& [one, count] : counts) {
+        std::int64_t first = 0;  // of the trajectory that its last row is of
+        for (const std::uint64_t length : lengths) {
+          if (one.rows.back() < first + static_cast<std::int64_t>(length)) break;
+          first += static_cast<std::int64_t>(length);
+        }
+        of_trajectory[first].push_back(count);
+        each.push_back(count);
+      }
+      if (by_anchor) {
+        if (each.size() > 1) EXPECT_UNIFORM(each);
+        continue;
+      }
+      std::vector<std::uint64_t> totals;
+      for (const auto& [first, in_it] : of_trajectory) {
+        if (in_it.size() > 1) EXPECT_UNIFORM(in_it);
+        totals.push_back(std::accumulate(in_it.begin(), in_it.end(), std::uint64_t{0}));
+      }
+      if (totals.size() > 1) EXPECT_UNIFORM(totals);
+    }
+  }
+}
+
+TEST(a_spec_that_is_none) {
+  World w(geometry(1, 16));
+  const auto draw = [&](WindowSpec spec) { w.table.draw(1, 1, spec); };
+  EXPECT_THROWS(std::invalid_argument, draw({.length = 0}));
+  EXPECT_THROWS(std::invalid_argument, draw({.length = 3, .period = 0}));
+  EXPECT_THROWS(std::invalid_argument, draw({.length = 3, .dilation = 0}));
+  EXPECT_THROWS(std::invalid_argument, draw({.length = 3, .dilation = ~std::uint64_t{0}}));
+  EXPECT_THROWS(std::invalid_argument, draw({.length = 3, .burn_in = 3}));
+  EXPECT_THROWS(std::invalid_argument, draw({.length = 3, .padding = 3, .whole = true}));
+  EXPECT_THROWS(std::invalid_argument, draw({.length = 3, .padding = 1}));
+  EXPECT_THROWS(std::invalid_argument, draw({.length = 3, .left = 1, .whole = true}));
+  EXPECT_THROWS(std::invalid_argument, w.table.newest({}, 1, {3}));
+}
+
+// Of each lane the newest whole window, once all its steps are newer than those that were taken.
+TEST(the_online_queue) {
+  World w(geometry(3, 32));
+  std::vector<std::int64_t> taken(3, -1);
+  const WindowSpec spec{3};
+  const auto firsts = [&](std::uint64_t n) {
+    Indices rows;
+    const Drawn drawn = w.table.newest(taken, n, spec);
+    for (const Window& window : drawn.windows) rows.push_back(w.table.row(window.track, window.first));
+    EXPECT_EQ(drawn.rows.size(), 3 * drawn.windows.size());
+    return rows;
+  };
+  EXPECT(firsts(4).empty());
+  w.append(0, 1, 5);
+  w.append(2, 2, 4);
+  w.append(1, 3, 2);
+  EXPECT((firsts(1) == Indices{65}));  // lane 2 was written after lane 0, and lane 1 has none
+  EXPECT((firsts(4) == Indices{2}));
+  EXPECT(firsts(4).empty());
+  w.append(0, 1, 2);
+  EXPECT(firsts(4).empty());  // two new steps and an old one
+  w.append(1, 3, 1);
+  w.append(0, 1, 1);
+  EXPECT((firsts(4) == Indices{5, 32}));
+  w.append(0, 4, 3);
+  w.append(0, 5, 2);  // too short for one: the one before it is the newest
+  EXPECT((firsts(4) == Indices{8}));
+  w.append(0, 6, 2);
+  EXPECT(firsts(4).empty());
+  // Others fill the batch.
+  w.append(1, 7, 3);
+  const Drawn filled = newest_first(w.table, taken, 4, spec, [&](std::uint64_t n) {
+    EXPECT_EQ(n, 3);
+    return w.at({0, 1, 64}, spec);
+  });
+  EXPECT((filled.rows == Indices{35, 36, 37, 0, 1, 2, 1, 2, 3, 64, 65, 66}));
 }

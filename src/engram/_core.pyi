@@ -30,14 +30,29 @@ class Layout:
 class Intake:
     def __init__(self, specs: Sequence[_Spec], tree: object, casts: Iterable[int]) -> None: ...
 
-class Shape:
+class WindowSpec:
     def __init__(
-        self, length: int, strict: bool = True, by_anchor: bool = False, left: int = 0, right: int = 0
+        self,
+        length: int,
+        strict: bool = True,
+        by_anchor: bool = False,
+        left: int = 0,
+        right: int = 0,
+        period: int = 1,
+        dilation: int = 1,
+        burn_in: int = 0,
+        padding: int = 0,
+        whole: bool = False,
     ) -> None: ...
-    def finished(self, final: int, steps: int) -> Shape: ...
+    def finished(self, final: int, steps: int) -> WindowSpec: ...
+
+class Batched:
+    def __init__(self, padded: bool, numbered: bool, flat: bool, taken: int = 0, tracks: int = 0) -> None: ...
 
 class Marks:
-    def __init__(self, ends: bool, never: bool, done: int, begun: int, begun_is_column: bool, real: bool) -> None: ...
+    def __init__(
+        self, ends: bool, never: bool, done: int, begun: int, begun_is_column: bool, real: bool, learning: bool
+    ) -> None: ...
 
 class Trajectories(Index):
     def __init__(
@@ -66,9 +81,8 @@ class Trajectories(Index):
         layout: Layout,
         key_at: int,
         n: int,
-        shape: Shape,
-        padded: bool,
-        numbered: bool,
+        spec: WindowSpec,
+        batched: Batched,
         marks: Marks,
     ) -> list[Tensor]: ...
     def sample_epoch(
@@ -77,9 +91,8 @@ class Trajectories(Index):
         layout: Layout,
         key_at: int,
         n: int,
-        shape: Shape,
-        padded: bool,
-        numbered: bool,
+        spec: WindowSpec,
+        batched: Batched,
         marks: Marks,
         state: _Epoch,
         shuffle: bool,
@@ -91,14 +104,15 @@ class Trajectories(Index):
         layout: Layout,
         key_at: int,
         n: int,
-        shape: Shape,
-        padded: bool,
-        numbered: bool,
+        spec: WindowSpec,
+        batched: Batched,
         marks: Marks,
         priorities: Priorities,
         single_precision: bool,
     ) -> list[Tensor]: ...
-    def windows(self, store: Store, shape: Shape) -> int: ...
+    def windows(self, store: Store, spec: WindowSpec) -> int: ...
+    @property
+    def tracks(self) -> int: ...
     def census(self) -> tuple[int, int]: ...
     def runs(self) -> NDArray[np.int64]: ...
     def row(self, track: int, place: int) -> int: ...

@@ -11,6 +11,7 @@ import torch
 from engram import _core
 from engram._core import (
     BadPriority,
+    Batched,
     Epoch,
     Expansion,
     Index,
@@ -20,9 +21,9 @@ from engram._core import (
     Participants,
     Priorities,
     Ranking,
-    Shape,
     Store,
     Trajectories,
+    WindowSpec,
     check_state,
     control_bytes,
     copy_priorities,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadPriority",
+    "Batched",
     "Epoch",
     "Expansion",
     "Index",
@@ -63,9 +65,9 @@ __all__ = [
     "Participants",
     "Priorities",
     "Ranking",
-    "Shape",
     "Store",
     "Trajectories",
+    "WindowSpec",
     "check_state",
     "control_bytes",
     "copy_priorities",

@@ -59,11 +59,11 @@ class ReadPath:
         memory = wiring.storage.memory if wiring.draws_natively else None
         if memory is None:
             columns, rows, info = self.read(key, batch_size)
-            return self.finish(columns, rows.numel(), rows, info, return_info)
+            return self.finish(columns, rows.shape, rows, info, return_info)
         with_rows, tracks = return_info or self.shows_rows, wiring.of_writer.tracks_tickets
         columns = memory.sample_uniform(key, batch_size, with_rows, tracks)
         info = {"index_generation": columns.pop()} if tracks else {}
-        return self.finish(columns, batch_size, columns.pop() if with_rows else None, info, return_info)
+        return self.finish(columns, (batch_size,), columns.pop() if with_rows else None, info, return_info)
 
     def read(self, key: Key, n: int) -> tuple[Any, Tensor, dict[Any, object]]:
         """Draw with a key, and copy the rows: ``(columns, rows, info)``."""
@@ -80,11 +80,16 @@ class ReadPath:
         return self._draw(n, key.value)
 
     def finish(
-        self, columns: object, n: int, rows: Tensor | None, info: dict[object, object], return_info: bool
+        self,
+        columns: object,
+        batch: tuple[int, ...],
+        rows: Tensor | None,
+        info: dict[object, object],
+        return_info: bool,
     ) -> Any:
-        """From ``n`` rows that were read to what the user gets. ``rows`` may be None where they are not shown."""
+        """From rows that were read to what the user gets. ``rows`` ``[*batch]`` may be None where they are not shown."""
         wiring = self._wiring
-        data = wiring.storage.batch(columns, n)
+        data = wiring.storage.batch(columns, batch)
         if wiring.collates:
             data = self.collated(data)
         device = None
@@ -92,11 +97,11 @@ class ReadPath:
             device = getattr(data, "device", None)
             data = wiring.transform.forward(self.copied(data, stacked=wiring.collate_fn is None))
         if self.shows_rows:
-            data = self.attached(data, n, rows, info)
+            data = self.attached(data, batch, rows, info)
         sample = (data, self.info(rows, info)) if return_info else data
         return sample if wiring.pinning is None else wiring.pinning(sample, device)
 
-    def attached(self, data: object, n: int, rows: object, info: dict[object, object]) -> Any:  # noqa: ARG002 - of batches that show rows
+    def attached(self, data: object, batch: tuple[int, ...], rows: object, info: dict[object, object]) -> Any:  # noqa: ARG002 - of batches that show rows
         """The batch with the entries that say which rows it holds."""
         return data
 

@@ -28,16 +28,16 @@ class TensorDictReadPath(ReadPath):
 
     shows_rows = True
 
-    def attached(self, data: Any, n: int, rows: Any, info: dict[Any, Any]) -> Any:
+    def attached(self, data: Any, batch: tuple[int, ...], rows: Any, info: dict[Any, Any]) -> Any:
         wiring = self._wiring
         index = wiring.user_index(rows)
         if wiring.of_sampler.draws_windows and wiring.storage.ndim == 1:
             index = index.unsqueeze(-1)
         entries = {**info, "index": index}
-        if type(data) is tensordict_type() and data.batch_size == (n,) and not data.is_locked:
+        if type(data) is tensordict_type() and data.batch_size == batch and not data.is_locked:
             put(data, entries)
         else:
-            _attach(data, n, entries)
+            _attach(data, batch, entries)
         return data
 
 
@@ -225,23 +225,25 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return {"priority_key": record["priority_key"]} if "priority_key" in record else {}
 
 
-def _attach(data: Any, n: int, entries: dict[object, Any]) -> None:
-    """Add entries ``[n, ...]`` to a batch of another form than ours."""
+def _attach(data: Any, batch: tuple[int, ...], entries: dict[object, Any]) -> None:
+    """Add entries ``[*batch, ...]`` to a batch of another form than ours."""
     if not is_tensor_collection(data):
         raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
-    if data.batch_size[:1] != (n,):
+    ours = len(batch)
+    if data.batch_size[:ours] != batch:
+        was = batch[0] if ours == 1 else list(batch)
         raise RuntimeError(
-            f"sample: a transform changed the batch size from {n} to {list(data.batch_size)}, so {sorted(map(str, entries))} "
+            f"sample: a transform changed the batch size from {was} to {list(data.batch_size)}, so {sorted(map(str, entries))} "
             "cannot be attached. Use a ReplayBuffer with sample(return_info=True)."
         )
-    missing = len(data.batch_size) - 1
+    missing = len(data.batch_size) - ours
     for key, value in entries.items():
         stored = data.get(key, None)
         if stored is not None and stored.shape == value.shape:  # a stored flag, marked
             data.set(key, value)
             continue
-        laid_out = value.reshape(*value.shape[:1], *(1,) * missing, *value.shape[1:])
-        data.set(key, laid_out.expand(*data.batch_size, *value.shape[1:]))
+        laid_out = value.reshape(*value.shape[:ours], *(1,) * missing, *value.shape[ours:])
+        data.set(key, laid_out.expand(*data.batch_size, *value.shape[ours:]))
 
 
 def _to_store(data: Any, call: str) -> object:

@@ -339,10 +339,11 @@ class Expander(DeclaredSampler):
         assert memory is not None  # the buffer asks only then
         expansion = self._expansion_of(memory)
         if source.traits.reads_windows:
-            tensors, rows, marks = cast("WindowSampler", source).sample_apart(
+            windows = cast("WindowSampler", source)
+            tensors, rows, marks = windows.sample_apart(
                 storage, key, n, expansion.read_windows, numbered=numbered, finished=expansion.finished
             )
-            return expansion.fields(tensors, marks), rows, marks
+            return windows.laid_out(expansion.fields(tensors, marks), rows, marks)
         extent = storage.extent()
         samplers.check_drawable(extent.size)
         source.bind(storage)

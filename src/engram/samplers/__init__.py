@@ -7,6 +7,7 @@ from engram.samplers.prioritized_slices import PrioritizedSliceSampler
 from engram.samplers.slices import SliceSampler
 from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
 from engram.samplers.uniform import RandomSampler
+from engram.samplers.window_spec import WindowSpec
 
 __all__ = [
     "KNOWN",
@@ -16,6 +17,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "WindowSpec",
     "check_drawable",
     "declared",
 ]

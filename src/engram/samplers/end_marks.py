@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.samplers.window_spec import WindowSpec
+    from engram.samplers.window_settings import WindowSettings
     from engram.store import Store
     from engram.types import Entry, Info
 
     Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 _MASK = ("collector", "mask")
+_VALID, _LEARNING = "validity_mask", "learning_mask"
 #: What the native core is told of a mark that is not wanted, or that is not merged with a stored flag.
 _UNWANTED, _ALONE = -2, -1
 
@@ -40,19 +41,20 @@ class EndMarks(NamedTuple):
     """Entries made of a stored flag and a mark: the entry, the function that merges them, and the places of both."""
 
     @classmethod
-    def of(cls, store: Store, spec: WindowSpec, *, weighted: bool, apart: bool) -> EndMarks:
+    def of(cls, store: Store, settings: WindowSettings, *, weighted: bool, apart: bool) -> EndMarks:
         """The marks for the flags that a store holds.
 
         Under ``truncated_key`` and its siblings ``done`` and ``terminated`` they are bool ``[B, 1]``. Under ``init_key``, if it is
-        stored, the mark has its shape and dtype. With padding ``("collector", "mask")`` is bool ``[B]``.
+        stored, the mark has its shape and dtype. With padding ``("collector", "mask")`` is bool ``[B]``; of windows of a spec,
+        ``"validity_mask"`` and ``"learning_mask"`` are.
 
         Args:
             store: holds the rows.
-            spec: names the flags, and says whether short windows are filled up.
+            settings: names the flags, and says whether short windows are filled up.
             weighted: the batch has ``"priority_weight"``.
             apart: the native core does not read the stored flags, so it cannot merge its marks with them.
         """
-        truncated_key, init_key, padded = spec.truncated_key, spec.init_key, spec.pad_output
+        truncated_key, init_key, padded = settings.truncated_key, settings.init_key, settings.pad_output
         fields = numbers_by_path(store)
         places: dict[Entry, int] = {}
         merged: list[tuple[Entry, Merge, int, int]] = []
@@ -84,17 +86,25 @@ class EndMarks(NamedTuple):
                 begun = _ALONE
                 merged.append((entry, _with_starts, number, at))
             at += 1
-        if padded:
-            places[_MASK], at = at, at + 1
+        specified = settings.window is not None
+        for mask in [_VALID, _LEARNING] if specified else [_MASK] if padded else []:
+            places[mask], at = at, at + 1
         if weighted:
             places["priority_weight"] = at
-        return cls(_native.Marks(ends, never, done, begun, begun_is_column, padded), places, merged)
+        wanted = _native.Marks(ends, never, done, begun, begun_is_column, padded or specified, specified)
+        return cls(wanted, places, merged)
 
-    def info(self, tensors: Sequence[Tensor], *, numbered: bool) -> Info:
-        """The ``info`` of a batch, without its index. ``numbered``: the last tensor holds tickets."""
+    def info(self, tensors: Sequence[Tensor], *, numbered: bool, flat: bool = True) -> Info:
+        """The ``info`` of a batch, without its index. ``numbered``: the last tensor holds tickets. ``flat``: tensors are ``[B, ...]``,
+        else ``[B, T, ...]``.
+        """
         info: Info = {entry: tensors[place] for entry, place in self.places.items()}
         for entry, merge, field, mark in self.merged:
-            info[entry] = merge(tensors[field], tensors[mark])
+            if flat:
+                info[entry] = merge(tensors[field], tensors[mark])
+            else:
+                merged = merge(tensors[field].flatten(0, 1), tensors[mark].flatten(0, 1))
+                info[entry] = merged.reshape(*tensors[field].shape[:2], *merged.shape[1:])
         if numbered:
             info["index_generation"] = tensors[-1]
         return info

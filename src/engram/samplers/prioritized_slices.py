@@ -20,18 +20,18 @@ class PrioritizedSliceSampler(SliceSampler):
     """A :class:`SliceSampler` whose windows start at rows drawn as by a :class:`PrioritizedSampler`.
 
     The first step is drawn in proportion to its priority among the rows where a window may start, so long trajectories
-    weigh more. Samples have ``"priority_weight"``, the weight of the first step at every step of its window, and
-    ``"index_generation"``. Priorities belong to single steps: ``update_priority`` sets those of every row of a batch.
-    New rows, ``alpha`` and ``beta`` are as for ``PrioritizedSampler``. Tree and trajectory table belong to the store
-    under the name ``index``.
+    weigh more. With the burn-in of a ``window`` it is the first step to learn from. Samples have ``"priority_weight"``, the
+    weight of the step that was drawn at every step of its window, and ``"index_generation"``. Priorities belong to single
+    steps: ``update_priority`` sets those of every row of a batch. New rows, ``alpha`` and ``beta`` are as for
+    ``PrioritizedSampler``. Tree and trajectory table belong to the store under the name ``index``.
 
     This class has TorchRL's signature. ``SliceSampler(anchors=PrioritizedSampler(…))`` draws the same windows.
 
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for
             :class:`PrioritizedSampler`.
-        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, cache_values, truncated_key, init_key:
-            as for :class:`SliceSampler`.
+        num_slices, slice_len, window, flat, online, end_key, end_keys, traj_key, ends, trajectories, cache_values,
+            truncated_key, init_key: as for :class:`SliceSampler`.
         strict_length: skip shorter trajectories; False: draw such a trajectory from its first step.
         span: only at the right end; at the left it is ignored, with a warning.
         compile: has no effect.

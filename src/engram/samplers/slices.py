@@ -12,8 +12,9 @@ from engram._words import warn
 from engram.errors import NoSampleable
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
-from engram.samplers.window_spec import Setting, WindowArguments, WindowSpec
+from engram.samplers.window_settings import Setting, WindowArguments, WindowSettings
 from engram.samplers.windows import WindowSampler
+from engram.state import Change, check_keys, integer, tensor_in
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -33,6 +34,7 @@ class SliceArguments(WindowArguments, total=False):
     cache_values: bool
     pad_output: bool
     span: object
+    online: bool
     uniform_over: str
 
 
@@ -49,9 +51,16 @@ class SliceSampler(WindowSampler):
     true at the first step of every window. TensorDict buffers put them into the batch, all buffers into ``info``, where
     ``"index"`` is a tuple of int64 ``[B]``.
 
+    With ``window=`` all windows have the steps of a :class:`WindowSpec`, ``T``, and samples have ``"validity_mask"``, false
+    where a step stands for one beyond its trajectory, and ``"learning_mask"``, false in the burn-in: bool ``[B]``. With
+    ``flat=False`` a batch of ``B`` is ``B`` windows: wherever else ``[B]`` is written here, it is then ``[B, T]``, and so is the
+    ``batch_size`` of TensorDicts.
+
     Args:
         num_slices: windows per batch.
-        slice_len: steps per window. Give exactly one of the two.
+        slice_len: steps per window.
+        window: what a window is: steps, burn-in, padding, and how far apart. Give exactly one of the three.
+        flat: False: batches ``[B, T, ...]``, of ``B`` windows. It needs ``window``.
         end_key: a bool field that is true at the last step of a trajectory. Default ``("next", "done")``. An integer
             field named ``step_type``, at any depth, holds step types as dm_env numbers them: 2 is the last step of a
             trajectory, and 0 the first one, which begins a trajectory also if the last step before it was lost. It is
@@ -65,22 +74,29 @@ class SliceSampler(WindowSampler):
         cache_values, compile, use_gpu: have no effect: boundaries are always kept and always current.
         truncated_key: the name of the marks; ``done`` and ``terminated`` are next to it. None: no such marks.
         init_key: the field of first steps; None: it is not changed.
-        strict_length: skip trajectories that are shorter; False: draw such a trajectory as a whole.
+        strict_length: skip trajectories that are shorter; False: draw such a trajectory as a whole. With ``window``, its last
+            step then stands for those that are missing.
         pad_output: repeat the last step of short windows up to the length; ``("collector", "mask")`` is false there.
         span: ``(left, right)``, or one value for both: how far a window may extend beyond its trajectory at that end.
             True: as long as one step is inside; an int: by so many steps. Only existing steps are returned, so batches
             may be short.
         uniform_over: ``"trajectories"``, or ``"anchors"``: every window is equally likely, so that long trajectories
             weigh more.
-        anchors: draws the first steps of windows by priority, as in a :class:`PrioritizedSliceSampler`.
+        online: an online queue. Every batch begins with the newest complete window of each lane whose steps are all newer than
+            those that the queue took from this lane before, the newest window first; the rest of the batch is drawn as
+            without. So fresh steps are learned from at once, and by the queue only once. Every sampler has a queue of its own,
+            which other processes do not see; its state is saved, unless there are ``anchors``. It needs ``window``.
+        anchors: draws the first steps of windows by priority, as in a :class:`PrioritizedSliceSampler`; with burn-in, the first
+            steps to learn from.
         index: the name of the store's trajectory table; samplers of the same name and boundaries share it.
         replacement: False constructs a :class:`SliceSamplerWithoutReplacement`.
 
     Raises:
-        TypeError: not exactly one of ``num_slices`` and ``slice_len`` is given; a key is not a key.
+        TypeError: not exactly one of ``num_slices``, ``slice_len`` and ``window`` is given; ``flat=False`` or ``online`` without
+            ``window``, or ``span`` or ``pad_output`` with it; a key is not a key.
         RuntimeError: several kinds of boundaries are given, or static ones without ``cache_values``.
         ValueError: a number is out of range; ``pad_output`` with ``strict_length``; ``uniform_over`` or ``index`` is
-            invalid.
+            invalid; ``anchors``, and a window of more padding than burn-in.
 
     Raises (when drawing):
         RuntimeError: the batch size is not divisible; a field is not stored; a row is one tensor without a name.
@@ -97,12 +113,21 @@ class SliceSampler(WindowSampler):
     >>> steps = rb.sample()["step"].reshape(2, 3)
     >>> bool((steps[:, 1:] - steps[:, :-1] == 1).all())
     True
+    >>> from engram import WindowSpec
+    >>> rb.set_sampler(SliceSampler(window=WindowSpec(length=2, burn_in=2, padding=2), flat=False))  # doctest: +ELLIPSIS
+    SliceSampler(...)
+    >>> batch = rb.sample()
+    >>> batch.shape, batch["learning_mask"][0].tolist()
+    (torch.Size([6, 4]), [False, False, True, True])
+    >>> bool((batch["step"][~batch["validity_mask"]] == 0).all())  # the first step of an episode, repeated
+    True
     """
 
     noted = (*WindowSampler.noted, "pad_output", "span", "uniform_over")
 
     span = Setting[tuple[bool | int, bool | int]]()
     uniform_over = Setting[str]()
+    online = Setting[bool]()
 
     def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
         return super().__new__(cls) if replacement else SliceSamplerWithoutReplacement(**kwargs)
@@ -114,15 +139,16 @@ class SliceSampler(WindowSampler):
         pad_output: bool = False,
         span: object = False,
         uniform_over: str = "trajectories",
+        online: bool = False,
         anchors: PrioritizedSampler | None = None,
         replacement: bool = True,
         **windows: Unpack[WindowArguments],
     ) -> None:
         name = type(self).__name__
-        spec = WindowSpec.of(name, windows)
-        if spec.static is not None and not cache_values:
+        settings = WindowSettings.of(name, windows)
+        if settings.static is not None and not cache_values:
             raise RuntimeError("SliceSampler: ends and trajectories need cache_values=True, as they are kept.")
-        if pad_output and spec.strict_length:
+        if pad_output and settings.strict_length:
             raise ValueError(
                 "SliceSampler: pad_output: expected strict_length=False: with it there are no short windows to pad."
             )
@@ -131,20 +157,29 @@ class SliceSampler(WindowSampler):
         if anchors is not None and not isinstance(anchors, PrioritizedSampler):
             raise TypeError(f"{name}: anchors: expected a PrioritizedSampler, got {type(anchors).__name__}.")
         left, right = _as_span(span)
+        given = {"span": bool(left or right), "pad_output": bool(pad_output), "online": bool(online)}
+        _check_window(name, settings, given, anchored=anchors is not None)
         if anchors is not None and left:
             warn(f"{name}: span: at the left end there is none.")
             left = False
-        spec = replace(spec, pad_output=bool(pad_output), span=(left, right), uniform_over=uniform_over)
-        if spec.slice_len is not None:
-            spec.shape(spec.slice_len)  # raises for a span that is too large
+        settings = replace(settings, pad_output=bool(pad_output), span=(left, right), uniform_over=uniform_over)
+        settings = replace(settings, online=bool(online))
+        if settings.slice_len is not None:
+            settings.native(settings.slice_len)  # raises for a span that is too large
         self.cache_values = bool(cache_values)
+        #: Ticket numbers of the last steps that the online queue took, int64 [tracks], -1 for none; None: not known yet.
+        self._taken: Tensor | None = None
         self.anchors = anchors
         if anchors is not None and not self.traits.prioritized:
             self.traits = self.traits._replace(prioritized=True, takes_priorities=True)
-        super().__init__(spec)
+        if online and anchors is None:
+            self.traits = self.traits._replace(can_rewind=True)
+        super().__init__(settings)
 
     def bind(self, storage: SampledStorage) -> None:
         """Take a storage to draw from. Raises ``ValueError``: it is larger than the anchors' ``max_capacity``."""
+        if self._storage is not None and storage is not self._storage:
+            self._taken = None
         super().bind(storage)
         if self.anchors is not None:
             self.anchors.bind(storage)
@@ -167,7 +202,7 @@ class SliceSampler(WindowSampler):
 
     def _raise_without_windows(self, table: _native.Trajectories, length: int) -> NoReturn:
         trajectories, longest = table.census()
-        if self.anchors is None or longest < (length if self.strict_length else 1):
+        if self.anchors is None or longest < (self.settings.needed(length) if self.strict_length else 1):
             super()._raise_without_windows(table, length)
         raise NoSampleable(
             f"sample: expected a row of positive priority where a window of {length} steps begins, got {trajectories} "
@@ -205,15 +240,45 @@ class SliceSampler(WindowSampler):
         return self._priorities.own_indexes
 
     def state_dict(self) -> dict[str, object]:
-        """As :meth:`PrioritizedSampler.state_dict`; without anchors it is empty."""
-        return self._priorities.state_dict()
+        """As :meth:`PrioritizedSampler.state_dict`; without anchors it is empty, or that of the online queue.
+
+        The queue's: int64 ``taken`` ``[tracks]`` and ``clock`` of the store.
+        """
+        if self.anchors is not None or not self.online:
+            return self._priorities.state_dict()
+        clock, base = self._clock()
+        taken = torch.zeros(0, dtype=torch.int64, device="cpu") if self._taken is None else self._taken
+        return {"clock": clock - base, "taken": torch.where(taken < 0, -1, taken - base)}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        return self._priorities.prepare_load(state_dict, capacity)
+        if self.anchors is not None or not self.online:
+            return self._priorities.prepare_load(state_dict, capacity)
+        where = type(self).__name__
+        check_keys(state_dict, ("clock", "taken"), where)
+        clock = integer(state_dict, "clock", 0, 1 << 62, where)
+        taken = tensor_in(state_dict, "taken", torch.int64, (None,), where)
+        if bool(((taken < -1) | (taken >= clock)).any()):
+            raise ValueError(f"{where}: taken: expected numbers from -1 to below the clock, {clock}, got others.")
+        return Change(self._go_on, clock, taken.clone())
+
+    def _go_on(self, clock: int, taken: Tensor) -> None:
+        """The queue begins again if the rows are not those of the state."""
+        with self._lock:
+            now, base = self._clock()
+            known = now - base == clock and len(taken) > 0
+            self._taken = torch.where(taken < 0, -1, taken + base) if known else None
+            self._bound = None
+
+    def _taken_of(self, tracks: int) -> Tensor | None:
+        if not self.online:
+            return None
+        if self._taken is None or len(self._taken) != tracks:
+            self._taken = torch.full((tracks,), -1, dtype=torch.int64, device="cpu")
+        return self._taken
 
     def config(self) -> dict[str, object]:
         anchors = {} if self.anchors is None else {"anchors": self.anchors.config()}
-        return {**super().config(), **anchors}
+        return {**super().config(), **({"online": True} if self.settings.online else {}), **anchors}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -221,6 +286,26 @@ class SliceSampler(WindowSampler):
         if "anchors" in config:
             config = {**config, "anchors": PrioritizedSampler.from_config(config["anchors"])}
         return cls(**config)
+
+
+def _check_window(name: str, settings: WindowSettings, given: dict[str, bool], *, anchored: bool) -> None:
+    """Raise for arguments that a :class:`WindowSpec` does not go with, or that need one."""
+    window = settings.window
+    if window is None:
+        if given["online"]:
+            raise TypeError(f"{name}: online=True: expected window=WindowSpec(…) beside it, which says what is queued.")
+        return
+    for argument in ("span", "pad_output"):
+        if given[argument]:
+            raise TypeError(
+                f"{name}: expected one of window and {argument}, got both. Windows of a WindowSpec always have all their steps: "
+                'give it a padding, or pass strict_length=False, and look at "validity_mask".'
+            )
+    if anchored and window.padding > window.burn_in:
+        raise ValueError(
+            f"{name}: window: expected padding of at most burn_in={window.burn_in} with priorities, as the first step to learn from "
+            f"is drawn by its own, got {window.padding}."
+        )
 
 
 def _as_span(span: object) -> tuple[bool | int, bool | int]:

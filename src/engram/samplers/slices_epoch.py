@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engram.errors import NoSampleable
-from engram.samplers.window_spec import WindowArguments, WindowSpec
+from engram.samplers.window_settings import WindowArguments, WindowSettings
 from engram.samplers.windows import WindowSampler
 from engram.state import Change, check_keys, integer, typed
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from engram import _native
     from engram.samplers.windows import Arguments
-    from engram.store import Store
     from engram.types import Commit, Write
 
 #: Before the first draw: key of the order, ticket number of the next write, visited trajectories, and all of them.
@@ -31,8 +30,8 @@ class SliceSamplerWithoutReplacement(WindowSampler):
     writes change trajectories. Trajectories that are too short are skipped, which shortens their batch.
 
     Args:
-        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length,
-            index: as for :class:`SliceSampler`; ``ends`` and ``trajectories`` need nothing else.
+        num_slices, slice_len, window, flat, end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key,
+            strict_length, index: as for :class:`SliceSampler`; ``ends`` and ``trajectories`` need nothing else.
         drop_last: skip the trajectories of an epoch that do not fill a batch.
         shuffle: random order; otherwise lane by lane, oldest first.
         compile, use_gpu: have no effect.
@@ -55,7 +54,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
     ) -> None:
         if replacement:
             raise TypeError("SliceSamplerWithoutReplacement: expected replacement=False. Use SliceSampler().")
-        super().__init__(WindowSpec.of(type(self).__name__, windows))
+        super().__init__(WindowSettings.of(type(self).__name__, windows))
         self.drop_last = bool(drop_last)
         self.shuffle = bool(shuffle)
         self.ran_out = False
@@ -84,12 +83,12 @@ class SliceSamplerWithoutReplacement(WindowSampler):
 
     def _raise_without_windows(self, table: _native.Trajectories, length: int) -> NoReturn:
         trajectories, longest = table.census()
-        if longest < length:
+        if longest < self.settings.needed(length):
             super()._raise_without_windows(table, length)
         raise NoSampleable(
-            f"sample: slice_len={length}: expected a trajectory of at least {length} steps in every batch of an epoch, got a "
-            f"batch of shorter ones ({trajectories} trajectories, of at most {longest} steps). Take more slices per batch, "
-            "lower slice_len, or pass strict_length=False."
+            f"sample: {self.settings.named(length)}: expected a trajectory of at least {self.settings.needed(length)} steps in "
+            f"every batch of an epoch, got a batch of shorter ones ({trajectories} trajectories, of at most {longest} steps). Take "
+            f"more slices per batch, {self._shorter().lower()}, or pass strict_length=False."
         )
 
     def state_dict(self) -> dict[str, object]:
@@ -104,11 +103,6 @@ class SliceSamplerWithoutReplacement(WindowSampler):
             "clock": clock - base,
             "ran_out": self.ran_out,
         }
-
-    def _clock(self) -> tuple[int, int]:
-        """Ticket number of the store's next write, as any write ends an epoch, and the number that states count from."""
-        memory: Store | None = None if self._storage is None else self._storage.memory
-        return (0, 0) if memory is None else (int(memory.core.next_ticket), memory.base)
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = type(self).__name__

@@ -1,148 +1,75 @@
-"""Which windows a slice sampler draws: its arguments, checked, as one value."""
+"""What a window is: how many steps, how far apart, and which of them are learned from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
-from engram import _native
-from engram._checks import as_numbers, check_count
-from engram._unsupported import reject_unsupported
-from engram.field_paths import FieldPath, as_path, as_paths
-from engram.store import check_index_name
+from engram._checks import check_count
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from engram.samplers.windows import WindowSampler
-
-_UNSUPPORTED = {
-    "fragmented": "slices of interleaved trajectories",
-    "step_key": "slices of interleaved trajectories",
-}
-
-_T = TypeVar("_T")
-
-
-class WindowArguments(TypedDict, total=False):
-    """The keywords that all slice samplers take, as TorchRL names them."""
-
-    num_slices: int | None
-    slice_len: int | None
-    end_key: object
-    end_keys: Sequence[object] | None
-    traj_key: object
-    ends: object
-    trajectories: object
-    truncated_key: object
-    init_key: object
-    strict_length: bool
-    index: str
-    compile: object
-    use_gpu: object
+__all__ = ["WindowSpec"]
 
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """Which windows a batch holds, which trajectories they are windows of, and how their ends are marked."""
+    """Windows of trajectories: ``burn_in + length`` steps each, ``dilation`` apart.
 
-    num_slices: int | None
-    slice_len: int | None
-    end_key: FieldPath | None
-    end_keys: tuple[FieldPath, ...] | None
-    traj_key: FieldPath | None
-    ends: Tensor | None
-    trajectories: Tensor | None
-    truncated_key: FieldPath | None
-    init_key: FieldPath | None
-    strict_length: bool
-    index: str
-    pad_output: bool = False
-    span: tuple[bool | int, bool | int] = (False, False)
-    uniform_over: str = "trajectories"
+    The windows of a trajectory begin ``period`` steps apart, the first one ``padding`` window steps before the trajectory.
+    Where a window reaches beyond its trajectory, the trajectory's first or last step stands for the steps that are missing;
+    ``"validity_mask"`` is false there. ``"learning_mask"`` is false in the burn-in, and true in the ``length`` steps after it.
 
-    @classmethod
-    def of(cls, who: str, arguments: WindowArguments) -> WindowSpec:
-        """Check the arguments of a sampler. Raises as :class:`SliceSampler`; messages begin with ``who``."""
-        known = WindowArguments.__annotations__
-        reject_unsupported(who, {name: v for name, v in arguments.items() if name not in known}, _UNSUPPORTED, known)
-        num_slices, slice_len = arguments.get("num_slices"), arguments.get("slice_len")
-        if (num_slices is None) == (slice_len is None):
-            raise TypeError(
-                f"{who}: expected one of num_slices and slice_len, got num_slices={num_slices}, slice_len={slice_len}."
+    Of a full ring, a trajectory begins with its oldest step that is still stored.
+
+    Args:
+        length: steps to learn from.
+        period: steps of the trajectory from the beginning of one window to that of the next. With ``period=length`` and
+            ``padding=burn_in``, the steps to learn from follow each other from the first step of a trajectory on.
+        dilation: steps of the trajectory from one step of a window to the next. 1: consecutive ones.
+        burn_in: steps of a window before those to learn from, with which a recurrent network warms up.
+        padding: how many steps of a window may lie before its trajectory, less than all of them. With ``padding=burn_in``
+            a trajectory is learned from its first step on.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: ``length``, ``period`` or ``dilation`` below 1, ``burn_in`` or ``padding`` below 0, or a window that is all
+            padding.
+
+    >>> from engram import WindowSpec
+    >>> # Windows of R2D2 that share no step to learn from:
+    >>> WindowSpec(length=40, burn_in=20, padding=20, period=40)
+    WindowSpec(length=40, period=40, dilation=1, burn_in=20, padding=20)
+    """
+
+    length: int
+    period: int = 1
+    dilation: int = 1
+    burn_in: int = 0
+    padding: int = 0
+
+    #: Steps at most of a trajectory that a window spans, and that its numbers count.
+    _MOST: ClassVar[int] = 1 << 40
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            least = 0 if field.name in ("burn_in", "padding") else 1
+            number = check_count(
+                f"WindowSpec: {field.name}", getattr(self, field.name), "steps", least=least, most=self._MOST
             )
-        name, value = ("num_slices", num_slices) if slice_len is None else ("slice_len", slice_len)
-        value = check_count(f"{who}: {name}", value)
-        signals = ("ends", "trajectories", "end_key", "end_keys", "traj_key")
-        given = {name for name, value in arguments.items() if name in signals and value is not None}
-        if {"end_key", "end_keys"} <= given:
-            raise RuntimeError(f"{who}: expected one of end_key and end_keys, got both. Put all into end_keys.")
-        if given & {"ends", "trajectories"} and len(given) > 1:
-            raise RuntimeError(f"{who}: expected one kind of boundaries, got {sorted(given)}. Give one of them.")
-        index = arguments.get("index", "main")
-        check_index_name(index, f"{who}: index")
-        return cls(
-            None if num_slices is None else value,
-            None if slice_len is None else value,
-            as_path(arguments.get("end_key"), f"{who}: end_key"),
-            as_paths(arguments.get("end_keys"), f"{who}: end_keys"),
-            as_path(arguments.get("traj_key"), f"{who}: traj_key"),
-            _as_static(arguments.get("ends"), f"{who}: ends"),
-            _as_static(arguments.get("trajectories"), f"{who}: trajectories"),
-            as_path(arguments.get("truncated_key", ("next", "truncated")), f"{who}: truncated_key"),
-            as_path(arguments.get("init_key", "is_init"), f"{who}: init_key"),
-            bool(arguments.get("strict_length", True)),
-            index,
-        )
+            object.__setattr__(self, field.name, number)
+        if self.padding >= self.steps:
+            raise ValueError(
+                f"WindowSpec: padding: expected less than burn_in + length = {self.steps} steps, so that one of them is real, got "
+                f"{self.padding}."
+            )
+        if self.reach > self._MOST:
+            raise ValueError(f"WindowSpec: expected windows over at most {self._MOST} steps, got {self.reach}.")
 
     @property
-    def static(self) -> tuple[str, Tensor] | None:
-        """Name and values of boundaries that are no field of the rows; None: the rows hold them."""
-        found = {"ends": self.ends, "trajectories": self.trajectories}
-        return next(((name, values) for name, values in found.items() if values is not None), None)
+    def steps(self) -> int:
+        """Steps of a window: ``burn_in + length``."""
+        return self.burn_in + self.length
 
-    def split(self, batch_size: int) -> tuple[int, int]:
-        """Windows of a batch, and steps of each. Raises ``RuntimeError``: the batch size is not divisible."""
-        if self.num_slices is not None:
-            count, rest = self.num_slices, batch_size % self.num_slices
-        else:
-            assert self.slice_len is not None  # one of the two was given
-            count, rest = batch_size // self.slice_len, batch_size % self.slice_len
-        if rest or not count:
-            which = f"num_slices={self.num_slices}" if self.num_slices is not None else f"slice_len={self.slice_len}"
-            raise RuntimeError(f"sample: batch_size: expected a multiple of {which}, got {batch_size}.")
-        return count, batch_size // count
-
-    def shape(self, length: int) -> _native.Shape:
-        """Which windows of that length may be drawn. Raises ``ValueError``: they may overhang by a whole window."""
-        left, right = (length - 1 if end is True else int(end) for end in self.span)
-        if max(left, right) >= length:
-            raise ValueError(f"SliceSampler: span: expected less than the {length} steps of a window, got {self.span}.")
-        return _native.Shape(length, self.strict_length, self.uniform_over == "anchors", left, right)
-
-
-class Setting(Generic[_T]):
-    """An attribute of a slice sampler: an entry of its :class:`WindowSpec`. It can be set at any time."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, sampler: WindowSampler | None, owner: type) -> _T:
-        value: _T = self if sampler is None else getattr(sampler.spec, self._name)  # type: ignore[assignment] # of a class
-        return value
-
-    def __set__(self, sampler: WindowSampler, value: _T) -> None:
-        sampler.change(**{self._name: value})
-
-
-def _as_static(values: object, what: str) -> Tensor | None:
-    """Boundaries of all live rows, flat and contiguous, in memory of their own."""
-    if values is None:
-        return None
-    values = as_numbers(what, values).to("cpu")
-    if values.ndim < 1:
-        raise TypeError(f"{what}: expected one value per row, got a scalar.")
-    flat: Tensor = values.reshape(-1).clone()
-    return flat
+    @property
+    def reach(self) -> int:
+        """Steps of a trajectory from the first to the last step of a window, both included."""
+        return (self.steps - 1) * self.dilation + 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+
+from torch import Tensor
 
 from engram import _fork, _native
 from engram.errors import NoSampleable
@@ -12,20 +14,21 @@ from engram.retries import Retries
 from engram.samplers._base import NativeSampler
 from engram.samplers.end_marks import EndMarks
 from engram.samplers.trajectory_tables import END_KEYS, StaticTable, TrajectoryKeys, numbers_by_path, shared_table
-from engram.samplers.window_spec import Setting, WindowSpec
+from engram.samplers.window_settings import Setting, WindowSettings
+from engram.samplers.window_spec import WindowSpec
 from engram.store import Key as DrawKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
     from engram.types import Extent, Info, NativeBatch, ReadDraw, SampledStorage
 
     #: What all native draws of windows take: the store's core, fields, address of the key, number of windows, which windows,
-    #: whether to pad them, whether to return tickets, marks.
-    Arguments: TypeAlias = tuple[_native.Store, _native.Layout, int, int, _native.Shape, bool, bool, _native.Marks]
+    #: how they are laid out, marks.
+    Arguments: TypeAlias = tuple[
+        _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
+    ]
 
 #: A draw that reads no field.
 _NO_FIELDS = _native.Layout([])
@@ -43,6 +46,10 @@ class _Bound(NamedTuple):
     marks: EndMarks
     apart: EndMarks
     """For draws whose columns are not read by the native core."""
+    batched: dict[tuple[bool, bool], _native.Batched]
+    """How windows are laid out: for draws apart or not, with tickets or without."""
+    taken: Tensor | None
+    """What the online queue has taken. Draws write to it."""
 
 
 class WindowSampler(NativeSampler):
@@ -74,11 +81,13 @@ class WindowSampler(NativeSampler):
     init_key = Setting[FieldPath | None]()
     strict_length = Setting[bool]()
     pad_output = Setting[bool]()
+    window = Setting[WindowSpec | None]()
+    flat = Setting[bool]()
     index = Setting[str]()
 
-    def __init__(self, spec: WindowSpec) -> None:
+    def __init__(self, settings: WindowSettings) -> None:
         self._unbind()
-        self.spec = spec
+        self.settings = settings
 
     # ---- the store and its table -------------------------------------------------------------------------------------
 
@@ -86,12 +95,12 @@ class WindowSampler(NativeSampler):
         self._lock = _fork.rlock()
         self._storage: SampledStorage | None = None
         self._bound: _Bound | None = None
-        self._splits: dict[int, tuple[int, int, _native.Shape]] = {}
+        self._splits: dict[int, tuple[int, int, _native.WindowSpec]] = {}
 
     def change(self, **entries: object) -> None:
-        """Replace entries of the spec. The next draw follows the new ones."""
+        """Replace entries of the settings. The next draw follows the new ones."""
         with self._lock:
-            self.spec = replace(self.spec, **entries)  # type: ignore[arg-type] # as unchecked as any attribute
+            self.settings = replace(self.settings, **entries)  # type: ignore[arg-type] # as unchecked as any attribute
             self._splits, self._bound = {}, None
 
     @property
@@ -119,9 +128,14 @@ class WindowSampler(NativeSampler):
     @property
     def rules(self) -> TrajectoryKeys | None:
         """Which trajectories its windows are of; None: those of static boundaries, which no field tells."""
-        spec = self.spec
-        ends = spec.end_keys or (None if spec.end_key is None else (spec.end_key,))
-        return TrajectoryKeys(spec.traj_key, ends, spec.index) if spec.static is None else None
+        settings = self.settings
+        ends = settings.end_keys or (None if settings.end_key is None else (settings.end_key,))
+        return TrajectoryKeys(settings.traj_key, ends, settings.index) if settings.static is None else None
+
+    def _clock(self) -> tuple[int, int]:
+        """Ticket number of the store's next write, and the number that states count from."""
+        memory = None if self._storage is None else self._storage.memory
+        return (0, 0) if memory is None else (int(memory.core.next_ticket), memory.base)
 
     def _bound_to(self, storage: SampledStorage | None, length: int) -> _Bound:
         """A storage's table and marks, looked for if another storage was drawn from last."""
@@ -135,7 +149,7 @@ class WindowSampler(NativeSampler):
         return bound
 
     def _find(self, storage: SampledStorage | None, memory: Store | None, length: int) -> _Bound:
-        name, spec = type(self).__name__, self.spec
+        name, settings = type(self).__name__, self.settings
         if storage is None:
             raise RuntimeError(f"{name}: expected a storage: give the sampler to a ReplayBuffer, or bind(storage).")
         if memory is None:
@@ -146,29 +160,42 @@ class WindowSampler(NativeSampler):
                 "Use LazyTensorStorage or LazyMemmapStorage."
             )
         static, rules, numbers = None, self.rules, numbers_by_path(memory)
+        counted = length if settings.window is None else settings.window.reach
         if rules is not None:
             boundaries = rules.boundaries(memory.schema.fields, numbers, END_KEYS[:1], "sample")
-            table = shared_table(memory, spec.index, boundaries, length)
+            table = shared_table(memory, settings.index, boundaries, counted)
         else:
             if not numbers:
                 raise RuntimeError(f"{name}: expected rows with fields, such as dicts, got rows of one tensor each.")
-            assert spec.static is not None  # as there are no rules
-            kind, values = spec.static
-            static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=length)
+            assert settings.static is not None  # as there are no rules
+            kind, values = settings.static
+            static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=counted)
             table = static.table
-        marks, apart = (
-            EndMarks.of(memory, spec, weighted=self.anchors is not None, apart=apart) for apart in (False, True)
+        marks, apart_marks = (
+            EndMarks.of(memory, settings, weighted=self.anchors is not None, apart=apart) for apart in (False, True)
         )
-        return _Bound(memory, table, static, marks, apart)
+        taken = self._taken_of(table.tracks)
+        queue = (0, 0) if taken is None else (taken.data_ptr(), len(taken))
+        batched = {
+            (apart, numbered): _native.Batched(settings.pad_output, numbered, settings.flat or apart, *queue)
+            for apart in (False, True)
+            for numbered in (False, True)
+        }
+        return _Bound(memory, table, static, marks, apart_marks, batched, taken)
+
+    def _taken_of(self, tracks: int) -> Tensor | None:
+        """Ticket numbers that the online queue took last, int64 ``[tracks]``; None: there is no queue."""
+        del tracks
+        return None
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def _split(self, batch_size: int) -> tuple[int, int, _native.Shape]:
+    def _split(self, batch_size: int) -> tuple[int, int, _native.WindowSpec]:
         """Windows, steps of each, and which they may be, for batches of that size. Remembered."""
-        count, length = self.spec.split(batch_size)
+        count, length = self.settings.split(batch_size)
         if len(self._splits) > 64:
             self._splits.clear()
-        self._splits[batch_size] = split = (count, length, self.spec.shape(length))
+        self._splits[batch_size] = split = (count, length, self.settings.native(length))
         return split
 
     def _choose(self, table: _native.Trajectories, arguments: Arguments) -> list[Tensor]:
@@ -195,16 +222,17 @@ class WindowSampler(NativeSampler):
         """
         if storage is not self._storage:
             self.bind(storage)
-        count, length, shape = self._splits.get(n) or self._split(n)
+        count, length, spec = self._splits.get(n) or self._split(n)
         if finished is not None:
-            shape = shape.finished(*finished)
+            spec = spec.finished(*finished)
         store = storage.memory
         assert store is not None  # else there is nothing to draw, and the buffer says so
         bound = self._bound
         if bound is None or bound.memory is not store:
             bound = self._bound_to(storage, length)
         marks = bound.apart if apart else bound.marks
-        arguments = (store.core, layout, key.address, count, shape, self.spec.pad_output, numbered, marks.wanted)
+        batched = bound.batched[apart, numbered]
+        arguments = (store.core, layout, key.address, count, spec, batched, marks.wanted)
         if bound.static is None:
             tensors = self._choose(bound.table, arguments)
         else:
@@ -214,10 +242,11 @@ class WindowSampler(NativeSampler):
                 bound.static.place(storage.extent())
                 tensors = self._choose(bound.table, arguments)
         if not len(tensors[0]):
-            if finished is not None and not bound.table.windows(store.core, shape):
+            if finished is not None and not bound.table.windows(store.core, spec):
                 raise NoSampleable(
-                    f"sample: slice_len={length}: expected a trajectory of at least {length} steps that have a next observation, which the "
-                    f"newest {finished[1]} of an open one have not yet. Add data first, or lower slice_len."
+                    f"sample: {self.settings.named(length)}: expected a trajectory of at least {self.settings.needed(length)} steps that "
+                    f"have a next observation, which the newest {finished[1]} of an open one have not yet. Add data first, or "
+                    f"{self._shorter().lower()}."
                 )
             self._raise_without_windows(bound.table, length)
         return marks, tensors
@@ -230,13 +259,26 @@ class WindowSampler(NativeSampler):
         store = storage.memory
         assert store is not None
         if not store.is_native:
-            return self.sample_apart(
+            columns, rows, info = self.sample_apart(
                 storage, key, n, lambda draw: store.read(draw.rows, expected=draw.tickets), numbered=numbered
             )
+            return self.laid_out(columns, rows, info)
         numbered = numbered or self.anchors is not None
         marks, tensors = self._draw(storage, store.layout, key, n, numbered=numbered, apart=False)
         fields = len(store.tensors)
-        return tensors[:fields], tensors[fields], marks.info(tensors, numbered=numbered)
+        return tensors[:fields], tensors[fields], marks.info(tensors, numbered=numbered, flat=self.settings.flat)
+
+    def laid_out(self, columns: list[Tensor], rows: Tensor, info: Info) -> NativeBatch:
+        """A batch of :meth:`sample_apart`, ``[B * T, ...]``, in the batch dimensions that were asked for."""
+        window = self.settings.window
+        if window is None or self.settings.flat:
+            return columns, rows, info
+        batch = (len(rows) // window.steps, window.steps)
+        laid_out: Info = {
+            entry: value.reshape(*batch, *value.shape[1:]) if isinstance(value, Tensor) else value
+            for entry, value in info.items()
+        }
+        return [column.reshape(*batch, *column.shape[1:]) for column in columns], rows.reshape(batch), laid_out
 
     def sample_apart(
         self,
@@ -248,7 +290,7 @@ class WindowSampler(NativeSampler):
         numbered: bool = False,
         finished: tuple[int, int] | None = None,
     ) -> NativeBatch:
-        """As :meth:`sample_natively`, but the caller reads the columns.
+        """As :meth:`sample_natively`, but the caller reads the columns, and the batch is flat: :meth:`laid_out` shapes it.
 
         Args:
             storage, key, n, numbered: as there.
@@ -279,7 +321,7 @@ class WindowSampler(NativeSampler):
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         """Rows and tickets of the windows that :meth:`sample_natively` draws with the same key."""
         storage = self._storage
-        self._bound_to(storage, self.spec.split(batch_size)[1])  # raises for a storage without windows
+        self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         assert storage is not None
         _, drawn = self._draw(storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, apart=True)
         return Draw(drawn[0], drawn[-1])
@@ -290,9 +332,12 @@ class WindowSampler(NativeSampler):
         if trajectories == 0:
             raise NoSampleable("sample: the buffer is empty. Add data before sampling.")
         raise NoSampleable(
-            f"sample: slice_len={length}: expected a trajectory of at least {length} steps, got {trajectories} of at most "
-            f"{longest}. Lower slice_len, or pass strict_length=False."
+            f"sample: {self.settings.named(length)}: expected a trajectory of at least {self.settings.needed(length)} steps, got "
+            f"{trajectories} of at most {longest}. {self._shorter()}, or pass strict_length=False."
         )
+
+    def _shorter(self) -> str:
+        return "Lower slice_len" if self.settings.window is None else "Draw shorter windows"
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 
@@ -305,33 +350,38 @@ class WindowSampler(NativeSampler):
             return False
         self.bind(storage)
         try:
-            _, length, shape = self._split(batch_size)
+            _, length, spec = self._split(batch_size)
             with self._lock:
                 bound = self._bound_to(storage, length)
                 if bound.static is not None:
                     bound.static.place(storage.extent())
         except (RuntimeError, ValueError):
             return False
-        return bound.table.windows(bound.memory.core, shape.finished(*finished) if finished is not None else shape) > 0
+        return bound.table.windows(bound.memory.core, spec.finished(*finished) if finished is not None else spec) > 0
 
     def sample(self, storage: SampledStorage, batch_size: int) -> tuple[tuple[Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
-        self._bound_to(storage, self.spec.split(batch_size)[1])  # raises for a storage without windows
+        self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         key = DrawKey()
         key.draw()
         _, rows, info = self.sample_natively(storage, key, batch_size)
         return (rows,), info
 
+    def config(self) -> dict[str, object]:
+        window = self.settings.window
+        spec = {} if window is None else {"window": asdict(window), "flat": self.settings.flat}
+        return {**super().config(), **spec}
+
     def __getstate__(self) -> dict[str, object]:
-        local = ("_lock", "_storage", "_bound", "_splits", "spec")
-        return {**vars(self.spec), **{name: value for name, value in vars(self).items() if name not in local}}
+        local = ("_lock", "_storage", "_bound", "_splits", "settings")
+        return {**vars(self.settings), **{name: value for name, value in vars(self).items() if name not in local}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._unbind()
-        entries = {entry.name: state.pop(entry.name) for entry in fields(WindowSpec) if entry.name in state}
+        entries = {entry.name: state.pop(entry.name) for entry in fields(WindowSettings) if entry.name in state}
         static = {
             name: state.pop(f"_{name}", None) for name in ("ends", "trajectories")
         }  # pickled by an earlier version
-        self.spec = WindowSpec(**{**static, **entries})
+        self.settings = WindowSettings(**{**static, **entries})
         vars(self).update(state)

@@ -1,0 +1,184 @@
+"""Which windows a slice sampler draws: its arguments, checked, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
+
+from engram import _native
+from engram._checks import as_numbers, check_count
+from engram._unsupported import reject_unsupported
+from engram.field_paths import FieldPath, as_path, as_paths
+from engram.samplers.window_spec import WindowSpec
+from engram.store import check_index_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from engram.samplers.windows import WindowSampler
+
+_UNSUPPORTED = {
+    "fragmented": "slices of interleaved trajectories",
+    "step_key": "slices of interleaved trajectories",
+}
+
+_T = TypeVar("_T")
+
+
+class WindowArguments(TypedDict, total=False):
+    """The keywords that all slice samplers take, as TorchRL names them."""
+
+    num_slices: int | None
+    slice_len: int | None
+    window: WindowSpec | None
+    flat: bool
+    end_key: object
+    end_keys: Sequence[object] | None
+    traj_key: object
+    ends: object
+    trajectories: object
+    truncated_key: object
+    init_key: object
+    strict_length: bool
+    index: str
+    compile: object
+    use_gpu: object
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """Which windows a batch holds, which trajectories they are windows of, and how their ends are marked."""
+
+    num_slices: int | None
+    slice_len: int | None
+    end_key: FieldPath | None
+    end_keys: tuple[FieldPath, ...] | None
+    traj_key: FieldPath | None
+    ends: Tensor | None
+    trajectories: Tensor | None
+    truncated_key: FieldPath | None
+    init_key: FieldPath | None
+    strict_length: bool
+    index: str
+    pad_output: bool = False
+    span: tuple[bool | int, bool | int] = (False, False)
+    uniform_over: str = "trajectories"
+    window: WindowSpec | None = None
+    flat: bool = True
+    online: bool = False
+
+    @classmethod
+    def of(cls, who: str, arguments: WindowArguments) -> WindowSettings:
+        """Check the arguments of a sampler. Raises as :class:`SliceSampler`; messages begin with ``who``."""
+        known = WindowArguments.__annotations__
+        reject_unsupported(who, {name: v for name, v in arguments.items() if name not in known}, _UNSUPPORTED, known)
+        num_slices, slice_len, window = (arguments.get(name) for name in ("num_slices", "slice_len", "window"))
+        if (num_slices, slice_len, window).count(None) != 2:
+            raise TypeError(
+                f"{who}: expected one of num_slices, slice_len and window, got num_slices={num_slices}, slice_len={slice_len}, "
+                f"window={window}."
+            )
+        if isinstance(window, dict):  # as a store notes it
+            window = WindowSpec(**window)
+        if window is not None and not isinstance(window, WindowSpec):
+            raise TypeError(
+                f"{who}: window: expected a WindowSpec, got {type(window).__name__}. Write WindowSpec(length=…)."
+            )
+        flat = bool(arguments.get("flat", True))
+        if window is None and not flat:
+            raise TypeError(
+                f"{who}: flat=False: expected window=WindowSpec(…) beside it, which says how long windows are."
+            )
+        signals = ("ends", "trajectories", "end_key", "end_keys", "traj_key")
+        given = {name for name, value in arguments.items() if name in signals and value is not None}
+        if {"end_key", "end_keys"} <= given:
+            raise RuntimeError(f"{who}: expected one of end_key and end_keys, got both. Put all into end_keys.")
+        if given & {"ends", "trajectories"} and len(given) > 1:
+            raise RuntimeError(f"{who}: expected one kind of boundaries, got {sorted(given)}. Give one of them.")
+        index = arguments.get("index", "main")
+        check_index_name(index, f"{who}: index")
+        return cls(
+            None if num_slices is None else check_count(f"{who}: num_slices", num_slices),
+            None if slice_len is None else check_count(f"{who}: slice_len", slice_len),
+            as_path(arguments.get("end_key"), f"{who}: end_key"),
+            as_paths(arguments.get("end_keys"), f"{who}: end_keys"),
+            as_path(arguments.get("traj_key"), f"{who}: traj_key"),
+            _as_static(arguments.get("ends"), f"{who}: ends"),
+            _as_static(arguments.get("trajectories"), f"{who}: trajectories"),
+            as_path(arguments.get("truncated_key", ("next", "truncated")), f"{who}: truncated_key"),
+            as_path(arguments.get("init_key", "is_init"), f"{who}: init_key"),
+            bool(arguments.get("strict_length", True)),
+            index,
+            window=window,
+            flat=flat,
+        )
+
+    @property
+    def static(self) -> tuple[str, Tensor] | None:
+        """Name and values of boundaries that are no field of the rows; None: the rows hold them."""
+        found = {"ends": self.ends, "trajectories": self.trajectories}
+        return next(((name, values) for name, values in found.items() if values is not None), None)
+
+    def split(self, batch_size: int) -> tuple[int, int]:
+        """Windows of a batch, and steps of each. Raises ``RuntimeError``: the batch size is not divisible."""
+        length = self.slice_len if self.window is None else self.window.steps
+        if self.num_slices is not None:
+            count, rest = self.num_slices, batch_size % self.num_slices
+        elif not self.flat:
+            assert length is not None  # that of the window
+            return batch_size, length
+        else:
+            assert length is not None  # one of the three was given
+            count, rest = batch_size // length, batch_size % length
+        if rest or not count:
+            which = f"num_slices={self.num_slices}" if self.num_slices is not None else self.named(length)
+            advice = "" if self.window is None else f" With flat=False it counts windows of {length} steps."
+            raise RuntimeError(f"sample: batch_size: expected a multiple of {which}, got {batch_size}.{advice}")
+        return count, batch_size // count
+
+    def named(self, length: int | None) -> str:
+        """What messages call windows of that length."""
+        return f"slice_len={length}" if self.window is None else f"the {length} steps of {self.window}"
+
+    def needed(self, length: int) -> int:
+        """Steps of the shortest trajectory that gives a window of that length, if shorter windows are none."""
+        window = self.window
+        return length if window is None else window.reach - window.padding * window.dilation
+
+    def native(self, length: int) -> _native.WindowSpec:
+        """Which windows of that length may be drawn. Raises ``ValueError``: they may overhang by a whole window."""
+        by_anchor, window = self.uniform_over == "anchors", self.window
+        if window is not None:
+            rules = (window.period, window.dilation, window.burn_in, window.padding, True)
+            return _native.WindowSpec(length, self.strict_length, by_anchor, 0, 0, *rules)
+        left, right = (length - 1 if end is True else int(end) for end in self.span)
+        if max(left, right) >= length:
+            raise ValueError(f"SliceSampler: span: expected less than the {length} steps of a window, got {self.span}.")
+        return _native.WindowSpec(length, self.strict_length, by_anchor, left, right)
+
+
+class Setting(Generic[_T]):
+    """An attribute of a slice sampler: an entry of its :class:`WindowSettings`. It can be set at any time."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sampler: WindowSampler | None, owner: type) -> _T:
+        value: _T = self if sampler is None else getattr(sampler.settings, self._name)  # type: ignore[assignment] # of a class
+        return value
+
+    def __set__(self, sampler: WindowSampler, value: _T) -> None:
+        sampler.change(**{self._name: value})
+
+
+def _as_static(values: object, what: str) -> Tensor | None:
+    """Boundaries of all live rows, flat and contiguous, in memory of their own."""
+    if values is None:
+        return None
+    values = as_numbers(what, values).to("cpu")
+    if values.ndim < 1:
+        raise TypeError(f"{what}: expected one value per row, got a scalar.")
+    flat: Tensor = values.reshape(-1).clone()
+    return flat
