@@ -48,10 +48,20 @@ def test_rows_of_several_lanes(lane):
 def test_without_a_lane():
     assert make(lanes=1).appender().add(a=1.0) == 0
     rb = make()
-    with pytest.raises(RuntimeError, match="expected the lane of a row"):
+    with pytest.raises(RuntimeError, match=r"expected the lane of a row, .*rb\.appender\(lane=k\)"):
         rb.appender().add(a=1.0)
     assert rb.appender().extend(a=[1.0, 2.0, 3.0]).tolist() == [0, 10, 20]
     assert rb.on_lane(1).appender().add(a=1.0) == 11
+
+
+@pytest.mark.parametrize("call", ["add", "extend"])
+def test_rows_by_position_get_a_sentence(call):
+    rb = make()
+    with pytest.raises(
+        TypeError, match=rf"appender\.{call}: expected fields by keyword, .*got a dict\. .*rb\.{call}\(row"
+    ):
+        getattr(rb.appender(lane=0), call)({"a": 1.0})
+    assert not len(rb)
 
 
 @pytest.mark.parametrize(("lane", "error"), [(3, RowError), (-1, RowError), ([0, 3], RowError), (0.5, TypeError)])

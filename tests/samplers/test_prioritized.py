@@ -1,5 +1,6 @@
 """Draws by priority, against arrays and formulas that share nothing with the tree."""
 
+import pickle
 import threading
 import warnings
 
@@ -14,10 +15,12 @@ from tensordict import TensorDict
 import engram
 from engram import (
     IncompatibleStore,
+    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
+    RowError,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
@@ -228,6 +231,45 @@ def test_a_storage_larger_than_the_sampler():
     rb = ReplayBuffer(storage=ListStorage(), sampler=PrioritizedSampler(3, ALPHA, BETA), collate_fn=list)
     rb.extend(list(range(5)))
     assert len(rb) == 3  # a list without a bound of its own has the sampler's
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_storage_knows_how_many_rows(listed):
+    storage = ListStorage(10) if listed else LazyTensorStorage(10)
+    rb = ReplayBuffer(
+        storage=storage, sampler=PrioritizedSampler(alpha=1.0, beta=1.0), collate_fn=list if listed else None
+    )
+    assert rb.sampler.max_size == 10
+    rb.update_priority(rb.extend(torch.arange(10)), torch.arange(10.0))
+    rb.update_priority([0, 9], [100.0, 0.0])
+    with pytest.raises(RowError):
+        rb.update_priority([10], [1.0])
+    assert 0 in [int(x) for x in rb.sample(100)]
+    assert 9 not in [int(x) for x in rb.sample(100)]
+    twin = pickle.loads(pickle.dumps(rb))
+    twin.load_state_dict(rb.state_dict())
+    assert 0 in [int(x) for x in twin.sample(100)]
+
+
+def test_a_list_without_a_bound_needs_a_number():
+    with pytest.raises(ValueError, match="max_capacity: expected a number of rows, as the storage has no bound"):
+        ReplayBuffer(storage=ListStorage(), sampler=PrioritizedSampler(alpha=1.0, beta=1.0))
+    for given in ({}, {"alpha": 1.0}, {"beta": 1.0}):
+        with pytest.raises(TypeError, match="PrioritizedSampler: expected alpha and beta"):
+            PrioritizedSampler(**given)
+
+
+def test_a_directory_keeps_a_sampler_without_a_number(tmp_path):
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "a"),
+        sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
+        batch_size=50,
+    )
+    rb.update_priority(rb.extend(torch.arange(10)), torch.tensor([1.0] + [0.0] * 9))
+    rb.close()
+    rb = ReplayBuffer.open(tmp_path / "a")
+    assert rb.sample().tolist() == [0] * 50
+    assert rb.sampler.max_size == 10
 
 
 # ---- against a model -------------------------------------------------------------------------------------------------

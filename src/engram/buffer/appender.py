@@ -34,10 +34,24 @@ class Appender:
         #: Where rows go: an int, int64 ``[n]``, or ``"each"``.
         self.lane = lane
 
-    def add(self, **fields: object) -> Added:
-        """Write one row, as :meth:`ReplayBuffer.add` of a dict. Nested fields are dicts: ``next={"obs": …}``."""
+    def add(self, *row: object, **fields: object) -> Added:
+        """Write one row, as :meth:`ReplayBuffer.add` of a dict. Nested fields are dicts: ``next={"obs": …}``.
+
+        Raises: as :meth:`ReplayBuffer.add`. TypeError: a ``row`` by position.
+        """
+        if row:
+            raise _positional("add", row)
         return self._add(fields, lane=self.lane)
 
-    def extend(self, **fields: object) -> Tensor:
-        """Write a batch of rows, as :meth:`ReplayBuffer.extend` of a dict."""
+    def extend(self, *rows: object, **fields: object) -> Tensor:
+        """Write a batch of rows, as :meth:`ReplayBuffer.extend` of a dict. Raises: as that, and as :meth:`add`."""
+        if rows:
+            raise _positional("extend", rows)
         return self._extend(fields, lane=self.lane)
+
+
+def _positional(call: str, given: tuple[object, ...]) -> TypeError:
+    return TypeError(
+        f"appender.{call}: expected fields by keyword, {call}(obs=…, action=…), got a {type(given[0]).__name__}. A dict goes in as "
+        f"{call}(**row), other rows through rb.{call}(row, lane=…)."
+    )

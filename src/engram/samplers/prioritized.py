@@ -47,9 +47,9 @@ class PrioritizedSampler(NativeSampler):
     samplers with that name share them, with ``alpha`` and ``beta``.
 
     Args:
-        max_capacity: number of rows, at least that of the storage.
-        alpha: 0 is uniform, 1 proportional. Setting it raises all leaves to ``new / old``, in O(rows).
-        beta: 0 corrects nothing, 1 fully. May be set at any time, for annealing.
+        max_capacity: number of rows, at least that of the storage. Default: the storage's; only a list without a bound needs it.
+        alpha: needed. 0 is uniform, 1 proportional. Setting it raises all leaves to ``new / old``, in O(rows).
+        beta: needed. 0 corrects nothing, 1 fully. May be set at any time, for annealing.
         eps: added to every priority.
         dtype: of the weights.
         reduction: of priorities with more than one dimension: max, min, mean, median or sum.
@@ -59,14 +59,14 @@ class PrioritizedSampler(NativeSampler):
 
     Raises:
         ValueError: a number is negative or infinite; when a buffer takes it: ``max_capacity`` is below the storage's
-            capacity.
+            capacity, or not given for a list without a bound. TypeError: no ``alpha`` or ``beta``.
         NotImplementedError: ``reduction`` is another one.
 
     Cost: drawing or updating ``B`` rows takes O(B log rows). Memory: 10.3 bytes per row.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
-    >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), sampler=PrioritizedSampler(3, alpha=1.0, beta=1.0), batch_size=100)
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(3), sampler=PrioritizedSampler(alpha=1.0, beta=1.0), batch_size=100)
     >>> index = rb.extend(torch.tensor([10, 20, 30]))
     >>> rb.update_priority(index, torch.tensor([0.0, 0.0, 5.0]))
     >>> rb.sample().unique().tolist()
@@ -77,9 +77,9 @@ class PrioritizedSampler(NativeSampler):
 
     def __init__(
         self,
-        max_capacity: int,
-        alpha: float,
-        beta: float,
+        max_capacity: int | None = None,
+        alpha: float | None = None,
+        beta: float | None = None,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float,
         reduction: str = "max",
@@ -96,7 +96,9 @@ class PrioritizedSampler(NativeSampler):
         if not (isinstance(given, torch.dtype) and given.is_floating_point):
             raise TypeError(f"PrioritizedSampler: dtype: expected a floating point dtype, got {dtype!r:.40}.")
         check_index_name(index, "PrioritizedSampler: index")
-        self._capacity = check_count("PrioritizedSampler: max_capacity", max_capacity)
+        if alpha is None or beta is None:
+            raise TypeError(f"PrioritizedSampler: expected alpha and beta, got alpha={alpha}, beta={beta}.")
+        self._capacity = None if max_capacity is None else check_count("PrioritizedSampler: max_capacity", max_capacity)
         self._config = PriorityConfig(
             _number("alpha", alpha), _number("beta", beta), _number("eps", eps), bool(max_priority_within_buffer)
         )
@@ -121,7 +123,11 @@ class PrioritizedSampler(NativeSampler):
                 self._attached()
             return
         bounded = storage.max_size < torch.iinfo(torch.int64).max
-        if bounded and storage.max_size > self._capacity:
+        if self._capacity is None and not bounded:
+            raise ValueError(
+                "PrioritizedSampler: max_capacity: expected a number of rows, as the storage has no bound, got none."
+            )
+        if self._capacity is not None and bounded and storage.max_size > self._capacity:
             raise ValueError(
                 f"PrioritizedSampler: max_capacity: expected at least the storage's {storage.max_size} rows, got "
                 f"{self._capacity}."
@@ -132,7 +138,7 @@ class PrioritizedSampler(NativeSampler):
     def _attached(self) -> PriorityIndex | None:
         """The index, made where the storage has rows but no such index yet; None while nothing was ever written."""
         if self._storage is not None and (self._index is None or self._storage.closed):
-            found = self._storage.priorities(self.index_name, self._config, self._capacity)
+            found = self._storage.priorities(self.index_name, self._config, self._capacity or self._storage.max_size)
             if found is not None:
                 index, made = found
                 known = (index.core.alpha, index.core.beta)
@@ -163,8 +169,8 @@ class PrioritizedSampler(NativeSampler):
 
     @property
     def max_size(self) -> int:
-        """Rows at most."""
-        return self._capacity
+        """Rows at most; 0 where neither ``max_capacity`` nor a storage says."""
+        return self._capacity or (0 if self._storage is None else self._storage.max_size)
 
     @property
     def alpha(self) -> float:
@@ -274,14 +280,14 @@ class PrioritizedSampler(NativeSampler):
         """Raise as :meth:`update_priority` would for priorities of ``n`` rows. Changes nothing: no row need be written yet."""
         priorities = self._priorities_of(priority, n)
         assert self._storage is not None  # the buffer bound it
-        own = self._attached() or PriorityIndex.of_list(min(self._capacity, self._storage.max_size), self._config)
+        own = self._attached() or PriorityIndex.of_list(min(self.max_size, self._storage.max_size), self._config)
         own.update(torch.full((n,), -1, device="cpu"), priorities, None)
 
     def _current(self, storage: SampledStorage, own: PriorityIndex, rows: Tensor, generation: Tensor | None) -> Tensor:
         """Rows of a list; -1 for those that hold another item than expected, or none."""
         numbers = storage.tickets_of(rows)
         stale = (numbers < 0) if generation is None else (numbers != generation) | (numbers < 0)
-        stale &= (rows >= 0) & (rows < self._capacity)  # the others are an error, or are passed over
+        stale &= (rows >= 0) & (rows < self.max_size)  # the others are an error, or are passed over
         own.core.drop(int(stale.sum()))
         return torch.where(stale, -1, rows)
 
@@ -347,7 +353,7 @@ class PrioritizedSampler(NativeSampler):
         check_keys(state_dict, NAMES, where)
         index = self._attached()
         config = self._config._replace(alpha=self.alpha)
-        rows = capacity or (self._capacity if index is None else index.core.rows)
+        rows = capacity or ((self._capacity or self.max_size) if index is None else index.core.rows)
         config = check_priorities(state_dict, config, rows, where)
         leaves = len(tensor_in(state_dict, "leaves", torch.float64, (None,), where))
         if capacity is None and index is None and leaves:

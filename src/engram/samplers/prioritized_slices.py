@@ -43,7 +43,7 @@ class PrioritizedSliceSampler(SliceSampler):
     >>> import torch
     >>> from tensordict import TensorDict
     >>> from engram import LazyTensorStorage, PrioritizedSliceSampler, TensorDictReplayBuffer
-    >>> sampler = PrioritizedSliceSampler(100, alpha=1.0, beta=1.0, eps=0.0, slice_len=3)
+    >>> sampler = PrioritizedSliceSampler(alpha=1.0, beta=1.0, eps=0.0, slice_len=3)
     >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=3)
     >>> index = rb.extend(TensorDict({"episode": torch.arange(20) // 5, "step": torch.arange(20) % 5}, batch_size=[20]))
     >>> rb.update_priority(index, (index == 7).float())
@@ -62,9 +62,9 @@ class PrioritizedSliceSampler(SliceSampler):
 
     def __init__(
         self,
-        max_capacity: int,
-        alpha: float,
-        beta: float,
+        max_capacity: int | None = None,
+        alpha: float | None = None,
+        beta: float | None = None,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float,
         reduction: str = "max",

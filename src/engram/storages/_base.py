@@ -120,8 +120,8 @@ class Storage(Declared, Dumpable, Port):
             return 0, None
         if not batched:
             raise RuntimeError(
-                f"{call}: expected the lane of a row, one of {self.lanes}, got none. Name it: {call}(..., lane=k), or rb.on_lane(k) "
-                "for all that follow."
+                f"{call}: expected the lane of a row, one of {self.lanes}, got none. Name it: {call}(..., lane=k), "
+                "rb.appender(lane=k), or rb.on_lane(k) for all that follow."
             )
         return self.one_in_each_lane(
             "one for each lane as none was named",
