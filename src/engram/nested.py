@@ -35,24 +35,34 @@ def has_entries(data: object) -> bool:
 
 
 def map_with_paths(
-    data: object, change: Callable[[object, Path], object], path: Path = (), *, keep: bool = False
+    data: object,
+    change: Callable[[object, Path], object],
+    path: Path = (),
+    *,
+    keep: bool = False,
+    entries: Callable[[dict[str, object], Path], object] | None = None,
 ) -> Any:
     """The same dicts, tuples and lists around ``change(leaf, path)`` of all that they hold.
 
     A TensorDict is a leaf, as is everything else. Containers are new; with ``keep`` one in which nothing changed is returned
-    itself, and of another dict a copy with all that its class holds besides.
+    itself, and of another dict a copy with all that its class holds besides. ``entries(dict, path)`` replaces the new dicts.
     """
     if isinstance(data, dict):
-        entries = {key: map_with_paths(value, change, (*path, str(key)), keep=keep) for key, value in data.items()}
+        new = {
+            key: map_with_paths(value, change, (*path, str(key)), keep=keep, entries=entries)
+            for key, value in data.items()
+        }
         if not keep:
-            return entries
-        if all(entries[key] is value for key, value in data.items()):
+            return new if entries is None else entries(new, path)
+        if all(new[key] is value for key, value in data.items()):
             return data
         made = copy.copy(data)
-        made.update(entries)
+        made.update(new)
         return made
     if isinstance(data, tuple | list):
-        values = [map_with_paths(value, change, (*path, str(i)), keep=keep) for i, value in enumerate(data)]
+        values = [
+            map_with_paths(value, change, (*path, str(i)), keep=keep, entries=entries) for i, value in enumerate(data)
+        ]
         if keep and all(new is old for new, old in zip(values, data, strict=True)):
             return data
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)

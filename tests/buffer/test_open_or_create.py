@@ -191,3 +191,18 @@ def test_all_have_called_it_before_one_writes(tmp_path):
     with pytest.raises(RuntimeError, match="already holds a store"):
         other.extend(rows(0, 2))
     assert len(first) == 5
+
+
+@pytest.mark.parametrize("rows", [{"a": torch.zeros(4)}, torch.zeros(4), (torch.zeros(4),)])
+@pytest.mark.parametrize("kind", [TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer])
+def test_a_store_of_other_rows_is_refused_at_opening(tmp_path, rows, kind):
+    given = {"alpha": 1.0, "beta": 1.0} if kind is TensorDictPrioritizedReplayBuffer else {}
+    rb = ReplayBuffer.open_or_create(tmp_path / "a", 10)
+    rb.extend(rows)
+    rb.close()
+    with pytest.raises(
+        IncompatibleStore, match=r"expected rows that are TensorDicts.*Use ReplayBuffer\.open_or_create"
+    ):
+        kind.open_or_create(tmp_path / "a", 10, **given)
+    rb = ReplayBuffer.open_or_create(tmp_path / "a", 10)
+    assert len(rb) == 4

@@ -26,6 +26,12 @@ class TorchRLArguments(TypedDict, total=False):
     transport_options: Annotated[object, "remote buffers"]
 
 
+class Arguments(TorchRLArguments, total=False):
+    """Keywords of the constructor that have TorchRL's defaults."""
+
+    shared: bool
+
+
 #: What will carry each of :class:`TorchRLArguments`.
 NOT_YET = {name: known.__metadata__[0] for name, known in get_type_hints(TorchRLArguments, include_extras=True).items()}
 

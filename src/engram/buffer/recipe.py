@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engram import expanders, storages, writers
 from engram._checks import check_count, check_path
+from engram.buffer.output import checked_form
 from engram.buffer.settings import checked_depth
-from engram.errors import CorruptStore
+from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import files, layout
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Recipe:
             "batch_size": self._settings.batch_size,
             "prefetch": self._settings.prefetch,
         }
+        if self._settings.output != "torch":
+            entries["output"] = self._settings.output
         if dtypes := self._wiring.storage.structure.dtypes:
             entries["dtypes"] = [[list(key), dtype] for key, dtype in dtypes.items()]
         if self._settings.priority_key is not None:
@@ -125,6 +128,8 @@ def open_buffer(directory: str | os.PathLike[str], unclean: str, given: dict[str
             arguments["writer"] = _made_again(noted.get("writer"), _WRITERS, "writer")
         if "prefetch" not in arguments:
             arguments["prefetch"] = _noted_prefetch(noted, arguments["batch_size"])
+        if "output" not in arguments:
+            arguments["output"] = _noted_output(noted)
         return kind(storage=storage, **arguments, **kind.open_arguments(noted))
     except BaseException:
         storage.close()
@@ -138,6 +143,8 @@ def open_or_create(
     dtypes: object,
     unclean: str,
     given: Mapping[str, object],
+    *,
+    tensordicts: bool,
 ) -> R:
     """A buffer of a class over the store in a directory, or over one that the first write creates there.
 
@@ -148,6 +155,7 @@ def open_or_create(
         dtypes: as for ``LazyMemmapStorage``.
         unclean: as for :func:`open_buffer`.
         given: arguments of the constructor.
+        tensordicts: whether the class is one of TensorDicts.
 
     Raises: as ``ReplayBuffer.open_or_create``.
     """
@@ -161,6 +169,12 @@ def open_or_create(
     storage = storages.LazyMemmapStorage.open_or_create(path, *geometry, dtypes, unclean=unclean)
     try:
         _announce_repair(storage)
+        found, changed = storage.structure, {"transform", "transform_factory", "collate_fn"} & given.keys()
+        if tensordicts and found is not None and found.root.kind not in ("tensordict", "tensorclass") and not changed:
+            raise IncompatibleStore(
+                f"{call}: {str(path)!r}: expected rows that are TensorDicts, for a buffer of these, got a store of {found.root.kind} "
+                f"rows. Use ReplayBuffer.{call}, or another folder."
+            )
         return kind(storage=storage, **given)
     except BaseException:
         storage.close()
@@ -223,6 +237,13 @@ def _noted_batch_size(noted: dict[str, object]) -> int | None:
         return None if batch_size is None else check_count("batch_size", batch_size)
     except (TypeError, ValueError) as error:
         raise CorruptStore(f"open: the recorded {error}") from error
+
+
+def _noted_output(noted: dict[str, object]) -> str:
+    try:
+        return checked_form(noted.get("output", "torch"), "what was recorded")
+    except ValueError as error:
+        raise CorruptStore(f"open: {error}") from error
 
 
 def _noted_dtypes(noted: dict[str, Any]) -> storages.Dtypes:

@@ -15,9 +15,10 @@ from engram._closing import end
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
 from engram.buffer.appender import Appender
-from engram.buffer.compat import NOT_YET, TorchRLArguments, alias, constant, returns_itself
+from engram.buffer.compat import NOT_YET, Arguments, TorchRLArguments, alias, constant, returns_itself
 from engram.buffer.display import Display
 from engram.buffer.lanes import Lanes
+from engram.buffer.output import View, moved
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.lanes import Lane, Layout
+    from engram.buffer.output import Output
     from engram.env.recording import Names
     from engram.format.checkpoints import Checkpoint
     from engram.persist.parts import Snapshot
@@ -66,12 +68,16 @@ class ReplayBuffer:
         pin_memory: batches lie in page-locked memory, every CPU tensor of them and of ``info``: see docs/pinning.md. Without
             an accelerator one warning, and ordinary memory.
         generator: a CPU ``torch.Generator`` that drives every draw. Default: torch's, at the moment of each draw.
+        output: the form of batches. ``"torch"``: that of the rows. ``"numpy"``: nested dicts of arrays, for JAX and the like, without a
+            copy; ``info`` has arrays, too. ``"namedtuple"``: attributes, ``batch.obs``, ``batch.next.reward``; a name that cannot be one is
+            a ``ValueError`` of :meth:`sample`. Tuples and single tensors stay such. Rows by number, ``rb[i]``, stay as they are.
+        shared: as :meth:`share`.
 
     Raises:
         TypeError: a component of the wrong kind, or an argument of TorchRL's that is not supported yet (named); ``transform`` and
             ``transform_factory`` both.
         ValueError: ``size`` and the storage's ``max_size`` differ; ``batch_size`` below 1; ``prefetch`` below 0, or without
-                ``batch_size``.
+                ``batch_size``; another ``output``.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -105,10 +111,10 @@ class ReplayBuffer:
         prefetch: int | None = None,
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
-        shared: bool = False,
-        **torchrl: Unpack[TorchRLArguments],
+        output: Output = "torch",
+        **torchrl: Unpack[Arguments],
     ) -> None:
-        call = type(self).__name__
+        call, shared = type(self).__name__, torchrl.pop("shared", False)
         reject_unsupported(call, torchrl, NOT_YET, type(self))
         if transform_factory is not None and not callable(transform_factory):
             raise TypeError(
@@ -118,7 +124,7 @@ class ReplayBuffer:
             raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"{call}: collate_fn: expected a callable, got {type(collate_fn).__name__}.")
-        self._settings = Settings(call, batch_size, prefetch, self._priority_key)
+        self._settings = Settings(call, batch_size, prefetch, self._priority_key, output)
         pinning = pinning_for(pin_memory, call)
         self._wiring = Wiring(
             first_storage(storage, size, call),
@@ -142,11 +148,13 @@ class ReplayBuffer:
         wiring, settings = self._wiring, self._settings
         self._recipe = Recipe(wiring, settings)
         self._lanes = Lanes(wiring, lane)
-        self._reading = self._read_path(wiring)
-        self._prefetching = Prefetching(wiring, settings, self._reading) if settings.prefetch else None
+        reading = self._read_path(wiring)
+        self._prefetching = Prefetching(wiring, settings, reading) if settings.prefetch else None
+        source = reading if self._prefetching is None else self._prefetching
+        self._reading = source if settings.output == "torch" else View(settings.output, source)
         self._writing = self._write_path(wiring, settings, self._lanes, self._recipe, self._prefetching)
-        self._rows = self._row_access(wiring, settings, self._reading, self._prefetching)
-        self._saving = Saving(wiring, settings, self._lanes, self._reading, self._prefetching, self._recipe)
+        self._rows = self._row_access(wiring, settings, reading, self._prefetching)
+        self._saving = Saving(wiring, settings, self._lanes, reading, self._prefetching, self._recipe)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -364,26 +372,32 @@ class ReplayBuffer:
 
     # ---- sampling ------------------------------------------------------------------------------------------------------
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, *, device: torch.device | str | None = None
+    ) -> Any:
         """Draw a batch.
 
         Args:
             batch_size: rows; default the constructor's, and nothing else with ``prefetch``.
             return_info: return ``(batch, info)``; ``info["index"]`` is int64 ``[B]`` (with ``ndim > 1`` a tuple of those).
+            device: where every tensor of the batch and of ``info`` is to be; from pinned memory without waiting for the copy.
 
         Returns:
-            New tensors ``[B, ...]`` in the form of the rows (dict in, dict out), on the storage's device. Samplers without
+            New tensors ``[B, ...]`` in the form of the rows (dict in, dict out) or the constructor's ``output``, on the storage's
+            device or the one named. Samplers without
             replacement may return fewer rows at the end of a pass.
 
         Raises:
             RuntimeError: no batch size is known; the buffer was shut down; with ``prefetch``, it was closed, or one of its own
                 transforms is calling.
             NoSampleable: the buffer is empty (a ``RuntimeError``).
-            ValueError: ``batch_size`` below 1, or with ``prefetch`` another one than the constructor's.
+            ValueError: ``batch_size`` below 1, or with ``prefetch`` another one than the constructor's; ``device`` with
+                ``output="numpy"``; with ``"namedtuple"``, a name that cannot be an attribute.
+            TypeError: ``output="numpy"`` of a dtype that NumPy does not have, bfloat16. RuntimeError: no such device.
 
         Cost: O(bytes of the batch): two native calls at most. Releases the GIL; may be called from several threads.
         """
-        settings, prefetching = self._settings, self._prefetching
+        settings = self._settings
         if batch_size is None:
             batch_size = settings.batch_size
         if not isinstance(batch_size, int) or batch_size is True or batch_size != settings.batch_size:  # 4.0 equals 4
@@ -392,9 +406,8 @@ class ReplayBuffer:
             return_info = bool(return_info)
         if self._shut_down:
             raise RuntimeError("sample: the buffer was shut down.")
-        if prefetching is None:
-            return self._reading.sample(batch_size, return_info)
-        return prefetching.sample(batch_size, return_info)
+        sample = self._reading.sample(batch_size, return_info)
+        return sample if device is None else moved(sample, device, settings.output)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether :meth:`sample` would find data now. Raises ``RuntimeError`` if no batch size is known."""
@@ -907,19 +920,20 @@ class ReplayBuffer:
         prefetch: int | None = None,
         pin_memory: bool | None = False,
         generator: torch.Generator | None = None,
+        output: Output | None = None,
         unclean: str = "refuse",
         readonly: bool = False,
         **torchrl: Unpack[TorchRLArguments],
     ) -> ReplayBuffer:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
-        Buffer class, sampler, writer, batch size and prefetch are those of the buffer that last wrote to it; an argument replaces
-        one. If its process died, rows that were half written are set aside and that is logged. Within one process, a store that is
-        open already is attached to.
+        Buffer class, sampler, writer, batch size, prefetch, output and dtypes are those of the buffer that last wrote to it; an
+        argument replaces one. If its process died, rows that were half written are set aside and that is logged. Within one process,
+        a store that is open already is attached to.
 
         Args:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.
-            sampler, writer, collate_fn, transform, batch_size, prefetch, pin_memory, generator: as for the constructor.
+            sampler, writer, collate_fn, transform, batch_size, prefetch, pin_memory, generator, output: as for the constructor.
             unclean: ``"accept"`` takes a store that was open when the machine went down; ``"refuse"`` raises.
             readonly: only read, beside processes that write or without them: for evaluation, plots, or several trainings from one
                 data set. Needs no right to write; nothing in the directory changes.
@@ -961,6 +975,7 @@ class ReplayBuffer:
             "prefetch": prefetch,
             "pin_memory": pin_memory,
             "generator": generator,
+            "output": output,
         }
         rb: ReplayBuffer = open_buffer(directory, unclean, given, readonly=readonly)
         return rb
@@ -992,7 +1007,8 @@ class ReplayBuffer:
 
         Raises:
             FileExistsError: the folder holds other files, and no store. Nothing is changed.
-            IncompatibleStore: its store has another capacity, other lanes, another ndim, or other dtypes. Nothing is changed.
+            IncompatibleStore: its store has another capacity, other lanes, another ndim, or other dtypes; or rows that are no TensorDicts,
+                for a class of these. Nothing is changed.
             OSError: the folder cannot be made or written to.
             StoreInUse, CorruptStore, UncleanStore, TypeError, ValueError: as :meth:`open` and the constructor.
             IncompatibleStore, RuntimeError (first write): another process has created a store of other fields or size meanwhile.
@@ -1010,7 +1026,8 @@ class ReplayBuffer:
         3
         6
         """
-        return open_or_create(cls, directory, (size, lanes, ndim), dtypes, unclean, arguments)
+        tensordicts = cls._write_path.takes_tensordicts
+        return open_or_create(cls, directory, (size, lanes, ndim), dtypes, unclean, arguments, tensordicts=tensordicts)
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram._checks import check_count
 from engram._words import warn
+from engram.buffer.output import checked_form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,13 +20,17 @@ class Settings:
         batch_size: of draws that name none; None: each must name one.
         prefetch: batches asked for ahead, or None.
         priority_key: entry of TensorDicts with a row's priority.
+        output: the form of batches.
 
     Raises:
-        TypeError: no ints. ValueError: ``batch_size`` below 1; ``prefetch`` below 0, or without ``batch_size``.
+        TypeError: no ints. ValueError: ``batch_size`` below 1; ``prefetch`` below 0, or without ``batch_size``; no such ``output``.
     """
 
-    def __init__(self, kind: str, batch_size: Any, prefetch: object, priority_key: str | None = None) -> None:
+    def __init__(
+        self, kind: str, batch_size: Any, prefetch: object, priority_key: str | None = None, output: object = "torch"
+    ) -> None:
         self.kind = kind
+        self.output = checked_form(output, kind)
         self.batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         self.prefetch = checked_depth(prefetch, batch_size, kind)
         self.priority_key = priority_key

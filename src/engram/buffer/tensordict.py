@@ -18,6 +18,8 @@ from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from engram.buffer.lanes import Lane, Layout
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
@@ -184,7 +186,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """
         return self._writing.extend(data, lane, layout, lane_key, update_priority)
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> Any:
         """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.
 
         Raises:
@@ -192,7 +201,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """
         if include_info is not None:
             warn("sample: include_info is deprecated: samples always carry their index.")
-        return super().sample(batch_size, return_info)
+        return super().sample(batch_size, return_info, device=device)
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Hand the priorities of a sampled batch to the sampler; no effect on samplers without priorities.

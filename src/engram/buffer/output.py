@@ -1,0 +1,121 @@
+"""The form in which a buffer hands out its batches."""
+
+from __future__ import annotations
+
+import functools
+import keyword
+from collections import namedtuple
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from torch import Tensor
+
+from engram._devices import existing_device
+from engram._tensordict import is_non_tensor, is_tensor_collection
+from engram.field_paths import public
+from engram.nested import map_leaves, map_tensors, map_with_paths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+    from engram.nested import Path
+
+    Output: TypeAlias = Literal["torch", "numpy", "namedtuple"]
+
+FORMS = ("torch", "numpy", "namedtuple")
+
+
+class Source(Protocol):
+    """What draws batches."""
+
+    def sample(self, batch_size: int, return_info: bool) -> object:
+        """A batch, or ``(batch, info)``."""
+
+
+class View:
+    """Batches of a source in another form, without a copy of what is on the CPU. It keeps nothing of its own."""
+
+    def __init__(self, form: str, source: Source) -> None:
+        self._source = source
+        self._leaf: Callable[[object, Path], object] = _as_array if form == "numpy" else _as_it_is
+        self._entries = None if form == "numpy" else _as_tuple
+
+    def sample(self, batch_size: int, return_info: bool) -> object:
+        """What ``ReplayBuffer.sample`` returns."""
+        sample = self._source.sample(batch_size, return_info)
+        if not return_info or not isinstance(sample, tuple):
+            return self._viewed(sample, ())
+        batch, info = sample
+        # Its keys may be tuples, or no identifiers: it stays a dict.
+        return self._viewed(batch, ()), {k: map_leaves(v, lambda leaf: self._leaf(leaf, ())) for k, v in info.items()}
+
+    def _viewed(self, data: object, path: Path) -> object:
+        return map_with_paths(data, self._opened, path, entries=self._entries)
+
+    def _opened(self, leaf: object, path: Path) -> object:
+        if is_tensor_collection(leaf) and not is_non_tensor(leaf):
+            return self._viewed(dict(leaf.items()), path)
+        return self._leaf(leaf, path)
+
+
+def checked_form(form: object, call: str) -> str:
+    """The form of batches. Raises ``ValueError``: there is none of that name."""
+    if form not in FORMS:
+        raise ValueError(f"{call}: output: expected 'torch', 'numpy' or 'namedtuple', got {form!r}.")
+    return str(form)
+
+
+def moved(sample: object, device: torch.device | str, form: str) -> object:
+    """A batch, perhaps with its info, on a device. Raises ``ValueError``: arrays cannot be there."""
+    target = existing_device(device, "sample: device")
+    if form == "numpy":
+        raise ValueError("sample: device: expected none, as NumPy's arrays are on the host. Use output='torch'.")
+    return map_tensors(sample, lambda leaf: leaf.to(target, non_blocking=True), device=target)
+
+
+# ---- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def _as_array(leaf: object, path: Path) -> object:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    try:
+        return leaf.numpy(force=True)
+    except TypeError as error:
+        raise TypeError(
+            f"sample: output='numpy': field {public(path)!r}: NumPy has no {leaf.dtype}. Store the field as torch.float32 (dtypes= of "
+            "the storage), or cast it with DTypeCastTransform."
+        ) from error
+
+
+# ---- named tuples ------------------------------------------------------------------------------------------------------
+
+
+def _as_it_is(leaf: object, path: Path) -> object:  # noqa: ARG001 - as for arrays
+    return leaf
+
+
+def _as_tuple(entries: dict[str, object], path: Path) -> object:
+    for name in entries:
+        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+            raise ValueError(
+                f"sample: output='namedtuple': field {public((*path, name))!r}: expected a name that can be an attribute, got {name!r}. "
+                "Store it under another one, or rename it with RenameTransform."
+            )
+    return batch_of(tuple(entries), entries.values())
+
+
+def batch_of(names: tuple[str, ...], values: Iterable[object]) -> object:
+    """A batch with these attributes. Pickles of one call this."""
+    return _class_of(names)(*values)
+
+
+@functools.cache
+def _class_of(names: tuple[str, ...]) -> Callable[..., object]:
+    """The class of all batches with these names."""
+
+    def reduced(batch: Iterable[object]) -> tuple[object, ...]:
+        return batch_of, (names, tuple(batch))
+
+    return type("Batch", (namedtuple("Batch", names),), {"__slots__": (), "__reduce__": reduced})
