@@ -27,7 +27,6 @@ __all__ = [
     "children",
     "detached",
     "find",
-    "is_collection_type",
     "is_lazy_stack",
     "is_non_tensor",
     "is_plain_tensordict",
@@ -71,11 +70,6 @@ def _is_tensorclass_type(kind: type[object]) -> bool:
 def is_tensorclass_type(kind: type) -> bool:
     """Whether a type is a tensorclass."""
     return sys.modules.get("tensordict") is not None and _is_tensorclass_type(kind)
-
-
-def is_collection_type(kind: type) -> bool:
-    """Whether a type is a TensorDict of any class or a tensorclass."""
-    return sys.modules.get("tensordict") is not None and _is_collection_type(kind)
 
 
 def is_tensor_collection(data: object) -> TypeGuard[TensorDict]:
@@ -183,12 +177,12 @@ def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
             td.set(key, value)
 
 
-def detached(td: Any) -> Any:
+def detached(td: TensorDict) -> TensorDict:
     """A new TensorDict of the same entries, and of what is no part of a graph the same tensors. ``td.detach()`` takes 8 times as
     long.
     """
     kind = _transparent or transparent_type()
-    if type(td) is not kind or td._td_dim_names is not None or "_is_locked" in td.__dict__:
+    if kind is None or td.__dict__.keys() != _INSIDES.keys() or td._td_dim_names is not None:
         return td if is_non_tensor(td) else td.detach()
     source = td._tensordict.copy()
     for key, value in source.items():  # to which no entry is added

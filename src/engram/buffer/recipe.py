@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engram import expanders, storages, writers
 from engram._checks import check_count, check_path
@@ -16,7 +16,7 @@ from engram.format import files, layout
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
@@ -246,9 +246,10 @@ def _noted_output(noted: dict[str, object]) -> str:
         raise CorruptStore(f"open: {error}") from error
 
 
-def _noted_dtypes(noted: dict[str, Any]) -> storages.Dtypes:
+def _noted_dtypes(noted: dict[str, object]) -> storages.Dtypes:
+    pairs = cast("Iterable[tuple[str, str]]", noted.get("dtypes", ()))
     try:
-        return storages.checked_dtypes({tuple(key): dtype for key, dtype in noted.get("dtypes", ())}, "open")
+        return storages.checked_dtypes({tuple(key): dtype for key, dtype in pairs}, "open")
     except (TypeError, ValueError) as error:
         raise CorruptStore(f"open: the recorded {error}") from error
 

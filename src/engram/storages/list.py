@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._tensordict import detached, find, is_collection_type, is_tensor_collection, is_tensorclass
+from engram._tensordict import detached, find, is_tensor_collection, is_tensorclass
 from engram._unsupported import reject_unsupported
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.packing import pack, unpack
@@ -25,7 +25,7 @@ from engram.store import check_index_name
 from engram.types import Extent, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Collection, Iterable
 
     from tensordict import TensorDict
 
@@ -120,16 +120,17 @@ class ListStorage(Storage):
         )
 
     def _stored(self, items: list[object]) -> list[object]:
-        """Items as they are kept. What is to be done is looked up once for each kind of them."""
-        ways = {kind: self._way(kind) for kind in set(map(type, items))}
-        return [item if (way := ways[type(item)]) is None else way(item) for item in items]
+        """Items as they are kept."""
+        kinds = {type(item): item for item in items}  # each is looked at once
+        with_tensors = {kind: isinstance(item, Tensor) or is_tensor_collection(item) for kind, item in kinds.items()}
+        return [self._without_graph(item) if with_tensors[type(item)] else item for item in items]
 
-    def _way(self, kind: type) -> Callable[[Any], object] | None:
-        """How items of a type become what is kept; None: as they are."""
-        if not issubclass(kind, Tensor) and not is_collection_type(kind):
-            return None
-        way = _without_graph if issubclass(kind, Tensor) else detached
-        return way if self._device is None else lambda item: way(item).to(self._device)
+    def _without_graph(self, item: object) -> object:
+        if isinstance(item, Tensor):
+            kept = item.detach() if item.requires_grad else item
+        else:
+            kept = detached(item)
+        return kept if self._device is None else kept.to(self._device)
 
     def write(self, plan: WritePlan, prepared: list[object], n: int) -> Write:
         if plan.kept is not None:
@@ -319,10 +320,6 @@ class ListStorage(Storage):
     def __repr__(self) -> str:
         bound = "unbounded" if self._max_size is None else f"{self._max_size}"
         return f"ListStorage(size={len(self)}/{bound})"
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 class _ItemsPreparation(NamedTuple):
