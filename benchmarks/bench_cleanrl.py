@@ -1,9 +1,10 @@
 """Claim: CleanRL's `dqn` and `sac` are never slower with engram as their replay buffer, and the buffer's part is 1.5 times as fast.
 
-Measured: CleanRL's own files, as its package has them and with its hyper-parameters, on CartPole and on Pendulum. Each run is a
-process of its own; runs with Stable-Baselines3's buffer, which the files import, and runs with engram in its place take turns.
-The clock counts the process's CPU from the making of the buffer until the environment is closed, so imports do not count. The
-buffer's part is what its ``add`` and ``sample`` take, less what reading the clock takes.
+Measured: CleanRL's own files, as its package has them and with its hyper-parameters, on CartPole and on Pendulum. Each run has both
+buffers, Stable-Baselines3's, which the files import, and engram. Every ``add`` and every ``sample`` goes to both, which take turns in
+going first, so both are called where the run has left the caches. The file learns from what one of them returns, in turns by seed.
+The buffer's part is the CPU of these calls, less what reading the clock takes. The run is the CPU of the process from the making of
+the buffers until the environment is closed, with the part of one of them: imports do not count.
 
 The files were written for older versions of Gymnasium, and `sac` for OpenAI's Gym. Two small classes translate. Nothing of
 CleanRL is copied: without its package there are no rows.
@@ -28,9 +29,10 @@ from benchmarks import rivals
 from benchmarks.claims import FLOORS, Comparison, Row
 from benchmarks.timing import Spread
 
-STEPS, PAIRS = {"dqn": 50_000, "sac": 8_000}, 3
+STEPS, RUNS = {"dqn": 50_000, "sac": 8_000}, 3
 FEWEST = 12_000
 """Steps of which `dqn` learns in some."""
+SIDES = ("engram", "SB3")
 SCRIPTS = {
     "dqn": ("dqn.py", "--env-id", "CartPole-v1"),
     "c51": ("c51.py", "--env-id", "CartPole-v1"),
@@ -45,7 +47,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
         return
     for name, steps in STEPS.items():
         steps = max(min(FEWEST, steps), round(steps * share))
-        yield from rows(name, [pair(name, steps, seed) for seed in range(1, 1 + PAIRS)])
+        yield from rows(name, [apart(name, SIDES[seed % 2 :] + SIDES[: seed % 2], steps, seed) for seed in range(RUNS)])
 
 
 def folder() -> Path | None:
@@ -55,34 +57,40 @@ def folder() -> Path | None:
     return Path(next(iter(places))) if places else None
 
 
-def pair(name: str, steps: int, seed: int) -> dict[str, dict[str, Any]]:
-    """A run with each buffer; the one that begins alternates."""
-    sides = ("engram", "SB3") if seed % 2 else ("SB3", "engram")
-    return {side: apart(name, side, steps, seed) for side in sides}
-
-
-def rows(name: str, pairs: list[dict[str, dict[str, Any]]]) -> Iterator[Row]:
-    """What pairs of runs took, in all and in the buffer."""
-    steps = pairs[0]["engram"]["steps"]
-    for part, what in (("run", "the run"), ("buffer", "the buffer's part")):
-        key = f"cleanrl/{name}" + ("/buffer" if part == "buffer" else "")
-        spent = {side: [one[side][part] for one in pairs] for side in ("engram", "SB3")}
+def rows(name: str, runs: list[dict[str, Any]]) -> Iterator[Row]:
+    """What runs took with each of the buffers, in all and in the buffer."""
+    part = {side: [run["buffers"][side] for run in runs] for side in SIDES}
+    rest = [run["run"] - sum(run["buffers"].values()) for run in runs]
+    whole = {side: [other + own for other, own in zip(rest, part[side], strict=True)] for side in SIDES}
+    shares = {side: Spread.of([own / run for own, run in zip(part[side], whole[side], strict=True)]) for side in SIDES}
+    notes = {side: f"{share.median:.2%} of the CPU of the run." for side, share in shares.items()}
+    for suffix, what, spent in (("", "the run", whole), ("/buffer", "the buffer's part", part)):
         ratio = Spread.of([theirs / ours for ours, theirs in zip(spent["engram"], spent["SB3"], strict=True)])
-        comparison = Comparison("SB3", "times", ratio, FLOORS.get((key, "SB3")))
-        spreads = {side: Spread.of(seconds) for side, seconds in spent.items()}
-        notes = {}
-        if part == "buffer":
-            shares = {side: Spread.of([one[side]["buffer"] / one[side]["run"] for one in pairs]) for side in spent}
-            notes = {side: f"{share.median:.2%} of the CPU of the run." for side, share in shares.items()}
-        row = f"CleanRL's {name}, {steps:,} steps: {what}"
+        key = f"cleanrl/{name}{suffix}"
         yield Row(
-            key, row, spreads, [comparison], "s", {side: [1e6 * s for s in spent[side]] for side in spent}, notes=notes
+            key,
+            f"CleanRL's {name}, {runs[0]['steps']:,} steps: {what}",
+            {side: Spread.of(seconds) for side, seconds in spent.items()},
+            [Comparison("SB3", "times", ratio, FLOORS.get((key, "SB3")))],
+            "s",
+            {side: [1e6 * second for second in seconds] for side, seconds in spent.items()},
+            notes=notes,
         )
 
 
-def apart(name: str, side: str, steps: int, seed: int) -> dict[str, Any]:
-    """The run in a new process."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_cleanrl", name, side, str(steps), str(seed)]
+def apart(name: str, sides: tuple[str, ...], steps: int, seed: int) -> dict[str, Any]:
+    """A run in a new process, with these buffers; it learns from the first."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.bench_cleanrl",
+        name,
+        ",".join(sides),
+        str(steps),
+        str(seed),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -111,24 +119,25 @@ class Replay:
     def __init__(
         self, size: int, _observations: Any, actions: Any, _device: Any, *, handle_timeout_termination: bool
     ) -> None:
+        import torch
+
         import engram
 
-        self._rb = engram.ReplayBuffer(storage=engram.LazyTensorStorage(size))
+        dtypes = {"rewards": torch.float32, "dones": torch.float32}
+        self._rb = engram.ReplayBuffer(storage=engram.LazyTensorStorage(size, dtypes=dtypes))
         self._add = self._rb.add
         self._shape = actions.shape or (1,)
         self._timeouts = handle_timeout_termination
 
     def add(self, obs: Any, next_obs: Any, actions: Any, rewards: Any, dones: Any, infos: Any) -> None:
-        done = float(dones[0])
-        if self._timeouts and infos[0].get("TimeLimit.truncated", False):
-            done = 0.0
+        late = self._timeouts and infos[0].get("TimeLimit.truncated", False)
         self._add(
             {
                 "observations": obs[0],
                 "next_observations": next_obs[0],
                 "actions": actions.reshape(self._shape),
-                "rewards": float(rewards[0]),
-                "dones": done,
+                "rewards": rewards[0],
+                "dones": False if late else dones[0],
             }
         )
 
@@ -137,35 +146,36 @@ class Replay:
 
 
 class Clock:
-    """What a buffer's calls and the whole run take, in nanoseconds of CPU."""
+    """What the calls of each buffer and the whole run take, in nanoseconds of CPU."""
 
-    def __init__(self) -> None:
-        self.began = self.buffer = self.calls = self.run = 0
+    def __init__(self, kinds: dict[str, Callable[..., Any]]) -> None:
+        self.kinds = kinds
+        self.spent = dict.fromkeys(kinds, 0)
+        self.calls = {"add": 0, "sample": 0}
+        self.began = self.run = 0
 
-    def around(self, kind: Callable[..., Any]) -> type:
-        """A class whose instances are buffers of this kind, with the clock around their calls."""
-        clock, now = self, time.thread_time_ns
+    def begin(self, *arguments: Any, **named: Any) -> "Clock":
+        """Make the buffers: the files call this in place of a class."""
+        self.began = time.process_time_ns()
+        made = [(side, kind(*arguments, **named)) for side, kind in self.kinds.items()]
+        self._orders = made, made[::-1]
+        return self
 
-        class Timed:
-            def __init__(self, *arguments: Any, **named: Any) -> None:
-                clock.began = time.process_time_ns()
-                rb = kind(*arguments, **named)
-                self._add, self._sample = rb.add, rb.sample
+    def add(self, *arguments: Any) -> None:
+        self._each("add", *arguments)
 
-            def add(self, *arguments: Any) -> None:
-                started = now()
-                self._add(*arguments)
-                clock.buffer += now() - started
-                clock.calls += 1
+    def sample(self, size: int) -> Any:
+        return self._each("sample", size)[next(iter(self.kinds))]
 
-            def sample(self, size: int) -> Any:
-                started = now()
-                batch = self._sample(size)
-                clock.buffer += now() - started
-                clock.calls += 1
-                return batch
-
-        return Timed
+    def _each(self, call: str, *arguments: Any) -> dict[str, Any]:
+        now, found = time.thread_time_ns, {}
+        self.calls[call] += 1
+        for side, rb in self._orders[self.calls[call] % 2]:
+            method = getattr(rb, call)
+            started = now()
+            found[side] = method(*arguments)
+            self.spent[side] += now() - started
+        return found
 
     def stop(self) -> None:
         """Ends the run; takes off what reading the clock took."""
@@ -174,10 +184,11 @@ class Clock:
         for _ in range(2_000):
             started = time.thread_time_ns()
             reading.append(time.thread_time_ns() - started)
-        self.buffer -= self.calls * sorted(reading)[len(reading) // 2]
+        for side in self.spent:
+            self.spent[side] -= sum(self.calls.values()) * sorted(reading)[len(reading) // 2]
 
 
-def play(name: str, side: str, steps: int, seed: int) -> dict[str, Any]:
+def play(name: str, sides: list[str], steps: int, seed: int) -> dict[str, Any]:
     """A run in this process."""
     import stable_baselines3.common.buffers as sb3
     import torch
@@ -187,7 +198,8 @@ def play(name: str, side: str, steps: int, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     engram.set_num_threads(1)
     file, *options = SCRIPTS[name]
-    clock, returns = Clock(), []
+    kinds = {"engram": Replay, "SB3": sb3.ReplayBuffer}
+    clock, returns = Clock({side: kinds[side] for side in sides}), []
 
     class Writer:
         """TensorBoard's, of which returns are kept."""
@@ -200,8 +212,7 @@ def play(name: str, side: str, steps: int, seed: int) -> dict[str, Any]:
 
         def close(self) -> None: ...
 
-    kind = Replay if side == "engram" else sb3.ReplayBuffer
-    sb3.ReplayBuffer = clock.around(kind)  # type: ignore[misc]
+    sb3.ReplayBuffer = clock.begin  # type: ignore[assignment, misc]
     _install("torch.utils.tensorboard", SummaryWriter=Writer)
     _install("distutils.util", strtobool=lambda text: text == "True")
     _translate(clock)
@@ -210,11 +221,12 @@ def play(name: str, side: str, steps: int, seed: int) -> dict[str, Any]:
     sys.argv = [file, *options, "--total-timesteps", str(steps), "--seed", str(seed), "--cuda", "False"]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         runpy.run_path(str(place / file), run_name="__main__")
+    buffers = {side: spent / 1e9 for side, spent in clock.spent.items()}
     return {
         "steps": steps,
         "run": clock.run / 1e9,
-        "buffer": clock.buffer / 1e9,
-        "calls": clock.calls,
+        "buffers": buffers,
+        "calls": sum(clock.calls.values()),
         "returns": returns,
     }
 
@@ -279,4 +291,4 @@ def _translate(clock: Clock) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(play(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))
+    print(json.dumps(play(sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4]))))

@@ -72,7 +72,7 @@ def summary(curves: list[list[float | None]]) -> str:
 
 def _returns(name: str, side: str, steps: int, seed: int) -> list[tuple[int, float]]:
     if side in BUFFERS:
-        return [tuple(one) for one in bench_cleanrl.apart(name, BUFFERS[side], steps, seed)["returns"]]
+        return [tuple(one) for one in bench_cleanrl.apart(name, (BUFFERS[side],), steps, seed)["returns"]]
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(steps), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [

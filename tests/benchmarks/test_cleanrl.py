@@ -7,14 +7,15 @@ import torch
 from benchmarks import bench_cleanrl, learning
 
 
-def test_rows_compare_pairs_and_name_the_share():
-    pairs = [
-        {"engram": {"steps": 9, "run": 8.0, "buffer": 0.4}, "SB3": {"steps": 9, "run": 10.0, "buffer": 1.0}},
-        {"engram": {"steps": 9, "run": 9.0, "buffer": 0.9}, "SB3": {"steps": 9, "run": 9.0, "buffer": 0.9}},
-        {"engram": {"steps": 9, "run": 8.0, "buffer": 0.4}, "SB3": {"steps": 9, "run": 16.0, "buffer": 0.8}},
+def test_rows_compare_the_buffers_of_each_run_and_name_the_share():
+    runs = [
+        {"steps": 9, "run": 11.4, "buffers": {"engram": 0.4, "SB3": 1.0}},
+        {"steps": 9, "run": 9.8, "buffers": {"engram": 0.9, "SB3": 0.9}},
+        {"steps": 9, "run": 8.8, "buffers": {"engram": 0.4, "SB3": 0.8}},
     ]
-    whole, part = bench_cleanrl.rows("dqn", pairs)
-    assert (whole.comparisons[0].measured.median, part.comparisons[0].measured.median) == (1.25, 2.0)
+    whole, part = bench_cleanrl.rows("dqn", runs)
+    assert whole.comparisons[0].measured.median == pytest.approx(8.4 / 8)
+    assert part.comparisons[0].measured.median == 2.0
     assert part.notes["engram"] == "5.00% of the CPU of the run."
     assert whole.comparisons[0].floor.bound == 1
     assert part.comparisons[0].floor.bound == 1.5
