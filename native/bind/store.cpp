@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -278,7 +279,13 @@ void bind_draws(nb::class_<Store>& type) {
               auto* ranks = buffers.at<std::int64_t>(self.fields());
               if (with_numbers) buffers.add(kNumbers, count);
               if (shuffle && n > 0) {
-                Permutation(key, size)(start, n, ranks);
+                thread_local std::optional<Permutation> order;  // of this thread's batch before, most often of the same epoch
+                if (!order || !order->is(key, size)) {
+                  order.emplace(key, size);
+                } else {
+                  order->tabulate();
+                }
+                (*order)(start, n, ranks);
               } else {
                 std::iota(ranks, ranks + n, static_cast<std::int64_t>(start));
               }

@@ -4,8 +4,10 @@
 // Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (generalised Feistel, cycle walking).
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <vector>
 
 #include "check.h"
 #include "random.h"
@@ -14,7 +16,7 @@ namespace engram {
 
 class Permutation {
  public:
-  Permutation(std::uint64_t key, std::uint64_t n) : n_(n) {
+  Permutation(std::uint64_t key, std::uint64_t n) : key_(key), n_(n) {
     check(n > 0, "a permutation needs at least one element");
     // Small domains get equal halves: with unequal ones they show structure.
     auto bits = static_cast<unsigned>(n > 1 ? std::bit_width(n - 1) : 1);
@@ -27,6 +29,18 @@ class Permutation {
     for (std::uint64_t round = 0; round < rounds_; ++round) keys_[round] = random.bits(round);
   }
 
+  bool is(std::uint64_t key, std::uint64_t n) const { return key_ == key && n_ == n; }
+
+  /// Looks the rounds up from now on: O(sqrt(n)) work and at most 48 KiB, for many images. A permutation of more than 2^24 stays as it is.
+  void tabulate() {
+    const std::uint64_t lefts = left_mask_ + 1, rights = right_mask_ + 1;
+    if (!tables_.empty() || std::max(lefts, rights) > kMostTabled) return;
+    for (std::uint64_t round = 0; round < rounds_; round += 2) {
+      for (std::uint64_t x = 0; x < rights; ++x) tables_.push_back(static_cast<std::uint16_t>(mix(x + keys_[round]) & left_mask_));
+      for (std::uint64_t x = 0; x < lefts; ++x) tables_.push_back(static_cast<std::uint16_t>(mix(x + keys_[round + 1]) & right_mask_));
+    }
+  }
+
   /// Image of i, i < n. The domain is smaller than 2 n (4 n up to 1,024), so few walks are expected.
   std::uint64_t operator()(std::uint64_t i) const {
     check(i < n_, "an element outside the permutation");
@@ -36,18 +50,30 @@ class Permutation {
   /// Images of start, start + 1, …, start + n - 1, start + n <= the size. Several at a time: twice as fast as one by one.
   void operator()(std::uint64_t start, std::uint64_t n, std::int64_t* out) const {
     check(start <= n_ && n <= n_ - start, "elements outside the permutation");
-    std::uint64_t done = 0;
-    for (; done + kLanes <= n; done += kLanes) {
-      std::uint64_t x[kLanes];
-      for (std::uint64_t k = 0; k < kLanes; ++k) x[k] = start + done + k;
-      encrypt<kLanes>(x);
-      for (std::uint64_t k = 0; k < kLanes; ++k) out[done + k] = static_cast<std::int64_t>(inside(x[k]));
-    }
-    for (; done < n; ++done) out[done] = static_cast<std::int64_t>((*this)(start + done));
+    for (std::uint64_t done = 0; done < n; done += kChunk) some(start + done, std::min(kChunk, n - done), out + done);
   }
 
  private:
-  static constexpr std::uint64_t kMostRounds = 12, kLanes = 8;
+  static constexpr std::uint64_t kMostRounds = 12, kLanes = 8, kChunk = 256, kMostTabled = 1 << 12;
+
+  // Images of at most a chunk. Those that fell outside walk on together, too.
+  void some(std::uint64_t start, std::uint64_t n, std::int64_t* out) const {
+    std::uint64_t x[kChunk + kLanes], at[kChunk];
+    for (std::uint64_t i = 0; i < n; ++i) x[i] = start + i, at[i] = i;
+    for (std::uint64_t left = n; left > 0;) {
+      std::fill_n(x + left, kLanes, 0);  // of which the last few are no element's
+      for (std::uint64_t i = 0; i < left; i += kLanes) encrypt<kLanes>(x + i);
+      std::uint64_t kept = 0;
+      for (std::uint64_t i = 0; i < left; ++i) {  // without a branch that would be guessed wrong
+        const std::uint64_t value = x[i], place = at[i];
+        out[place] = static_cast<std::int64_t>(value);
+        x[kept] = value;
+        at[kept] = place;
+        kept += value >= n_;
+      }
+      left = kept;
+    }
+  }
 
   std::uint64_t encrypt(std::uint64_t x) const {
     encrypt<1>(&x);
@@ -58,7 +84,14 @@ class Permutation {
   void encrypt(std::uint64_t* x) const {
     std::uint64_t left[N], right[N];
     for (std::uint64_t k = 0; k < N; ++k) left[k] = x[k] >> right_, right[k] = x[k] & right_mask_;
-    for (std::uint64_t round = 0; round < rounds_; round += 2) {
+    const std::uint16_t* table = tables_.empty() ? nullptr : tables_.data();
+    for (std::uint64_t round = 0; round < rounds_ && table != nullptr; round += 2) {
+      for (std::uint64_t k = 0; k < N; ++k) left[k] ^= table[right[k]];
+      table += right_mask_ + 1;
+      for (std::uint64_t k = 0; k < N; ++k) right[k] ^= table[left[k]];
+      table += left_mask_ + 1;
+    }
+    for (std::uint64_t round = 0; round < rounds_ && table == nullptr; round += 2) {
       for (std::uint64_t k = 0; k < N; ++k) left[k] ^= mix(right[k] + keys_[round]) & left_mask_;
       for (std::uint64_t k = 0; k < N; ++k) right[k] ^= mix(left[k] + keys_[round + 1]) & right_mask_;
     }
@@ -70,13 +103,14 @@ class Permutation {
     return x;
   }
 
-  std::uint64_t n_;
+  std::uint64_t key_, n_;
   unsigned right_ = 1;  // bits of the right half
   std::uint64_t left_mask_ = 1, right_mask_ = 1;
   // Six: with three or four, small domains show visible structure. The smallest show it with six, too: of 5 elements the
   // last stayed where it was in 22 % of the permutations instead of 20 %.
   std::uint64_t rounds_ = 6;
   std::uint64_t keys_[kMostRounds];
+  std::vector<std::uint16_t> tables_;  // of each round, what it makes of a half
 };
 
 }  // namespace engram

@@ -156,6 +156,21 @@ TEST(several_images_at_a_time) {
   }
 }
 
+TEST(images_that_are_looked_up) {
+  for (const std::uint64_t n : {1, 2, 5, 100, 1000, 5000, 70'000, (1 << 24) - 3, (1 << 24) + 1, 1 << 30}) {
+    const Permutation plain(n + 3, n);
+    Permutation tabled(n + 3, n);
+    EXPECT(tabled.is(n + 3, n) && !tabled.is(n + 3, n + 1) && !tabled.is(n, n));
+    tabled.tabulate();
+    const std::uint64_t count = std::min<std::uint64_t>(n, 700);
+    std::vector<std::int64_t> a(count), b(count);
+    plain(n - count, count, a.data());
+    tabled(n - count, count, b.data());
+    EXPECT(a == b);
+    EXPECT_EQ(plain(n / 2), tabled(n / 2));
+  }
+}
+
 TEST(permutations_of_huge_domains_stay_inside) {
   for (const std::uint64_t n : {(std::uint64_t{1} << 32) + 1, std::uint64_t{1} << 62, (std::uint64_t{1} << 62) + 1,
                                 (std::uint64_t{1} << 63) + 1, kMax}) {

@@ -22,7 +22,7 @@ Progress: TypeAlias = tuple[int, int, int]
 
 
 class EpochIndex:
-    """Each call of :meth:`next` takes the next stretch of rows. Made by :meth:`of_store` and :meth:`own`."""
+    """Each call of ``core.next`` takes the next stretch of rows. Made by :meth:`of_store` and :meth:`own`."""
 
     def __init__(self, block: Block, host: Host | None) -> None:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
@@ -77,19 +77,6 @@ class EpochIndex:
 
         index: EpochIndex = store.indexes.lasting(name, KIND, _native.epoch_bytes, make)[0]
         return index
-
-    def next(self, key: int, rows: int, n: int, *, whole: bool) -> tuple[int, int, int, bool]:
-        """The next ``n`` of ``rows`` rows, or fewer at the end: ``(key of the order, first rank, ranks, whether that was the end)``.
-
-        Args:
-            key: of the order, if a new epoch begins: at the end of one, or when the number of rows has changed.
-            rows: at least one. n: at least one.
-            whole: skip a rest smaller than ``n``; then ``n <= rows``.
-
-        Raises:
-            WriterStalled: another process has held the epoch for 5 s.
-        """
-        return self.core.next(key, rows, n, whole)
 
     @property
     def progress(self) -> Progress:

@@ -110,13 +110,13 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def _advance(self, epoch: EpochIndex, size: int, batch_size: int, key: int) -> tuple[int, int, int]:
         """The next batch of the epoch: ``(key of the order, first rank, ranks)``."""
-        check_drawable(size)
-        if self.drop_last and size < batch_size:
+        if size < (batch_size if self.drop_last else 1):
+            check_drawable(size)
             raise ValueError(
                 f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "
                 "drop_last=False."
             )
-        order, start, count, self._ran_out = epoch.next(key, size, batch_size, whole=self.drop_last)
+        order, start, count, self._ran_out = epoch.core.next(key, size, batch_size, self.drop_last)
         self._drawn_from = order
         return order, start, count
 
@@ -133,10 +133,12 @@ class SamplerWithoutReplacement(NativeSampler):
         """:meth:`draw` and the rows' data in two native calls: ``(columns, rows, info)``."""
         store = storage.memory
         assert store is not None  # the buffer asks only then
-        epoch = self._epoch_of(store)  # another thread may bind another store before this one draws
+        bound, epoch = self._bound  # another thread may bind another store before this one draws
+        if store is not bound:
+            epoch = self._epoch_of(store)
         size = store.core.size()
         order, start, count = self._advance(epoch, size, n, key.value)
-        columns = store.read_ranked(order, size, start, count, shuffle=self.shuffle, with_numbers=numbered)
+        columns = store.core.draw_ranked(store.layout, order, size, start, count, self.shuffle, numbered)
         info: Info = {"index_generation": columns.pop()} if numbered else {}
         return columns, columns.pop(), info
 

@@ -669,26 +669,6 @@ class Store:
         """
         return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers)
 
-    def read_ranked(
-        self, key: int, size: int, start: int, n: int, *, shuffle: bool, with_numbers: bool = False
-    ) -> list[Tensor]:
-        """Copy part of a walk over ``size`` live rows, each of which comes once: one native call.
-
-        Args:
-            key: of the order; with ``shuffle=False`` it is that of the rows.
-            size: live rows of the whole walk.
-            start, n: ``[start, start + n)`` of the walk.
-            with_numbers: return their ticket numbers, int64 ``[n]``, too.
-
-        Returns:
-            One tensor ``[n, *row shape]`` per field, then the rows, int64 ``[n]``.
-
-        Raises:
-            NoSampleable: there are fewer live rows now.
-            WriterStalled: a row moved at every try.
-        """
-        return self.core.draw_ranked(self.layout, key, size, start, n, shuffle, with_numbers)
-
     def changes(self, since: int = 0) -> Changes:
         """Rows that were written or edited since a ticket, by any process.
 
