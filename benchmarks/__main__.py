@@ -14,6 +14,7 @@ import torch
 from tensordict import __version__ as tensordict_version
 
 from benchmarks import (
+    bench_batches,
     bench_checkpoints,
     bench_cleanrl,
     bench_everyday,
@@ -34,6 +35,7 @@ from benchmarks.claims import Row
 BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "everyday": bench_everyday.run,
     "cleanrl": bench_cleanrl.run,
+    "batches": bench_batches.run,
     "sampling": bench_sampling.run,
     "writing": bench_writing.run,
     "indexes": bench_indexes.run,

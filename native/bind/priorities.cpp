@@ -3,9 +3,13 @@
 #include "../core/priorities.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "memory.h"
@@ -94,6 +98,25 @@ void bind_values(nb::class_<BoundPriorities, Index>& type) {
           "rows"_a, "n"_a);
 }
 
+template <class T>
+using Numbers = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// The same of NumPy's arrays, which the general path would make tensors of first.
+template <class Real>
+void update_arrays(BoundPriorities& self, const Numbers<std::int64_t>& rows, const Numbers<Real>& priorities,
+                   const std::optional<Numbers<std::int64_t>>& expected) {
+  const std::size_t n = rows.shape(0);
+  check(priorities.shape(0) == n && (!expected || expected->shape(0) == n), "as many priorities as rows");
+  const std::int64_t* wanted = expected ? expected->data() : nullptr;
+  nb::gil_scoped_release release;
+  if constexpr (std::is_same_v<Real, double>) {
+    self.update(rows.data(), priorities.data(), n, wanted);
+  } else {
+    const std::vector<double> wide(priorities.data(), priorities.data() + n);
+    self.update(rows.data(), wide.data(), n, wanted);
+  }
+}
+
 // Updates and draws.
 void bind_draws(nb::class_<BoundPriorities, Index>& type) {
   type
@@ -111,6 +134,9 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
             }
           },
           "rows"_a, "priorities"_a, "single_precision"_a, "n"_a, "expected"_a)
+      .def("update_arrays", &update_arrays<float>, "rows"_a.noconvert(), "priorities"_a.noconvert(), "expected"_a.noconvert().none(),
+           "update, of arrays of one dimension: int64, float32 or float64, and int64 or None. TypeError: others.")
+      .def("update_arrays", &update_arrays<double>, "rows"_a.noconvert(), "priorities"_a.noconvert(), "expected"_a.noconvert().none())
       .def(
           "draw",
           [](const BoundPriorities& self, std::uint64_t key, std::uint64_t n, Address rows, Address numbers,

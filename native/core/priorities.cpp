@@ -442,7 +442,13 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
     const double alpha = alpha_now();
   double highest = highest_now();
   std::uint64_t dropped = 0;
+  constexpr std::uint64_t kAhead = 16;  // rows between asking for one and looking at it
   for (std::uint64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && static_cast<std::uint64_t>(rows[i + kAhead]) < tree_.leaves()) {
+      const auto row = static_cast<std::uint64_t>(rows[i + kAhead]);
+      tree_.prefetch(row);
+      if (tickets_ != nullptr) __builtin_prefetch(&tickets_->word(row));
+    }
     if (rows[i] != -1) check_row(rows[i], tree_.leaves());
     const double leaf = usable(priorities[i]) ? leaf_of(priorities[i], alpha) : -1;
     if (!(leaf >= 0 && leaf < most_)) {

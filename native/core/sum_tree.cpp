@@ -26,10 +26,10 @@ std::vector<std::uint64_t> sizes_of(std::uint64_t leaves) {
 }
 
 // In pairs: three additions deep instead of seven. find() adds up its prefixes in the same way.
-double sum_of(const double* c) { return ((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7])); }
+[[gnu::always_inline]] inline double sum_of(const double* c) { return ((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7])); }
 
 // Zero says that there is none. Positive doubles are in the order of their bits, and one less turns zero into the largest.
-double min_of(const double* c) {
+[[gnu::always_inline]] inline double min_of(const double* c) {
   const auto rank = [c](std::uint64_t i) { return std::bit_cast<std::uint64_t>(c[i]) - 1; };
   const std::uint64_t a = std::min(rank(0), rank(1)), b = std::min(rank(2), rank(3));
   const std::uint64_t d = std::min(rank(4), rank(5)), e = std::min(rank(6), rank(7));

@@ -56,7 +56,7 @@ def check_path(what: str, value: object) -> Path:
 
 
 def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers of any array, list or range as a tensor on the CPU; a tensor as it is.
+    """Numbers of any array, list or range as a tensor on the CPU, complex ones as they are; a tensor as it is.
 
     Raises ``TypeError``: they are none. ``RowError``: ints that no int64 holds. ``ValueError``: they have no common shape.
     """
@@ -66,7 +66,14 @@ def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Te
         array = np.asarray(value)
         if dtype is None and array.size and array.dtype.kind == "O" and all(isinstance(one, int) for one in array.flat):
             raise RowError(f"{what}: expected numbers below 2**63, got larger ones.")
-        return torch.as_tensor(array, dtype=dtype, device="cpu")
+        if dtype is torch.float64 and array.dtype.kind == "f":
+            array = array.astype(np.float64, copy=False)  # by NumPy: in a third of the time
+        if not (
+            array.flags.c_contiguous and array.dtype.isnative
+        ):  # torch takes no strides below zero, nor other byte orders
+            array = array.astype(array.dtype.newbyteorder("="), order="C")
+        tensor = torch.from_numpy(array)
+        return tensor if dtype is None or tensor.dtype is dtype or tensor.is_complex() else tensor.to(dtype)
     except (TypeError, RuntimeError):
         raise TypeError(
             f"{what}: expected a number, or a list, range, array or tensor of numbers, got {type(value).__name__}."

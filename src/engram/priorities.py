@@ -7,7 +7,7 @@ different indexes have priorities of their own over one copy of the data.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store import Block, Host, Key
+
+    Numbers: TypeAlias = NDArray[np.generic]
 
 KIND = "priorities"
 #: Entries of a state.
@@ -226,13 +228,22 @@ class PriorityIndex:
                 rows.numel(),
                 0 if expected is None else expected.data_ptr(),
             )
-        except _native.BadPriority as error:
-            raise PriorityError(
-                f"update_priority: expected finite priorities of at least 0 whose power alpha={self.core.alpha:g} can be "
-                f"summed: {error}."
-            ) from error
-        except IndexError as error:
-            raise RowError(f"update_priority: {error}.") from error
+        except (_native.BadPriority, IndexError) as error:
+            raise self._refusal(error) from error
+
+    def update_arrays(self, rows: Numbers, priorities: Numbers, expected: Numbers | None) -> None:
+        """As :meth:`update`, of as many priorities as rows. Raises ``TypeError``, too: arrays of other dtypes or strides."""
+        try:
+            self.core.update_arrays(rows, priorities, expected)
+        except (_native.BadPriority, IndexError) as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> Exception:
+        if isinstance(error, IndexError):
+            return RowError(f"update_priority: {error}.")
+        return PriorityError(
+            f"update_priority: expected finite priorities of at least 0 whose power alpha={self.core.alpha:g} can be summed: {error}."
+        )
 
     def reset(self, rows: Tensor) -> None:
         """Give live rows the default priority again. Raises ``RowError``: a row outside the store."""

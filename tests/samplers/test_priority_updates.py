@@ -41,6 +41,47 @@ def test_a_bad_priority_changes_nothing(storage, bad, dtype):
     assert rb.sampler.default_priority == default
 
 
+@pytest.mark.parametrize("rows", ["<i8", "<i4", ">i8", "u1"])
+@pytest.mark.parametrize("priorities", ["<f8", "<f4", ">f4", "<f2", "<i8"])
+@pytest.mark.parametrize("step", [1, 2, -1])
+@kinds
+def test_arrays_of_any_kind_are_what_tensors_of_them_are(storage, rows, priorities, step):
+    index = np.array([3, 9, 0, 9, 5, 3, 1, 1], rows)[::step]
+    values = np.array([1, 2, 3, 4, 5, 6, 7, 0.5]).astype(priorities)[::step]
+    plain = torch.tensor(index.tolist()), torch.tensor(values.tolist(), dtype=torch.float64)
+    for stale in (None, 2):
+        ours, theirs = made(storage), made(storage)
+        numbers = ours.storage.tickets_of(plain[0]).clone()
+        if stale is not None:
+            numbers[stale] += 1
+        given = {} if stale is None else {"generation": numbers}
+        ours.update_priority(index, values, **{key: value.numpy() for key, value in given.items()})
+        theirs.update_priority(*plain, **given)
+        assert torch.equal(leaves(ours), leaves(theirs))
+        assert ours.stats()["priority_updates_dropped"] == theirs.stats()["priority_updates_dropped"]
+
+
+@kinds
+def test_bad_arrays_change_nothing(storage):
+    rb = made(storage)
+    before = leaves(rb)
+    rows, priorities = np.array([1, 2]), np.array([5.0, 5.0])
+    for wrong, error in (
+        ((np.array([1, 10]), priorities), RowError),
+        ((np.array([1, -2]), priorities.astype(np.float32)), RowError),
+        ((rows, np.array([5.0, -1.0])), PriorityError),
+        ((rows, np.array([5.0, np.nan], np.float32)), PriorityError),
+        ((rows, np.ones(3)), RuntimeError),
+        ((np.array([1.0, 2.0]), priorities), TypeError),
+        ((rows, np.array([1j, 2])), TypeError),
+    ):
+        with pytest.raises(error, match="update_priority"):
+            rb.update_priority(*wrong)
+    with pytest.raises(RuntimeError, match="generation: expected one per row, 2, got 1"):
+        rb.update_priority(rows, priorities, generation=np.array([1]))
+    assert torch.equal(leaves(rb), before)
+
+
 @kinds
 def test_a_row_outside_changes_nothing(storage):
     rb = made(storage)

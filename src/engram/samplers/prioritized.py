@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engram.priorities import Numbers
     from engram.store import Key
     from engram.types import Commit, Extent, NativeBatch, SampledStorage
 
@@ -259,6 +261,12 @@ class PrioritizedSampler(NativeSampler):
             RowError: a row outside the storage. Nothing is changed.
             RuntimeError: another number of priorities than of rows. TypeError: complex ones, or no numbers.
         """
+        if (
+            isinstance(index, np.ndarray)
+            and isinstance(priority, np.ndarray)
+            and self._took(index, priority, generation)
+        ):
+            return
         rows = rows_of(index, "update_priority")
         priorities = self._priorities_of(priority, rows.numel())
         if generation is not None:
@@ -275,6 +283,19 @@ class PrioritizedSampler(NativeSampler):
             rows = self._current(self._storage, own, rows, generation)
             generation = None
         own.update(rows, priorities, generation)
+
+    def _took(self, index: Numbers, priority: Numbers, generation: object) -> bool:
+        """Set the priorities of plain arrays, without tensors of them. False: they are none. Raises as :meth:`update_priority`."""
+        own = self._attached()
+        if own is None or self._storage is None or self._storage.memory is None or index.shape != priority.shape:
+            return False
+        if generation is not None and not (isinstance(generation, np.ndarray) and generation.shape == index.shape):
+            return False
+        try:
+            own.update_arrays(index, priority, generation)
+        except TypeError:
+            return False
+        return True
 
     def check_priority(self, priority: object, n: int) -> None:
         """Raise as :meth:`update_priority` would for priorities of ``n`` rows. Changes nothing: no row need be written yet."""
@@ -293,19 +314,18 @@ class PrioritizedSampler(NativeSampler):
 
     def _priorities_of(self, priority: object, n: int) -> Tensor:
         """float64 or float32 ``[n]``, contiguous, on the CPU."""
-        if (
-            isinstance(priority, Tensor)
-            and priority.shape == (n,)
-            and priority.dtype in (torch.float32, torch.float64)
-            and priority.is_cpu
-            and priority.is_contiguous()
-        ):
-            return priority
         value = (
             priority
             if isinstance(priority, Tensor)
             else as_numbers("update_priority: priority", priority, torch.float64)
         )
+        if (
+            value.shape == (n,)
+            and value.dtype in (torch.float32, torch.float64)
+            and value.is_cpu
+            and value.is_contiguous()
+        ):
+            return value
         if value.is_complex():
             raise TypeError(f"update_priority: expected real priorities, got {value.dtype}.")
         value = value.detach().to("cpu", torch.float64)
