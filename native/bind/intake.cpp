@@ -178,7 +178,10 @@ Intake::Node Intake::node_of(nb::handle tree, std::size_t fields) {
     return node;
   }
   const auto kind = nb::cast<std::string>(tree[0]);
-  node.kind = kind == "dict" ? Node::dict : kind == "tensordict" ? Node::tensordict : Node::sequence;
+  node.kind = kind == "dict"         ? Node::dict
+              : kind == "tensordict" ? Node::tensordict
+              : kind == "object"     ? Node::attributes
+                                     : Node::sequence;
   node.type = nb::borrow(tree[1]);
   for (nb::handle key : tree[2]) node.keys.push_back(nb::borrow(key));
   for (nb::handle child : tree[3]) node.children.push_back(node_of(child, fields));
@@ -204,6 +207,14 @@ bool Intake::walk(const Node& node, PyObject* data, Taken& taken) const {
     return take_leaf(node.field, data, taken);
   }
   if (reinterpret_cast<PyObject*>(Py_TYPE(data)) != node.type.ptr()) return false;
+  if (node.kind == Node::attributes) {
+    for (std::size_t i = 0; i < node.children.size(); ++i) {
+      const auto child = nb::steal<nb::object>(PyObject_GetAttr(data, node.keys[i].ptr()));
+      if (!child.is_valid()) return PyErr_Clear(), false;
+      if (!walk(node.children[i], child.ptr(), taken)) return false;
+    }
+    return true;
+  }
   if (node.kind == Node::sequence) {
     const bool list = PyList_CheckExact(data);
     const auto n = static_cast<Py_ssize_t>(node.children.size());

@@ -1,5 +1,5 @@
-// What users hand over, as columns for the core: nested dicts, tuples, lists, named tuples and TensorDicts of tensors, NumPy
-// arrays and numbers. One call looks at all leaves: no Python code runs per leaf.
+// What users hand over, as columns for the core: nested dicts, tuples, lists, named tuples, dataclasses and TensorDicts of
+// tensors, NumPy arrays and numbers. One call looks at all leaves: no Python code runs per leaf.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -45,7 +45,8 @@ class Taken {
 /// How the data of one storage is put together, and the dtypes and shapes of its leaves.
 class Intake {
  public:
-  /// `specs`: as Layout. `tree`: the number of a field, or (kind, type, keys, trees): "dict", "tensordict", "tuple" or "list".
+  /// `specs`: as Layout. `tree`: the number of a field, or (kind, type, keys, trees): "dict", "tensordict", "tuple", "list" or
+  /// "object", whose attributes these are.
   /// `casts`: the fields that also take values of other dtypes, as cast.h makes them.
   Intake(const nanobind::list& specs, nanobind::handle tree, nanobind::handle casts);
 
@@ -55,7 +56,7 @@ class Intake {
 
  private:
   struct Node {
-    enum Kind { leaf, dict, tensordict, sequence } kind = leaf;
+    enum Kind { leaf, dict, tensordict, sequence, attributes } kind = leaf;
     std::size_t field = 0;
     nanobind::object type;
     std::vector<nanobind::object> keys;

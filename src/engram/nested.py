@@ -1,8 +1,10 @@
-"""Data of any form, walked in one place: nestings of dicts, tuples, named tuples, lists, TensorDicts and tensorclasses."""
+"""Data of any form, walked in one place: nestings of dicts, tuples, named tuples, lists, dataclasses, TensorDicts and tensorclasses."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import operator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch import Tensor
 from engram._tensordict import is_non_tensor, is_tensor_collection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
     from tensordict import TensorDictBase
@@ -34,6 +36,26 @@ def has_entries(data: object) -> bool:
     return isinstance(data, dict) or is_tensor_collection(data)
 
 
+def is_dataclass(data: object) -> bool:
+    """Whether data is an instance of a dataclass, and no tensorclass."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type) and not is_tensor_collection(data)
+
+
+def fields_of(cls: type) -> tuple[str, ...]:
+    """The names of a dataclass's or a named tuple's fields."""
+    if dataclasses.is_dataclass(cls):
+        return tuple([field.name for field in dataclasses.fields(cls)])
+    names: tuple[str, ...] = operator.attrgetter("_fields")(cls)
+    return names
+
+
+def with_fields(made: object, entries: Mapping[str, object]) -> object:
+    """A new instance of a dataclass, frozen or not, filled: what its ``__init__`` does is for rows, and not called."""
+    for name, value in entries.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
 def map_with_paths(
     data: object,
     change: Callable[[object, Path], object],
@@ -42,7 +64,7 @@ def map_with_paths(
     keep: bool = False,
     entries: Callable[[dict[str, object], Path], object] | None = None,
 ) -> Any:
-    """The same dicts, tuples and lists around ``change(leaf, path)`` of all that they hold.
+    """The same dicts, tuples, lists and dataclasses around ``change(leaf, path)`` of all that they hold.
 
     A TensorDict is a leaf, as is everything else. Containers are new; with ``keep`` one in which nothing changed is returned
     itself, and of another dict a copy with all that its class holds besides. ``entries(dict, path)`` replaces the new dicts.
@@ -59,6 +81,14 @@ def map_with_paths(
         made = copy.copy(data)
         made.update(new)
         return made
+    if is_dataclass(data):
+        named = {name: getattr(data, name) for name in fields_of(type(data))}
+        new = {
+            name: map_with_paths(value, change, (*path, name), keep=keep, entries=entries)
+            for name, value in named.items()
+        }
+        same = keep and all(new[name] is value for name, value in named.items())
+        return data if same else with_fields(copy.copy(data), new)
     if isinstance(data, tuple | list):
         values = [
             map_with_paths(value, change, (*path, str(i)), keep=keep, entries=entries) for i, value in enumerate(data)
@@ -103,10 +133,14 @@ def tensors(data: object) -> list[Tensor]:
 
 
 def first_leaf(data: object) -> Any:
-    """The first leaf of dicts and tuples; None if they hold none. A list is a leaf: of rows."""
-    while isinstance(data, dict | tuple) and not is_tensor_collection(data):
-        data = next(iter(data.values() if isinstance(data, dict) else data), None)
-    return data
+    """The first leaf of dicts, tuples and dataclasses; None if they hold none. A list is a leaf: of rows."""
+    while True:
+        if is_dataclass(data):
+            data = next((getattr(data, name) for name in fields_of(type(data))), None)
+        elif isinstance(data, dict | tuple):
+            data = next(iter(data.values() if isinstance(data, dict) else data), None)
+        else:
+            return data
 
 
 def find(data: Any, path: Path) -> Any:

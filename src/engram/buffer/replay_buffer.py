@@ -162,8 +162,8 @@ class ReplayBuffer:
         """Write one row.
 
         Args:
-            data: a nested dict or tuple of NumPy arrays, tensors, numbers or lists of numbers, without a batch dimension; or a
-                tensor, TensorDict or tensorclass; with a ``ListStorage`` any object. The first row fixes fields, dtypes and shapes:
+            data: a nested dict, tuple or dataclass of NumPy arrays, tensors, numbers or lists of numbers, without a batch dimension;
+                or a tensor, TensorDict or tensorclass; with a ``ListStorage`` any object. The first row fixes fields, dtypes and shapes:
                 a Python float becomes float32, an int int64, a bool bool; arrays and tensors keep their dtype. Later a number, also a
                 NumPy scalar, becomes the field's dtype, if that holds it; arrays must have it, unless ``dtypes`` of the storage names
                 the field. Copied.
@@ -383,8 +383,8 @@ class ReplayBuffer:
             device: where every tensor of the batch and of ``info`` is to be; from pinned memory without waiting for the copy.
 
         Returns:
-            New tensors ``[B, ...]`` in the form of the rows (dict in, dict out) or the constructor's ``output``, on the storage's
-            device or the one named. Samplers without
+            New tensors ``[B, ...]`` in the form of the rows (dict in, dict out; a dataclass without a call of its ``__init__``) or the
+            constructor's ``output``, on the storage's device or the one named. Samplers without
             replacement may return fewer rows at the end of a pass.
 
         Raises:

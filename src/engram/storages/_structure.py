@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import is_dataclass as is_dataclass_type
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from engram._tensordict import (
 )
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.nested import first_leaf
+from engram.nested import fields_of, first_leaf, is_dataclass, with_fields
 from engram.storages._dtypes import NAMES, NO_DTYPES, cast, check_stored
 from engram.store import dlpack_specs
 
@@ -97,7 +98,7 @@ class Structure:
             kind = transparent_type()
         if node.kind == "tensorclass" or kind is None or None in trees:
             return None
-        return (node.kind, kind, list(node.children), trees)
+        return ("object" if is_dataclass_type(kind) else node.kind, kind, list(node.children), trees)
 
     def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in self.__dict__.items() if key not in ("_layout", "intake")}
@@ -316,7 +317,8 @@ class Structure:
             case "list":
                 return list(source.values())
             case "namedtuple":
-                return self._types[node.type](*source.values())
+                cls = self._types[node.type]
+                return with_fields(object.__new__(cls), source) if is_dataclass_type(cls) else cls(*source.values())
         td = wrap(source, torch.Size((*batch, *node.batch)), device)
         if node.kind == "tensorclass":
             return self._types[node.type].from_tensordict(td)  # type: ignore[attr-defined]
@@ -433,8 +435,10 @@ def _opened(value: object) -> tuple[Kind | None, Mapping[str, object]]:
         return "tensordict", entries_of(value)
     if isinstance(value, dict):
         return "dict", value
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return "namedtuple", value._asdict()
+    if (isinstance(value, tuple) and hasattr(value, "_asdict")) or is_dataclass(
+        value
+    ):  # one kind: classes with named fields
+        return "namedtuple", {name: getattr(value, name) for name in fields_of(type(value))}
     if isinstance(value, tuple | list) and not _is_leaf(value):
         kind: Kind = "tuple" if isinstance(value, tuple) else "list"
         return kind, {str(i): child for i, child in enumerate(value)}
@@ -615,17 +619,17 @@ def _find_type(node: Node) -> type:
     fits = isinstance(found, type) and (
         is_tensorclass_type(found)
         if node.kind == "tensorclass"
-        else issubclass(found, tuple) and hasattr(found, "_fields")
+        else is_dataclass_type(found) or (issubclass(found, tuple) and hasattr(found, "_fields"))
     )
     if not fits:
         raise TypeError(
             f"open: the rows are of the {node.kind} {qualname!r}, which this program has not defined. "
             f"Import it first (it was defined in module {module_name!r})."
         )
-    if node.kind == "namedtuple" and found._fields != tuple(node.children):
+    if node.kind == "namedtuple" and fields_of(found) != tuple(node.children):
         raise TypeError(
             f"open: the rows are of the namedtuple {qualname!r} with the fields {list(node.children)}, but in this program it has "
-            f"{list(found._fields)}. Define it as it was; rows whose fields are numbers come from before engram kept the names: write "
+            f"{list(fields_of(found))}. Define it as it was; rows whose fields are numbers come from before engram kept the names: write "
             "them again."
         )
     cls: type = found
