@@ -1,6 +1,6 @@
 """Fields whose dtype was said once: whatever is written to them is cast, and nothing but precision is given up."""
 
-import math
+import cmath
 import pickle
 
 import numpy as np
@@ -32,9 +32,9 @@ def oracle(values, target):
         elif target.kind in "iu":
             if not np.iinfo(target).min <= value <= np.iinfo(target).max:
                 return None
-        elif target.kind == "f":
+        else:
             with np.errstate(over="ignore"):
-                if math.isfinite(value) and not np.isfinite(np.float64(value).astype(target)):
+                if cmath.isfinite(value) and not np.isfinite(np.array(value, values.dtype).astype(target)):
                     return None
         stored.append(value)
     with np.errstate(over="ignore"):
