@@ -155,3 +155,37 @@ def test_a_store_of_tensordicts_opens_in_a_program_that_has_not_imported_tensord
     print(type(rb.sample(3)).__name__, rb.sample(3).batch_size)
     """)
     assert found.strip() == "TensorDict torch.Size([3])"
+
+
+def test_a_directory_of_dicts_does_without_tensordict(tmp_path):
+    """Making, opening and unpickling one, as spawned actors do; only a live view is a tensor of tensordict's."""
+    store, copy = str(tmp_path / "store"), str(tmp_path / "copy")
+    run(
+        DICTS,
+        f"""
+        import pickle
+        from engram import LazyMemmapStorage
+        storage, sampler = LazyMemmapStorage(100, scratch_dir={store!r}), PrioritizedSampler(100, 0.6, 0.4)
+        rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+        rb.extend(rows(100))
+        assert len(rb[[0, 1]]["obs"]) == 2 and len(rb.sample()["obs"]) == 4
+        open({copy!r}, "wb").write(pickle.dumps(rb))
+        assert loaded() == {{"torch"}}, loaded()
+        """,
+    )
+    run(
+        DICTS,
+        f"""
+        import pickle
+        for rb in (
+            ReplayBuffer.open({store!r}), ReplayBuffer.open({store!r}, readonly=True), pickle.load(open({copy!r}, "rb")),
+            pickle.loads(pickle.dumps(ReplayBuffer.open({store!r}, readonly=True))),
+        ):
+            assert len(rb.sample()["obs"]) == 4 and rb.stats()["size"] == 100
+        ReplayBuffer.open({store!r}).extend(rows(3))
+        assert loaded() == {{"torch"}}, loaded()
+        view = ReplayBuffer.open({store!r})[:]["action"]
+        import tensordict
+        assert type(view) is tensordict.MemoryMappedTensor and view.filename.endswith("action.memmap")
+        """,
+    )

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tensordict import MemoryMappedTensor
 
 import engram.store
 from engram import (
@@ -40,8 +39,7 @@ FAIL_AT = {
     "making a folder": (os, "mkdir", errno.EDQUOT),
     "writing through": (os, "fsync", errno.EIO),
     "publishing": (os, "rename", errno.EIO),
-    "mapping words": (torch, "from_file", errno.ENOMEM),
-    "mapping a field": (MemoryMappedTensor, "from_filename", errno.ENOMEM),
+    "mapping words and fields": (torch, "from_file", errno.ENOMEM),
     "locking": (fcntl, "flock", errno.ENOLCK),
     "attaching": (engram.store.opening, "register", errno.EIO),
 }

@@ -198,16 +198,27 @@ def private_field(field: Field, capacity: int) -> Tensor:
 def file_field(directory: Path, field: Field, capacity: int) -> Tensor:
     """The rows of a field in its file of a store's folder."""
     nbytes = field.row_bytes * capacity
-    if not nbytes:
-        return _field_in(None, field, capacity)
+    memory = file_block(layout.field_path(directory, field.key), nbytes).tensor if nbytes else None
+    return _field_in(memory, field, capacity)
+
+
+@torch.inference_mode(mode=False)
+def file_views(directory: Path, schema: Schema) -> list[Tensor]:
+    """The fields of a store's folder mapped once more, for users: tensors of tensordict's, which is imported for that. They are
+    pickled by the names of their files, and torch does not move them.
+    """
     from tensordict import MemoryMappedTensor
 
-    path = layout.field_path(directory, field.key)
-    files.check_size(path, nbytes)
-    shape = torch.Size((capacity, *field.shape))
-    with _mapping(path), torch.device("cpu"):
-        tensor: Tensor = MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape)
-    return tensor
+    views: list[Tensor] = []
+    for field in schema.fields:
+        path, shape = layout.field_path(directory, field.key), torch.Size((schema.capacity, *field.shape))
+        if not field.row_bytes:
+            views.append(_field_in(None, field, schema.capacity))
+            continue
+        files.check_size(path, field.row_bytes * schema.capacity)
+        with _mapping(path), torch.device("cpu"):
+            views.append(MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape))
+    return views
 
 
 def segments_in(folder: Path) -> list[Segment | None] | None:

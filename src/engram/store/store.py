@@ -19,7 +19,7 @@ from engram import _fork, _native
 from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
 from engram.store.indexes import Host, Indexes
-from engram.store.lifetime import Attachment, erase, forget, remove_store
+from engram.store.lifetime import Attachment, erase, forget, opened, remove_store
 from engram.store.locks import exclusive, others_have_open
 from engram.store.memory import (
     Block,
@@ -27,6 +27,7 @@ from engram.store.memory import (
     alias,
     as_rows,
     dlpack_specs,
+    file_views,
     new_control_memory,
     private_block,
     private_field,
@@ -424,7 +425,9 @@ class Store:
         makes a view of that again.
         """
         with self._viewing:
-            if [view.data_ptr() for view in self._views] != self._addresses:
+            if self.directory is not None and self.has_files and opened(self.directory) is self:
+                self._views = self._views or file_views(self.directory, self.schema)
+            elif [view.data_ptr() for view in self._views] != self._addresses:  # also if the folder was removed
                 self._views = [alias(tensor) for tensor in self.tensors]
             return self._views
 
