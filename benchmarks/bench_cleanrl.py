@@ -2,7 +2,7 @@
 
 Measured: CleanRL's own files, as its package has them and with its hyper-parameters, on CartPole and on Pendulum. Each run has both
 buffers, Stable-Baselines3's, which the files import, and engram. Every ``add`` and every ``sample`` goes to both, which take turns in
-going first, so both are called where the run has left the caches. The file learns from what one of them returns, in turns by seed.
+going first, so both are called where the run has left the caches. The file learns from what the first returns.
 The buffer's part is the CPU of these calls, less what reading the clock takes. The run is the CPU of the process from the making of
 the buffers until the environment is closed, with the part of one of them: imports do not count.
 
@@ -47,7 +47,7 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
         return
     for name, steps in STEPS.items():
         steps = max(min(FEWEST, steps), round(steps * share))
-        yield from rows(name, [apart(name, SIDES[seed % 2 :] + SIDES[: seed % 2], steps, seed) for seed in range(RUNS)])
+        yield from rows(name, [apart(name, SIDES, steps, seed) for seed in range(1, 1 + RUNS)])
 
 
 def folder() -> Path | None:
@@ -79,7 +79,7 @@ def rows(name: str, runs: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def apart(name: str, sides: tuple[str, ...], steps: int, seed: int) -> dict[str, Any]:
-    """A run in a new process, with these buffers; it learns from the first."""
+    """A run in a new process, with these buffers."""
     command = [
         sys.executable,
         "-W",
@@ -165,7 +165,7 @@ class Clock:
         self._each("add", *arguments)
 
     def sample(self, size: int) -> Any:
-        return self._each("sample", size)[next(iter(self.kinds))]
+        return next(iter(self._each("sample", size).values()))
 
     def _each(self, call: str, *arguments: Any) -> dict[str, Any]:
         now, found = time.thread_time_ns, {}
