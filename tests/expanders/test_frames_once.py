@@ -27,6 +27,7 @@ from engram import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
+    WindowSpec,
 )
 from tests import stress
 
@@ -40,8 +41,18 @@ SAMPLERS = {
     "padded slices": lambda: SliceSampler(slice_len=4, strict_length=False, pad_output=True),
     "prioritized slices": lambda: PrioritizedSliceSampler(1000, 0.6, 0.4, slice_len=3),
     "each once": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "newest first": lambda: SliceSampler(window=WindowSpec(length=3), online=True),
+    "after a burn-in": lambda: SliceSampler(window=WindowSpec(length=2, burn_in=1)),
 }
-LENGTHS = {"slices": 3, "any slice": 4, "padded slices": 4, "prioritized slices": 3, "each once": 2}
+LENGTHS = {
+    "slices": 3,
+    "any slice": 4,
+    "padded slices": 4,
+    "prioritized slices": 3,
+    "each once": 2,
+    "newest first": 3,
+    "after a burn-in": 3,
+}
 
 
 class Step(NamedTuple):
