@@ -49,6 +49,8 @@ def _every(keys: Iterable[str], against: str, floor: Floor) -> dict[tuple[str, s
 _WARM = ("tensor", "memmap")
 _MOVES = tuple(f"{kind}/{shape}" for kind in ("frames", "small") for shape in ("2-3", "3-2"))
 _CROWDS = ("1-writer", "2-writers")
+_WINDOWS = ("8 x 32", "32 x 8", "8 x 32, WindowSpec", "8 x 32, R2D2")
+_FORMS = ("dict", "tensordict")
 _LANES = ("", "-array", "-each")
 _CLASSES = ("ReplayBuffer", "TensorDictReplayBuffer")
 
@@ -84,6 +86,12 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("slices/by-end", "TorchRL"): Floor("times", 40),
     ("slices/by-id", "TorchRL"): Floor("times", 20),
     ("slices/written", "TorchRL"): Floor("times", 100),
+    **_every(
+        (f"windows/{w}/{f}/{b}" for w in _WINDOWS for f in _FORMS for b in (71, 175)), "uniform", Floor("share", 1.15)
+    ),
+    **_every(
+        (f"windows/{w}/{f}/{b}" for w in _WINDOWS for f in _FORMS for b in (1063, 4135)), "uniform", Floor("share", 1)
+    ),
     ("scaling/tree", "1e+06 rows"): Floor("share", 3),
     ("scaling/slices", "1e+05 rows"): Floor("share", 1.5),
     **_every((f"sharing/write/{k}" for k in ("memmap", "tensor", "td-memmap")), "TorchRL", Floor("times", 10)),

@@ -73,12 +73,29 @@ bool mostly_runs(const std::int64_t* rows, std::uint64_t n) {
   return n > 1 && breaks * 4 < n;
 }
 
-void gather_runs(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out) {
+std::uint64_t runs_of(const std::int64_t* rows, std::uint64_t n, std::uint64_t* ends) {
+  std::uint64_t count = 0;
+  for (std::uint64_t j = 1; j < n; ++j) {
+    ends[count] = j;
+    count += rows[j] != rows[j - 1] + 1;
+  }
+  ends[count] = n;
+  return count + 1;
+}
+
+void gather_runs(const Field& field, const std::int64_t* rows, const std::uint64_t* ends, std::uint64_t runs, std::byte* out,
+                 const Field* next) {
+  constexpr std::uint64_t kHead = 512;  // bytes to ask for: the hardware finds the rest of a run by itself
   const std::uint64_t bytes = field.row_bytes;
-  for (std::uint64_t j = 0, end = 0; j < n; j = end) {
-    end = j + 1;
-    while (end < n && rows[end] == rows[end - 1] + 1) ++end;
-    copy_from_shared(out + j * bytes, field.data + static_cast<std::uint64_t>(rows[j]) * bytes, (end - j) * bytes);
+  for (std::uint64_t i = 0, j = 0; i < runs; j = ends[i++]) {
+    const std::uint64_t n = ends[i] - j;
+    if (next != nullptr) {
+      const std::byte* head = next->data + static_cast<std::uint64_t>(rows[j]) * next->row_bytes;
+      const std::uint64_t ahead = std::min(n * next->row_bytes, kHead);
+      for (std::uint64_t line = 0; line < ahead; line += 64) __builtin_prefetch(head + line);
+      if (ahead > 0) __builtin_prefetch(head + ahead - 1);
+    }
+    copy_from_shared(out + j * bytes, field.data + static_cast<std::uint64_t>(rows[j]) * bytes, n * bytes);
   }
 }
 

@@ -38,8 +38,12 @@ inline void prefetch_row(const Field& field, std::int64_t row) {
 /// Whether most of the rows follow the one before them, as those of windows do.
 bool mostly_runs(const std::int64_t* rows, std::uint64_t n);
 
-/// As gather_rows, one copy for each run of rows that follow one another.
-void gather_runs(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out);
+/// Runs of n > 0 rows that follow one another: how many, and where among the rows each ends.
+std::uint64_t runs_of(const std::int64_t* rows, std::uint64_t n, std::uint64_t* ends);
+
+/// As gather_rows, one copy for each run.
+void gather_runs(const Field& field, const std::int64_t* rows, const std::uint64_t* ends, std::uint64_t runs, std::byte* out,
+                 const Field* next);
 
 /// Rows that follow each other in one place and will in another: for run i, rows [first[i], first[i] + count[i]) of a source become
 /// rows [target[i], target[i] + count[i]) of a field.

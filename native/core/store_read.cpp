@@ -81,14 +81,16 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
     bad |= static_cast<std::uint64_t>(!ok) << i;
     if (numbers_out != nullptr) numbers_out[i] = static_cast<std::int64_t>(number_of(words[i]));
   }
-  const bool runs = mostly_runs(rows, n);
+  std::uint64_t ends[kBlockRows];
+  const std::uint64_t runs = mostly_runs(rows, n) ? runs_of(rows, n, ends) : 0;
   for (std::uint64_t f = 0; f < which.size(); ++f) {
     const Field& field = fields_[which[f]];
     std::byte* out = batch[f] + at * field.row_bytes;
-    if (runs) {
-      gather_runs(field, rows, n, out);
+    const Field* next = f + 1 < which.size() ? &fields_[which[f + 1]] : nullptr;
+    if (runs > 0) {
+      gather_runs(field, rows, ends, runs, out, next);
     } else {
-      gather_rows(field, rows, n, out, f + 1 < which.size() ? &fields_[which[f + 1]] : nullptr);
+      gather_rows(field, rows, n, out, next);
     }
   }
 #ifndef ENGRAM_WITHOUT_TICKET_CHECK  // the tests must fail then: make negative-controls
