@@ -105,7 +105,7 @@ def _draw(found: dict[str, Any]) -> Path:
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.legend(frameon=False, loc="best", fontsize=8)
     figure.supylabel("return of an episode", fontsize=10)
-    figure.supxlabel("steps; lines: mean of three seeds; areas: lowest to highest of them", fontsize=10)
+    figure.supxlabel("steps; lines: mean of the seeds; areas: lowest to highest of them", fontsize=10)
     figure.tight_layout()
     path = RESULTS / "learning.png"
     figure.savefig(path, dpi=80, metadata={"Software": None})
