@@ -51,6 +51,7 @@ _MOVES = tuple(f"{kind}/{shape}" for kind in ("frames", "small") for shape in ("
 _CROWDS = ("1-writer", "2-writers")
 _WINDOWS = ("8 x 32", "32 x 8", "8 x 32, WindowSpec", "8 x 32, R2D2")
 _FORMS = ("dict", "tensordict")
+_SHAPES = ("32x64", "128x64", "128x256", "512x64", "512x256", "512x1024")
 _LANES = ("", "-array", "-each")
 _CLASSES = ("ReplayBuffer", "TensorDictReplayBuffer")
 
@@ -71,6 +72,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("batches/stacks", "SB3"): Floor("share", 1.2),
     **_every(("batches/once-45-B", "batches/once-1-kB"), "uniform", Floor("share", 1.1)),
     ("batches/update", "cpprb"): Floor("times", 1),
+    **_every((f"threads/{shape}" for shape in _SHAPES), "1 thread", Floor("share", 1.1, aim=1, within_iqr=True)),
     **_every((f"write/add/{c}" for c in _CLASSES), "TorchRL", Floor("times", 10)),
     **_every((f"write/add/{c}" for c in _CLASSES), "cpprb", Floor("times", 2)),
     **_every((f"write/extend-64/{c}" for c in _CLASSES), "TorchRL", Floor("times", 10)),

@@ -21,6 +21,7 @@
 #include "../core/permutation.h"
 #include "../core/store.h"
 #include "intake.h"
+#include "interpreter.h"
 #include "memory.h"
 #include "tensors.h"
 
@@ -189,7 +190,7 @@ void bind_reads(nb::class_<Store>& type) {
             OutputBuffers buffers;
             std::vector<std::int64_t> moved;
             {
-              nb::gil_scoped_release release;
+              const WithoutInterpreter running(self.reads_briefly(n));
               buffers.add(layout, static_cast<std::int64_t>(n));
               moved = self.gather(at<std::int64_t>(rows), n, self.all(), buffers.first(self.fields()),
                                   at<std::int64_t>(expected), nullptr);
@@ -200,7 +201,7 @@ void bind_reads(nb::class_<Store>& type) {
       .def(
           "tickets_of",
           [](const Store& self, Address rows, std::uint64_t n, Address numbers) {
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(n <= 1024);
             self.tickets_of(at<std::int64_t>(rows), n, at<std::int64_t>(numbers));
           },
           "rows"_a, "n"_a, "numbers"_a)
@@ -249,7 +250,7 @@ void bind_draws(nb::class_<Store>& type) {
             const auto size = static_cast<std::int64_t>(n);
             OutputBuffers buffers;
             {
-              nb::gil_scoped_release release;
+              const WithoutInterpreter running(self.reads_briefly(n));
               buffers.add(layout, size);
               const auto extra = [&](bool wanted) -> std::int64_t* {
                 if (!wanted) return nullptr;
@@ -273,7 +274,7 @@ void bind_draws(nb::class_<Store>& type) {
             const auto count = static_cast<std::int64_t>(n);
             OutputBuffers buffers;
             {
-              nb::gil_scoped_release release;
+              const WithoutInterpreter running(self.reads_briefly(n));
               buffers.add(layout, count);
               buffers.add(kNumbers, count);
               auto* ranks = buffers.at<std::int64_t>(self.fields());

@@ -177,6 +177,8 @@ class Control {
   /// process has the store open, so rows inside the extent that are not whole hold nothing, as after recover(). O(rows) then.
   void only_read(bool abandoned);
 
+  bool only_reads() const { return reading_ != nullptr; }
+
   /// This, for something that writes. Throws ReadOnly.
   const Control& writable() const {
     if (reading_ != nullptr) [[unlikely]] throw ReadOnly();

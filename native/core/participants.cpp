@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -84,6 +85,12 @@ bool Participants::held_by_another(std::uint64_t entry) const {
 bool Participants::runs(const Participant& entry) const {
   if (control_.lock_page().pid_namespace != pid_namespace()) return false;
   return entry.pid != 0 && entry.start_time != 0 && start_time_of(entry.pid) == entry.start_time;
+}
+
+bool Participants::in_memory() const {
+  constexpr decltype(statfs::f_type) kTmpfs = 0x01021994;
+  struct statfs system {};
+  return fstatfs(file_, &system) == 0 && system.f_type == kTmpfs;
 }
 
 std::uint64_t Participants::join() {

@@ -27,6 +27,9 @@ class Participants {
   /// Gives this process's entry back. If one of its threads is still writing, that stays noted until the process ends.
   void leave();
 
+  /// Whether the store's files lie in a file system in memory: no read of them waits for a disk.
+  bool in_memory() const;
+
   /// Whether this process holds an entry.
   bool joined() const { return own_ != kNoEntry; }
 

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "fence.h"
+#include "wait.h"
 
 namespace engram {
 namespace {
@@ -36,6 +37,7 @@ void Store::join(std::shared_ptr<Participants> participants) {
   if (entry == Participants::kNoEntry) throw Stalled("as many processes share the store as can");
   participant_ = &control_.participant(entry);
   others_ = std::move(participants);
+  in_memory_ = others_->in_memory();
 }
 
 void Store::look_after_others(Need need) const {
@@ -46,6 +48,7 @@ void Store::look_after_others(Need need) const {
   const auto pause = need == Need::waiting ? kWhileWaiting : kBetweenLooks;
   if (now - before < std::chrono::duration_cast<std::chrono::steady_clock::duration>(pause).count()) return;
   last.store(now, std::memory_order_relaxed);
+  let_go();
   reclaim();
 }
 

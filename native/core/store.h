@@ -53,6 +53,11 @@ class Store {
   void knows_indexes(std::uint64_t epoch);
 
   const Control& control() const { return control_; }
+  /// Whether reading n whole rows is over before another thread has been woken: they lie in memory, and are few and small. Measured:
+  /// benchmarks/bench_threads.py.
+  bool reads_briefly(std::uint64_t n) const { 
+    return in_memory_ && !control_.only_reads() && n <= kBriefRows && n * row_bytes_ <= kBriefBytes;
+  }
   std::uint64_t fields() const { return fields_.size(); }
   /// 0 … fields - 1: what a read of whole rows names.
   std::span<const std::uint64_t> all() const { return all_; }
@@ -196,7 +201,10 @@ class Store {
                   std::uint64_t* moved) const;
   std::uint64_t block_rows(std::span<const std::uint64_t> which) const;
 
+  static constexpr std::uint64_t kBriefRows = 1024, kBriefBytes = 64 * 1024;
+
   Control control_;
+  bool in_memory_ = true;  // not in files on a disk
   Participant* participant_;
   std::vector<Field> fields_;
   std::vector<std::uint64_t> all_;  // 0 … fields - 1

@@ -168,7 +168,7 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
   const auto redraw = [&](std::uint64_t i, std::int64_t* row) {
     std::uint64_t moved = 0;
     for (std::uint64_t attempt = 1; attempt <= kPatience; ++attempt) {
-      if (attempt > kRedraws) std::this_thread::yield();
+      if (attempt > kRedraws) let_go(), std::this_thread::yield();
       *row = spans.row(random.below(spans.total(), i, attempt));
       control_.count_redraws(1);
       if (read_block(row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
@@ -207,6 +207,7 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
 // still being written.
 void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                           std::int64_t* numbers_out) const {
+  let_go();
   std::vector<std::int64_t> live = live_rows();
   for (std::uint64_t i = 0; i < n; ++i) {
     for (std::uint64_t attempt = kPatience + 1;; ++attempt) {
@@ -225,6 +226,7 @@ void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, st
 
 void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::int64_t* numbers_out) const {
   const bool gaps = control_.void_rows() > 0;
+  if (gaps) let_go();
   const Spans spans(control_);
   std::vector<std::int64_t> live;  // one that is being written keeps its rank, as it counts in size()
   for (std::uint64_t k = 0; gaps && k < spans.total(); ++k) {
@@ -241,6 +243,7 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
   }
   std::vector<std::int64_t> moved = gather(ranks, n, all_, batch, nullptr, numbers_out);
   const Deadline deadline;
+  if (!moved.empty()) let_go();
   std::vector<std::byte*> fields(batch.size());
   while (!moved.empty()) {
     const auto i = static_cast<std::uint64_t>(moved.back());

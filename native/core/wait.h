@@ -13,6 +13,22 @@ namespace engram {
 /// Tests of waits that end in vain shorten it.
 inline std::atomic<std::chrono::milliseconds> wait_limit{std::chrono::seconds(5)};
 
+/// What the caller of a short call holds, and others may need: it is let go before the call waits, or does more than it seemed.
+class Kept {
+ public:
+  virtual void let_go() = 0;
+
+ protected:
+  ~Kept() = default;
+};
+
+/// Of this thread; null: nothing is kept.
+inline thread_local Kept* kept = nullptr;
+
+inline void let_go() {
+  if (kept != nullptr) kept->let_go();
+}
+
 /// When a wait that begins now ends in vain.
 class Deadline {
  public:

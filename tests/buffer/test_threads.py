@@ -15,6 +15,7 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
@@ -463,3 +464,49 @@ class RaisesWhenTold:
 
     def load_state_dict(self, state_dict):
         pass
+
+
+# ---- Python's lock -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_short_call_that_has_to_wait_lets_others_go_on(shared):
+    """It keeps Python's lock only as long as it finds rows. Here the one row is being written, by the thread that looks on."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(1), batch_size=4, shared=shared)
+    rb.extend(torch.arange(1))
+    word = rb.storage.store._ticket_words()
+    word += 1 - 2  # from committed, 2, to writing, 1
+    found = []
+    thread = threading.Thread(target=lambda: found.append(rb.sample()))
+    thread.start()
+    while thread.is_alive() and rb.storage.store.core.redraws < 256:  # then it waits
+        time.sleep(0)
+    assert rb.storage.store.core.redraws == 256
+    assert not found
+    word += 1
+    thread.join(60)
+    assert found[0].tolist() == [0] * 4
+    rb.close()
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
+def test_short_and_long_calls_beside_each_other_read_whole_rows(sampler):
+    """Some keep Python's lock and others do not, while a thread overwrites what they read."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(3000), sampler=sampler())
+    rb.extend({"a": torch.zeros(3000, 40), "b": torch.zeros(3000)})
+    failed = []
+
+    def draw(n):
+        for _ in range(60):
+            batch = rb.sample(n)
+            if not (batch["a"] == batch["b"][:, None]).all():
+                failed.append(n)
+
+    threads = [threading.Thread(target=draw, args=(n,)) for n in (8, 64, 400, 2000)]
+    for thread in threads:
+        thread.start()
+    i = 0
+    while any(thread.is_alive() for thread in threads):
+        i += 1
+        rb.extend({"a": torch.full((64, 40), float(i)), "b": torch.full((64,), float(i))})
+    assert not failed
