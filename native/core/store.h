@@ -55,7 +55,7 @@ class Store {
   const Control& control() const { return control_; }
   /// Whether reading n whole rows is over before another thread has been woken: they lie in memory, and are few and small. Measured:
   /// benchmarks/bench_threads.py.
-  bool reads_briefly(std::uint64_t n) const { 
+  bool reads_briefly(std::uint64_t n) const {
     return in_memory_ && !control_.only_reads() && n <= kBriefRows && n * row_bytes_ <= kBriefBytes;
   }
   std::uint64_t fields() const { return fields_.size(); }
