@@ -152,9 +152,9 @@ def test_a_rank_that_dies_before_its_first_sign_of_life(tmp_path, quick):
 
 def test_nobody_waits_for_ever_for_others_to_leave(tmp_path, quick, caplog):
     """Who lives and does not leave is named; and does not think that the other one died, though that beats no more."""
-    took = inside(tmp_path, lambda rank: time.sleep(3.0 * rank), timeout=0.5)
-    assert took[0] < 2 < took[1] < 5
+    took = inside(tmp_path, lambda rank: time.sleep(6.0 * rank), timeout=1.0)
+    assert took[0] < 5 < took[1]
     assert [it.message for it in caplog.records if it.levelname == "ERROR"] == [
-        "rank 0 left guard() without ranks [1], 0.5 s after its end"
+        "rank 0 left guard() without ranks [1], 1 s after its end"
     ]
     assert series.names(tmp_path) == []

@@ -18,7 +18,8 @@ from tests.ranks.processes import answer, join, run, start, stopped, wait_for
 PHASES = ("finding", "opening", "planning", "checking", "loading")
 #: Of restores that give every rank its own shard: there is nothing to plan.
 EXACT = tuple(phase for phase in PHASES if phase != "planning")
-TIMEOUT = 0.7
+#: Of others: a rank that lives is not that late, on a busy machine either.
+TIMEOUT = 2.0
 
 
 def lengths_of(rank):
@@ -96,7 +97,7 @@ def test_a_rank_that_goes_silent(tmp_path, victim, targets, phase, when):
             ends(ranks, EXACT if targets == 3 else PHASES, phase, when, lambda: (_ for _ in ()).throw(Gone))
         started = time.monotonic()
         try:
-            checkpointer(tmp_path, rb, ranks, timeout=0.25).restore()
+            checkpointer(tmp_path, rb, ranks, timeout=TIMEOUT).restore()
             said = None
         except RankFailed as error:
             said = str(error)
@@ -110,7 +111,7 @@ def test_a_rank_that_goes_silent(tmp_path, victim, targets, phase, when):
         assert said is None or f"rank {victim}" in said
         assert there == old if kept(phase, when) == "old" else there <= steps
         assert bool(there) == (kept(phase, when) != "nothing")
-        assert took < 2.0
+        assert took < 5 * TIMEOUT
     assert tree(tmp_path) == files or kept(phase, when) == "new"  # then there is a report
     again = done(job(targets, restored, tmp_path, lanes))
     assert set().union(*again) == steps
@@ -128,7 +129,7 @@ KILLED = {"is killed": lambda: os.kill(os.getpid(), signal.SIGKILL), "exits": la
 
 
 def dies(ranks, rank, folder, root, victim, phase, when, how):
-    ranks._timeout = 2.0
+    ranks._timeout = TIMEOUT
     rb = used(2, 128)
     if rank == victim:
         ends(ranks, PHASES, phase, when, KILLED[how])
@@ -180,7 +181,7 @@ def test_a_process_dies(tmp_path, victim, phase, when, how):
             # The store ends with rank 0: whoever hears of that before it began to load has what it had.
             allowed = {"old": [old], "nothing": [set(), old][: 2 - victim], "new": [set()]}
             assert set(it["who"]) in allowed[kept(phase, when)]
-        assert it["took"] < 2 * 2.0 + 1.0
+        assert it["took"] < 5 * TIMEOUT
     if (phase, when) != ("loading", "after"):
         assert tree(root) == files
     assert set().union(*done(job(2, restored, root))) == steps

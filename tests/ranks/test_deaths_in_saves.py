@@ -68,7 +68,7 @@ def check_next_job(root, step):
 
 
 def dies(ranks, rank, folder, victims, phase):
-    ck = checkpointer(folder / "root", filled(rank), ranks, timeout=1.0)
+    ck = checkpointer(folder / "root", filled(rank), ranks, timeout=2.0)
     first = ck.save(1).name
     meet(folder, "saved", ranks)  # rank 0 has made it the latest
     if rank in victims:
@@ -173,10 +173,10 @@ def test_stopped_for_a_moment(tmp_path):
 
 
 def holds_the_store(ranks, rank, folder):
-    ck = checkpointer(folder / "root", filled(rank), ranks, timeout=1.0)
+    ck = checkpointer(folder / "root", filled(rank), ranks, timeout=2.0)
     first = ck.save(1).name
     meet(folder, "saved", ranks)
-    ranks._timeout = 1.0
+    ranks._timeout = 2.0
     if rank == 0:
         ends(ck, "begin", lambda: os.kill(os.getpid(), signal.SIGSTOP))
     said = [heard(lambda: ck.save(step)) for step in (2, 3)[: 1 + rank]]
@@ -192,7 +192,7 @@ def test_rank_0_is_stopped_and_the_store_with_it(tmp_path):
     os.kill(every[0].pid, signal.SIGCONT)
     assert join(every) == [0, 0]
     first, (stuck, other) = answer(folder, 0)["first"], (answer(folder, rank)["said"] for rank in range(2))
-    assert all("rank 0, which holds the store of this job, did not answer for 1 s" in said for said, _ in other)
-    assert all(took < 3 for _, took in other)
+    assert all("rank 0, which holds the store of this job, did not answer for 2 s" in said for said, _ in other)
+    assert all(took < 8 for _, took in other)
     assert "no vote of ranks [1]" in stuck[0][0]
     assert series.latest(folder / "root")[0].name == first

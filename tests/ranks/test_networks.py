@@ -99,7 +99,7 @@ def cut_off(ranks, rank, folder, root):
     engram.ranks._ROLL_CALL_S = 0.5
     rb = filled(rank)
     before = whos(steps_of(rb))
-    ck = checkpointer(root, rb, ranks, timeout=1.0)
+    ck = checkpointer(root, rb, ranks, timeout=2.5)
     real = restore.reshard
 
     def planned(*args):

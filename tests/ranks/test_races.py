@@ -82,7 +82,7 @@ def test_a_folder_that_a_rank_sees_later(tmp_path):
         rb = buffer(2, 64)
         play(rb, rank, 0, [4])
         root = tmp_path / str(rank)
-        ck = checkpointer(root, rb, ranks, timeout=0.5)
+        ck = checkpointer(root, rb, ranks, timeout=3.0)
         if rank == 1:
             ranks.gather(b"", 5.0)
             os.rmdir(root)
@@ -105,7 +105,7 @@ def test_a_folder_that_a_rank_sees_later(tmp_path):
     shutil.rmtree(tmp_path / "0")
     (tmp_path / "1").unlink()
     first, second = job(2, act, False)
-    assert "after 0.5 s: no vote of ranks [1]" in str(first)
+    assert "after 3 s: no vote of ranks [1]" in str(first)
     assert "rank 1: expected " in str(second)
     assert "Is it a file system that all ranks share?" in str(second)
 
@@ -140,17 +140,17 @@ def test_a_slow_rank_is_waited_for_and_one_that_is_too_slow_is_named(tmp_path):
     def act(ranks, rank, slow):
         rb = buffer(2, 64)
         play(rb, rank, 0, [4])
-        ck = checkpointer(tmp_path, rb, ranks, timeout=0.6)
+        ck = checkpointer(tmp_path, rb, ranks, timeout=3.0)
         if rank == 2:
             real = ck._job.write_parts
             ck._job.write_parts = lambda *args: time.sleep(slow) or real(*args)
         return ck.save(1).name
 
     assert len(set(done(job(3, act, 0.2)))) == 1
-    errors = job(3, act, 1.0)
+    errors = job(3, act, 5.0)
     assert all(isinstance(error, RankFailed) for error in errors)
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "after 0.6 s: no vote of ranks [2]" in str(errors[0])
+    assert "after 3 s: no vote of ranks [2]" in str(errors[0])
 
 
 # ---- nothing to save ---------------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_a_rank_that_never_comes_makes_others_wait_for_the_deadline_only(tmp_pat
         rb = buffer()
         play(rb, rank, 0, [4])
         with pytest.raises(RankFailed, match=r"no vote of ranks \[1\]"):
-            checkpointer(tmp_path, rb, ranks, timeout=0.3).save(9)
+            checkpointer(tmp_path, rb, ranks, timeout=2.0).save(9)
 
     done(job(3, act))
     assert series.latest(tmp_path)[0] is None
@@ -216,8 +216,8 @@ def test_rank_0_never_comes(tmp_path):
         if rank == 0:
             return
         rb = buffer()
-        with pytest.raises(RankFailed, match=r"rank 0 began no checkpoint within 0\.3 s"):
-            checkpointer(tmp_path, rb, ranks, timeout=0.3).save(9)
+        with pytest.raises(RankFailed, match=r"rank 0 began no checkpoint within 2 s"):
+            checkpointer(tmp_path, rb, ranks, timeout=2.0).save(9)
 
     done(job(2, act))
 
