@@ -229,7 +229,7 @@ def test_custom_samplers():
     assert not rb.sampler.recordable
 
 
-def test_plain_buffers_have_new_entries_in_info():
+def test_plain_buffers_have_new_entries_in_batch_and_info():
     rows = steps([5])
     for data in (rows, {**rows.exclude("next").to_dict(), "next": rows["next"].to_dict()}):
         batch, info = buffer(NStep(RandomSampler(), 5, 1.0), data, kind=ReplayBuffer).sample(20, return_info=True)
@@ -237,7 +237,10 @@ def test_plain_buffers_have_new_entries_in_info():
         assert (info["steps_to_next_obs"].flatten() == k).all()
         assert (info["next", "original_reward"].flatten() == 1 + batch["step"]).all()
         assert (batch["next"]["observation"][:, 1] == 5).all()
-        assert "gamma" not in list(batch.keys())
+        for key in ("steps_to_next_obs", "gamma"):
+            assert batch[key] is info[key]
+        assert batch["next"]["original_reward"] is info["next", "original_reward"]
+        assert "index" not in batch.keys()
 
 
 def test_generations_where_they_are_tracked():

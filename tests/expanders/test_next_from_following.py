@@ -155,8 +155,8 @@ def test_dicts():
     rb = buffer(kind=ReplayBuffer)
     data = steps([False, True, False])
     rb.extend({**data.exclude("next").to_dict(), "next": data["next"].to_dict()})
-    batch, info = rb.sample(50, return_info=True)
-    there = dict(zip(batch["number"].tolist(), info["next", "obs"][:, 1].tolist(), strict=True))
+    batch = rb.sample(50)
+    there = dict(zip(batch["number"].tolist(), batch["next"]["obs"][:, 1].tolist(), strict=True))
     assert there == {0: 1, 1: -2}
 
 

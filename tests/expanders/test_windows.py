@@ -109,7 +109,7 @@ def test_plain_buffers_and_columns():
     assert len(info["index"]) == 2
     assert (batch["number"].view(-1, 3) == batch["number"].view(-1, 3)[:, :1]).all()
     assert (batch["next", "observation"][:, 1] == batch["step"] + info["steps_to_next_obs"].flatten()).all()
-    assert "gamma" not in list(batch.keys())
+    assert batch["gamma"] is info["gamma"]
     assert info["next", "truncated"].view(-1, 3).tolist() == [[False, False, True]] * 20
 
 

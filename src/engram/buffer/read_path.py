@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from engram import collate, samplers
-from engram._tensordict import is_lazy_stack
+from engram._tensordict import is_lazy_stack, is_plain_tensordict, put
 from engram.buffer.write_path import map_dimensioned
+from engram.field_paths import public
 from engram.samplers.redraw import Redraw
 from engram.store import ThreadKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
+    from engram.field_paths import FieldPath
     from engram.store import Key
 
 
@@ -90,6 +92,8 @@ class ReadPath:
         """From rows that were read to what the user gets. ``rows`` ``[*batch]`` may be None where they are not shown."""
         wiring = self._wiring
         data = wiring.storage.batch(columns, batch)
+        for key in wiring.source.computed_keys:
+            _add_field(data, (key,) if isinstance(key, str) else key, cast("Tensor", info[key]))
         if wiring.collates:
             data = self.collated(data)
         device = None
@@ -179,3 +183,13 @@ class ReadPath:
             storage.patch(columns, moved, values)
             moved = [moved[i] for i in still]
         return Draw(redraw.rows, tickets, redraw.info)
+
+
+def _add_field(data: object, path: FieldPath, value: Tensor) -> None:
+    """Add a field to a new batch. What is neither a dict nor a TensorDict has no place for it, and stays as it is."""
+    while len(path) > 1 and isinstance(data, dict):
+        data, path = data.setdefault(path[0], {}), path[1:]
+    if isinstance(data, dict):
+        data[path[0]] = value
+    elif is_plain_tensordict(data):
+        put(data, {public(path): value})

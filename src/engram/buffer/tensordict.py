@@ -36,6 +36,8 @@ class TensorDictReadPath(ReadPath):
         if wiring.of_sampler.draws_windows and wiring.storage.ndim == 1:
             index = index.unsqueeze(-1)
         entries = {**info, "index": index}
+        for key in wiring.source.computed_keys:  # transforms may have changed them in the batch
+            del entries[key]
         if type(data) is tensordict_type() and data.batch_size == batch and not data.is_locked:
             put(data, entries)
         else:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engram.samplers._base import NativeSampler
     from engram.samplers.windows import WindowSampler
     from engram.store import Store
-    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Traits, Write
+    from engram.types import Commit, Entry, Extent, NativeBatch, SampledStorage, Traits, Write
 
 
 class Expander(DeclaredSampler):
@@ -47,7 +47,12 @@ class Expander(DeclaredSampler):
     ``("next", "truncated")`` is true at the last step of a window, and ``("next", "done")`` there and where the
     expanded entry is true.
 
-    Computed entries are in the batches of TensorDict buffers, and in the ``info`` of all buffers.
+    Computed entries are fields of the batch, nested by their keys, as if they were stored: ``batch["next"]["frame"]`` of
+    dicts, ``batch["next", "frame"]`` of TensorDicts. Collate functions and transforms get them with the stored fields. They
+    are in ``info`` as well, as they were computed: ``info["next", "frame"]``. Rows of named tuples, dataclasses and
+    tensorclasses have no place for them; there they are in ``info`` only. What tells rows and windows apart, such as
+    ``"index"``, ``"priority_weight"`` and masks, is in the ``info`` of all buffers and in the batches of
+    :class:`TensorDictReplayBuffer`.
     """
 
     #: What a store's record may name.
@@ -121,6 +126,7 @@ class Expander(DeclaredSampler):
         self._innermost: DeclaredSampler = inner.innermost if isinstance(inner, Expander) else self._source
         self._lock = _fork.rlock()
         self._expansion: Expansion | None = None
+        self._computed_keys: Sequence[Entry] = ()
 
     @property
     def rules(self) -> TrajectoryKeys:
@@ -296,6 +302,11 @@ class Expander(DeclaredSampler):
             'Use LazyTensorStorage or LazyMemmapStorage with device="cpu", and a DeviceLoader for batches on an accelerator.'
         )
 
+    @property
+    def computed_keys(self) -> Sequence[Entry]:  # type: ignore[override]
+        """Those of the store that was read last."""
+        return self._computed_keys
+
     # ---- the store ---------------------------------------------------------------------------------------------------
 
     def _expansion_of(self, memory: Store) -> Expansion:
@@ -313,7 +324,9 @@ class Expander(DeclaredSampler):
         if not memory.is_native:  # device="auto", and the first row was elsewhere
             raise RuntimeError(self._elsewhere(f"rows on {memory.device}"))
         Expansion.check_rows(memory, name)
-        return Expansion(memory, self._reading(memory.schema.fields), self._rules, name)
+        expansion = Expansion(memory, self._reading(memory.schema.fields), self._rules, name)
+        self._computed_keys = expansion.names
+        return expansion
 
     def _reading(self, fields: Sequence[Field]) -> Reading:
         reading = Reading(fields, self._followed)
@@ -376,7 +389,7 @@ class Expander(DeclaredSampler):
         return cls(inner.from_config(arguments), **{name: value for name, value in config.items() if name != "sampler"})
 
     def __getstate__(self) -> dict[str, object]:
-        derived = ("_source", "_inside", "_innermost", "_lock", "_expansion")
+        derived = ("_source", "_inside", "_innermost", "_lock", "_expansion", "_computed_keys")
         return {name: value for name, value in vars(self).items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

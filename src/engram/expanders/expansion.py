@@ -51,7 +51,8 @@ class Expansion:
         self._trajectories = keys.table or "main", boundaries
         self._stacked = [(at, column.dim) for at, column in enumerate(columns) if column.kind == "frames"]
         self._count = len(reading.fields)
-        self._names: list[Entry] = [public(name) for name in names]
+        #: Under which keys of the info and of the batch those stand that are not stored.
+        self.names: list[Entry] = [public(name) for name in names]
         self._following = reading.following
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
         self.finished = None if reading.following is None else reading.following.finished(reading.columns)
@@ -138,7 +139,7 @@ class Expansion:
 
     def fields(self, tensors: list[Tensor], info: Info) -> list[Tensor]:
         """The stored fields of a batch; the entries that are not stored go to ``info``."""
-        info.update(zip(self._names, tensors[self._count :], strict=True))
+        info.update(zip(self.names, tensors[self._count :], strict=True))
         return tensors[: self._count]
 
 

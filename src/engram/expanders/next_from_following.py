@@ -201,8 +201,8 @@ class NextFromFollowing(Expander):
     >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, transform=finals, batch_size=32)
     >>> frame = torch.arange(6, dtype=torch.uint8).reshape(6, 1, 1, 1).expand(6, 1, 84, 84)
     >>> _ = rb.extend({"frame": frame[:5], "next": {"frame": frame[1:], "done": torch.arange(5) == 4}})
-    >>> batch, info = rb.sample(return_info=True)
-    >>> batch["frame"].shape, info["next", "frame"].shape
+    >>> batch = rb.sample()
+    >>> batch["frame"].shape, batch["next"]["frame"].shape
     (torch.Size([32, 4, 84, 84]), torch.Size([32, 4, 84, 84]))
     """
 

@@ -16,10 +16,12 @@ from engram.state import prepare_load, saved
 from engram.types import Declared, Traits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from engram.store import Key
-    from engram.types import Commit, Draw, Extent, Info, NativeBatch, SampledStorage, Sampler, Write
+    from engram.types import Commit, Draw, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Write
 
 
 def check_drawable(size: int) -> None:
@@ -40,6 +42,8 @@ class DeclaredSampler(Component):
     drop_last = False
     #: Keys of the fields that ``draw`` is handed; None: it is handed none.
     reads: object = None
+    #: Keys of the entries of :meth:`sample_natively`'s info that are fields of the batch, too.
+    computed_keys: Sequence[Entry] = ()
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         raise NotImplementedError
