@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,9 +45,11 @@ def stack(items: list[Any]) -> object:
 
         _check_kind(items, is_tensor_collection)
         return LazyStackedTensorDict.maybe_dense_stack(items, 0)
+    advice = "Pass collate_fn= to the buffer (collate_fn=list returns them as they are)."
+    if isinstance(first, np.ndarray | np.generic | bool | int | float):
+        advice = f"A ListStorage keeps objects as they are: for arrays and numbers, use storage=LazyTensorStorage(size). {advice}"
     raise TypeError(
-        f"sample: expected items that are tensors, TensorDicts or dicts of them, got {type(first).__name__}. "
-        "Pass collate_fn= to the buffer (collate_fn=list returns them as they are)."
+        f"sample: expected items that are tensors, TensorDicts or dicts of them, got {type(first).__name__}. {advice}"
     )
 
 

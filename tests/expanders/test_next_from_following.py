@@ -5,6 +5,7 @@ import pickle
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -158,6 +159,32 @@ def test_dicts():
     batch = rb.sample(50)
     there = dict(zip(batch["number"].tolist(), batch["next"]["obs"][:, 1].tolist(), strict=True))
     assert there == {0: 1, 1: -2}
+
+
+@pytest.mark.parametrize("flag", [bool, np.bool_, torch.tensor, lambda x: np.array([x])])
+@pytest.mark.parametrize("how", ["add", "appender"])
+def test_steps_one_by_one_whose_flags_are_of_any_kind(flag, how):
+    """Gymnasium's environments return flags of Python; transforms see each as a batch of one."""
+    finals = FinalObservations(["obs"], LazyTensorStorage(5))
+    sampler = NextFromFollowing(RandomSampler(), finals=finals)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, transform=finals, batch_size=50)
+    add = rb.add if how == "add" else lambda row: rb.appender().add(**row)
+    for t in range(9):
+        ends = {"terminated": flag(t == 5), "truncated": flag(False)}
+        add(
+            {
+                "obs": np.full(2, t),
+                "reward": 1.0,
+                "action": 3,
+                "next": {"obs": np.full(2, 10 * t + 1 if t == 5 else t + 1), **ends},
+            }
+        )
+    stored = rb[:]
+    assert (stored["reward"].dtype, stored["action"].dtype) == (torch.float32, torch.int64)
+    assert stored["next"]["terminated"].flatten().tolist() == [t == 5 for t in range(9)]
+    batch = rb.sample()
+    pairs = set(zip(batch["obs"][:, 0].tolist(), batch["next"]["obs"][:, 0].tolist(), strict=True))
+    assert pairs <= {(t, 51 if t == 5 else t + 1) for t in range(8)}
 
 
 def test_edits_keep_their_final_observations():

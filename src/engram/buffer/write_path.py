@@ -79,7 +79,8 @@ class WritePath:
         transform, at = self._wiring.transform, self._wiring.storage.ndim - 1
         if not transform.writes:
             return Arrived(data, batched=False, rows=rows_of(data, at))
-        batch = transform.inv(map_dimensioned(data, lambda x: _with_dim(x, at)))
+        has_fields = self._wiring.storage.traits.has_fields
+        batch = transform.inv(map_leaves(data, lambda x: _in_batch(x, at, has_fields)))
         n = 0 if batch is None else _size_of_dim(batch, at)
         if n == 0:
             return None
@@ -222,6 +223,13 @@ def rows_of(data: object, dims: int = 1) -> int | None:
         return len(data) if isinstance(data, tuple) else None
     shape = leaf.batch_size if is_tensor_collection(leaf) else leaf.shape
     return math.prod(shape[:dims]) if len(shape) >= dims else None
+
+
+def _in_batch(leaf: object, at: int, has_fields: bool) -> object:
+    """A leaf of a row as a leaf of a batch of one: Python's numbers, too, where they become a field."""
+    if has_dimensions(leaf):
+        return _with_dim(leaf, at)
+    return torch.tensor([leaf], device="cpu") if has_fields and isinstance(leaf, bool | int | float) else leaf
 
 
 def _with_dim(x: Any, at: int) -> object:
