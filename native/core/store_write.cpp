@@ -99,9 +99,11 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
 
 // Marks a row, waiting for another writer of it; the caller must have nothing marked. False: lapped.
 bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
+  Mark mark = try_mark(row, number, place, over);
+  if (mark != Mark::busy) return mark == Mark::marked;  // the common case asks for no time
   const Deadline deadline;
   for (;;) {
-    const Mark mark = try_mark(row, number, place, over);
+    mark = try_mark(row, number, place, over);
     if (mark != Mark::busy) return mark == Mark::marked;
     if (deadline.passed()) throw in_vain("row " + std::to_string(row) + " has been in the hands of another writer");
     look_after_others(Need::waiting);
