@@ -54,6 +54,8 @@ class Intake {
   /// one that must be converted first; then nothing is in `taken` that counts.
   bool take(nanobind::handle data, bool batched, Taken& taken) const;
 
+  const std::vector<RowSpec>& specs() const { return specs_; }
+
  private:
   struct Node {
     enum Kind { leaf, dict, tensordict, sequence, attributes } kind = leaf;

@@ -6,13 +6,21 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
 #include "../core/check.h"
+#include "../core/control.h"
 #include "../core/ranking.h"
+#include "../core/store.h"
+#include "cast.h"
+#include "intake.h"
 #include "memory.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -22,6 +30,61 @@ namespace {
 
 template <class T>
 using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// One number per row as ranks. False: there are several, their dtype is not known here, or one is NaN.
+bool ranks_of(const RowSpec& spec, const std::byte* column, std::vector<double>& ranks) {
+  for (const std::int64_t size : spec.shape) {
+    if (size != 1) return false;
+  }
+  if (!cast(column, {spec.code, spec.bits}, reinterpret_cast<std::byte*>(ranks.data()), {kDouble.code, kDouble.bits}, ranks.size())) {
+    return false;
+  }
+  return std::none_of(ranks.begin(), ranks.end(), [](double rank) { return std::isnan(rank); });
+}
+
+// Whether every row is live, none is just being written, and the next ticket is this one.
+bool is_settled(const Control& control, std::uint64_t next) {
+  if (control.counters().next_ticket.load(std::memory_order_acquire) != next) return false;
+  for (std::uint64_t i = 0; i < kParticipants; ++i) {
+    for (const auto& claim : control.participant(i).claims) {
+      if (claim.t0.load() != 0) return false;
+    }
+  }
+  return control.size() == control.capacity();
+}
+
+nb::object write_of(Ranking& self, Store& store, const Intake& intake, std::uint64_t field, nb::handle data, bool batched,
+                    const nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& numbers, std::uint64_t settled) {
+  check(field < intake.specs().size(), "a field outside the data");
+  check(self.rows() == store.control().capacity() && numbers.shape(0) == self.rows(), "a ranking of other rows");
+  Taken taken;
+  if (!is_settled(store.control(), settled) || !intake.take(data, batched, taken)) return nb::none();
+  std::vector<double> ranks(batched ? static_cast<std::size_t>(taken.rows()) : 1);
+  if (!ranks_of(intake.specs()[field], taken.columns()[field], ranks)) return nb::none();
+  std::vector<std::int64_t> rows, kept;
+  self.place(ranks.data(), ranks.size(), nullptr, 0, rows, kept);
+  std::uint64_t first = 0;
+  if (!rows.empty()) {  // else no index need hear of it
+    nb::gil_scoped_release release;
+    first = store.scatter(rows.data(), rows.size(), store.all(), taken.columns(), true, kept.data(), ranks.size());
+  }
+  const auto n = static_cast<std::int64_t>(ranks.size());
+  OutputBuffer written(kNumbers, n), lasting(kNumbers, n);
+  auto* const all = reinterpret_cast<std::int64_t*>(written.data());
+  auto* const last = reinterpret_cast<std::int64_t*>(lasting.data());
+  std::fill_n(all, n, -1);
+  std::fill_n(last, n, -1);
+  std::int64_t* const known = numbers.data();
+  const auto number = static_cast<std::int64_t>(first);
+  for (std::size_t k = 0; k < rows.size(); ++k) all[kept[k]] = rows[k], known[rows[k]] = number + static_cast<std::int64_t>(k);
+  for (std::size_t k = 0; k < rows.size(); ++k) {  // of a row named twice the last entry stays
+    if (known[rows[k]] == number + static_cast<std::int64_t>(k)) last[kept[k]] = rows[k];
+  }
+  const bool alone = rows.empty() || first == settled;
+  if (alone) self.keep();
+  nb::object next = alone ? nb::cast(settled + rows.size()) : nb::none();
+  return nb::make_tuple(std::move(written).tensor(n), std::move(lasting).tensor(n), first, next);
+}
 
 }  // namespace
 
@@ -46,6 +109,10 @@ void bind_ranking(nb::module_& m) {
           "ranks"_a, "free"_a,
           "Where data of these ranks goes: (rows int64 [k], which of the data int64 [k]). Forgotten by the next call, unless "
           "keep() is called.")
+      .def("write_of", &write_of, "store"_a, "intake"_a, "field"_a, "data"_a.none(), "batched"_a, "numbers"_a, "settled"_a,
+           "Places and writes data as users hand it over, ranked by a field of one number, into a full store: (rows, those that "
+           "no later row of the data replaced, first ticket number, the next one or None if others have written meanwhile). None: "
+           "nothing was done, as something must be looked at in Python first. `numbers`: the rows' ticket numbers, brought up to date.")
       .def("keep", &Ranking::keep, "The last plan was carried out.");
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "check.h"
@@ -20,6 +21,9 @@ void check_ranks(const double* ranks, std::uint64_t n) {
 
 double smaller(double a, double b) { return b < a ? b : a; }
 
+using Two = double __attribute__((vector_size(16)));
+using Four = double __attribute__((vector_size(32)));
+
 }  // namespace
 
 // In pairs, which the compiler makes vectors of.
@@ -27,6 +31,21 @@ double Ranking::Line::smallest() const {
   double half[kFanout / 2];
   for (std::uint64_t i = 0; i < kFanout / 2; ++i) half[i] = smaller(ranks[i], ranks[i + kFanout / 2]);
   return smaller(smaller(half[0], half[2]), smaller(half[1], half[3]));
+}
+
+// Of equal ones both count. In vectors, as the compiler makes branches of it else.
+double Ranking::Line::second() const {
+  Four a, b;
+  std::memcpy(&a, ranks, sizeof a);
+  std::memcpy(&b, ranks + 4, sizeof b);
+  const Four low = a < b ? a : b, high = a < b ? b : a;
+  const Two l0{low[0], low[1]}, l1{low[2], low[3]}, h0{high[0], high[1]}, h1{high[2], high[3]};
+  const Two least = l0 < l1 ? l0 : l1, more = l0 < l1 ? l1 : l0, most = h0 < h1 ? h0 : h1;
+  const Two next = more < most ? more : most;
+  const Two x{least[0], next[0]}, y{least[1], next[1]};
+  const Two lower = x < y ? x : y;
+  const double larger = least[0] < least[1] ? least[1] : least[0];
+  return smaller(larger, lower[1]);
 }
 
 // Without a branch: where it is, is random.
@@ -80,6 +99,26 @@ void Ranking::plan(std::uint64_t row, double rank) {
   put(row, rank);
 }
 
+// As plan() of worst(), whose rank is `smallest`, in one way down and up. On the way up nothing is loaded: the smallest of a line
+// afterwards is the new rank or the one that was second. Returns the row; `smallest` becomes that of all.
+std::int64_t Ranking::replace_worst(double rank, double& smallest) {
+  double second[kMostLevels];
+  std::uint64_t node = 0;
+  for (std::size_t l = levels_.size(); l-- > 0;) {
+    const Line& line = levels_[l][node];
+    second[l] = line.second();
+    node = node * kFanout + line.place_of(smallest);
+  }
+  const std::uint64_t row = node;
+  planned_.push_back({row, smallest});
+  for (std::size_t l = 0; l < levels_.size(); ++l, node /= kFanout) {
+    levels_[l][node / kFanout].ranks[node % kFanout] = rank;
+    rank = smaller(rank, second[l]);
+  }
+  smallest = rank;
+  return static_cast<std::int64_t>(row);
+}
+
 void Ranking::forget() {
   for (; !planned_.empty(); planned_.pop_back()) put(planned_.back().row, planned_.back().rank);
 }
@@ -131,11 +170,15 @@ void Ranking::place(const double* ranks, std::uint64_t n, const std::int64_t* fr
   planned_.reserve(n);
   rows.reserve(n);
   kept.reserve(n);
-  for (std::uint64_t i = 0; i < n; ++i) {
-    const std::uint64_t row = i < free_rows ? static_cast<std::uint64_t>(free[i]) : worst();
-    if (i >= free_rows && !(ranks[i] > rank(row))) continue;
-    plan(row, ranks[i]);
-    rows.push_back(static_cast<std::int64_t>(row));
+  for (std::uint64_t i = 0; i < free_rows; ++i) {
+    plan(static_cast<std::uint64_t>(free[i]), ranks[i]);
+    rows.push_back(free[i]);
+    kept.push_back(static_cast<std::int64_t>(i));
+  }
+  double smallest = levels_.back()[0].smallest();
+  for (std::uint64_t i = free_rows; i < n; ++i) {
+    if (!(ranks[i] > smallest)) continue;
+    rows.push_back(replace_worst(ranks[i], smallest));
     kept.push_back(static_cast<std::int64_t>(i));
   }
 }

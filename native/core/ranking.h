@@ -34,10 +34,11 @@ class Ranking {
   void keep();
 
  private:
-  static constexpr std::uint64_t kFanout = 8;
+  static constexpr std::uint64_t kFanout = 8, kMostLevels = 22;
   struct alignas(64) Line {
     double ranks[kFanout];
     double smallest() const;
+    double second() const;
     std::uint64_t place_of(double rank) const;
   };
   struct Before {
@@ -47,6 +48,7 @@ class Ranking {
 
   void put(std::uint64_t row, double rank);
   void plan(std::uint64_t row, double rank);
+  std::int64_t replace_worst(double rank, double& smallest);
   void forget();
   void prefetch(std::uint64_t n);
   void rebuild();

@@ -185,6 +185,16 @@ class Ranking:
     def place(
         self, ranks: NDArray[np.float64], free: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+    def write_of(
+        self,
+        store: Store,
+        intake: Intake,
+        field: int,
+        data: object,
+        batched: bool,
+        numbers: NDArray[np.int64],
+        settled: int,
+    ) -> tuple[Tensor, Tensor, int, int | None] | None: ...
     def keep(self) -> None: ...
 
 class Participants:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "children",
     "detached",
-    "find",
     "is_lazy_stack",
     "is_non_tensor",
     "is_plain_tensordict",
@@ -191,10 +190,3 @@ def detached(td: TensorDict) -> TensorDict:
         elif value.requires_grad:
             source[key] = value.detach()
     return wrap(source, td._batch_size, td._device)
-
-
-def find(td: Any, path: tuple[str, ...]) -> Any:
-    """The entry of a TensorDict under a path of names, or None."""
-    for name in path:
-        td = children(td).get(name) if is_tensor_collection(td) else None
-    return td

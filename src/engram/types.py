@@ -208,6 +208,9 @@ class Traits(NamedTuple):
     # ---- storages
     #: Rows are tensors in named fields of a store; else they are items of a list.
     has_fields: bool = False
+    # ---- writers, too: new ones stand last, as calls name them by place
+    #: ``write_of`` places and writes data in one native call, where it can, in place of :meth:`Writer.place`.
+    places_natively: bool = False
 
     @property
     def reads_windows(self) -> bool:
@@ -225,6 +228,8 @@ class Traits(NamedTuple):
             traits = traits._replace(draws_uniformly=False, takes_priorities=True)
         if "place" in overridden:
             traits = traits._replace(appends=False)
+        if "place" in overridden or "written" in overridden:
+            traits = traits._replace(places_natively=False)
         return traits
 
 
@@ -242,7 +247,7 @@ class Declared:
             return
         parent = next(base for base in cls.__mro__[1:] if issubclass(base, Declared) and "traits" in vars(base))
         if isinstance(parent.traits, Traits):  # else they follow from something else
-            methods = ("draw", "observe", "update_priority", "place")
+            methods = ("draw", "observe", "update_priority", "place", "written")
             overridden = [name for name in methods if getattr(cls, name, None) is not getattr(parent, name, None)]
             cls.traits = parent.traits.without(overridden)
 

@@ -343,7 +343,7 @@ class TestRefused:
         rb, before = self.start(storage, filled)
         rb = ReplayBuffer(storage=rb.storage, writer=TensorDictMaxValueWriter("score"))
         for write in (
-            lambda: rb.writer.extend({"score": torch.ones(2)}),
+            lambda: rb.writer.extend((torch.ones(2),)),
             lambda: rb.writer.get_insert_index(torch.ones(2)),
         ):
             with pytest.raises((RuntimeError, TypeError)):
@@ -365,10 +365,10 @@ class Scored:
     score: torch.Tensor
 
 
-@pytest.mark.parametrize("data", [{"score": torch.ones(2)}, torch.ones(2), Scored(torch.ones(2), batch_size=[2])])
+@pytest.mark.parametrize("data", [(torch.ones(2),), torch.ones(2), Scored(torch.ones(2), batch_size=[2])])
 def test_data_that_is_no_tensordict(data):
     rb = ReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter("score"))
-    with pytest.raises(RuntimeError, match="expected a TensorDict, got"):
+    with pytest.raises(RuntimeError, match="expected a TensorDict or a dict, got"):
         rb.extend(data)
     assert not rb.storage.initialized
 

@@ -59,7 +59,8 @@ def test_placing_has_no_side_effect():
     assert rb.extend(rows([1.5])).tolist() == [0]
 
 
-def test_a_write_that_fails_after_placing_is_forgotten(monkeypatch):
+@pytest.mark.parametrize("path", ["write_natively", "write"])
+def test_a_write_that_fails_after_placing_is_forgotten(monkeypatch, path):
     rb = best(2, ranks=[1, 2])
     rb.extend(rows([1.5]))
 
@@ -67,7 +68,8 @@ def test_a_write_that_fails_after_placing_is_forgotten(monkeypatch):
         raise OSError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rb.storage, "write", fails)
+        patch.setattr(rb.storage, "write_natively", lambda *_: None)
+        patch.setattr(rb.storage, path, fails)
         with pytest.raises(OSError, match="no"):
             rb.extend(rows([9, 9]))
     rb.storage[0] = row(1)  # as many tickets as the plan would have taken
@@ -86,6 +88,7 @@ def test_an_edit_between_placing_and_writing_is_seen(monkeypatch):
         return write(*args)
 
     with monkeypatch.context() as patch:
+        patch.setattr(rb.storage, "write_natively", lambda *_: None)
         patch.setattr(rb.storage, "write", late)
         assert rb.add(row(1.5)) == 0
     assert rb.add(row(0.5)) == 1

@@ -87,6 +87,8 @@ class Wiring:
         self.sample_natively = self.source.sample_natively if fields and self.of_sampler.reads_natively else None
         #: Whether rows go behind the last one of their lane, without asking the writer.
         self.appends = fields and self.of_writer.appends
+        #: What places and writes in one native call; None: nothing does.
+        self.write_of = self.placer.write_of if fields and self.of_writer.places_natively else None
         #: Whether a batch is not yet what was gathered.
         self.collates = not fields or self.collate_fn is not None
 
@@ -142,7 +144,7 @@ class Wiring:
 
     def __getstate__(self) -> dict[str, object]:
         derived = ("source", "of_sampler", "placer", "of_writer", "generator")
-        paths = ("draws_natively", "sample_natively", "appends", "collates")
+        paths = ("draws_natively", "sample_natively", "appends", "write_of", "collates")
         state = {name: value for name, value in self.__dict__.items() if name not in (*derived, *paths)}
         # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
         state["generator_state"] = None if self.generator is None else self.generator.get_state().numpy()

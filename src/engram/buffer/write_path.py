@@ -106,6 +106,11 @@ class WritePath:
                 if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
                     storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
                 return row
+        elif wiring.write_of is not None and not lane and self._recipe.noted:
+            rows = self._write_of(data, batched=False)
+            if rows is not None:
+                row = int(rows)
+                return None if row < 0 else row
         write = self._write(data, lane, "add", batched=False)
         if storage.ndim > 1:
             return wiring.user_index(write.rows)
@@ -145,10 +150,25 @@ class WritePath:
                 if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
                     storage.notify(appended, data)
                 return appended.rows
+        elif wiring.write_of is not None and lane is None and self._recipe.noted:
+            rows = self._write_of(data, batched=True)
+            if rows is not None:
+                return rows
         write = self._write(data, lane, "extend", batched=True)
         return wiring.user_index(write.survivors if wiring.of_writer.rejects else write.rows)
 
     # ---- both ------------------------------------------------------------------------------------------------------------
+
+    def _write_of(self, data: object, *, batched: bool) -> Tensor | None:
+        """Write where the writer says, in one native call. None: nothing was written, :meth:`_write` must look first."""
+        wiring = self._wiring
+        written = wiring.write_of(data, batched=batched)  # type: ignore[misc] # who calls has looked
+        if written is None:
+            return None
+        storage = wiring.storage
+        if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+            storage.notify(written[0], data)
+        return written[1]
 
     def _write(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
         wiring = self._wiring

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._tensordict import detached, find, is_tensor_collection, is_tensorclass
+from engram._tensordict import detached, is_tensor_collection, is_tensorclass
 from engram._unsupported import reject_unsupported
 from engram.errors import IncompatibleCheckpoint, RowError
+from engram.nested import find
 from engram.packing import pack, unpack
 from engram.persist.snapshot import WholeSnapshot
 from engram.priorities import PriorityConfig, PriorityIndex
@@ -313,7 +314,7 @@ class ListStorage(Storage):
         for i, value in enumerate(values):
             if value is None and i not in moved:
                 raise KeyError(
-                    f"row {int(rows[i])}: expected a TensorDict with the key {key}, got {describe(items[i])}."
+                    f"row {int(rows[i])}: expected a TensorDict or a dict with the key {key}, got {describe(items[i])}."
                 )
         return values, moved
 

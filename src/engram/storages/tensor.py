@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.persist.snapshot import StoragePreparation
     from engram.priorities import PriorityConfig
+    from engram.store.store import NativeWrite, T
     from engram.types import RowsSource, StorageLoad
 
 NOT_YET = {
@@ -369,6 +370,12 @@ class TensorStorage(Storage):
         if self.memory is None or self.ndim > 1:
             return None
         return self.memory.append_of(self.structure.intake, data, lane)  # type: ignore[union-attr]
+
+    def write_natively(self, write: NativeWrite[T]) -> T | None:
+        """As :meth:`Store.write_natively`: the short path of writers that place rows in the call that writes them."""
+        if self._inherited:
+            self.check_inherited()
+        return self.store.write_natively(self.written().intake, write)
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
         if self._inherited:

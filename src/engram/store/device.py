@@ -81,6 +81,9 @@ class DeviceStore(Store):
     def append_of(self, intake: object, data: object, lane: object) -> None:
         """The core has not all fields."""
 
+    def write_natively(self, intake: object, write: object) -> None:
+        """The core has not all fields."""
+
     def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
         fields = self.schema.fields
         columns = [

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.store.keys import Key
     from engram.types import WritePlan
+
+    T = TypeVar("T")
+    #: Writes with the core, and the intake that takes the data apart. None: it could not.
+    NativeWrite = Callable[[_native.Store, _native.Intake], T | None]
 
 #: Ticket states of a row that holds nothing and that no writer is writing.
 _UNUSED, _VOID = 0, 3
@@ -507,6 +511,10 @@ class Store:
         """Append rows of data as users hand it over, to lanes as they name them. None: they must be prepared or checked first."""
         placed = None if intake is None else self.core.append_of(intake, data, lane)
         return None if placed is None else Write(*placed)
+
+    def write_natively(self, intake: _native.Intake | None, write: NativeWrite[T]) -> T | None:
+        """What a native call makes of data as users hand it over. None: it must be prepared first."""
+        return None if intake is None else write(self.core, intake)
 
     def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
         """Write what the plan keeps of ``n`` rows where it says. Columns: contiguous CPU tensors ``[n, *row shape]``, one per

@@ -39,6 +39,13 @@ class NativeWriter(Component):
     def written(self, plan: WritePlan, write: Write) -> None:
         """Hear that a plan was written, before anyone else can place rows."""
 
+    def write_of(self, data: object, *, batched: bool) -> tuple[Write, Tensor] | None:
+        """Place and write data as users hand it over: what was written, and its rows as ``extend`` returns them. None: nothing
+        was, and ``place`` must look first.
+        """
+        del data, batched
+        return None
+
     @property
     def ranking(self) -> Ranking | None:
         """Which rows are kept of saved ones, if there is no room for all; None: whole trajectories."""
@@ -128,7 +135,7 @@ class _Adapted(NativeWriter):
         if not isinstance(own, Traits):
             own = Traits(**{trait: bool(getattr(inner, name, False)) for trait, name in _ATTRIBUTES.items()})
         #: What counts is its ``place``.
-        self.traits = own._replace(appends=False)
+        self.traits = own._replace(appends=False, places_natively=False)
         adopt(self, inner, ("register_storage", "place", "written"))
 
     @property
