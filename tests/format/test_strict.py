@@ -26,6 +26,15 @@ def dict_in_order(value):
     return [dict_in_order(part) for part in value] if isinstance(value, list) else value
 
 
+def test_digits_in_a_text_cost_nothing(monkeypatch):
+    """A sum of hexadecimal digits may have nineteen decimal ones in a row; a number of as many is looked at."""
+    monkeypatch.setattr(strict, "_plain", lambda *_: pytest.fail("looked at entry by entry"))
+    value = {"sum": "1" * 64}
+    assert strict.parse(strict.encode(value)) == value
+    with pytest.raises(pytest.fail.Exception):
+        strict.encode({"sum": 10**18})
+
+
 @given(st.binary(max_size=60))
 def test_any_bytes(raw):
     try:
