@@ -11,7 +11,16 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
+from engram import (
+    FinalObservations,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    NextFromFollowing,
+    RandomSampler,
+    ReplayBuffer,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
 from tests.env.tales import FORMS, TaleEnv, rows_of
 from tests.store.processes import Child, context
 
@@ -175,6 +184,39 @@ def test_one_environment(lengths, steps, form, cut, autoreset):
         *_, terminated, truncated, _ = env.step(np.int64(at))
         over = terminated or truncated
     assert rows_of(rb, 0, form) == inner.tale.log
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("form", ["box", "dict"])
+def test_one_environment_is_stored_as_a_vector_of_one(kind, form):
+    stored = []
+    for single in (True, False):
+        rb = kind(storage=LazyTensorStorage(50))
+        inner = TaleEnv(0, [3, 4], form)
+        env = rb.record(inner if single else SyncVectorEnv([lambda inner=inner: inner]))
+        for _ in range(3):
+            env.reset()
+            for at in range(3):
+                env.step(at if single else np.array([at]))
+        assert rows_of(rb, 0, form) == inner.tale.log
+        stored.append({(field.key, field.dtype, tuple(field.shape)) for field in rb.storage.store.schema.fields})
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_write_transforms_of_one_environment(kind):
+    """They get rows of one environment as a batch of one, also those that are one number."""
+    finals = FinalObservations(["observation"], LazyTensorStorage(20))
+    rb = kind(storage=LazyTensorStorage(50), sampler=NextFromFollowing(RandomSampler(), finals), transform=finals)
+    env = rb.record(TaleEnv(0, [3, 4]))
+    for at in range(15):
+        if at % 5 == 0:
+            env.reset()
+        env.step(at)
+    batch = rb.sample(99)
+    expected = {step["observation"]: step["next"] for step in env.unwrapped.tale.log}
+    after = map(tuple, batch["next"]["observation"].tolist())
+    assert all(expected[tuple(now)] == next_ for now, next_ in zip(batch["observation"].tolist(), after, strict=True))
 
 
 def test_it_goes_to_the_lane_that_is_named():

@@ -95,6 +95,8 @@ class Lanes:
     def checked(self, lane: Any) -> Any:
         """A lane as an int, or one per row as int64 ``[n]``. Raises as :meth:`of_rows`."""
         lanes = self._wiring.storage.lanes
+        if isinstance(lane, int) and 0 <= lane < lanes:
+            return int(lane)
         if isinstance(lane, str) and lane == "each":
             raise RuntimeError(
                 f'lane="each": expected a batch of {lanes} rows for extend(), one for each lane, got one row or one lane.'

@@ -354,9 +354,11 @@ class ReplayBuffer:
         Raises:
             TypeError: another kind of environment; a space of texts, graphs or sequences; a list storage.
             ValueError: not a lane for each environment; an unknown autoreset mode; agents with different spaces; names that collide.
-            KeyError: ``names`` of something that is not recorded. What :meth:`end_trajectory` and, at each step, :meth:`extend` raise.
+            KeyError: ``names`` of something that is not recorded. What :meth:`end_trajectory` and, at each step, :meth:`add` or
+                :meth:`extend` raise.
 
-        Cost: one :meth:`extend` a step, and a copy of the observations.
+        Cost: a step of one environment takes one :meth:`add`, a step of several together one :meth:`extend`; and a copy of the
+        observations.
 
         >>> import gymnasium
         >>> from engram import LazyTensorStorage, ReplayBuffer

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from engram.env.recording import Recording
+from engram.env.recording import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.env.nesting import Spec
     from engram.env.recording import Names, Recordable
 
 __all__ = ["record"]
@@ -23,23 +22,20 @@ def record(buffer: Recordable, env: E, lanes: Tensor, names: Names | None, *, te
 
     A library is imported only where the program has imported it already, as an environment of its own has.
     """
-
-    def begin(count: int, observation: Spec, action: Spec) -> Recording:
-        return Recording(buffer, lanes, count, (observation, action), names, tensordicts=tensordicts)
-
+    target = Target(buffer, lanes, names, tensordicts)
     recorded: object = None
     if "gymnasium" in sys.modules:
         from engram.env import gymnasium
 
-        recorded = gymnasium.recorded(env, begin)
+        recorded = gymnasium.recorded(env, target)
     if recorded is None and "pettingzoo" in sys.modules:
         from engram.env import pettingzoo
 
-        recorded = pettingzoo.recorded(env, begin)
+        recorded = pettingzoo.recorded(env, target)
     if recorded is None and "dm_env" in sys.modules:
         from engram.env import dm_env
 
-        recorded = dm_env.recorded(env, begin)
+        recorded = dm_env.recorded(env, target)
     if recorded is None:
         raise TypeError(
             "record: expected a gymnasium.Env or gymnasium.vector.VectorEnv, a pettingzoo.ParallelEnv or a dm_env.Environment, "

@@ -8,19 +8,20 @@ import dm_env
 import numpy as np
 from dm_env import specs
 
-from engram.env.nesting import alone, checked_dtype, conformed, copied
+from engram.env.nesting import checked_dtype
+from engram.env.recording import SingleRecording
 
 if TYPE_CHECKING:
-    from engram.env.nesting import Nested, Spec
-    from engram.env.recording import Begin, Recording
+    from engram.env.nesting import Spec
+    from engram.env.recording import Target
 
 
-def recorded(env: object, begin: Begin) -> object:
+def recorded(env: object, target: Target) -> object:
     """The environment, recorded; None if it is not one of dm_env."""
     if not isinstance(env, dm_env.Environment):
         return None
     spaces = _spec_of(env.observation_spec(), "observation"), _spec_of(env.action_spec(), "action")
-    return RecordedEnvironment(env, spaces, begin(1, *spaces))
+    return RecordedEnvironment(env, SingleRecording(target, *spaces))
 
 
 def _spec_of(spec: object, field: str) -> Spec:
@@ -35,9 +36,8 @@ def _spec_of(spec: object, field: str) -> Spec:
 class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships no types
     """One environment. An end with a discount of 0 is terminal, every other one a truncation. First steps are no rows."""
 
-    def __init__(self, env: dm_env.Environment, spaces: tuple[Spec, Spec], recording: Recording) -> None:
+    def __init__(self, env: dm_env.Environment, recording: SingleRecording) -> None:
         self._env = env
-        self._spaces = spaces
         self._recording = recording
 
     def __getattr__(self, name: str) -> object:
@@ -48,25 +48,19 @@ class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships 
     def reset(self) -> dm_env.TimeStep:
         """As the environment's."""
         timestep = self._env.reset()
-        self._recording.begin(self._observed(timestep))
+        self._recording.begin(timestep.observation)
         return timestep
 
     def step(self, action: object) -> dm_env.TimeStep:
         """As the environment's."""
-        recording = self._recording
-        acting = recording.act()
-        # Before the step, which may change it in place.
-        acted = alone(copied(conformed(self._spaces[1], action, "action"))) if acting.any() else None
+        acted = self._recording.act(action)
         timestep = self._env.step(action)
-        observed = self._observed(timestep)
         if timestep.first():  # it was reset, and passed over the action
-            recording.begin(observed)
+            self._recording.begin(timestep.observation)
             return timestep
         terminated = timestep.last() and not np.any(timestep.discount)
-        over = recording.write(
-            acting, acted, observed, [timestep.reward], [terminated], [timestep.last() and not terminated]
-        )
-        recording.go_on(observed, ~over, acting)
+        truncated = timestep.last() and not terminated
+        self._recording.go_on(acted, timestep.observation, timestep.reward, terminated, truncated)
         return timestep
 
     def observation_spec(self) -> object:
@@ -88,6 +82,3 @@ class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships 
     def close(self) -> None:
         """As the environment's."""
         self._env.close()
-
-    def _observed(self, timestep: dm_env.TimeStep) -> Nested:
-        return alone(conformed(self._spaces[0], timestep.observation, "observation"))

@@ -9,11 +9,12 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from engram.env.nesting import alone, checked_dtype, conformed, copied, pick, put
+from engram.env.nesting import checked_dtype, conformed, copied, pick, put
+from engram.env.recording import SingleRecording, VectorRecording
 
 if TYPE_CHECKING:
-    from engram.env.nesting import Nested, Spec
-    from engram.env.recording import Begin, Mask, Recording
+    from engram.env.nesting import Spec
+    from engram.env.recording import Mask, Target
 
     Vector: TypeAlias = VectorEnv[object, object, Mask]
     _VectorWrapper: TypeAlias = VectorWrapper[object, object, object, object, Mask]
@@ -21,7 +22,7 @@ else:
     _VectorWrapper = VectorWrapper  # not generic in Gymnasium 1.2
 
 
-def recorded(env: object, begin: Begin) -> object:
+def recorded(env: object, target: Target) -> object:
     """The environment, recorded; None if it is not one of Gymnasium."""
     if isinstance(env, VectorEnv):
         mode = autoreset_mode(env)
@@ -29,10 +30,10 @@ def recorded(env: object, begin: Begin) -> object:
             spec_of(env.single_observation_space, "observation"),
             spec_of(env.single_action_space, "action"),
         )
-        return RecordedVector(env, mode, observation, begin(env.num_envs, observation, action))
+        return RecordedVector(env, mode, observation, VectorRecording(target, env.num_envs, observation, action))
     if isinstance(env, gymnasium.Env):
         observation, action = spec_of(env.observation_space, "observation"), spec_of(env.action_space, "action")
-        return RecordedEnv(env, observation, action, begin(1, observation, action))
+        return RecordedEnv(env, SingleRecording(target, observation, action))
     return None
 
 
@@ -62,11 +63,8 @@ def autoreset_mode(env: Vector) -> AutoresetMode:
 class RecordedEnv(gymnasium.Wrapper[object, object, object, object]):
     """One environment, each step of which becomes a row. A step after an end, in place of a reset, is none."""
 
-    def __init__(
-        self, env: gymnasium.Env[object, object], observation: Spec, action: Spec, recording: Recording
-    ) -> None:
+    def __init__(self, env: gymnasium.Env[object, object], recording: SingleRecording) -> None:
         super().__init__(env)
-        self._spec_of_observation, self._spec_of_action = observation, action
         self._recording = recording
 
     def reset(
@@ -74,30 +72,21 @@ class RecordedEnv(gymnasium.Wrapper[object, object, object, object]):
     ) -> tuple[object, dict[str, object]]:
         """As the environment's."""
         result = self.env.reset(seed=seed, options=options)
-        self._recording.begin(self._observed(result[0]))
+        self._recording.begin(result[0])
         return result
 
     def step(self, action: object) -> tuple[object, SupportsFloat, bool, bool, dict[str, object]]:
         """As the environment's."""
-        recording = self._recording
-        acting = recording.act()
-        # Before the step, which may change it in place.
-        acted = alone(copied(conformed(self._spec_of_action, action, "action"))) if acting.any() else None
+        acted = self._recording.act(action)
         result = self.env.step(action)
-        observation, reward, terminated, truncated, _ = result
-        observed = self._observed(observation)
-        over = recording.write(acting, acted, observed, [reward], [terminated], [truncated])
-        recording.go_on(observed, ~over, acting)
+        self._recording.go_on(acted, *result[:4])
         return result
-
-    def _observed(self, observation: object) -> Nested:
-        return alone(conformed(self._spec_of_observation, observation, "observation"))
 
 
 class RecordedVector(_VectorWrapper):
     """A vector of environments, each step of each of which becomes a row in the lane of its own."""
 
-    def __init__(self, env: Vector, mode: AutoresetMode, observation: Spec, recording: Recording) -> None:
+    def __init__(self, env: Vector, mode: AutoresetMode, observation: Spec, recording: VectorRecording) -> None:
         super().__init__(env)
         self._mode = mode
         self._spec_of_observation = observation

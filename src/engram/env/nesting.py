@@ -72,12 +72,7 @@ def mapped(change: Callable[..., Array], first: Nested, *others: Nested) -> Nest
 
 def copied(nested: Nested) -> Nested:
     """A copy."""
-    return mapped(np.array, nested)
-
-
-def alone(nested: Nested) -> Nested:
-    """That of one environment as of ``n`` = 1."""
-    return mapped(lambda leaf: leaf[None], nested)
+    return nested.copy() if isinstance(nested, np.ndarray) else mapped(np.array, nested)
 
 
 def stacked(each: list[Nested]) -> Nested:

@@ -12,13 +12,14 @@ from pettingzoo.utils import BaseParallelWrapper
 
 from engram.env.gymnasium import spec_of
 from engram.env.nesting import conformed, stacked
+from engram.env.recording import VectorRecording
 
 if TYPE_CHECKING:
     from engram.env.nesting import Nested, Spec
-    from engram.env.recording import Begin, Mask, Recording
+    from engram.env.recording import Mask, Target
 
 
-def recorded(env: object, begin: Begin) -> object:
+def recorded(env: object, target: Target) -> object:
     """The environment, recorded; None if it is no parallel one of PettingZoo. Raises ``ValueError``: spaces of agents differ."""
     if not isinstance(env, ParallelEnv):
         return None
@@ -31,7 +32,7 @@ def recorded(env: object, begin: Begin) -> object:
                     f"{space_of(agent)} of {agent!r}. Record each kind of agents into a buffer of its own."
                 )
     specs = spec_of(env.observation_space(first), "observation"), spec_of(env.action_space(first), "action")
-    return RecordedParallel(env, specs, begin(1 + len(others), *specs))
+    return RecordedParallel(env, specs, VectorRecording(target, 1 + len(others), *specs))
 
 
 def _form_of(space: spaces.Space[object]) -> object:
@@ -44,7 +45,7 @@ def _form_of(space: spaces.Space[object]) -> object:
 class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no types
     """Agents that act at the same time. Those that have left write nothing."""
 
-    def __init__(self, env: ParallelEnv, specs: tuple[Spec, Spec], recording: Recording) -> None:
+    def __init__(self, env: ParallelEnv, specs: tuple[Spec, Spec], recording: VectorRecording) -> None:
         super().__init__(env)
         self._agents = list(env.possible_agents)
         self._specs = specs

@@ -1,18 +1,24 @@
 """Steps of environments become rows: what is the same for all kinds of environments.
 
-An adapter calls, for ``n`` environments that are stepped together, one to a lane::
+The adapter of one environment calls a :class:`SingleRecording`, which writes rows one by one::
+
+    begin(observation)                        after a reset
+    acted = act(action)                       before a step
+    go_on(acted, observation, …)              after it
+
+That of ``n`` environments that are stepped together, one to a lane, calls a :class:`VectorRecording`::
 
     begin(observation)                        after a reset
     acting = act()                            before a step
     write(acting, action, following, …)       after it
     go_on(observation, running, acting)       what the next actions answer to
 
-Observations and actions have a leading dimension ``n``.
+Its observations and actions have a leading dimension ``n``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsFloat, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +28,7 @@ from engram.env.nesting import conformed, copied, has_tuple, pick, put, taken
 from engram.field_paths import checked_path, public
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
     from tensordict import TensorDict
@@ -36,9 +42,9 @@ if TYPE_CHECKING:
     Key: TypeAlias = str | tuple[str, ...]
     #: Names under which fields are stored, by the usual ones.
     Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
-    #: Begins to record some number of environments with such observations and actions.
-    Begin: TypeAlias = Callable[[int, Spec, Spec], "Recording"]
     Mask: TypeAlias = NDArray[np.bool_]
+    #: Names of fields, nested, with a number for each field.
+    Form: TypeAlias = dict[str, int | "Form"]
 
 #: What is recorded of a step.
 FIELDS: tuple[FieldPath, ...] = (
@@ -50,9 +56,10 @@ FIELDS: tuple[FieldPath, ...] = (
     ("next", "truncated"),
     ("next", "done"),
 )
-#: Those of them that are one number; TensorDicts have them with a dimension of 1.
-_NUMBERS = FIELDS[3:]
+#: From which on they are one number; TensorDicts have them with a dimension of 1.
+_FIRST_NUMBER = 3
 _FLAGS = FIELDS[4:]
+_ONE = torch.Size()
 
 
 class Recordable(Protocol):
@@ -62,6 +69,9 @@ class Recordable(Protocol):
     def storage(self) -> Storage:
         """What holds the rows."""
 
+    def add(self, data: object, *, lane: int) -> object:
+        """Write one row to a lane."""
+
     def extend(self, data: object, *, lane: NDArray[np.int64]) -> Tensor:
         """Write rows, one to each of these lanes."""
 
@@ -69,52 +79,130 @@ class Recordable(Protocol):
         """Make the newest step of each of these lanes an end."""
 
 
+class Target(NamedTuple):
+    """Where rows of environments go."""
+
+    buffer: Recordable
+    lanes: Tensor
+    """int64 ``[n]``, one for each environment."""
+    names: Names | None
+    """Under which fields are stored."""
+    tensordicts: bool
+    """Rows are TensorDicts; else dicts."""
+
+
 class Recording:
-    """Writes the steps of ``n`` environments that are stepped together, those of each to a lane of its own.
+    """Writes steps of ``n`` environments, those of each to a lane of its own.
 
     Args:
-        buffer: where rows go. The trajectories that are open in the lanes end at once: their episodes will not go on.
-        lanes: int64 ``[n]``.
+        target: where rows go. The trajectories that are open in the lanes end at once: their episodes will not go on.
         count: ``n``.
-        spaces: dtypes of an observation and of an action of one environment.
-        names: under which fields are stored.
-        tensordicts: rows are TensorDicts; else dicts.
+        observation, action: their dtypes in one environment.
 
     Raises:
         TypeError: a list storage, or one with ``ndim > 1``; tuples for TensorDicts. ValueError: not a lane per environment; names
             that collide. KeyError: a name for something that is not recorded. What the buffer raises that ends trajectories.
     """
 
-    def __init__(
-        self,
-        buffer: Recordable,
-        lanes: Tensor,
-        count: int,
-        spaces: tuple[Spec, Spec],
-        names: Names | None,
-        *,
-        tensordicts: bool,
-    ) -> None:
+    def __init__(self, target: Target, count: int, observation: Spec, action: Spec) -> None:
+        buffer, lanes, names, tensordicts = target
         _check(buffer.storage, lanes, count)
-        if tensordicts and any(map(has_tuple, spaces)):
+        if tensordicts and any(map(has_tuple, (observation, action))):
             raise TypeError(
                 "record: a TensorDict holds no tuples, but a space of the environment is one: use a ReplayBuffer."
             )
         self._buffer = buffer
         self._lanes: NDArray[np.int64] = lanes.numpy().copy()  # the caller's
-        self._observation_spec, self._action_spec = spaces
+        self._observation_spec, self._action_spec = observation, action
         paths = stored_paths(names)
         self._roles: Roles = {paths[flag]: flag[-1] for flag in _FLAGS}
         self._tensordicts = tensordicts
-        #: Where each of :data:`FIELDS` is stored: the names above the last one, that one, and whether it gets a dimension of 1.
-        self._places = [(path[:-1], path[-1], tensordicts and field in _NUMBERS) for field, path in paths.items()]
+        #: A row, with the places of :data:`FIELDS` in them for values.
+        self._form: Form = {}
+        for at, (*above, name) in enumerate(paths.values()):
+            entries = self._form
+            for part in above:
+                entries = entries.setdefault(part, {})  # type: ignore[assignment] # names do not collide
+            entries[name] = at
+        buffer.end_trajectory(self._lanes, roles=self._roles)
+
+    def _rows(self, values: Sequence[Nested | np.generic], batch: torch.Size) -> object:
+        """Rows in the form of the buffer, or one row, of values in the order of :data:`FIELDS`."""
+        if not self._tensordicts:
+            return _filled(self._form, values)
+        widened = [value[..., None] for value in values[_FIRST_NUMBER:]]  # type: ignore[call-overload, index]
+        return _as_tensordict(_filled(self._form, [*values[:_FIRST_NUMBER], *widened]), batch)
+
+
+class SingleRecording(Recording):
+    """Writes the steps of one environment, each with one ``add``. Arguments and errors are those of :class:`Recording`."""
+
+    def __init__(self, target: Target, observation: Spec, action: Spec) -> None:
+        super().__init__(target, 1, observation, action)
+        self._lane = int(self._lanes[0])
+        self._before: Nested | None = None
+        #: Whether the next step is a row: it answers to ``_before``.
+        self._running = False
+        #: Whether the newest row is no end.
+        self._open = False
+
+    def begin(self, observation: object) -> None:
+        """The environment was reset. An episode that it was in ends as a truncation."""
+        found = conformed(self._observation_spec, observation, "observation")
+        self._end()
+        self._before, self._running = copied(found), True
+
+    def act(self, action: object) -> Nested | None:
+        """Before a step: a copy of the action, which the step may change in place; None if the step is no row.
+
+        Later ones are none either, until :meth:`go_on`. So if the step raises, what comes later does not seem to follow what was
+        before.
+        """
+        if not self._running:
+            return None
+        self._running = False
+        return copied(conformed(self._action_spec, action, "action"))
+
+    def go_on(
+        self, acted: Nested | None, observation: object, reward: SupportsFloat, terminated: object, truncated: object
+    ) -> None:
+        """After a step: write it, if it is a row. What was observed is what the next action answers to, unless the episode is over.
+
+        Args:
+            acted: what :meth:`act` returned.
+            observation: the last one of an episode that is over.
+            reward, terminated, truncated: one each.
+        """
+        following = conformed(self._observation_spec, observation, "observation")
+        ends = np.bool_(terminated), np.bool_(truncated)  # scalars, which are made in half the time of an array
+        over = ends[0] | ends[1]
+        if acted is not None:
+            assert self._before is not None  # one that acts has begun
+            values = (self._before, acted, following, np.float32(reward), *ends, over)
+            self._buffer.add(self._rows(values, _ONE), lane=self._lane)
+            self._open = not over
+        elif not over:
+            self._end()
+        self._before, self._running = copied(following), not over
+
+    def _end(self) -> None:
+        """End what is open in the lane."""
+        if self._open:
+            self._buffer.end_trajectory(self._lanes, roles=self._roles)
+            self._open = False
+
+
+class VectorRecording(Recording):
+    """Writes the steps of ``n`` environments that are stepped together. Arguments and errors are those of :class:`Recording`."""
+
+    def __init__(self, target: Target, count: int, observation: Spec, action: Spec) -> None:
+        super().__init__(target, count, observation, action)
         self._none = np.zeros(count, np.bool_)
         self._before: Nested | None = None
         #: Whose next step is a row: it answers to what stands in ``_before``.
         self._running = self._none
         #: In whose lane the newest row is no end.
         self._open = np.zeros(count, np.bool_)
-        buffer.end_trajectory(self._lanes, roles=self._roles)
 
     def begin(self, observation: object, which: Mask | None = None) -> None:
         """Environments were reset, ``which`` of them: bool ``[n]``, default all. Episodes that they were in end as truncations."""
@@ -165,11 +253,11 @@ class Recording:
                 over,
             )
             if rows is None:
-                self._buffer.extend(self._rows(values, len(acting)), lane=self._lanes)
+                self._buffer.extend(self._rows(values, torch.Size([len(acting)])), lane=self._lanes)
                 self._open = ~over
             else:
                 values = tuple(taken(value, rows) for value in values)
-                self._buffer.extend(self._rows(values, len(rows)), lane=self._lanes[rows])
+                self._buffer.extend(self._rows(values, torch.Size([len(rows)])), lane=self._lanes[rows])
                 self._open = np.where(acting, ~over, self._open)
         return over
 
@@ -187,21 +275,16 @@ class Recording:
             self._buffer.end_trajectory(self._lanes[left], roles=self._roles)
             self._open &= ~left
 
-    def _rows(self, values: tuple[Nested, ...], n: int) -> object:
-        """A batch of ``n`` rows in the form of the buffer."""
-        rows: dict[str, object] = {}
-        for (above, name, widened), value in zip(self._places, values, strict=True):
-            entries = rows
-            for part in above:
-                entries = entries.setdefault(part, {})  # type: ignore[assignment] # names do not collide
-            entries[name] = value[:, None] if widened else value  # type: ignore[call-overload, index]
-        return _as_tensordict(rows, torch.Size([n])) if self._tensordicts else rows
+
+def _filled(form: Form, values: Sequence[object]) -> dict[str, object]:
+    """Rows of this form."""
+    return {name: values[at] if isinstance(at, int) else _filled(at, values) for name, at in form.items()}
 
 
 def _as_tensordict(entries: dict[str, object], size: torch.Size) -> TensorDict:
     """A TensorDict of arrays, which share its memory. Its constructor would check each of them, for 70 µs a step."""
     of = {
-        name: _as_tensordict(one, size) if isinstance(one, dict) else torch.as_tensor(one)
+        name: _as_tensordict(one, size) if isinstance(one, dict) else torch.from_numpy(one)
         for name, one in entries.items()
     }
     return wrap(of, size, None)
