@@ -205,8 +205,23 @@ def test_an_entry_below_a_part_without_a_place_is_in_info():
     rb.extend({"obs": torch.arange(6.0), "next": Below(torch.ones(6), torch.arange(6) == 5)})
     batch, info = rb.sample(return_info=True)
     assert batch["next"]._fields == ("reward", "done")
-    assert batch["gamma"] is info["gamma"]
+    assert torch.equal(batch["gamma"], info["gamma"].squeeze(-1))
     assert (info["next", "original_reward"] == 1).all()
+
+
+@pytest.mark.parametrize("inner", [RandomSampler, lambda: SliceSampler(window=WindowSpec(3), flat=False)])
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_numbers_have_the_shape_of_rewards(inner, shape):
+    """A target ``reward + gamma * value`` of dicts has one number a row."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=RewardToGo(NStep(inner(), 2, 0.5)), batch_size=4)
+    rb.extend({"obs": torch.arange(9.0), "next": {"reward": torch.ones(9, *shape), "done": torch.arange(9) == 8}})
+    batch, info = rb.sample(return_info=True)
+    batched = batch["obs"].shape
+    assert batch["next"]["reward"].shape == batch["reward_to_go"].shape == (*batched, *shape)
+    for key in ("gamma", "steps_to_next_obs", "reward_to_go_complete"):
+        assert batch[key].shape == (*batched, *([] if shape == () else [1]))
+        assert torch.equal(info[key], batch[key].reshape(*batched, 1))
+    assert torch.equal(batch["steps_to_next_obs"].reshape(batched), (9 - batch["obs"]).clip(max=2).long())
 
 
 def test_stacks_of_next_frames():

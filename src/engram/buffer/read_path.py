@@ -92,8 +92,9 @@ class ReadPath:
         """From rows that were read to what the user gets. ``rows`` ``[*batch]`` may be None where they are not shown."""
         wiring = self._wiring
         data = wiring.storage.batch(columns, batch)
-        for key in wiring.source.computed_keys:
-            _add_field(data, (key,) if isinstance(key, str) else key, cast("Tensor", info[key]))
+        for key, flat in wiring.source.computed_keys.items():
+            value = cast("Tensor", info[key])
+            _add_field(data, (key,) if isinstance(key, str) else key, value.squeeze(-1) if flat else value)
         if wiring.collates:
             data = self.collated(data)
         device = None

@@ -17,7 +17,7 @@ from engram.store import Key as DrawKey
 from engram.types import Draw, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -49,10 +49,10 @@ class Expander(DeclaredSampler):
 
     Computed entries are fields of the batch, nested by their keys, as if they were stored: ``batch["next"]["frame"]`` of
     dicts, ``batch["next", "frame"]`` of TensorDicts. Collate functions and transforms get them with the stored fields. They
-    are in ``info`` as well, as they were computed: ``info["next", "frame"]``. Rows of named tuples, dataclasses and
-    tensorclasses have no place for them; there they are in ``info`` only. What tells rows and windows apart, such as
-    ``"index"``, ``"priority_weight"`` and masks, is in the ``info`` of all buffers and in the batches of
-    :class:`TensorDictReplayBuffer`.
+    are in ``info`` as well, as they were computed: ``info["next", "frame"]``. Counts, discounts and flags are ``[B, 1]``; in
+    batches of dicts whose rewards are ``[B]`` they are ``[B]``, too. Rows of named tuples, dataclasses and tensorclasses have
+    no place for computed entries; there they are in ``info`` only. What tells rows and windows apart, such as ``"index"``,
+    ``"priority_weight"`` and masks, is in the ``info`` of all buffers and in the batches of :class:`TensorDictReplayBuffer`.
     """
 
     #: What a store's record may name.
@@ -126,7 +126,7 @@ class Expander(DeclaredSampler):
         self._innermost: DeclaredSampler = inner.innermost if isinstance(inner, Expander) else self._source
         self._lock = _fork.rlock()
         self._expansion: Expansion | None = None
-        self._computed_keys: Sequence[Entry] = ()
+        self._computed_keys: Mapping[Entry, bool] = {}
 
     @property
     def rules(self) -> TrajectoryKeys:
@@ -303,7 +303,7 @@ class Expander(DeclaredSampler):
         )
 
     @property
-    def computed_keys(self) -> Sequence[Entry]:  # type: ignore[override]
+    def computed_keys(self) -> Mapping[Entry, bool]:  # type: ignore[override]
         """Those of the store that was read last."""
         return self._computed_keys
 
@@ -325,7 +325,7 @@ class Expander(DeclaredSampler):
             raise RuntimeError(self._elsewhere(f"rows on {memory.device}"))
         Expansion.check_rows(memory, name)
         expansion = Expansion(memory, self._reading(memory.schema.fields), self._rules, name)
-        self._computed_keys = expansion.names
+        self._computed_keys = expansion.computed
         return expansion
 
     def _reading(self, fields: Sequence[Field]) -> Reading:

@@ -51,8 +51,13 @@ class Expansion:
         self._trajectories = keys.table or "main", boundaries
         self._stacked = [(at, column.dim) for at, column in enumerate(columns) if column.kind == "frames"]
         self._count = len(reading.fields)
-        #: Under which keys of the info and of the batch those stand that are not stored.
-        self.names: list[Entry] = [public(name) for name in names]
+        plain = memory.schema.structure.kind == "dict"
+        #: Under which keys of the info and of the batch those stand that are not stored, and which are ``[B]`` in the batch: numbers
+        #: ``[B, 1]`` that belong to a reward ``[B]`` of dicts, so that arithmetic of both is by rows.
+        self.computed: dict[Entry, bool] = {
+            public(name): plain and column.is_number and not reading.fields[column.field].shape
+            for name, column in zip(names, columns[len(reading.fields) :], strict=False)
+        }
         self._following = reading.following
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
         self.finished = None if reading.following is None else reading.following.finished(reading.columns)
@@ -139,7 +144,7 @@ class Expansion:
 
     def fields(self, tensors: list[Tensor], info: Info) -> list[Tensor]:
         """The stored fields of a batch; the entries that are not stored go to ``info``."""
-        info.update(zip(self.names, tensors[self._count :], strict=True))
+        info.update(zip(self.computed, tensors[self._count :], strict=True))
         return tensors[: self._count]
 
 

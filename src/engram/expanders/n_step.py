@@ -35,9 +35,9 @@ class NStep(Expander):
 
     Rows stay as they were written, so other expanders, or another ``n``, can read the same storage. Rewards are summed
     in double precision. ``steps_to_next_obs``, ``gamma`` and ``original_reward`` are the names of TorchRL's
-    ``MultiStepTransform``. Unlike there, they are ``[B, 1]``, as rewards are; ``done``, ``terminated`` and
-    ``truncated`` are those of the last summed step; and there is no ``nonterminal``, which would be false for every
-    return of one step.
+    ``MultiStepTransform``. Unlike there, they are ``[B, 1]``, as rewards are (in batches of
+    dicts ``[B]``, where rewards are); ``done``, ``terminated`` and ``truncated`` are those of the last summed step; and
+    there is no ``nonterminal``, which would be false for every return of one step.
 
     Args:
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
@@ -121,5 +121,5 @@ class NStep(Expander):
                 reading.columns[number] = reading.columns[number]._replace(ahead=ahead)
         reading.columns[reward] = Column("sum", reward, ahead, self.gamma)
         reading.add((*self.reward_key[:-1], "original_reward"), Column("row", reward), "NStep")
-        reading.add(("steps_to_next_obs",), Column("steps", ahead=ahead), "NStep")
-        reading.add(("gamma",), Column("discount", ahead=ahead, gamma=self.gamma), "NStep")
+        reading.add(("steps_to_next_obs",), Column("steps", reward, ahead), "NStep")
+        reading.add(("gamma",), Column("discount", reward, ahead, self.gamma), "NStep")

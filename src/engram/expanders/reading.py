@@ -29,7 +29,7 @@ class Column(NamedTuple):
     kind: str
     """``row``, ``frames``, ``sum``, ``steps``, ``discount``, ``over`` or ``after``: methods of the native ``Expansion``."""
     field: int = 0
-    """Number of the field in the store."""
+    """Number of the field in the store; of a number, that of the reward that it belongs to."""
     ahead: int = 0
     gamma: float = 1.0
     frames: int = 1
@@ -41,6 +41,11 @@ class Column(NamedTuple):
     """The value before the first frame; None: that frame itself."""
     following: bool = False
     """Of ``row`` and ``frames``: those of the step after ``ahead``. Where none comes after it, the caller puts the newest one in."""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one number ``[B, 1]``, whatever the shape of :attr:`field`."""
+        return self.kind in ("steps", "discount", "over")
 
     def add_to(self, read: _native.Expansion, spec: tuple[int, int, tuple[int, ...]], field: Field) -> None:
         """Let the native read return this column. ``spec``, ``field``: of :attr:`field`."""

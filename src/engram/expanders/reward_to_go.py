@@ -77,4 +77,4 @@ class RewardToGo(Expander):
         reward = reading.number_of_reward(self.reward_key, "RewardToGo")
         reading.add(self.out_key, Column("sum", reward, _TO_THE_END, self.gamma), "RewardToGo")
         complete = (*self.out_key[:-1], f"{self.out_key[-1]}_complete")
-        reading.add(complete, Column("over", ahead=_TO_THE_END), "RewardToGo")
+        reading.add(complete, Column("over", reward, _TO_THE_END), "RewardToGo")

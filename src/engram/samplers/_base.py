@@ -16,7 +16,7 @@ from engram.state import prepare_load, saved
 from engram.types import Declared, Traits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -42,8 +42,8 @@ class DeclaredSampler(Component):
     drop_last = False
     #: Keys of the fields that ``draw`` is handed; None: it is handed none.
     reads: object = None
-    #: Keys of the entries of :meth:`sample_natively`'s info that are fields of the batch, too.
-    computed_keys: Sequence[Entry] = ()
+    #: Keys of the entries of :meth:`sample_natively`'s info that are fields of the batch, too, and whether ``[B, 1]`` is ``[B]`` there.
+    computed_keys: Mapping[Entry, bool] = {}
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         raise NotImplementedError
