@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <type_traits>
@@ -105,7 +106,7 @@ bool put_int_as(std::int64_t value, std::uint8_t code, std::uint8_t bits, std::b
 }
 
 // Writes a number of Python's as a value of the dtype: a bool as a bool, an int as an int that holds it or as a float, a float as
-// a float. `casts`: a bool also as a number. False for everything else.
+// a float that does not become infinite. `casts`: a bool also as a number. False for everything else.
 bool put_number(PyObject* number, std::uint8_t code, std::uint8_t bits, bool casts, std::byte* to) {
   if (number == Py_True || number == Py_False) {
     if (code != kBool) return casts && put_int_as(number == Py_True, code, bits, to);
@@ -123,6 +124,7 @@ bool put_number(PyObject* number, std::uint8_t code, std::uint8_t bits, bool cas
   if (bits == 64) {
     std::memcpy(to, &value, sizeof value);
   } else if (bits == 32) {
+    if (std::isinf(narrow) && !std::isinf(value)) return false;
     std::memcpy(to, &narrow, sizeof narrow);
   } else {
     return false;

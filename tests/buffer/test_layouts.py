@@ -188,3 +188,23 @@ def test_storages_of_several_dimensions_have_their_own_layout():
     rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
     with pytest.raises(RuntimeError, match=r"layout: expected ndim=1, .*\[\*columns, T, ...\]"):
         rb.extend({"x": torch.zeros(2, 3)}, layout="time_first")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_lanes_of_every_dtype_of_ints(dtype):
+    rb = ReplayBuffer(storage=LazyTensorStorage(9, lanes=3))
+    env = torch.tensor([2, 0, 2]).to(dtype)
+    assert rb.extend({"x": torch.arange(3), "env": env}, lane_key="env").tolist() == [6, 0, 7]
+    assert rb.extend({"x": torch.arange(3), "env": env}, lane=env).tolist() == [8, 1, 6]
+    with pytest.raises(RowError, match=r"lanes in \[0, 3\), got 3\."):
+        rb.extend({"x": torch.arange(9), "env": torch.tensor([0] * 8 + [3]).to(dtype)}, lane_key="env")
+
+
+@pytest.mark.parametrize("env", [[[0], [1]], [[0, 1], [1, 0]]])
+def test_lanes_in_more_dimensions_than_the_rows(env):
+    rb = ReplayBuffer(storage=LazyTensorStorage(9, lanes=3))
+    with pytest.raises(
+        RuntimeError, match=r"lane_key: expected \[2, [12], \.\.\.\] in every leaf, .*got \[2\]\. Flatten"
+    ):
+        rb.extend({"x": torch.arange(2), "env": torch.tensor(env)}, lane_key="env")
+    assert len(rb) == 0

@@ -283,3 +283,16 @@ def test_a_field_that_is_not_there():
     ):
         rb.extend({"reward": np.zeros(3)})
     assert not rb.storage.initialized
+
+
+@pytest.mark.parametrize("said", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.uint64, -1), (torch.uint64, [-1, 2]), (torch.float32, 1e300), (torch.float32, [0.5, -1e300])],
+)
+def test_numbers_of_python_that_a_field_does_not_hold(dtype, value, said):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10, dtypes={"x": dtype} if said else None))
+    rb.add({"x": torch.zeros_like(torch.as_tensor(value), dtype=dtype)})
+    with pytest.raises(RuntimeError, match=r"add: field x: expected .*(int|float)64"):
+        rb.add({"x": value})
+    assert len(rb) == 1

@@ -141,7 +141,7 @@ class Lanes:
         lanes = self.meant(lane)
         shape = data.batch_size[:2] if is_tensor_collection(data) else torch.Size()
         if len(shape) == 2:
-            data = _without_time(data)
+            data = _without_time(data, shape)
         n = len(data) if isinstance(data, list) else storages.leading_size(data, "extend")
         steps, rest = divmod(n, len(lanes))
         first = layout == "time_first"
@@ -175,7 +175,7 @@ class Lanes:
             lanes = self._checked_each(values.reshape(-1))
         except RowError as error:
             raise RowError(f"extend: {public(path)!r} names the lanes: {error} Name them with lane=…") from None
-        return data if len(shape) == 1 else map_leaves(data, _without_time), lanes
+        return data if len(shape) == 1 else map_leaves(data, lambda x: _without_time(x, shape)), lanes
 
     def _checked_each(self, lanes: Tensor) -> Tensor:
         """A lane per row. Checked before anything is allocated."""
@@ -185,9 +185,11 @@ class Lanes:
             )
         if lanes.dtype.is_floating_point or lanes.dtype.is_complex or lanes.dtype is torch.bool:
             raise TypeError(f"lane: expected ints, one per row, got {lanes.dtype}.")
-        if bool(((lanes < 0) | (lanes >= self._wiring.storage.lanes)).any()):
-            raise RowError(f"lane: expected lanes in [0, {self._wiring.storage.lanes}), got {lanes.tolist()[:8]}….")
-        return lanes.to(torch.int64)
+        lanes = lanes.to(torch.int64)  # first: torch compares no uint16; and what no int64 holds is negative now
+        outside = lanes[(lanes < 0) | (lanes >= self._wiring.storage.lanes)]
+        if len(outside):
+            raise RowError(f"lane: expected lanes in [0, {self._wiring.storage.lanes}), got {outside[0]}.")
+        return lanes
 
     def say_unnamed(self) -> None:
         """Log once that no lane was named."""
@@ -199,9 +201,12 @@ class Lanes:
             )
 
 
-def _without_time(x: object) -> object:
-    """Steps ``[n, T, ...]`` as rows ``[n · T, ...]``."""
-    if isinstance(x, Tensor) or is_tensor_collection(x):
-        return x.flatten(0, 1)
-    array = np.asarray(x)
-    return array.reshape(-1, *array.shape[2:])
+def _without_time(x: object, shape: torch.Size) -> object:
+    """Steps ``[n, T, ...]`` as rows ``[n · T, ...]``. Raises ``RuntimeError``: they are others."""
+    x = x if isinstance(x, Tensor) or is_tensor_collection(x) else np.asarray(x)
+    if x.shape[:2] != shape:
+        raise RuntimeError(
+            f"extend: lane_key: expected [{shape[0]}, {shape[1]}, ...] in every leaf, as the lanes are, got {list(x.shape)}. Flatten the "
+            "lanes, [n], if rows are [n, ...]."
+        )
+    return x.reshape(-1, *x.shape[2:]) if isinstance(x, np.ndarray) else x.flatten(0, 1)

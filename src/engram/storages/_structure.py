@@ -489,7 +489,10 @@ def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype
         wanted = dtype or _NUMBERS[array.dtype.kind]
         holds = torch.can_cast(numbers.dtype, wanted) and (wanted is torch.bool) == (numbers.dtype is torch.bool)
         cast = numbers.to(wanted if holds else _NUMBERS[array.dtype.kind])
-        return cast if wanted.is_floating_point or torch.equal(cast.to(numbers.dtype), numbers) else numbers
+        if wanted.is_floating_point:
+            return numbers if dtype is not None and bool((cast.isinf() & ~numbers.isinf()).any()) else cast
+        wraps = wanted is torch.uint64 and bool((numbers < 0).any())  # and back, when it is compared
+        return cast if not wraps and torch.equal(cast.to(numbers.dtype), numbers) else numbers
     if not (array.flags.carray and array.dtype.isnative) or min(array.strides, default=0) < 0:
         array = np.array(array, array.dtype.newbyteorder("="), order="C")
     try:
