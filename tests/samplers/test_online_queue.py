@@ -146,3 +146,18 @@ def test_every_process_and_every_opening_has_a_queue_of_its_own(tmp_path):
     rb.extend({"time": np.arange(3), "episode": np.zeros(3, int)})
     assert rb.sample(1)["time"].tolist() == [[0, 1, 2]]
     rb.close()
+
+
+def test_a_checkpoint_goes_into_a_buffer_with_or_without_a_queue(tmp_path):
+    rb = buffer()
+    rb.extend({"time": np.arange(9), "episode": np.repeat([0, 1], [5, 4])})
+    rb.sample(1)
+    rb.dumps(tmp_path / "queued")
+    plain = ReplayBuffer(
+        storage=LazyTensorStorage(24), sampler=SliceSampler(window=SPEC, flat=False, traj_key="episode")
+    )
+    plain.loads(tmp_path / "queued")
+    assert plain.sampler.state_dict() == {}
+    plain.dumps(tmp_path / "plain")
+    rb.loads(tmp_path / "plain")
+    assert rb.sample(1)["time"].tolist() == [[6, 7, 8]]  # the queue begins again

@@ -251,10 +251,15 @@ class SliceSampler(WindowSampler):
         return {"clock": clock - base, "taken": torch.where(taken < 0, -1, taken - base)}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        queue = {"clock", "taken"}
+        if self.anchors is None and not self.online and state_dict.keys() == queue:
+            state_dict = {}  # of a sampler with a queue, which this one has not
         if self.anchors is not None or not self.online:
             return self._priorities.prepare_load(state_dict, capacity)
+        if not state_dict:  # of a sampler without
+            return Change(self._go_on, 0, torch.zeros(0, dtype=torch.int64, device="cpu"))
         where = type(self).__name__
-        check_keys(state_dict, ("clock", "taken"), where)
+        check_keys(state_dict, tuple(sorted(queue)), where)
         clock = integer(state_dict, "clock", 0, 1 << 62, where)
         taken = tensor_in(state_dict, "taken", torch.int64, (None,), where)
         if bool(((taken < -1) | (taken >= clock)).any()):
