@@ -327,3 +327,20 @@ def test_it_is_logged(ram, how, caplog):
     caplog.clear()
     load(buffer(RandomSampler(), rows=0), convert=True)
     assert not any("from now on" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_slices_with_anchors_and_without(tmp_path, anchored):
+    def made(anchored):
+        anchors = PrioritizedSampler(alpha=0.7, beta=0.5) if anchored else None
+        sampler = SliceSampler(slice_len=2, end_key="done", anchors=anchors)
+        return ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+
+    rb, here = made(anchored), made(not anchored)
+    rb.extend({"x": torch.arange(20), "done": torch.arange(20) % 5 == 4})
+    rb.dumps(tmp_path / "dump")
+    says = "without priorities, as here, got one with" if anchored else "with priorities, as here, got one without"
+    with pytest.raises(IncompatibleCheckpoint, match=rf"a SliceSampler {says}.*convert=True"):
+        here.loads(tmp_path / "dump")
+    here.loads(tmp_path / "dump", convert=True)
+    assert len(here.sample()["x"]) == 4

@@ -40,6 +40,16 @@ def checked_states(
         raise IncompatibleCheckpoint(f"{error}{_ADVICE}") from error
 
 
+def check_priorities(theirs: Mapping[str, object], kinds: Mapping[str, str], wiring: Wiring, where: str) -> None:
+    """Raise ``IncompatibleCheckpoint`` for a state with priorities of a sampler without, or the other way round: ``anchors``."""
+    here = wiring.of_sampler.prioritized
+    if wiring.source is wiring.sampler and ("leaves" in theirs) != here:
+        ours, got = ("with", "without") if here else ("without", "with")
+        raise IncompatibleCheckpoint(
+            f"{where}: expected the state of a {kinds['sampler']} {ours} priorities, as here, got one {got}.{_ADVICE}"
+        )
+
+
 class Conversion(NamedTuple):
     """What a sampler takes over from a state of another one."""
 

@@ -311,6 +311,7 @@ class Saving:
     ) -> other_sampler.Conversion:
         """What is loaded of states, whose sampler may be another one if ``convert``."""
         if not convert:
+            other_sampler.check_priorities(states["sampler"], self._kinds(), self._wiring, where)
             return other_sampler.Conversion(states)
         if self._prefetching is not None:
             self._prefetching.materialize()
