@@ -27,6 +27,7 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
+    WindowSpec,
 )
 from tests.store.processes import Child
 
@@ -412,3 +413,17 @@ def test_the_result_counts():
         torch.tensor([True, False, False]), torch.tensor([False, True, False]), torch.zeros(3)
     )
     assert (result.updated_count, result.version_rejected_count, result.stale_count) == (1, 1, 1)
+
+
+def test_steps_that_stand_for_missing_ones_are_left_out_by_their_mask():
+    sampler = SliceSampler(window=WindowSpec(4, padding=1), strict_length=False, flat=False, end_key="done")
+    writer = RoundRobinWriter(track_generations=True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(2), sampler=sampler, writer=writer)
+    rb.extend({"h": torch.zeros(2), "done": torch.tensor([False, True])})
+    _, info = rb.sample(1, return_info=True)
+    real = info["validity_mask"]
+    assert real.tolist() == [[False, True, True, False]]
+    generation = info["index_generation"].where(real, -1)
+    result = rb.update_if_present(index=info["index"], generation=generation, patch={"h": torch.arange(4.0)[None]})
+    assert result.updated.tolist() == real.tolist()
+    assert rb["h"].tolist() == [1, 2]

@@ -296,3 +296,12 @@ def test_numbers_of_python_that_a_field_does_not_hold(dtype, value, said):
     with pytest.raises(RuntimeError, match=r"add: field x: expected .*(int|float)64"):
         rb.add({"x": value})
     assert len(rb) == 1
+
+
+@pytest.mark.parametrize("value", [2**63, [2**63, 2**64 - 1], np.ulonglong(7), np.ones(2, np.ulonglong)])
+def test_all_that_a_field_of_uint64_holds(value):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    for _ in range(2):  # the first one makes the field
+        rb.add({"x": value})
+    assert rb[:]["x"].dtype is torch.uint64
+    assert rb[:]["x"].tolist() == [np.asarray(value).tolist()] * 2

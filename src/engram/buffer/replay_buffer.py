@@ -541,7 +541,8 @@ class ReplayBuffer:
             that for the next update of the same batch, and call :meth:`update_priority` before, or with it. Of a row named twice,
             without versions, all entries are written in order.
 
-        Windows that were padded name their last step again: patch only what ``("collector", "mask")`` says is real.
+        Windows that were padded name their first or last step again, and the last entry of a row stays: pass -1 as ``generation``
+        where ``"validity_mask"``, or ``("collector", "mask")`` of ``pad_output``, is false.
 
         Raises:
             KeyError: no such field. ValueError: another shape or dtype, another number of generations than of rows; one of

@@ -493,6 +493,10 @@ def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype
             return numbers if dtype is not None and bool((cast.isinf() & ~numbers.isinf()).any()) else cast
         wraps = wanted is torch.uint64 and bool((numbers < 0).any())  # and back, when it is compared
         return cast if not wraps and torch.equal(cast.to(numbers.dtype), numbers) else numbers
+    if (
+        array.dtype.char == "Q"
+    ):  # another name of uint64, which torch does not know: Python's ints from 2**63 on are these
+        array = array.view(np.uint64)
     if not (array.flags.carray and array.dtype.isnative) or min(array.strides, default=0) < 0:
         array = np.array(array, array.dtype.newbyteorder("="), order="C")
     try:
