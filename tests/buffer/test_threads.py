@@ -1,6 +1,7 @@
 """One buffer, several threads; and interrupts at any moment."""
 
 import ctypes
+import functools
 import gc
 import signal
 import sys
@@ -20,6 +21,7 @@ from engram import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
+    _native,
 )
 from tests import fresh
 
@@ -470,8 +472,10 @@ class RaisesWhenTold:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_short_call_that_has_to_wait_lets_others_go_on(shared):
+def test_a_short_call_that_has_to_wait_lets_others_go_on(shared, request):
     """It keeps Python's lock only as long as it finds rows. Here the one row is being written, by the thread that looks on."""
+    request.addfinalizer(functools.partial(_native._core.set_wait_limit, _native.wait_limit()))
+    _native._core.set_wait_limit(60.0)
     rb = ReplayBuffer(storage=LazyTensorStorage(1), batch_size=4, shared=shared)
     rb.extend(torch.arange(1))
     word = rb.storage.store._ticket_words()
