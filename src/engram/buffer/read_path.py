@@ -16,9 +16,11 @@ from engram.store import ThreadKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engram.buffer.wiring import Wiring
-    from engram.field_paths import FieldPath
     from engram.store import Key
+    from engram.types import Entry
 
 
 class ReadPath:
@@ -92,9 +94,10 @@ class ReadPath:
         """From rows that were read to what the user gets. ``rows`` ``[*batch]`` may be None where they are not shown."""
         wiring = self._wiring
         data = wiring.storage.batch(columns, batch)
-        for key, flat in wiring.source.computed_keys.items():
-            value = cast("Tensor", info[key])
-            _add_field(data, (key,) if isinstance(key, str) else key, value.squeeze(-1) if flat else value)
+        computed = wiring.source.computed_keys
+        if computed:
+            made = cast("dict[Entry, Tensor]", info)
+            _add_fields(data, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()})
         if wiring.collates:
             data = self.collated(data)
         device = None
@@ -186,11 +189,14 @@ class ReadPath:
         return Draw(redraw.rows, tickets, redraw.info)
 
 
-def _add_field(data: object, path: FieldPath, value: Tensor) -> None:
-    """Add a field to a new batch. What is neither a dict nor a TensorDict has no place for it, and stays as it is."""
-    while len(path) > 1 and isinstance(data, dict):
-        data, path = data.setdefault(path[0], {}), path[1:]
+def _add_fields(data: object, fields: Mapping[Entry, Tensor]) -> None:
+    """Add fields to a new batch. What is neither a dict nor a TensorDict has no place for them, and stays as it is."""
     if isinstance(data, dict):
-        data[path[0]] = value
+        for key, value in fields.items():
+            name, *below = (key,) if isinstance(key, str) else key
+            if below:
+                _add_fields(data.setdefault(name, {}), {public(below): value})
+            else:
+                data[name] = value
     elif is_plain_tensordict(data):
-        put(data, {public(path): value})
+        put(data, fields)
