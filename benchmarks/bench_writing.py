@@ -1,10 +1,11 @@
-"""Claim: writing rows is many times faster than with TorchRL, one by one and in batches.
+"""Claim: writing rows is many times faster than with TorchRL, one by one and in batches; keeping the best rows costs little more.
 
 Measured: ``add`` of one TensorDict and ``extend`` by 64 rows into a full buffer of 100,000 rows in RAM (the ring
 wraps, nothing is allocated), with ``ReplayBuffer`` and ``TensorDictReplayBuffer`` on both sides; and filling a new
 buffer by ``extend`` of 64 until its 100,000 rows are written, the creation of the storage included. cpprb's ``add``
 gets the same fields as NumPy arrays by keyword, one row or 64. Every call writes other rows than the previous one.
-One thread.
+``extend`` of a ``TensorDictMaxValueWriter`` whose storage is full is put over a plain one of the same rows: if it keeps all
+of them, none, or every second one. One thread.
 """
 
 import tempfile
@@ -12,6 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+import torch
+from tensordict import TensorDict
 
 from benchmarks import data, rivals
 from benchmarks.claims import Row, timed
@@ -22,6 +26,11 @@ FILL = Effort(calls=1, blocks=7, warmup=1, lead=0)
 """One call makes a buffer, fills it with 1,563 writes, draws one batch as proof and drops the buffer."""
 
 CHUNK = 64
+KEPT = {"all": 1, "half": 2, "none": 0}
+"""Of how many rows the best writer keeps one."""
+LAP = 128
+"""Writes after which the same tensors come again, with higher ranks."""
+
 BY_KEYWORD = "cpprb: NumPy arrays by keyword, it takes no TensorDict."
 
 
@@ -35,6 +44,9 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
         yield _steady(libraries, "extend", buffer, fields, chunks, share)
     for storage in ("tensor", "memmap"):
         yield _fill(libraries, storage, chunks, share)
+    for kept in KEPT:
+        for rows in (1, 8, 64, 512):
+            yield _best(libraries["engram"].module, kept, rows, share)
 
 
 def _steady(
@@ -68,6 +80,46 @@ def _full(library: rivals.Library, buffer: str, fields: data.Fields) -> Any:
     replay = rivals.torch_like(library, "tensor", data.ROWS, Path(), batch_size=data.BATCH, buffer=buffer)
     replay.extend(data.tensordict(fields))
     return replay
+
+
+def _best(engram: Any, kept: str, rows: int, share: float) -> Row:
+    """``extend`` into a full storage that keeps the best rows, and into one that overwrites the oldest."""
+    writers = {"engram": engram.TensorDictMaxValueWriter("rank"), "plain extend": engram.RoundRobinWriter()}
+    sides = []
+    for name, writer in writers.items():
+        storage = engram.LazyTensorStorage(data.ROWS)
+        replay = engram.TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=data.BATCH)
+        replay.extend(data.tensordict({**data.fields(), "rank": torch.rand(data.ROWS)}))
+        sides.append(Side(name, _each_better(replay.extend, kept, rows)))
+        data.check(replay.sample())
+    timing = alternate(sides, WRITE.scaled(share))
+    what = f"extend {rows} · the best rows, {kept} kept"
+    return timed(f"write/best/{kept}/{rows}", what, timing, share=("plain extend",))
+
+
+def _each_better(write: Callable[[Any], object], kept: str, rows: int) -> Callable[[], object]:
+    """``write`` of the next rows, each of which, of every second one or of none ranks above all before."""
+    fields = {**data.fields(LAP * rows), "rank": torch.full((LAP * rows,), -1.0)}
+    rising = fields["rank"][:: KEPT[kept]] if KEPT[kept] else fields["rank"][:0]
+    rising.copy_(torch.linspace(1, 2, len(rising)))
+    pieces = [TensorDict(part, [rows]) for part in _parts(fields, rows)]
+
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from pieces
+            rising.add_(1)  # once per lap: next to nothing, and the same on both sides
+
+    upcoming = endless().__next__
+
+    def call() -> object:
+        return write(upcoming())
+
+    return call
+
+
+def _parts(fields: data.Fields, size: int) -> Iterator[data.Fields]:
+    for part in zip(*(torch.split(column, size) for column in fields.values()), strict=True):
+        yield dict(zip(fields, part, strict=True))
 
 
 def _fill(libraries: rivals.Libraries, storage: str, pieces: Sequence[data.Fields], share: float) -> Row:

@@ -15,6 +15,7 @@ from engram import (
     LazyTensorStorage,
     ListStorage,
     Plan,
+    PrioritizedSampler,
     ReplayBuffer,
     RoundRobinWriter,
     TensorDictMaxValueWriter,
@@ -317,3 +318,49 @@ def test_the_native_ranking_takes_only_what_it_can_hold(ranks, free, error):
 def test_the_native_ranking_wants_one_rank_per_row():
     with pytest.raises(ValueError, match="one rank per row"):
         _native.Ranking(3).set(np.array([0, 1]), np.zeros(1))
+
+
+@pytest.mark.parametrize("method", ["place", "written"])
+def test_a_subclass_that_overrides_a_method_is_asked_for_every_write(method):
+    calls = []
+
+    def own(self, *args):
+        calls.append(method)
+        return getattr(TensorDictMaxValueWriter, method)(self, *args)
+
+    kind = type("Own", (TensorDictMaxValueWriter,), {method: own})
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=kind("score"))
+    rb.extend(rows([1, 2]))
+    rb.extend(rows([3]))
+    before = len(calls)
+    for rank in (4, 5, 0):
+        rb.extend(rows([rank]))
+    assert len(calls) - before >= 3
+    assert scores(rb) == [5, 4]
+
+
+def test_a_shared_folder_and_a_second_writer(tmp_path):
+    storage = LazyMemmapStorage(3, scratch_dir=tmp_path / "rows")
+    rb = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter("score"))
+    rb.extend(rows([1, 2, 3]))
+    assert rb.extend(rows([0, 4, 2])).tolist() == [-1, 0, -1]
+    other = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter("score"))
+    assert other.extend(rows([5, 1])).tolist() == [1, -1]
+    assert other.extend(rows([6, 1])).tolist() == [2, -1]
+    assert rb.extend(rows([4.5, 7])).tolist() == [-1, 0]  # 4.5 took the place of 4, then 7 that of 4.5
+    rb.close()
+    other.close()
+
+
+def test_a_row_that_replaces_another_reaches_the_sampler():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(2),
+        writer=TensorDictMaxValueWriter("score"),
+        sampler=PrioritizedSampler(2, 1.0, 1.0),
+        batch_size=64,
+    )
+    rb.extend(rows([1, 2]))
+    rb.update_priority(torch.tensor([0, 1]), torch.tensor([0.0, 5.0]))
+    rb.extend(rows([0]))
+    assert rb.extend(rows([3])).tolist() == [0]  # a new row has the largest priority so far
+    assert set(rb.sample()["score"].tolist()) == {2.0, 3.0}

@@ -72,9 +72,10 @@ class TensorDictMaxValueWriter(NativeWriter):
         RuntimeError: on writing: the data is neither a TensorDict nor a dict, nor a list of such rows.
         KeyError: on writing: the data has no ``rank_key``.
 
-    Cost of writing n rows: O(n log rows), at most three times that of a plain ``extend`` of up to 64 rows if the storage is full
-    and the entry is one number per row. After another writer wrote to the storage or rows were edited, O(rows),
-    because those rows are read again.
+    Cost of writing n rows: O(n log rows). In a full storage of tensors, ranked by one number per row, one native call does it.
+    Up to 64 rows of which half are kept take at most three times as long as a plain ``extend``; each further kept row takes as
+    long as a write to an arbitrary place. After another writer wrote to the storage or rows were edited, O(rows), because those
+    rows are read again.
 
     >>> import torch
     >>> from tensordict import TensorDict
