@@ -184,6 +184,22 @@ def test_refusals_name_the_remedy(call, error, says):
     assert not rb.storage.initialized
 
 
+@pytest.mark.parametrize(("layout", "shape"), [("time_first", (6, 3)), ("lane_first", (3, 5))])
+def test_steps_and_lanes_that_are_not_flattened_are_refused(layout, shape):
+    """They would be stored as other rows: six of three steps each, say."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, lanes=3))
+    data = {"obs": torch.zeros(*shape, 4), "t": np.arange(shape[0] * shape[1]).reshape(shape)}
+    with pytest.raises(
+        RuntimeError, match=rf"layout='{layout}': expected rows.*\[{shape[0]}, {shape[1]}\].*Flatten them"
+    ):
+        rb.extend(data, layout=layout)
+    assert not rb.storage.initialized
+    flat = {"obs": torch.zeros(15, 4), "t": np.arange(15)}
+    assert rb.extend(flat, layout=layout).tolist() == [
+        10 * (i % 3) + i // 3 if layout == "time_first" else 10 * (i // 5) + i % 5 for i in range(15)
+    ]
+
+
 def test_storages_of_several_dimensions_have_their_own_layout():
     rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
     with pytest.raises(RuntimeError, match=r"layout: expected ndim=1, .*\[\*columns, T, ...\]"):

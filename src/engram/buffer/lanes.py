@@ -142,6 +142,8 @@ class Lanes:
         shape = data.batch_size[:2] if is_tensor_collection(data) else torch.Size()
         if len(shape) == 2:
             data = _without_time(data, shape)
+        elif not self._wiring.storage.initialized:  # later, rows have a shape
+            _check_flat(data, len(lanes), layout)
         n = len(data) if isinstance(data, list) else storages.leading_size(data, "extend")
         steps, rest = divmod(n, len(lanes))
         first = layout == "time_first"
@@ -199,6 +201,24 @@ class Lanes:
             storages.announcing.announce(
                 [f'extend: no lane was named: of {lanes} rows each goes to a lane of its own, as lane="each" says.']
             )
+
+
+def _check_flat(data: object, lanes: int, layout: Layout) -> None:
+    """Refuse leaves that all begin with steps and lanes, in this order or the other: as rows they would be others, silently."""
+    shapes: list[tuple[int, ...]] = []
+    map_leaves(data, lambda x: shapes.append(tuple(getattr(x, "shape", ()))[:2]))
+    first = shapes[0]
+    if (
+        lanes > 1
+        and len(shapes) > 1
+        and set(shapes) == {first}
+        and len(first) == 2
+        and first[layout == "time_first"] == lanes
+    ):
+        raise RuntimeError(
+            f"extend: layout={layout!r}: expected rows, k · {lanes} of them, got {list(first)} in every leaf, which are steps and lanes. "
+            "Flatten them, x.reshape(-1, *x.shape[2:]), or, if they are rows, name the lane of each with lane=[…]."
+        )
 
 
 def _without_time(x: object, shape: torch.Size) -> object:
