@@ -10,7 +10,7 @@ from engram.expanders import Expander
 from engram.format import layout
 from engram.storages._dtypes import NO_DTYPES, Dtypes, checked_dtypes
 from engram.storages._structure import Structure
-from engram.storages.announcing import advice, creation_lines
+from engram.storages.announcing import advice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +46,11 @@ class StoragePlan(NamedTuple):
         return max(0, self.ready_bytes * self.capacity - self.nbytes - self.finals_bytes) if self.ready_bytes else 0
 
     def __str__(self) -> str:
-        lines = creation_lines(self.fields, self.capacity, lambda field: "/".join(field.key) + ".memmap or RAM")
+        lines = [
+            f"{field.name}: {'/'.join(field.key)}.memmap or RAM, {said_bytes(field.row_bytes * self.capacity)}, "
+            f"shape {[self.capacity, *field.shape]} {field.dtype}"
+            for field in self.fields
+        ]
         total = f"{self.capacity} rows of {self.row_bytes} bytes: {said_bytes(self.nbytes)}"
         lines.append(f"{total}, and {said_bytes(self.overhead)} beside them")
         if self.spared:

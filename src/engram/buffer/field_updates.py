@@ -143,10 +143,8 @@ class FieldUpdates:
             given = given.expand(shape) if isinstance(given, Tensor) else np.broadcast_to(given, shape)
         elif math.prod(given.shape) == batch.numel():
             given = given.reshape(shape)
-        plain = isinstance(given, np.ndarray) and not isinstance(
-            version, np.ndarray | np.generic
-        )  # of no dtype of its own
-        return number, structure.column(number, given.tolist() if plain else given, batch, single=False, call=CALL)
+        typed = isinstance(version, Tensor | np.ndarray | np.generic)  # others have no dtype of their own
+        return number, structure.column(number, given if typed else given.tolist(), batch, single=False, call=CALL)
 
     def _newest(
         self,
@@ -168,10 +166,10 @@ class FieldUpdates:
         stored, given = _comparable(columns[0]), _comparable(incoming)
         passes = live.numpy() & ((given > stored) if newer else (given >= stored))
         at = np.flatnonzero(passes)
-        order = at[
-            np.lexsort((at, given[at], rows.numpy()[at]))
-        ]  # of each row the highest version last, of equal ones the last
-        last = np.append(rows.numpy()[order][1:] != rows.numpy()[order][:-1], True)[: len(order)]
+        # Of each row the highest version last, of equal ones the last.
+        order = at[np.lexsort((at, given[at], rows.numpy()[at]))]
+        sorted_rows = rows.numpy()[order]
+        last = np.append(sorted_rows[1:] != sorted_rows[:-1], True)[: len(order)]
         winners = torch.zeros_like(live)
         winners[torch.from_numpy(order[last])] = True
         return winners, live

@@ -12,18 +12,9 @@ from engram.format.layout import SINGLE
 from engram.format.schema import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from engram.format.schema import Field
-
-
-def creation_lines(fields: Sequence[Field], capacity: int, where: Callable[[Field], object]) -> list[str]:
-    """One line per field of a store to be: key, place, size, shape. ``where(field)`` is a path or ``RAM``."""
-    return [
-        f"{field.name}: {where(field)}, {said_bytes(field.row_bytes * capacity)}, "
-        f"shape {[capacity, *field.shape]} {field.dtype}"
-        for field in fields
-    ]
 
 
 def creation_line(fields: Sequence[Field], capacity: int, where: object) -> str:
