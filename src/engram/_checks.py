@@ -68,9 +68,8 @@ def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Te
             raise RowError(f"{what}: expected numbers below 2**63, got larger ones.")
         if dtype is torch.float64 and array.dtype.kind == "f":
             array = array.astype(np.float64, copy=False)  # by NumPy: in a third of the time
-        if not (
-            array.flags.c_contiguous and array.dtype.isnative
-        ):  # torch takes no strides below zero, nor other byte orders
+        # torch takes no strides below zero, nor other byte orders.
+        if not (array.flags.c_contiguous and array.dtype.isnative):
             array = array.astype(array.dtype.newbyteorder("="), order="C")
         tensor = torch.from_numpy(array)
         return tensor if dtype is None or tensor.dtype is dtype or tensor.is_complex() else tensor.to(dtype)

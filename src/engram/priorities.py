@@ -115,9 +115,8 @@ class PriorityIndex:
         self.block = block
         """Its memory."""
         if host is None or host.directory is None:
-            _fork.registered(
-                self.core
-            )  # the lock of a shared index is held by a process that still exists after a fork
+            # The lock of a shared index is held by a process that still exists after a fork.
+            _fork.registered(self.core)
 
     @staticmethod
     def free_lock(block: Block) -> None:

@@ -373,7 +373,7 @@ class PrioritizedSampler(NativeSampler):
         check_keys(state_dict, NAMES, where)
         index = self._attached()
         config = self._config._replace(alpha=self.alpha)
-        rows = capacity or ((self._capacity or self.max_size) if index is None else index.core.rows)
+        rows = capacity or (self.max_size if index is None else index.core.rows)
         config = check_priorities(state_dict, config, rows, where)
         leaves = len(tensor_in(state_dict, "leaves", torch.float64, (None,), where))
         if capacity is None and index is None and leaves:
