@@ -23,7 +23,10 @@ ROUNDS = stress.size(12, 500)
 
 
 def decides(rank, n, folder, root, usual):
-    """The last vote, two that commit and one that gives up: at once, and later from round to round."""
+    """The last vote, two that commit and one that gives up: at once, and later from round to round.
+
+    Only the rounds between are races: in the first the vote comes after the decision, in the last nobody gives up before it.
+    """
     said = []
     for step in range(ROUNDS):
         attempt = root / str(series.Name(step, 1, f"{step:08x}"))
@@ -32,6 +35,8 @@ def decides(rank, n, folder, root, usual):
             time.sleep(0.0002)
         if rank == 3:
             time.sleep(usual * 6 * step / ROUNDS)
+        while (rank, step) in ((0, 0), (3, ROUNDS - 1)) and series.decision(attempt) is None:
+            time.sleep(0.0002)
         if rank == 0:
             made.vote(attempt, 1, 2)
         made_of_it = None
