@@ -273,7 +273,7 @@ def test_priorities_that_are_no_numbers():
 def test_rows_without_ends():
     rb = filled(TensorDictReplayBuffer, sampler=SliceSampler(num_slices=2))
     with pytest.raises(
-        RuntimeError, match=r"end flags \[\('next', 'done'\)\].*got \['obs'\]\. Name a stored field with .*end_keys"
+        RuntimeError, match=r"end flags \[\('next', 'done'\), .*got \['obs'\]\. Name a stored field with .*end_keys"
     ):
         rb.sample()
 

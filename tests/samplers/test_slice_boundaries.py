@@ -11,6 +11,7 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     NoSampleable,
+    NStep,
     RandomSampler,
     ReplayBuffer,
     SliceSampler,
@@ -67,6 +68,28 @@ def test_one_end_key_merges_trajectories_that_end_by_another_flag():
     assert runs_of(buffer(SliceSampler(slice_len=1), data)) == [4, 8]
     both = [("next", "done"), ("next", "truncated")]
     assert runs_of(buffer(SliceSampler(slice_len=1, end_keys=both), data)) == [4, 4, 4]
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_usual_end_flags(cls):
+    """``done``, or else what it is made of, of the transition or else beside the observation; an expander's is the same table."""
+    done, terminated, truncated = flags([5]), flags([2]), flags([7, 11])
+    both = [3, 5, 4]
+    for below, expected in [
+        ({"done": done, "terminated": terminated, "truncated": truncated}, [6, 6]),
+        ({"terminated": terminated, "truncated": truncated}, both),
+        ({"truncated": truncated}, [8, 4]),
+    ]:
+        for data in ({"x": torch.zeros(12), "next": below}, {"x": torch.zeros(12), "next": {"y": done}, **below}):
+            assert runs_of(buffer(cls(slice_len=1), TensorDict(data, [12]))) == expected
+            rb = buffer(NStep(cls(slice_len=1), 2, 1.0, reward_key="x", next_keys=["x"]), TensorDict(data, [12]))
+            rb.sample(3)
+    beside = TensorDict({"terminated": terminated, "next": {"truncated": truncated}}, [12])
+    assert runs_of(buffer(cls(slice_len=1), beside)) == [8, 4]
+    with pytest.raises(RuntimeError, match="expected rows with one of"):
+        runs_of(buffer(cls(slice_len=1, end_keys=["absent"]), TensorDict({"done": done}, [12])))
+    typed = TensorDict({"done": done, "step_type": torch.tensor([0, 1, 1, 2] * 3)}, [12])
+    assert runs_of(buffer(cls(slice_len=1), typed)) == [4, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ class NStep(Expander):
             ``"episode"``, if one is stored and ``end_keys`` is not given.
         end_keys: fields that are nonzero at the last step of a trajectory; those that are not stored are skipped.
             Default: ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``. They also count
-            together with a ``traj_key``. Step types are understood as by :class:`SliceSampler`.
+            together with a ``traj_key``. Without any, step types and the flags of the same names beside the observation are
+            understood as by :class:`SliceSampler`.
         index: the name of the store's trajectory table, ``"main"`` by default; slice samplers of the same name share
             it. Around a slice sampler, keys and name are those of the slice sampler, if none is given.
 

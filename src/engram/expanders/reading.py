@@ -33,8 +33,8 @@ class Column(NamedTuple):
     ahead: int = 0
     gamma: float = 1.0
     frames: int = 1
-    dim: int = -1
-    """The dimension along which frames are concatenated."""
+    dim: int | None = -1
+    """The dimension along which frames are concatenated; None: one of their own."""
     first: int = -1
     """The field that holds the frame before the trajectory's first step; -1: there is none."""
     padding: float | None = None
@@ -129,7 +129,5 @@ def boundaries_of(keys: TrajectoryKeys, reading: Reading, who: str) -> tuple[Bou
     """
     flags, numbers = keys.end_keys or END_KEYS, reading.numbers
     ends = [numbers[key] for key in flags if key in numbers]
-    # Slice samplers go by the first flag alone, if it is stored, so they use the same table.
-    shared = END_KEYS[:1] if END_KEYS[0] in numbers else END_KEYS
-    found = keys.boundaries(reading.fields, numbers, shared, f"sample: {who}")
+    found = keys.boundaries(reading.fields, numbers, f"sample: {who}")
     return found, ends or ([] if found.by_id else list(found.which))

@@ -61,10 +61,11 @@ class SliceSampler(WindowSampler):
         slice_len: steps per window.
         window: what a window is: steps, burn-in, padding, and how far apart. Give exactly one of the three.
         flat: False: batches ``[B, T, ...]``, of ``B`` windows. It needs ``window``.
-        end_key: a bool field that is true at the last step of a trajectory. Default ``("next", "done")``. An integer
-            field named ``step_type``, at any depth, holds step types as dm_env numbers them: 2 is the last step of a
-            trajectory, and 0 the first one, which begins a trajectory also if the last step before it was lost. It is
-            used if nothing else is stored.
+        end_key: a bool field that is true at the last step of a trajectory. Default ``("next", "done")``, or where that is not
+            stored, ``("next", "terminated")`` and ``("next", "truncated")``. An integer field named ``step_type``, at any
+            depth, holds step types as dm_env numbers them: 2 is the last step of a trajectory, and 0 the first one, which
+            begins a trajectory also if the last step before it was lost. It is used if nothing else is stored; without it,
+            ``"done"``, or else ``"terminated"`` and ``"truncated"``, are, which rows have beside the observation.
         end_keys: several of these: each of them ends a trajectory; those that are not stored are skipped.
         traj_key: a field that is constant within a trajectory and changes with the next one. If neither end key is
             given, default ``("collector", "traj_ids")``, else ``"episode"``, if one is stored. If a given key is not

@@ -35,7 +35,8 @@ NAMED = ("tensordict", "tensorclass", "dict", "namedtuple")
 
 #: Trajectory ids that are looked for in this order if no key is given.
 ID_KEYS: tuple[FieldPath, ...] = (("collector", "traj_ids"), ("episode",))
-#: Flags that end a trajectory if no keys are given.
+#: Flags that end a trajectory if no keys are given: the first, if it is stored, else the others. Without any, those of the same names
+#: beside the observation count.
 END_KEYS: tuple[FieldPath, ...] = (("next", "done"), ("next", "terminated"), ("next", "truncated"))
 
 
@@ -86,36 +87,41 @@ class TrajectoryKeys(NamedTuple):
             check_index_name(index, f"{who}: index")
         return cls(as_path(traj_key, f"{who}: traj_key"), as_paths(end_keys, f"{who}: end_keys"), index)
 
-    def boundaries(
-        self, fields: Sequence[Field], numbers: dict[FieldPath, int], ends: Sequence[FieldPath], call: str
-    ) -> Boundaries:
-        """The boundaries in a store: the first id that is stored, or all end flags that are, or step types.
+    def boundaries(self, fields: Sequence[Field], numbers: dict[FieldPath, int], call: str) -> Boundaries:
+        """The boundaries in a store: the first id that is stored, or all given end flags that are, or the usual ones, or step types.
 
         End flags come before ids if they were given, and no id.
 
         Args:
             fields: of the store.
             numbers: those of them that have a path, by path.
-            ends: end flags that are looked for if none were given.
             call: what messages begin with.
 
         Raises ``RuntimeError``: the store holds none of the fields, and no step types.
         """
-        ids, ends = ID_KEYS if self.traj_key is None else (self.traj_key,), self.end_keys or ends
+        ids = ID_KEYS if self.traj_key is None else (self.traj_key,)
         by_id = [Boundaries(True, (numbers[key],)) for key in ids if key in numbers][:1]
-        stored = tuple(numbers[key] for key in ends if key in numbers)
-        by_end = [Boundaries(False, stored)] if stored else []
+        ends = _usual_ends(numbers, 0) if self.end_keys is None else [key for key in self.end_keys if key in numbers]
+        by_end = [Boundaries(False, tuple(numbers[key] for key in ends))] if ends else []
         step_type = _step_type_of(fields)
         by_type = [] if step_type is None else [Boundaries(False, (step_type,))]
+        if self.end_keys is None and (beside := _usual_ends(numbers, 1)):
+            by_type.append(Boundaries(False, tuple(numbers[key] for key in beside)))
         ends_first = self.traj_key is None and self.end_keys is not None
         for found in [*by_end, *by_id, *by_type] if ends_first else [*by_id, *by_end, *by_type]:
             return found
         got = [field.name for field in fields] if numbers else "rows of one tensor each"
         raise RuntimeError(
             f"{call}: expected rows with one of the trajectory ids {[public(key) for key in ids]}, of the end flags "
-            f"{[public(key) for key in ends]} or with a {STEP_TYPE!r} of integers, got {got}. Name a stored field with "
-            "traj_key or end_keys."
+            f"{[public(key) for key in self.end_keys or END_KEYS]} or with a {STEP_TYPE!r} of integers, got {got}. Name a stored field "
+            "with traj_key or end_keys."
         )
+
+
+def _usual_ends(numbers: dict[FieldPath, int], above: int) -> list[FieldPath]:
+    """The usual end flags that are stored, without so many parts of their keys: ``done`` alone, where there is one."""
+    found = [key[above:] for key in END_KEYS if key[above:] in numbers]
+    return found[:1] if found[:1] == [END_KEYS[0][above:]] else found
 
 
 def shared_table(memory: Store, name: str, boundaries: Boundaries, window: int) -> _native.Trajectories:

@@ -13,7 +13,7 @@ from engram.field_paths import FieldPath
 from engram.retries import Retries
 from engram.samplers._base import NativeSampler
 from engram.samplers.end_marks import EndMarks
-from engram.samplers.trajectory_tables import END_KEYS, StaticTable, TrajectoryKeys, numbers_by_path, shared_table
+from engram.samplers.trajectory_tables import StaticTable, TrajectoryKeys, numbers_by_path, shared_table
 from engram.samplers.window_settings import Setting, WindowSettings
 from engram.samplers.window_spec import WindowSpec
 from engram.store import Key as DrawKey
@@ -162,7 +162,7 @@ class WindowSampler(NativeSampler):
         static, rules, numbers = None, self.rules, numbers_by_path(memory)
         counted = length if settings.window is None else settings.window.reach
         if rules is not None:
-            boundaries = rules.boundaries(memory.schema.fields, numbers, END_KEYS[:1], "sample")
+            boundaries = rules.boundaries(memory.schema.fields, numbers, "sample")
             table = shared_table(memory, settings.index, boundaries, counted)
         else:
             if not numbers:
