@@ -93,7 +93,7 @@ def network(actions: int) -> nn.Sequential:
 
 def train(name: str, steps: int, warmup: int, seed: int) -> None:
     finals = FinalObservations(["observation"], LazyTensorStorage(EPISODES))
-    sampler = FrameStack(NextFromFollowing(RandomSampler(), finals), n=FRAMES, dim=-2, in_keys=OBSERVED)
+    sampler = FrameStack(NextFromFollowing(RandomSampler(), finals), n=FRAMES, dim=None, in_keys=OBSERVED)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(ROWS), sampler=sampler, transform=finals, batch_size=BATCH)
     env = gymnasium.wrappers.FrameStackObservation(rb.record(game(name)), FRAMES)
     random.seed(seed)
@@ -118,9 +118,7 @@ def train(name: str, steps: int, warmup: int, seed: int) -> None:
         if len(rb) > warmup and step % LEARN_EVERY == 0:
             batch = rb.sample()
             following = batch["next"]
-            now, later = (
-                frames.unflatten(1, (FRAMES, 84)) / 255 for frames in (batch["observation"], following["observation"])
-            )
+            now, later = (frames / 255 for frames in (batch["observation"], following["observation"]))
             with torch.no_grad():
                 value = target(later).max(1, keepdim=True).values
                 goal = following["reward"] + GAMMA * value * ~following["terminated"]

@@ -32,12 +32,12 @@ def sampled(sampler, data, capacity=100):
     return batch[torch.stack([(first == i).nonzero()[0, 0] for i in range(len(steps))])]
 
 
-@pytest.mark.parametrize(("dim", "shape"), [(-2, (6, 3)), (-1, (2, 9))])
+@pytest.mark.parametrize(("dim", "shape"), [(-2, (6, 3)), (-1, (2, 9)), (None, (3, 2, 3))])
 def test_along_a_dimension(dim, shape):
     out = sampled(FrameStack(RandomSampler(), 3, dim, ["frame"]), frames(7))["frame"]
     assert out.shape == (7, *shape)
     assert out.is_contiguous()
-    numbers = out.unflatten(dim, (3, -1)).movedim(dim - 1, 1)
+    numbers = out.unflatten(dim, (3, -1)).movedim(dim - 1, 1) if dim else out
     for t in range(7):
         expected = torch.tensor([max(t - 2, 0), max(t - 1, 0), t], dtype=torch.float32)
         assert (numbers[t] == expected[:, None, None]).all()
@@ -108,7 +108,9 @@ def test_bad_arguments(arguments, more, error, text):
 
 
 def test_fields_that_do_not_fit():
-    with pytest.raises(ValueError, match="expected a dimension -3 of a frame, got shape"):
+    with pytest.raises(
+        ValueError, match="expected a dimension -3 of a frame, got shape .* With dim=None .*, \\[2, 2, 3\\]"
+    ):
         sampled(FrameStack(RandomSampler(), 2, -3, ["frame"]), frames(5))
     with pytest.raises(KeyError, match="in_keys: expected a stored field"):
         sampled(FrameStack(RandomSampler(), 2, -1, ["pixels"]), frames(5))

@@ -128,12 +128,13 @@ class Recording:
         return {episode: n for episode, n in found.items() if n >= length or not strict}
 
 
-def frame(values):
+def channels(values):
     return np.array(values, np.int16)[:, None, None, None] * np.ones((1, 1, 2, 2), np.int16)
 
 
-def rows_of(steps, tensordict):
-    """What is written of some steps."""
+def rows_of(steps, tensordict, dim=-3):
+    """What is written of some steps. ``dim`` None: frames have no channel."""
+    frame = channels if dim else lambda values: channels(values)[:, 0]
     flags = np.array([[step.ends] for step in steps])
     rows = {
         "frame": frame([step.frame for step in steps]),
@@ -150,13 +151,13 @@ def rows_of(steps, tensordict):
     return TensorDict({**{key: torch.as_tensor(value) for key, value in rows.items()}, "next": below}, [len(steps)])
 
 
-def wrapped(sampler, order, finals, frames, steps, padding, keys=("frame", ("next", "frame"))):
+def wrapped(sampler, order, finals, frames, steps, padding, keys=("frame", ("next", "frame")), dim=-3):
     for kind in order:
         match kind:
             case "next":
                 sampler = NextFromFollowing(sampler, finals)
             case "stack":
-                sampler = FrameStack(sampler, frames, -3, list(keys), padding=padding, padding_value=-7)
+                sampler = FrameStack(sampler, frames, dim, list(keys), padding=padding, padding_value=-7)
             case "steps":
                 sampler = NStep(sampler, steps, GAMMA)
             case _:
@@ -205,7 +206,8 @@ def test_against_recorded_episodes(data):
     lanes, tensordict = len(recording.lanes), draw(st.booleans())
     finals = FinalObservations(["frame"], LazyTensorStorage(200))
     keys = draw(st.sampled_from([["frame"], ["frame", ("next", "frame")]]))
-    sampler = wrapped(SAMPLERS[name](), order, finals, recording.frames, steps, recording.padding, keys)
+    dim = draw(st.sampled_from([-3, None]))
+    sampler = wrapped(SAMPLERS[name](), order, finals, recording.frames, steps, recording.padding, keys, dim)
     rb = (TensorDictReplayBuffer if tensordict else ReplayBuffer)(
         storage=LazyTensorStorage(lanes * CAPACITY, lanes=lanes), sampler=sampler, transform=finals,
         generator=torch.Generator().manual_seed(0),
@@ -214,7 +216,8 @@ def test_against_recorded_episodes(data):
     for _ in range(draw(st.integers(1, 4))):
         for byte in draw(st.binary(min_size=1, max_size=14)):
             ends = [byte >> 2 * lane & 3 == 3 for lane in range(lanes)]
-            rb.extend(rows_of([recording.step(lane, ends[lane]) for lane in range(lanes)], tensordict), lane="each")
+            steps_now = [recording.step(lane, ends[lane]) for lane in range(lanes)]
+            rb.extend(rows_of(steps_now, tensordict, dim), lane="each")
         if draw(st.booleans()):
             lane = draw(st.integers(0, lanes - 1))
             recording.cut(lane)
@@ -290,13 +293,13 @@ class Counting(gymnasium.Env):
     """Frames that count the steps; episodes of ``limit`` steps."""
 
     action_space = gymnasium.spaces.Discrete(2)
-    observation_space = gymnasium.spaces.Box(0, 9999, (1, 2, 2), np.int16)
 
-    def __init__(self, limit):
+    def __init__(self, limit, shape):
         self.limit, self.episode = limit, -1
+        self.observation_space = gymnasium.spaces.Box(0, 9999, shape, np.int16)
 
     def _frame(self):
-        return np.full((1, 2, 2), 1000 * self.limit + 20 * self.episode + self.at, np.int16)
+        return np.full(self.observation_space.shape, 1000 * self.limit + 20 * self.episode + self.at, np.int16)
 
     def reset(self, *, seed=None, options=None):
         self.episode, self.at = self.episode + 1, 0
@@ -307,14 +310,16 @@ class Counting(gymnasium.Env):
         return self._frame(), 1.0, self.at == self.limit, False, {}
 
 
+@pytest.mark.parametrize(("dim", "shape"), [(-3, (1, 2, 2)), (None, (2, 2))])
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
-def test_recorded_environments(mode):
-    """With autoresets, and a reset in the middle of episodes."""
+def test_recorded_environments(mode, dim, shape):
+    """With autoresets, and a reset in the middle of episodes. Frames without a channel are stacked in a dimension of their own."""
     finals = FinalObservations(["observation"], LazyTensorStorage(99))
-    sampler = FrameStack(NextFromFollowing(NStep(RandomSampler(), 2, 1.0), finals), 3, -3, ["observation"])
+    sampler = FrameStack(NextFromFollowing(NStep(RandomSampler(), 2, 1.0), finals), 3, dim, ["observation"])
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(400, lanes=2), sampler=sampler, transform=finals)
     mode = gymnasium.vector.AutoresetMode[mode]
-    env = rb.record(gymnasium.vector.SyncVectorEnv([lambda: Counting(3), lambda: Counting(5)], autoreset_mode=mode))
+    envs = [lambda: Counting(3, shape), lambda: Counting(5, shape)]
+    env = rb.record(gymnasium.vector.SyncVectorEnv(envs, autoreset_mode=mode))
     for steps in (9, 13):
         env.reset()
         for _ in range(steps):

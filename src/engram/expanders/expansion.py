@@ -49,7 +49,9 @@ class Expansion:
             column.add_to(self.native, specs[column.field], reading.fields[column.field])
         self.memory = memory
         self._trajectories = keys.table or "main", boundaries
-        self._stacked = [(at, column.dim) for at, column in enumerate(columns) if column.kind == "frames"]
+        self._stacked = [
+            (at, column.dim) for at, column in enumerate(columns) if column.kind == "frames" and column.dim is not None
+        ]
         self._count = len(reading.fields)
         plain = memory.schema.structure.kind == "dict"
         #: Under which keys of the info and of the batch those stand that are not stored, and which are ``[B]`` in the batch: numbers

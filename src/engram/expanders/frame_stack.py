@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class FrameStack(Expander):
     """Stacks every sampled frame with the ``n - 1`` frames before it, so that each frame needs to be stored only once.
 
-    A field ``[*shape]`` under one of the ``in_keys`` becomes ``[..., n * shape[dim], ...]`` in the batch: the frames of
-    steps ``t - n + 1 ... t`` of the trajectory of the drawn row ``t``, oldest first. If the trajectory has fewer, at
-    its beginning or where its older steps were overwritten, its first frame (``padding="same"``) or ``padding_value``
-    (``"constant"``) replaces the missing ones. This is TorchRL's ``CatFrames``.
+    A field ``[*shape]`` under one of the ``in_keys`` becomes ``[..., n * shape[dim], ...]`` in the batch, or ``[n, *shape]`` with
+    ``dim=None``: the frames of steps ``t - n + 1 ... t`` of the trajectory of the drawn row ``t``, oldest first. If the trajectory has
+    fewer, at its beginning or where its older steps were overwritten, its first frame (``padding="same"``) or ``padding_value``
+    (``"constant"``) replaces the missing ones. With a ``dim`` this is TorchRL's ``CatFrames``.
 
     A key ``("next", k)`` gives the frames up to the next one: ``("next", k)`` of steps ``t - n + 1 ... t``. The frame
     before the first of them is ``k`` of the trajectory's first step, if that is stored in the same shape and dtype.
@@ -36,7 +36,8 @@ class FrameStack(Expander):
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         n: number of frames, at least 1.
         dim: the dimension of a frame along which frames are concatenated, negative: -3 for ``[C, H, W]``, -1 for
-            ``[features]``. The first dimension of a frame needs no further copy.
+            ``[features]``. None: a dimension of their own, before the others: ``[84, 84]`` becomes ``[4, 84, 84]``. It and the first
+            dimension of a frame need no further copy.
         in_keys: the fields.
         padding: ``"same"`` or ``"constant"``.
         padding_value: for ``"constant"``.
@@ -68,7 +69,7 @@ class FrameStack(Expander):
         self,
         sampler: Sampler | type[Sampler],
         n: int,
-        dim: int,
+        dim: int | None,
         in_keys: object,
         *,
         padding: str = "same",
@@ -78,8 +79,8 @@ class FrameStack(Expander):
         index: str | None = None,
     ) -> None:
         self.n = check_steps("FrameStack: n", n)
-        dim = check_count("FrameStack: dim", dim, least=-(1 << 31))
-        if dim >= 0:
+        dim = None if dim is None else check_count("FrameStack: dim", dim, least=-(1 << 31))
+        if dim is not None and dim >= 0:
             raise ValueError(
                 f"FrameStack: dim: expected a negative number, counted from the last dimension, got {dim}."
             )
@@ -106,9 +107,10 @@ class FrameStack(Expander):
                 continue  # as the frames of which these are the following ones
             number = reading.number(key, "FrameStack: in_keys")
             field, column = reading.fields[number], reading.columns[number]
-            if -self.dim > len(field.shape):
+            if self.dim is not None and -self.dim > len(field.shape):
                 raise ValueError(
-                    f"sample: FrameStack: field {field.name}: expected a dimension {self.dim} of a frame, got shape {list(field.shape)}."
+                    f"sample: FrameStack: field {field.name}: expected a dimension {self.dim} of a frame, got shape {list(field.shape)}. "
+                    f"With dim=None stacks have a dimension of their own, {[self.n, *field.shape]}."
                 )
             if column.kind != "row":
                 raise TypeError(
