@@ -152,6 +152,15 @@ def find(data: Any, path: Path) -> Any:
     return data
 
 
+def find_field(data: Any, path: Path) -> Any:
+    """As :func:`find`, also within dataclasses and named tuples."""
+    for name in path:
+        if is_dataclass(data) or hasattr(data, "_fields"):
+            data = {field: getattr(data, field) for field in fields_of(type(data))}
+        data = find(data, (name,))
+    return data
+
+
 def flatten(data: Any, path: Path = ()) -> Iterator[tuple[Path, object]]:
     """The entries of nested dicts and TensorDicts, with their paths."""
     for name, value in data.items():

@@ -1,5 +1,8 @@
 """Steps of several lanes in one write: in which order they come, or which field says the lane of each."""
 
+from collections import namedtuple
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -116,17 +119,73 @@ def test_a_field_of_a_dict_names_the_lanes(wide, dims):
     assert rb[0]["obs"].tolist() == ([3, 3] if wide else 3)
 
 
-def test_one_row_for_each_lane_stays_what_it_was():
+@pytest.mark.parametrize("shape", [[3], [3, 1]])
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=4))
+def test_collectors_name_the_environment_whatever_the_size_of_a_batch(shape, batches):
+    """Also of as many rows as there are lanes: of one environment, of some, or in another order."""
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(3 * LENGTH, lanes=3))
-    ids = torch.tensor([2, 1, 0])
-    rb.extend(TensorDict({"x": torch.arange(3), "collector": {"env_id": ids}}, [3]))
-    assert stored(rb, 3) == {0: [0], 1: [1], 2: [2]}
-    rb.extend(
-        TensorDict({"x": torch.arange(3, 6), "collector": {"env_id": ids}}, [3]), lane_key=("collector", "env_id")
-    )
-    assert stored(rb, 3) == {0: [0, 5], 1: [1, 4], 2: [2, 3]}
-    rb.extend(TensorDict({"x": torch.tensor([6, 7]), "collector": {"env_id": ids[:2]}}, [2]))
-    assert stored(rb, 3) == {0: [0, 5], 1: [1, 4, 7], 2: [2, 3, 6]}
+    expected, x = {0: [], 1: [], 2: []}, 0
+    for ids in batches:
+        numbers = range(x, x := x + len(ids))
+        for number, lane in zip(numbers, ids, strict=True):
+            expected[lane].append(number)
+        env_id = torch.tensor(ids).reshape(-1, *shape[1:])
+        rb.extend(TensorDict({"x": torch.tensor(numbers), "collector": {"env_id": env_id}}, [len(ids)]))
+    assert stored(rb, 3) == {lane: steps[-LENGTH:] for lane, steps in expected.items()}
+
+
+def test_environments_that_are_numbered_otherwise():
+    """As many as there are lanes have one each; others are refused."""
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(3 * LENGTH, lanes=3))
+
+    def write(first, *ids):
+        x = torch.arange(first, first + len(ids))
+        rb.extend(TensorDict({"x": x, "collector": {"env_id": torch.tensor(ids)}}, [len(ids)]))
+
+    write(0, 7, 8, 9)
+    write(3, 0, 1, 5)
+    for ids in ([7, 7, 7], [0, 0, 3], [7, 8], [0, 1, 2, 3]):
+        with pytest.raises(RowError, match=r"'env_id'\) names the lanes: lane: expected lanes in \[0, 3\), got"):
+            write(9, *ids)
+    assert stored(rb, 3) == {0: [0, 3], 1: [1, 4], 2: [2, 5]}
+
+
+@dataclass
+class Step:
+    x: object
+    where: object
+
+
+Pair = namedtuple("Pair", ["x", "where"])
+
+
+@pytest.mark.parametrize("shape", [[], [1]])
+@pytest.mark.parametrize("form", ["dict", "dataclass", "named tuple", "TensorDict"])
+@pytest.mark.parametrize("rows", ["a batch", "a list"])
+def test_a_field_of_any_rows_names_the_lanes(form, rows, shape):
+    lanes = [2, 0, 0, 2, 1]
+    kind = {"dict": dict, "dataclass": Step, "named tuple": Pair, "TensorDict": lambda **row: TensorDict(row)}[form]
+
+    def of(x, where):
+        row = {"x": torch.as_tensor(x), "where": {"lane": torch.as_tensor(where)}}
+        return kind(**row) if form != "TensorDict" else TensorDict(row, [5] if rows == "a batch" else [])
+
+    where = torch.tensor(lanes).reshape(5, *shape)
+    data = of(torch.arange(5), where) if rows == "a batch" else [of(x, where[x]) for x in range(5)]
+    rb = ReplayBuffer(storage=LazyTensorStorage(3 * LENGTH, lanes=3))
+    with pytest.raises(KeyError, match="lane_key: expected a field of the data, got 'elsewhere'"):
+        rb.extend(data, lane_key="elsewhere")
+    if rows == "a batch" and shape and form != "TensorDict":
+        with pytest.raises(RuntimeError, match=r"expected \[5, 1, \.\.\.\] in every leaf"):
+            rb.extend(data, lane_key=("where", "lane"))
+        return  # only TensorDicts say how many rows they have
+    rb.extend(data, lane_key=("where", "lane"))
+    held = {
+        k: [row.x if form in ("dataclass", "named tuple") else row["x"] for row in map(rb.__getitem__, at)]
+        for k, at in {0: [0, 1], 1: [LENGTH], 2: [2 * LENGTH, 2 * LENGTH + 1]}.items()
+    }
+    assert {k: [int(x) for x in xs] for k, xs in held.items()} == {0: [1, 2], 1: [4], 2: [0, 3]}
 
 
 def test_rows_with_a_shape_of_their_own_stay_rows():

@@ -14,7 +14,7 @@ from engram._checks import as_numbers
 from engram._tensordict import is_tensor_collection
 from engram.errors import RowError
 from engram.field_paths import checked_path, public
-from engram.nested import find, map_leaves
+from engram.nested import find_field, map_leaves
 from engram.state import integer, typed
 
 if TYPE_CHECKING:
@@ -156,18 +156,21 @@ class Lanes:
         return data, lanes.repeat(steps) if first else lanes.repeat_interleave(steps)
 
     def _by_field(self, data: object, key: object) -> tuple[object, Tensor | None]:
-        """As the values of a field say; without a ``key`` those of collectors, where the rows are not just one for each lane."""
+        """As the values of a field say; without a ``key`` those of collectors, unless they number other environments than the lanes."""
         storage, path = self._wiring.storage, _ENV_ID if key is None else checked_path(key, "extend: lane_key")
         if key is None and (not is_tensor_collection(data) or (storage.initialized and storage.structure.root.batch)):
             return data, None
-        named = find(data, path)
-        if named is None:
+        rows = data if isinstance(data, list) else [data]
+        named = [find_field(row, path) for row in rows]
+        if any(one is None for one in named):
             if key is None:
                 return data, None
             raise KeyError(f"extend: lane_key: expected a field of the data, got {key!r}.")
-        values = as_numbers("lane_key", named).to("cpu")
-        shape = data.batch_size if is_tensor_collection(data) else values.shape
-        if key is None and (shape == (storage.lanes,) or values.numel() != shape.numel()):
+        values = as_numbers("lane_key", named if isinstance(data, list) else named[0]).to("cpu")
+        shape = data.batch_size if is_tensor_collection(data) else values.shape[: 1 if isinstance(data, list) else None]
+        if key is None and (
+            values.numel() != shape.numel() or (shape == (storage.lanes,) and self._are_others(values))
+        ):
             return data, None
         if len(shape) not in (1, 2) or values.numel() != shape.numel() or storage.ndim > 1:
             raise RuntimeError(
@@ -178,6 +181,11 @@ class Lanes:
         except RowError as error:
             raise RowError(f"extend: {public(path)!r} names the lanes: {error} Name them with lane=…") from None
         return data if len(shape) == 1 else map_leaves(data, lambda x: _without_time(x, shape)), lanes
+
+    def _are_others(self, ids: Tensor) -> bool:
+        """Whether as many environments as there are lanes have other numbers than those: each has a lane of its own all the same."""
+        numbers, lanes = {*ids.flatten().tolist()}, self._wiring.storage.lanes
+        return len(numbers) == lanes and numbers != {*range(lanes)}
 
     def _checked_each(self, lanes: Tensor) -> Tensor:
         """A lane per row. Checked before anything is allocated."""

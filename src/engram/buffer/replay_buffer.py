@@ -205,8 +205,9 @@ class ReplayBuffer:
                 the next; ``"lane_first"``: all steps of a lane, then those of the next. A TensorDict may be ``[T, n]`` or ``[n, T]``.
                 With ``lane=[…]`` of those lanes, in this order.
             lane_key: a field of the data that says the lane of each row, ints ``[n]``, or ``[n, T]``: then every leaf has these two
-                dimensions, and ``n · T`` rows are written. Default, where no lane is named: ``("collector", "env_id")`` of a TensorDict
-                ``[n, T]``, or of another number of rows than of lanes.
+                dimensions, and ``n · T`` rows are written. Default, where no lane is named: ``("collector", "env_id")`` of a
+                TensorDict. Where its environments are as many as the lanes, a row each, but numbered otherwise, row ``i`` goes to
+                lane ``i``.
 
         Returns:
             int64 ``[n]`` rows; of more rows than fit, the newest stay and rows repeat. -1 for rows that the writer rejected.
