@@ -195,6 +195,13 @@ class Watchdog:
     # ---- watching --------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._look_until_stopped()
+        finally:
+            if self._signals is not None:
+                os.close(self._signals)  # here: its number must not become another file's while this thread may read
+
+    def _look_until_stopped(self) -> None:
         beat = 0.0
         while not self._stop.wait(0 if self._signals is not None else _LOOK_S):
             if self._signals is not None and signal.SIGTERM in self._received():
@@ -279,6 +286,5 @@ class Watchdog:
             signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
             signal.set_wakeup_fd(self._others)
             self._stop.set()
-            self._thread.join(2 * _LOOK_S + 1)
-            os.close(read)
-            os.close(write)
+            os.close(write)  # the thread wakes
+            self._thread.join(2 * _LOOK_S + 1) if self._thread.ident is not None else os.close(read)
