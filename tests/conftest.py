@@ -4,12 +4,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import interpreter, stress
 
-# Examples are not timed: machines that run tests are busy. pytest-timeout bounds each test as a whole.
-settings.register_profile("engram", deadline=None)
+# Examples are not timed, nor is how they are drawn: machines that run tests are busy. pytest-timeout bounds each test as a whole.
+# An ordinary run draws the same examples each time; the larger ones look for others.
+settings.register_profile(
+    "engram", deadline=None, derandomize=stress.SIZE == "small", suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("engram")
 
 
