@@ -328,7 +328,7 @@ def test_writers_go_on_while_many_rows_are_dumped(ram, monkeypatch, caplog, kind
             if len(fields) == 2:  # one is copied, the others are not
                 writer = threading.Thread(target=rb.extend, args=(marked(90, 1),), kwargs={"lane": 1})
                 writer.start()
-                writer.join(20)
+                writer.join(60)
                 assert not writer.is_alive()
         return write(part, name, *more, **how)
 

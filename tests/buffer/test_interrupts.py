@@ -300,7 +300,7 @@ def test_what_is_held_is_given_back(how, ram):
         hit = interrupted_before(n, lambda: exec(code, names))
         thread = threading.Thread(target=others)
         thread.start()
-        thread.join(10)
+        thread.join(60)
         assert (thread.is_alive(), failed, store.core.paused) == (False, [], False), "".join(hit)
         if not hit:
             break

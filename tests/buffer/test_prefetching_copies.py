@@ -235,7 +235,7 @@ def test_a_fork_does_not_wait_for_ever(threads, monkeypatch):
 
     def stuck(td):
         if threading.current_thread() is not threading.main_thread():
-            go.wait(20)
+            go.wait(60)
         return td
 
     rb, expected = buffer(2, transform=stuck), rows_of(buffer(0), 5)

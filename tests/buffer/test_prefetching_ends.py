@@ -205,7 +205,7 @@ def test_an_interrupt_while_waiting_loses_nothing(threads):
 
     def slow(td):
         if threading.current_thread() is not threading.main_thread():
-            go.wait(10)
+            go.wait(60)
         return td
 
     rb, expected = buffer(2, transform=slow), rows_of(buffer(0), 4)
@@ -254,7 +254,7 @@ def test_close_while_another_thread_waits(threads):
 
     def stuck(td):
         if threading.current_thread().name.startswith("engram"):
-            go.wait(20)
+            go.wait(60)
         return td
 
     rb = buffer(2, transform=stuck)

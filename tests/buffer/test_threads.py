@@ -302,7 +302,7 @@ class Interrupted(threading.Thread):
 
     def finish(self):
         self._stop_now = True
-        self.join(20)
+        self.join(60)
         assert not self.is_alive()
         if self.errors:
             raise self.errors[0]

@@ -146,7 +146,7 @@ class Slow:
 
         def held(*arguments):
             self.there.set()
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(60)
             return write(*arguments)
 
         monkeypatch.setattr(Job, "write_parts", held)
@@ -162,11 +162,11 @@ def test_a_second_call_waits_for_the_first_and_saves_what_is_its_own(ram, monkey
 
     def call(step, how):
         made = checkpointer.save(step, user={"is": step}, wait=how == "waiting")
-        reports.append(made if how == "waiting" else made.wait(30))
+        reports.append(made if how == "waiting" else made.wait(60))
 
     one = threading.Thread(target=call, args=(1, first))
     one.start()
-    slow.there.wait(30)
+    slow.there.wait(60)
     two = threading.Thread(target=call, args=(2, second))
     two.start()
     time.sleep(0.05)
@@ -204,12 +204,12 @@ def test_in_the_background(ram, monkeypatch):
     assert not handle.done
     with pytest.raises(TimeoutError, match=r"not over after 0\.01 s"):
         handle.wait(0.01)
-    slow.there.wait(30)
+    slow.there.wait(60)
     rb.extend(steps(300, 50))
     rb.update_priority(torch.arange(50), torch.rand(50))
     rb.sample()
     slow.go_on.set()
-    report = handle.wait(30)
+    report = handle.wait(60)
     assert handle.done
     assert (report.steps, report.lost_rows) == (300, 0)
     other = restored(ram, make=lambda: buffer(sampler=PrioritizedSampler(CAPACITY, 0.7, 0.5)))
@@ -229,7 +229,7 @@ def test_an_error_in_the_background(ram, monkeypatch):
         handle = checkpointer.save(2, wait=False)
         for _ in range(2):
             with pytest.raises(OSError, match="No space left"):
-                handle.wait(30)
+                handle.wait(60)
     assert handle.done
     assert len(restored(ram)) == 300
     checkpointer.save(3)
@@ -241,11 +241,11 @@ def test_rows_that_were_overwritten_before_they_were_copied_are_counted(ram, mon
     slow = Slow(monkeypatch)
     rb = buffer(700)
     handle = Checkpointer(ram, rb).save(1, wait=False)
-    slow.there.wait(30)
+    slow.there.wait(60)
     if overwritten:
         rb.extend(steps(700, overwritten))
     slow.go_on.set()
-    report = handle.wait(30)
+    report = handle.wait(60)
     lost = min(700, max(0, overwritten - (CAPACITY - 700)))
     assert (report.steps, report.lost_rows) == (700 - lost, lost)
     other = restored(ram)
@@ -264,7 +264,7 @@ def test_rows_replaced_before_they_were_copied(ram, monkeypatch, how):
     slow = Slow(monkeypatch)
     checkpointer = Checkpointer(ram / "s", rb)
     handle = checkpointer.save(1, wait=False)
-    slow.there.wait(30)
+    slow.there.wait(60)
     if how == "loads":
         rb.loads(ram / "dump")
     elif how == "empty":
@@ -273,7 +273,7 @@ def test_rows_replaced_before_they_were_copied(ram, monkeypatch, how):
     else:
         rb.share()
     slow.go_on.set()
-    report = handle.wait(30)
+    report = handle.wait(60)
     assert (report.steps, report.lost_rows) == ((700, 0) if how == "share" else (0, 700))
     other = restored(ram / "s")
     assert other["at"].tolist() == list(range(report.steps))
@@ -288,11 +288,11 @@ def test_another_storage_before_the_rows_were_copied(ram, monkeypatch):
     rb = buffer(700)
     checkpointer = Checkpointer(ram, rb)
     handle = checkpointer.save(1, wait=False)
-    slow.there.wait(30)
+    slow.there.wait(60)
     rb.set_storage(LazyTensorStorage(CAPACITY))
     rb.extend(steps(9000, 700))
     slow.go_on.set()
-    assert handle.wait(30).lost_rows == 0
+    assert handle.wait(60).lost_rows == 0
     assert restored(ram)["at"].tolist() == list(range(700))
     assert checkpointer.save(2).bytes_linked == 0
     assert restored(ram)["at"].tolist() == list(range(9000, 9700))
@@ -388,10 +388,10 @@ def test_dumps_and_a_series_do_not_disturb_each_other(ram, monkeypatch):
     slow = Slow(monkeypatch)
     rb = buffer(300)
     handle = Checkpointer(ram / "s", rb).save(1, wait=False)
-    slow.there.wait(30)
+    slow.there.wait(60)
     rb.dumps(ram / "d")
     slow.go_on.set()
-    handle.wait(30)
+    handle.wait(60)
     other = buffer()
     other.loads(ram / "d")
     assert contents(other) == contents(restored(ram / "s")) == contents(rb)
@@ -441,7 +441,7 @@ def test_a_save_in_the_background_that_fails_is_told(ram, caplog, monkeypatch):
     )
     handle = checkpointer.save(7, wait=False)
     with pytest.raises(OSError, match="No space left"):
-        handle.wait(10)
+        handle.wait(60)
     assert "the save of step 7 failed: OSError" in caplog.text
 
 

@@ -475,7 +475,7 @@ def test_a_later_incarnation_takes_over(ram):
     old.save(1)
     new.save(2)
     before = tree(ram)
-    for call in (lambda: old.save(3), lambda: old.prune(1), lambda: old.save(3, wait=False).wait(20)):
+    for call in (lambda: old.save(3), lambda: old.prune(1), lambda: old.save(3, wait=False).wait(60)):
         with pytest.raises(RuntimeError, match="This process was replaced"):
             call()
     assert tree(ram) == before

@@ -81,7 +81,7 @@ class Handles(Saves):
 
     def save(self):
         self.checkpointer = getattr(self, "checkpointer", None) or Checkpointer(self.folder, self.rb, keep=1)
-        self.checkpointer.save(len(os.listdir(self.folder)), wait=False).wait(30)
+        self.checkpointer.save(len(os.listdir(self.folder)), wait=False).wait(60)
 
 
 def check_tidy(work, folder):

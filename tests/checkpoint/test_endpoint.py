@@ -74,7 +74,7 @@ def test_request_status_and_list(served):
     code, asked = said(endpoint)
     assert code == 202
     assert said(endpoint, "GET", f"/checkpoint/{asked['id']}")[1]["state"] == "asked"
-    name = ck.poll(5).wait(10).name
+    name = ck.poll(5).wait(60).name
     assert said(endpoint, "GET", f"/checkpoint/{asked['id']}") == (
         200,
         {
@@ -121,8 +121,8 @@ def test_two_requests_to_a_job_are_one_checkpoint_of_all_ranks(tmp_path):
         play(ck._job.buffer, rank, 0, [3])
         with ck.serve() as endpoint:
             asked = [said(endpoint) for _ in range(2)] if rank == 0 else []
-            ranks.gather(b"", 5.0)
-            saved = [handle.wait(10).name for step in range(1, 10) if (handle := ck.poll(step)) is not None]
+            ranks.gather(b"", 60.0)
+            saved = [handle.wait(60).name for step in range(1, 10) if (handle := ck.poll(step)) is not None]
             assert len(saved) == 1
             if rank:
                 return saved
@@ -231,7 +231,7 @@ def test_rule_18_nothing_is_chosen_by_the_client(served):
 def test_rule_19_limits(served, monkeypatch):
     ck, endpoint = served
     assert call(endpoint, body=b" " * 4096)[0] == 202
-    ck.poll(1).wait(10)
+    ck.poll(1).wait(60)
     assert call(endpoint, body=b" " * 4097)[0] == 413
     assert call(endpoint, X="a" * 9000)[0] == 431
     monkeypatch.setattr(endpoints, "READ_S", 0.2)
@@ -404,12 +404,12 @@ def test_a_minimum_interval(tmp_path, monkeypatch):
     monkeypatch.setattr(endpoints, "time", clock)
     with ck.serve(interval=1000.0) as endpoint:
         assert call(endpoint)[0] == 202
-        ck.poll(1).wait(10)
+        ck.poll(1).wait(60)
         assert call(endpoint)[0] == 429
         assert not ck.requests.any
         later = 1000.0
         assert call(endpoint)[0] == 202
-        ck.poll(2).wait(10)
+        ck.poll(2).wait(60)
         later = 0.0
         assert call(endpoint)[0] == 429
         later = 1000.0  # it counts from the end of the save, whether anybody asked since or not
@@ -463,7 +463,7 @@ def many_at_once_are_one_save_and_leave_nothing_behind(tmp_path, n):
         assert now[:2] == (fds, threads)
         assert now[2] < objects + clients * n / 4
         gate.set()
-        handle.wait(10)
+        handle.wait(60)
         ck.poll(2)
     codes, ids = sum((it[0] for it in answers), Counter()), set().union(*(it[1] for it in answers))
     assert codes.keys() == {200, 202, 400, 401}

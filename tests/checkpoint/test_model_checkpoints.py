@@ -91,7 +91,7 @@ def test_all_ranks_take_the_same(tmp_path):
         ck = checkpointer(tmp_path, rb, ranks)
         for step in (1, 5):
             ck.save(step)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         return ck.restore(name="ckpt-000000000003-e0001-00000000", at_most=4).step
 
     with pytest.warns(UserWarning, match="is loaded, as: .*expected a checkpoint called 'ckpt-000000000003"):

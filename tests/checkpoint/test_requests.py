@@ -25,7 +25,7 @@ def train(ranks, rank, root, steps, *, ask=None, every=None, poll_every=5, **mor
             ck.request()
         handle = ck.poll(step)
         if handle is not None:
-            saved.append((step, handle.wait(20).name))
+            saved.append((step, handle.wait(60).name))
     return saved
 
 
@@ -65,19 +65,19 @@ def test_what_is_due_while_a_save_goes_on_waits_and_stops_nobody(tmp_path):
         play(ck._job.buffer, rank, 0, [3])
         if rank == 1:
             real = ck._job.saved
-            ck._job.saved = lambda *args: gate.wait(10) and real(*args)
+            ck._job.saved = lambda *args: gate.wait(60) and real(*args)
         first = ck.poll(5)
         if rank == 0:
-            first.wait(10)
+            first.wait(60)
         started = time.monotonic()
         assert [ck.poll(step) for step in range(6, 13)] == [None] * 7
         assert time.monotonic() - started < 2
         gate.set()
-        first.wait(10)
-        ranks.gather(b"", 5.0)
+        first.wait(60)
+        ranks.gather(b"", 60.0)
         second = ck.poll(13)
         assert second is not first
-        return [first.wait(10).step, second.wait(10).step, ck.poll(14)]
+        return [first.wait(60).step, second.wait(60).step, ck.poll(14)]
 
     assert done(job(2, act)) == [[5, 13, None]] * 2
 
@@ -87,12 +87,12 @@ def test_one_process_does_not_get_a_handle_of_a_save_that_it_did_not_begin(tmp_p
     ck = checkpointer(tmp_path, buffer(), Ranks.local(), every_steps=1)
     play(ck._job.buffer, 0, 0, [3])
     real = ck._job.write_parts
-    ck._job.write_parts = lambda *args: gate.wait(10) and real(*args)
+    ck._job.write_parts = lambda *args: gate.wait(60) and real(*args)
     handles = [ck.poll(step) for step in range(1, 6)]
     assert handles[1:] == [None] * 4
     gate.set()
-    handles[0].wait(10)
-    assert ck.poll(6).wait(10).step == 6
+    handles[0].wait(60)
+    assert ck.poll(6).wait(60).step == 6
     assert [name.step for name in series.names(tmp_path)] == [6, 1]
 
 
@@ -118,7 +118,7 @@ def test_a_failure_that_ranks_hear_of_at_different_steps_does_not_part_them(tmp_
                 try:
                     return write()
                 finally:
-                    late.wait(10)
+                    late.wait(60)
 
             attempt._write = late_write
             return attempt
@@ -130,14 +130,14 @@ def test_a_failure_that_ranks_hear_of_at_different_steps_does_not_part_them(tmp_
             if late.is_set() and ck._current is not None:
                 ck._current.join()
             if step > 8:
-                ranks.gather(b"", 5.0)  # no save goes on
+                ranks.gather(b"", 60.0)  # no save goes on
             if step == 12 and rank == 1:
                 ck.request()
             try:
                 ck.poll(step)
             except (RankFailed, UserWarning) as error:
                 told[step] = str(error)
-        ck._current.wait(10)
+        ck._current.wait(60)
         return told
 
     with warnings.catch_warnings(action="error"):
@@ -159,9 +159,9 @@ def test_every_so_many_minutes_of_rank_0s_clock(tmp_path):
         for step in range(1, 26):
             ck._schedule._began -= later.get((rank, step), 0)
             if (handle := ck.poll(step)) is not None:
-                handle.wait(20)
+                handle.wait(60)
                 saved.append(step)
-            ranks.gather(b"", 20.0)  # no save goes on at the next agreement
+            ranks.gather(b"", 60.0)  # no save goes on at the next agreement
         return saved
 
     assert done(job(2, act)) == [[15, 20]] * 2
@@ -174,7 +174,7 @@ def test_minutes_count_from_the_last_save_and_the_restore(tmp_path):
         ck._schedule._began -= 61
         return ck
 
-    assert made().poll(1).wait(10)
+    assert made().poll(1).wait(60)
     for act in (lambda ck: ck.save(2), lambda ck: ck.restore()):
         ck = made()
         act(ck)
@@ -183,7 +183,7 @@ def test_minutes_count_from_the_last_save_and_the_restore(tmp_path):
     play(ck._job.buffer, 0, 0, [3])
     assert ck.poll(4) is None
     time.sleep(0.07)
-    assert ck.poll(5).wait(10)
+    assert ck.poll(5).wait(60)
 
 
 def test_after_a_restore_the_next_save_is_due_one_period_later(tmp_path):
@@ -192,7 +192,7 @@ def test_after_a_restore_the_next_save_is_due_one_period_later(tmp_path):
     ck.save(25)
     again = checkpointer(tmp_path, buffer(), Ranks.local(), every_steps=10)
     again.restore()
-    assert [step for step in range(26, 45) if (h := again.poll(step)) and h.wait(10)] == [30, 40]
+    assert [step for step in range(26, 45) if (h := again.poll(step)) and h.wait(60)] == [30, 40]
 
 
 def test_two_requests_are_one_save(tmp_path):
@@ -202,7 +202,7 @@ def test_two_requests_are_one_save(tmp_path):
         assert ck.requests.ask() is ck.requests.ask()
         ck.request()
         first = ck.poll(1)
-        first.wait(10)
+        first.wait(60)
         return ck.poll(2)
 
     assert done(job(2, act)) == [None, None]
@@ -217,16 +217,16 @@ def test_a_request_while_a_save_goes_on_waits_and_is_not_lost(tmp_path):
         play(ck._job.buffer, rank, 0, [3])
         if rank == 1:
             real = ck._job.write_parts
-            ck._job.write_parts = lambda *args: gate.wait(10) and real(*args)
+            ck._job.write_parts = lambda *args: gate.wait(60) and real(*args)
         ck.request()
         first = ck.poll(1)
         ck.request()
         assert ck.poll(2) is None
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         gate.set()
-        first.wait(10)
-        ranks.gather(b"", 5.0)
-        return ck.poll(3).wait(10).step
+        first.wait(60)
+        ranks.gather(b"", 60.0)
+        return ck.poll(3).wait(60).step
 
     assert done(job(2, act)) == [3, 3]
 
@@ -260,7 +260,7 @@ def test_who_asks_while_a_save_begins_joins_it(tmp_path):
             return real(*args, **more)
 
         setattr(place, name, act)
-    ck.poll(1).wait(10)
+    ck.poll(1).wait(60)
     assert {it.id for it in asked} == {asked[0].id}
     assert len(asked) == 3
     assert ck.poll(2) is None
@@ -275,7 +275,7 @@ def test_sigusr2_asks_and_the_old_handler_is_still_called(tmp_path):
         with ck.listen_signals():
             assert ck.poll(1) is None
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert ck.poll(2).wait(10).step == 2
+            assert ck.poll(2).wait(60).step == 2
             assert ck.poll(3) is None
         assert heard == [1]
         os.kill(os.getpid(), signal.SIGUSR2)
@@ -327,7 +327,7 @@ def test_what_was_told_of_attempts_is_forgotten(tmp_path):
                 ck.save(step if rank or step % 3 else -1)
             except RankFailed:
                 assert step % 3 == 0
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         return [key for key in ranks._board.values if "attempt/" in key]
 
     assert done(job(2, act)) == [[], []]

@@ -90,7 +90,7 @@ def settled(folder):
     """What is in a folder, sorted, when everything is over that nobody waits for."""
     for thread in threading.enumerate():
         if thread.name == disk.BACKGROUND:
-            thread.join(30)
+            thread.join(60)
     return sorted(os.listdir(folder))
 
 

@@ -270,14 +270,14 @@ def test_nobody_waits_for_the_removal_of_the_old_dump(tmp_path, monkeypatch):
 
     def slow(path):
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         removed.append(path.name)
         remove(path)
 
     made.write_dump(tmp_path / "d", seed=1)
     monkeypatch.setattr(disk, "remove", slow)
     made.write_dump(tmp_path / "d", seed=2)
-    assert begun.wait(30)
+    assert begun.wait(60)
     made.write_dump(tmp_path / "d", seed=2)
     Dump().check(tmp_path, done=True)
     assert removed == []

@@ -93,12 +93,12 @@ def test_the_first_failure_stops_the_others(fails):
     began, others = threading.Barrier(READERS), []
 
     def failing():
-        began.wait(10)
+        began.wait(60)
         raise OSError("the disk is gone")
         yield
 
     def endless(share):
-        began.wait(10)
+        began.wait(60)
         for _ in range(10_000):
             yield partial(time.sleep, 0.001)
         others.append(share)

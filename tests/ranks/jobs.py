@@ -8,7 +8,9 @@ from tensordict import TensorDict
 
 from engram import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
+from engram.format import series
 from engram.ranks import Ranks
+from tests.ranks.processes import wait_for
 
 
 def job(n, act, *more):
@@ -30,7 +32,7 @@ def played(every, act, *more):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(100)
         assert not thread.is_alive(), "a rank hangs"
     return results
 
@@ -126,5 +128,18 @@ def layout(rb):
     return found
 
 
+def decides_when_voted(ck, ranks, timeout):
+    """Let the time for votes begin once these ranks have voted; the others alone are missed, on a slow machine too."""
+    real, joined = ck._job.protocol.decided, ck._job.protocol.joined
+
+    def decided(folder, _):
+        wait_for(lambda: all(series.votes(folder)[rank].shard for rank in ranks))
+        return real(folder, timeout)
+
+    ck._job.protocol.decided = decided
+    ck._job.protocol.joined = lambda number, _: joined(number, timeout)
+    return ck
+
+
 def checkpointer(root, rb, ranks, **more):
-    return Checkpointer(root, rb, ranks=ranks, **{"timeout": 10.0, **more})
+    return Checkpointer(root, rb, ranks=ranks, **{"timeout": 60.0, **more})

@@ -24,7 +24,7 @@ def test_a_bad_argument_of_one_rank_is_told_to_all_and_the_next_save_is_made(tmp
         started = time.monotonic()
         with pytest.raises(RankFailed) as failed:
             ck.save(**({"step": 1} | (wrong if here == rank else {})))
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 50
         return str(failed.value).partition("rank ")[2], ck.save(2).name
 
     said = done(job(2, act))
@@ -43,7 +43,7 @@ def test_one_process_alone_raises_at_once_and_saves_again(tmp_path, wrong, wait)
         ck.save(**({"step": 1} | wrong), wait=wait)
     assert series.names(tmp_path) == []
     saved = ck.save(2, wait=False)
-    assert saved.wait(10).step == 2
+    assert saved.wait(60).step == 2
 
 
 @pytest.mark.parametrize("where", ["prepare", "snapshot", "_write"])
@@ -61,7 +61,7 @@ def test_whatever_goes_wrong_the_handle_ends(tmp_path, monkeypatch, where, wait)
 
     def saves(wait):
         said = ck.save(1, wait=wait)
-        said.wait(10)
+        said.wait(60)
 
     with monkeypatch.context() as patch:
         patch.setattr(Job if where == "snapshot" else SaveAttempt, where, fails(KeyboardInterrupt()))
@@ -81,7 +81,7 @@ def test_numbers_of_numpy_are_steps(tmp_path):
         play(rb, rank, 0, [3])
         ck = checkpointer(tmp_path, rb, ranks, every_steps=5)
         kind = np.int64 if rank else int
-        saved = [handle.wait(10).step for step in range(1, 11) if (handle := ck.poll(kind(step)))]
+        saved = [handle.wait(60).step for step in range(1, 11) if (handle := ck.poll(kind(step)))]
         return [*saved, ck.save(kind(11)).step]
 
     assert done(job(2, act)) == [[5, 10, 11]] * 2
@@ -98,7 +98,7 @@ def test_a_bad_argument_of_poll_leaves_all_ranks_in_step(tmp_path, rank, wrong, 
     def act(ranks, here):
         rb = buffer()
         play(rb, here, 0, [3])
-        ck = checkpointer(tmp_path, rb, ranks, every_steps=5, poll_every=4, on_failure="raise", timeout=20.0)
+        ck = checkpointer(tmp_path, rb, ranks, every_steps=5, poll_every=4, on_failure="raise", timeout=60.0)
         saved = []
         for number in range(1, 25):
             if number == 17:
@@ -110,7 +110,7 @@ def test_a_bad_argument_of_poll_leaves_all_ranks_in_step(tmp_path, rank, wrong, 
                 continue
             handle = ck.poll(**arguments)
             if handle is not None:
-                saved.append(handle.wait(20).step)
+                saved.append(handle.wait(60).step)
         return ck._schedule._polls, saved
 
     said = done(job(2, act))

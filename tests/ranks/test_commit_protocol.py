@@ -14,13 +14,13 @@ def test_what_cannot_be_tidied_is_a_warning_in_the_log(tmp_path, monkeypatch, ca
         play(rb, rank, 0, [3])
         ck = checkpointer(tmp_path, rb, ranks, keep=1)
         names = [ck.save(1).name]
-        ranks.gather(b"", 5.0)  # rank 0 has tidied
+        ranks.gather(b"", 60.0)  # rank 0 has tidied
         monkeypatch.setattr(series, what, fails) if rank == 0 else None
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         names.append(ck.save(2).name)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         monkeypatch.undo() if rank == 0 else None
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         return [*names, ck.save(3).name]
 
     def fails(*_):

@@ -1,7 +1,7 @@
 """What is saved when a rank fails, and how ranks leave the watch."""
 
 import sys
-import time
+import threading
 
 import pytest
 
@@ -9,6 +9,7 @@ from engram import Ranks
 from engram.checkpoint import watchdog as watch
 from engram.format import series
 from tests.ranks.jobs import buffer, checkpointer, done, job, play
+from tests.ranks.processes import wait_for
 
 
 class Failed(Exception):
@@ -92,27 +93,58 @@ def test_what_was_told_is_a_copy(tmp_path):
 # ---- leaving ---------------------------------------------------------------------------------------------------------------
 
 
+class Clock:
+    """The seconds of watches. A tenth passes when each of them that goes on has looked: none is silent for being slow."""
+
+    def __init__(self):
+        self.watches = 2
+        self._looked = {}
+        self._lock = threading.Lock()
+        self._looks = 0
+
+    def monotonic(self):
+        return self._looks / 10
+
+    def look(self, watchdog, real):
+        real(watchdog)
+        with self._lock:
+            self._looked[watchdog] = True
+            going = [one for one in self._looked if not one._stop.is_set()]
+            if len(self._looked) == self.watches and all(self._looked[one] for one in going):
+                self._looks += 1
+                self._looked.update(dict.fromkeys(going, False))
+
+    def wait(self, seconds):
+        until = self.monotonic() + seconds
+        wait_for(lambda: self.monotonic() >= until)
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """Signs of life come often, and their lack is noticed soon."""
-    monkeypatch.setattr(watch, "_BEAT_S", 0.05)
+    clock, real = Clock(), watch.Watchdog._look_for_life
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch, "_LOOK_S", 0.02)
+    monkeypatch.setattr(watch, "_BEAT_S", 0.0)
     monkeypatch.setattr(watch, "_SILENT_S", 1.0)
+    monkeypatch.setattr(watch.Watchdog, "_look_for_life", lambda watchdog: clock.look(watchdog, real))
+    return clock
 
 
-def inside(root, act, timeout=10.0):
-    """Two ranks, each of which calls ``act(rank)`` as the guarded training; for how long each was inside."""
+def inside(root, clock, act, timeout=60.0):
+    """Two ranks, each of which calls ``act(rank)`` as the guarded training; for how long each was inside, by that clock."""
 
     def body(ranks, rank):
         rb = buffer(2, 64)
         play(rb, rank, 0, [3])
         ck = checkpointer(root, rb, ranks, timeout=timeout)
-        started = time.monotonic()
+        started = clock.monotonic()
         try:
             with ck.guard(grace=0.5):
                 act(rank)
         except SystemExit as left:
             assert left.code in (None, 0)  # noqa: PT017 - others must end in any case
-        return time.monotonic() - started
+        return clock.monotonic() - started
 
     return done(job(2, body))
 
@@ -123,16 +155,18 @@ def test_a_rank_that_exits_without_an_error_leaves(tmp_path, quick, code, later)
     """Before its first heartbeat, and after some; another rank that goes on does not think that it died."""
 
     def act(rank):
-        time.sleep(later if rank else later + 1.5)
+        quick.wait(later if rank else later + 1.5)
         if rank:
             sys.exit(code)
 
-    took = inside(tmp_path, act)
-    assert all(1.4 < it < 5 for it in took)
+    took = inside(tmp_path, quick, act)
+    assert all(1.4 < it < 50 for it in took)
     assert series.names(tmp_path) == []
 
 
 def test_a_rank_that_dies_before_its_first_sign_of_life(tmp_path, quick):
+    quick.watches = 1
+
     def body(ranks, rank):
         rb = buffer(2, 64)
         play(rb, rank, 0, [3])
@@ -140,20 +174,26 @@ def test_a_rank_that_dies_before_its_first_sign_of_life(tmp_path, quick):
         if rank:
             ck._job.protocol.claim(5.0)  # as it enters; and nothing more comes
             return 0
-        started = time.monotonic()
+        started = quick.monotonic()
         with ck.guard(grace=0.5):
             pass
-        return time.monotonic() - started
+        return quick.monotonic() - started
 
-    assert 0.9 < done(job(2, body))[0] < 5
+    assert 0.9 < done(job(2, body))[0] < 50
     (name,) = series.names(tmp_path)
     assert [vote.shard is not None for vote in series.votes(tmp_path / str(name))] == [True, False]
 
 
 def test_nobody_waits_for_ever_for_others_to_leave(tmp_path, quick, caplog):
     """Who lives and does not leave is named; and does not think that the other one died, though that beats no more."""
-    took = inside(tmp_path, lambda rank: time.sleep(6.0 * rank), timeout=1.0)
-    assert took[0] < 5 < took[1]
+
+    def act(rank):
+        if rank:
+            wait_for(lambda: "rank 0 left guard()" in caplog.text)
+            quick.wait(2.0)
+
+    took = inside(tmp_path, quick, act, timeout=1.0)
+    assert 1.0 <= took[0] < took[1] - 1.9
     assert [it.message for it in caplog.records if it.levelname == "ERROR"] == [
         "rank 0 left guard() without ranks [1], 1 s after its end"
     ]

@@ -11,15 +11,16 @@ from engram import RankFailed
 from engram.format import disk
 from tests import stress
 from tests.format.checkpoint_folders import tree
+from tests.processes import running
 from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
-from tests.ranks.processes import answer, join, run, start, stopped, wait_for
+from tests.ranks.processes import answer, join, only_for_the_dead, run, start, stopped, wait_for
 
 #: What all ranks do one after the other; each hears of the others before it goes on.
 PHASES = ("finding", "opening", "planning", "checking", "loading")
 #: Of restores that give every rank its own shard: there is nothing to plan.
 EXACT = tuple(phase for phase in PHASES if phase != "planning")
-#: Of others: a rank that lives is not that late, on a busy machine either.
-TIMEOUT = 2.0
+#: Of a rank that is gone; those that live are waited for.
+TIMEOUT = 0.5
 
 
 def lengths_of(rank):
@@ -90,14 +91,20 @@ def test_a_rank_that_goes_silent(tmp_path, victim, targets, phase, when):
     """The logic of it, in threads: each phase, before and after the others were told that it is over."""
     steps, files = saved(tmp_path)
     lanes = (2, 64) if targets == 3 else (2, 128)
+    alive = set(range(targets))
+
+    def ended():
+        alive.remove(victim)
+        raise Gone
 
     def act(ranks, rank):
         rb = used(*lanes)
+        only_for_the_dead(ranks, alive.copy, TIMEOUT)
         if rank == victim:
-            ends(ranks, EXACT if targets == 3 else PHASES, phase, when, lambda: (_ for _ in ()).throw(Gone))
+            ends(ranks, EXACT if targets == 3 else PHASES, phase, when, ended)
         started = time.monotonic()
         try:
-            checkpointer(tmp_path, rb, ranks, timeout=TIMEOUT).restore()
+            checkpointer(tmp_path, rb, ranks).restore()
             said = None
         except RankFailed as error:
             said = str(error)
@@ -111,7 +118,7 @@ def test_a_rank_that_goes_silent(tmp_path, victim, targets, phase, when):
         assert said is None or f"rank {victim}" in said
         assert there == old if kept(phase, when) == "old" else there <= steps
         assert bool(there) == (kept(phase, when) != "nothing")
-        assert took < 5 * TIMEOUT
+        assert took < 50
     assert tree(tmp_path) == files or kept(phase, when) == "new"  # then there is a report
     again = done(job(targets, restored, tmp_path, lanes))
     assert set().union(*again) == steps
@@ -125,17 +132,22 @@ def restored(ranks, _, root, lanes=(2, 128)):
 
 # ---- processes -----------------------------------------------------------------------------------------------------------
 
+
+def living(folder, n):
+    return {rank for rank in range(n) if running((folder / f"pid-{rank}").read_text())}
+
+
 KILLED = {"is killed": lambda: os.kill(os.getpid(), signal.SIGKILL), "exits": lambda: os._exit(7)}
 
 
 def dies(ranks, rank, folder, root, victim, phase, when, how):
-    ranks._timeout = TIMEOUT
     rb = used(2, 128)
+    only_for_the_dead(ranks, lambda: living(folder, ranks.world), TIMEOUT)
     if rank == victim:
         ends(ranks, PHASES, phase, when, KILLED[how])
     started = time.monotonic()
     try:
-        checkpointer(root, rb, ranks, timeout=TIMEOUT).restore()
+        checkpointer(root, rb, ranks).restore()
         said = None
     except RankFailed as error:
         said = str(error)
@@ -181,21 +193,26 @@ def test_a_process_dies(tmp_path, victim, phase, when, how):
             # The store ends with rank 0: whoever hears of that before it began to load has what it had.
             allowed = {"old": [old], "nothing": [set(), old][: 2 - victim], "new": [set()]}
             assert set(it["who"]) in allowed[kept(phase, when)]
-        assert it["took"] < 5 * TIMEOUT
+        assert it["took"] < 50
     if (phase, when) != ("loading", "after"):
         assert tree(root) == files
     assert set().union(*done(job(2, restored, root))) == steps
 
 
-def is_stopped(ranks, rank, folder, root, victim, phase, when, timeout):
-    """A restore with one that is stopped, and one more when it goes on."""
+def going(folder, n):
+    return {rank for rank in range(n) if not stopped(int((folder / f"pid-{rank}").read_text()))}
+
+
+def is_stopped(ranks, rank, folder, root, victim, phase, when, waits):
+    """A restore with one that is stopped, for which others wait or not, and one more when it goes on."""
     rb = used(2, 128)
-    ck = checkpointer(root, rb, ranks, timeout=timeout)
+    ck = checkpointer(root, rb, ranks)
+    if not waits:
+        only_for_the_dead(ranks, lambda: going(folder, ranks.world), TIMEOUT)
     if rank == victim:
         ends(ranks, PHASES, phase, when, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     found = []
-    for seconds in (timeout, 10.0):
-        ck._job.options = ck._job.options._replace(timeout=seconds)
+    for _ in range(2):
         try:
             ck.restore()
             said = None
@@ -203,8 +220,8 @@ def is_stopped(ranks, rank, folder, root, victim, phase, when, timeout):
             said = str(error)
         found.append([said, sorted(whos(steps_of(rb)))])
         (folder / f"said-{rank}").touch()
-        if rank == victim:
-            ranks.__dict__.pop("gather", None)
+        ranks.__dict__.pop("gather", None)
+        ranks.__dict__.pop("_wait", None)
     (folder / f"over-{rank}").touch()
     if rank == 0:  # it holds the store
         wait_for(lambda: all((folder / f"over-{other}").exists() for other in range(ranks.world)))
@@ -216,8 +233,9 @@ def test_a_process_is_stopped_for_longer_than_others_wait(tmp_path, phase, when)
     """They give up and say who it was. When it goes on it does not load either; then all try again."""
     root, folder = tmp_path / "root", tmp_path / "job"
     steps, _ = saved(root)
-    every = start(3, is_stopped, folder, root, 1, phase, when, TIMEOUT)
+    every = start(3, is_stopped, folder, root, 1, phase, when, False)
     wait_for(lambda: all((folder / f"said-{rank}").exists() for rank in (0, 2)))
+    wait_for(lambda: stopped(every[1].pid))
     assert not (folder / "said-1").exists()
     os.kill(every[1].pid, signal.SIGCONT)
     assert join(every) == [0, 0, 0]
@@ -233,7 +251,7 @@ def test_a_process_is_stopped_for_longer_than_others_wait(tmp_path, phase, when)
 def test_a_process_is_stopped_for_a_moment(tmp_path):
     root, folder = tmp_path / "root", tmp_path / "job"
     steps, _ = saved(root)
-    every = start(3, is_stopped, folder, root, 1, "planning", "before", 10.0)
+    every = start(3, is_stopped, folder, root, 1, "planning", "before", True)
     wait_for(lambda: every[1].pid and stopped(every[1].pid))
     time.sleep(0.3)
     os.kill(every[1].pid, signal.SIGCONT)

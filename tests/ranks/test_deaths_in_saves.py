@@ -10,6 +10,7 @@ import pytest
 from engram import RankFailed
 from engram.format import series
 from tests import stress
+from tests.processes import running
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, steps_of, whos
 from tests.ranks.processes import answer, join, meet, run, start, stopped, wait_for
 
@@ -40,6 +41,24 @@ def ends(ck, phase, end):
     setattr(place, name, ended)
 
 
+def impatient(ck, phase, seconds):
+    """Wait no longer for what a rank that ends in this phase of the next save does not do: for all else as long as it takes.
+
+    Returns how to be patient again.
+    """
+    patient, begin = ck._job.options, ck._job.protocol.begin
+    if phase not in ("decide", "retire"):  # then all have voted
+        ck._job.options = patient._replace(timeout=seconds)
+    if phase != "begin":
+        ck._job.protocol.begin = lambda number, begun, _: begin(number, begun, patient.timeout)
+
+    def again():
+        ck._job.options = patient
+        ck._job.protocol.__dict__.pop("begin", None)
+
+    return again
+
+
 def heard(act):
     """The name of a checkpoint, or what a rank is told; and after how long."""
     started = time.monotonic()
@@ -68,12 +87,15 @@ def check_next_job(root, step):
 
 
 def dies(ranks, rank, folder, victims, phase):
-    ck = checkpointer(folder / "root", filled(rank), ranks, timeout=2.0)
+    ck = checkpointer(folder / "root", filled(rank), ranks)
     first = ck.save(1).name
     meet(folder, "saved", ranks)  # rank 0 has made it the latest
+    impatient(ck, phase, 1.0)
     if rank in victims:
         ends(ck, phase, lambda: os.kill(os.getpid(), signal.SIGKILL))
     said, took = heard(lambda: ck.save(2))
+    if rank == 0:  # it holds the store
+        wait_for(lambda: not running((folder / "pid-1").read_text()))
     return {"first": first, "said": said, "took": took}
 
 
@@ -97,7 +119,7 @@ def test_killed_in_a_phase_of_a_save(tmp_path, victim, phase):
         assert other["said"].startswith("RankFailed")
         assert f"[{victim}]" in other["said"] or f"rank {victim}" in other["said"]
         assert path.name == other["first"]
-    assert other["took"] < 6
+    assert other["took"] < 50
     check_next_job(root, 2)
 
 
@@ -118,16 +140,18 @@ def test_all_are_killed_after_they_voted(tmp_path):
 
 def is_stopped(ranks, rank, folder, victim, phase, timeout):
     """A save with one that is stopped, and one more when it goes on."""
-    ck = checkpointer(folder / "root", filled(rank), ranks, timeout=timeout)
+    ck = checkpointer(folder / "root", filled(rank), ranks)
     first = ck.save(1).name
     meet(folder, "saved", ranks)
+    patient = impatient(ck, phase, timeout)
     if rank == victim:
         ends(ck, phase, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     said, took = heard(lambda: ck.save(2))
     (folder / f"said-{rank}").touch()
-    ranks.gather(b"", 10.0)
+    ranks.gather(b"", 60.0)
     latest = series.latest(folder / "root")[0].name
-    ranks.gather(b"", 10.0)
+    patient()
+    ranks.gather(b"", 60.0)
     again, _ = heard(lambda: ck.save(3))
     meet(folder, "over", ranks)  # rank 0 holds the store
     return {"first": first, "said": said, "took": took, "latest": latest, "again": again}
@@ -142,7 +166,7 @@ SOME_STOPPED = [(1, "write"), (1, "vote"), (0, "decide")]
 def test_stopped_for_longer_than_others_wait(tmp_path, victim, phase):
     """They give up and say who it was. When it goes on it votes, and writes, for nothing: what is decided stays so."""
     folder = tmp_path / "job"
-    every = start(2, is_stopped, folder, victim, phase, 1.5)
+    every = start(2, is_stopped, folder, victim, phase, 1.0)
     wait_for((folder / f"said-{1 - victim}").exists)
     wait_for(lambda: stopped(every[victim].pid))
     os.kill(every[victim].pid, signal.SIGCONT)
@@ -150,7 +174,7 @@ def test_stopped_for_longer_than_others_wait(tmp_path, victim, phase):
     stuck, other = answer(folder, victim), answer(folder, 1 - victim)
     assert stuck["latest"] == other["latest"]
     assert stuck["again"] == other["again"] == series.latest(folder / "root")[0].name
-    assert other["took"] < 8
+    assert other["took"] < 50
     if phase == "decide":
         assert stuck["said"] == other["said"] == other["latest"] != other["first"]
         return
@@ -163,7 +187,7 @@ def test_stopped_for_longer_than_others_wait(tmp_path, victim, phase):
 
 def test_stopped_for_a_moment(tmp_path):
     folder = tmp_path / "job"
-    every = start(2, is_stopped, folder, 1, "write", 10.0)
+    every = start(2, is_stopped, folder, 1, "write", 60.0)
     wait_for(lambda: every[1].pid and stopped(every[1].pid))
     time.sleep(0.3)
     os.kill(every[1].pid, signal.SIGCONT)
@@ -173,12 +197,15 @@ def test_stopped_for_a_moment(tmp_path):
 
 
 def holds_the_store(ranks, rank, folder):
-    ck = checkpointer(folder / "root", filled(rank), ranks, timeout=2.0)
+    ck = checkpointer(folder / "root", filled(rank), ranks)
     first = ck.save(1).name
     meet(folder, "saved", ranks)
-    ranks._timeout = 2.0
     if rank == 0:
+        ck._job.options = ck._job.options._replace(timeout=1.0)
         ends(ck, "begin", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    else:
+        wait_for(lambda: stopped(int((folder / "pid-0").read_text())))
+        ranks._timeout = 1.0
     said = [heard(lambda: ck.save(step)) for step in (2, 3)[: 1 + rank]]
     meet(folder, "over", ranks)  # rank 0 holds the store
     return {"first": first, "said": said}
@@ -192,7 +219,7 @@ def test_rank_0_is_stopped_and_the_store_with_it(tmp_path):
     os.kill(every[0].pid, signal.SIGCONT)
     assert join(every) == [0, 0]
     first, (stuck, other) = answer(folder, 0)["first"], (answer(folder, rank)["said"] for rank in range(2))
-    assert all("rank 0, which holds the store of this job, did not answer for 2 s" in said for said, _ in other)
-    assert all(took < 8 for _, took in other)
+    assert all("rank 0, which holds the store of this job, did not answer for 1 s" in said for said, _ in other)
+    assert all(took < 50 for _, took in other)
     assert "no vote of ranks [1]" in stuck[0][0]
     assert series.latest(folder / "root")[0].name == first

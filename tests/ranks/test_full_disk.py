@@ -46,7 +46,7 @@ def save_some(ranks, rank, folder, root, limit):
     ck = checkpointer(root, rb, ranks)
     rb.extend(rows(rank, 0, 5), lane=0)
     first = ck.save(1).path
-    ranks.gather(b"", 10.0)
+    ranks.gather(b"", 60.0)
     before = tree(first)
     rb.extend(rows(rank, 1, 400 if rank else 5), lane=0)
     real, said = ck._job.write_parts, []
@@ -63,10 +63,10 @@ def save_some(ranks, rank, folder, root, limit):
                 said.append(ck.save(2).name)
             except RankFailed as error:
                 said.append(str(error))
-    ranks.gather(b"", 10.0)
+    ranks.gather(b"", 60.0)
     kept = series.latest(root)[0] == first and tree(first) == before
     left = {str(path.relative_to(path.parents[1])) for path in root.glob("ckpt-000000000002-*/rank-*/*")}
-    ranks.gather(b"", 10.0)  # the next one is of the same step
+    ranks.gather(b"", 60.0)  # the next one is of the same step
     rb = buffer(1, 512)
     rb.extend(rows(rank, 2, 5), lane=0)
     again = checkpointer(root, rb, ranks).save(2).path

@@ -29,7 +29,7 @@ def save_all(root, n=3, **how):
                 ck.request()
             handle = ck.poll(1)
             if handle is not None:
-                handle.wait(20)
+                handle.wait(60)
         else:
             ck.save(1)
         return steps_of(rb)
@@ -77,7 +77,7 @@ def test_a_mutant_that_saves_rank_0_only_is_found(tmp_path):
         every_rank_is_saved(tmp_path)
 
 
-def every_rank_is_saved_after_a_crash(root, grace=5.0):
+def every_rank_is_saved_after_a_crash(root, grace=50.0):
     """Rank 1 raises while the others wait for it."""
     over = threading.Event()
 
@@ -100,7 +100,7 @@ def every_rank_is_saved_after_a_crash(root, grace=5.0):
             if series.latest(root)[0] is not None:
                 break
             time.sleep(0.05)
-    thread.join(30)
+    thread.join(100)
     assert isinstance(results[1], ZeroDivisionError)
     path, _ = series.latest(root)
     assert path is not None
@@ -163,6 +163,7 @@ def priorities_are_what_they_were(root):
     found = set().union(*(steps_of(rb) for _, rb in loaded))
     assert len({bits for _, _, bits in found}) > 20
     assert all(expected[who] == (payload, bits) for who, payload, bits in found)
+    torch.manual_seed(0)
     for _, rb in loaded:  # drawn in proportion to them
         state = rb.state_dict()["_sampler"]
         drawn = torch.bincount(
@@ -247,7 +248,7 @@ def test_loads_redistributes_and_goes_on_training(tmp_path):
         report = ck.restore()
         weights = torch.zeros(3, requires_grad=True)
         optimizer = torch.optim.SGD([weights], lr=0.01)
-        agreed = -ranks.max(-len(rb), 10.0)  # the least that one has: warm up together
+        agreed = -ranks.max(-len(rb), 60.0)  # the least that one has: warm up together
         written = 0
         while len(rb) < agreed + 12:
             play(rb, 50 * step + rank, written % 2, [4], first=step * 1000 + written)
@@ -282,10 +283,10 @@ def test_removing_the_root_does_not_hang_anybody(tmp_path):
     def act(ranks, rank):
         ck = checkpointer(root, buffer(), ranks, timeout=2.0)
         play(ck._job.buffer, rank, 0, [3])
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         if rank == 0:
             shutil.rmtree(root)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         with contextlib.suppress(OSError, RuntimeError):
             ck.save(1)
             return "saved"

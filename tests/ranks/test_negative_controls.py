@@ -103,7 +103,7 @@ def test_a_mutant_that_keeps_the_numbers_of_trajectories_is_found(tmp_path):
 # ---- what fails on one rank fails on all, at once and in the same words -----------------------------------------------------------
 
 
-def all_hear_what_failed_on_one(root):
+def all_hear_what_failed_on_one(root, timeout):
     """A disk of rank 1 fails amid a restore."""
     done(job(3, save, root))
 
@@ -111,7 +111,7 @@ def all_hear_what_failed_on_one(root):
         rb = buffer(2, 128)
         play(rb, 77, 0, [6])
         before = whos(steps_of(rb))
-        ck = checkpointer_of(root, rb, ranks, timeout=2.0)
+        ck = checkpointer_of(root, rb, ranks, timeout=timeout)
         if rank == 1:
             rb.prepare_placed = lambda *_, **__: (_ for _ in ()).throw(OSError("bad sector"))
         started = time.monotonic()
@@ -123,11 +123,11 @@ def all_hear_what_failed_on_one(root):
     for result in results:  # also: one that did not raise
         assert not isinstance(result, BaseException), f"raised another one: {result}"
     assert {said for said, _, _ in results} == {"restore: rank 1: OSError: bad sector"}
-    assert all(kept and took < 1.5 for _, took, kept in results)
+    assert all(kept and took < 60 for _, took, kept in results)
 
 
 def test_all_hear_what_failed_on_one(tmp_path):
-    all_hear_what_failed_on_one(tmp_path)
+    all_hear_what_failed_on_one(tmp_path, 80.0)
 
 
 def says_nothing(self, what, act, timeout):
@@ -156,7 +156,7 @@ def goes_on(self, _, act, timeout):
 @pytest.mark.parametrize("mutant", [says_nothing, goes_on])
 def test_a_mutant_that_keeps_an_error_to_itself_is_found(tmp_path, mutant):
     with mock.patch.object(Ranks, "run_on_all", mutant), pytest.raises(AssertionError):
-        all_hear_what_failed_on_one(tmp_path)
+        all_hear_what_failed_on_one(tmp_path, 2.0)
 
 
 # ---- one plan, votes that hold, one incarnation --------------------------------------------------------------------------------
@@ -227,21 +227,21 @@ def a_job_that_was_replaced_leaves_all_as_it_is(root):
         ck = checkpointer_of(root, buffer(2, 64), ranks, keep=1)
         play(ck._job.buffer, rank, 0, [3])
         ck.save(1)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         if rank == 0:
             later = checkpointer_of(root, buffer(2, 64), Ranks.local())
             play(later._job.buffer, 0, 0, [4])
             later.save(5)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         settled(root)
         before = tree(root)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         try:
             ck.save(9)
             said = "saved"
         except (RuntimeError, RankFailed) as error:
             said = str(error)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         settled(root)
         return "later incarnation" in said, tree(root) == before
 
@@ -258,9 +258,20 @@ def test_a_mutant_that_knows_of_no_later_job_is_found(tmp_path):
 
 
 def who_comes_too_late_fails_too():
+    late = threading.Event()
+
     def act(ranks, rank):
+        claim = ranks.claim
+
+        def claimed(key, value):
+            try:
+                return claim(key, value)
+            finally:
+                late.set()
+
+        ranks.claim = claimed
         if rank == 1:
-            time.sleep(0.3)
+            assert late.wait(60)
         with pytest.raises(RankFailed, match="from rank 1"):
             ranks.gather(b"", 0.1)
 

@@ -20,7 +20,7 @@ from engram.format import series
 from engram.format.checkpoints import Checkpoint
 from tests import fresh, interpreter
 from tests.ranks.jobs import buffer, checkpointer, done, filled, job, play, steps_of, whos
-from tests.ranks.processes import answer, join, meet, run, start, wait_for
+from tests.ranks.processes import answer, join, meet, only_for_the_dead, run, start, wait_for
 from tests.twins import contents
 
 
@@ -99,14 +99,14 @@ def test_a_rank_may_end_at_once(tmp_path, what):
 
 def primitives(ranks, rank, folder):
     ranks.set(f"k{rank}", bytes(range(256)))
-    given = ranks.gather(bytes([rank]) * 3, 5.0)
-    seen = ranks.wait(["k0", "k1"], 5.0)
+    given = ranks.gather(bytes([rank]) * 3, 60.0)
+    seen = ranks.wait(["k0", "k1"], 60.0)
     return [
         [list(one) for one in given],
         [one == bytes(range(256)) for one in seen],
-        ranks.max(rank * 10, 5.0),
+        ranks.max(rank * 10, 60.0),
         ranks.get("nothing"),
-        ranks.max(ranks.add("n", 1), 5.0),
+        ranks.max(ranks.add("n", 1), 60.0),
     ]
 
 
@@ -121,6 +121,7 @@ def dies_or_stops(ranks, rank, folder, how):
     from engram import RankFailed
 
     engram.ranks._ROLL_CALL_S = 1.0
+    only_for_the_dead(ranks, lambda: {0, 2}, 0.5)
     if rank == 1:
         if how == "dies":
             os._exit(7)
@@ -148,17 +149,17 @@ def test_who_failed_is_named_in_time(tmp_path, how):
         said = answer(tmp_path / "job", rank)
         assert len(said["said"]) == 2
         assert all("rank 1" in text for text in said["said"])
-        assert said["took"] < 12
+        assert said["took"] < 50
 
 
 def asked_by_a_signal(ranks, rank, folder):
     ck = checkpointer(folder / "root", filled(rank), ranks, poll_every=5)
     with ck.listen_signals():
         (folder / f"ready-{rank}").touch()
-        for step in range(1, 2000):
+        for step in range(1, 20_000):
             handle = ck.poll(step)
             if handle is not None:
-                return [step, handle.wait(10).name]
+                return [step, handle.wait(60).name]
             time.sleep(0.005)
     return None
 
@@ -181,23 +182,24 @@ def in_a_collective(ranks, rank, folder, how):
 
     from engram.checkpoint import watchdog
 
-    watchdog._SILENT_S = 2.0
+    watchdog._SILENT_S = 100.0  # what a slow rank does is no silence
     ck = checkpointer(folder / "root", filled(rank), ranks, poll_every=5)
-    with ck.guard(grace=10.0):
+    with ck.guard(grace=60.0):
         for step in range(1, 11):
             ck.poll(step)
         (folder / f"ready-{rank}").touch()
         if rank == 1:
             if how == "raises":
-                time.sleep(0.5)
                 raise ZeroDivisionError("the original error")
             if how == "exits":
                 sys.exit(23)
             if how == "is killed":
-                time.sleep(1.5)  # it gave heartbeats before
                 os.kill(os.getpid(), signal.SIGKILL)
         # With no wait of its own: only the death of the peer ends it.
-        distributed.all_reduce(torch.zeros(1))
+        try:
+            distributed.all_reduce(torch.zeros(1))
+        finally:
+            watchdog._SILENT_S = 1.0  # now one is dead
 
 
 @pytest.mark.parametrize("how", ["raises", "exits"])
@@ -245,28 +247,33 @@ def stuck(ranks, rank, folder):
     import ctypes
 
     ck = checkpointer(folder / "root", filled(rank), ranks, poll_every=5)
-    with ck.guard(grace=10.0):
-        (folder / f"ready-{rank}").touch()
+    with ck.guard(grace=60.0):
         if rank == 1:
             libc = ctypes.CDLL(None)
-            lock = (ctypes.c_char * 64)()
+            lock, never = (ctypes.c_char * 64)(), (ctypes.c_char * 64)()
+
+            def there():
+                libc.pthread_mutex_lock(lock)  # the main thread gives it back where it waits, and never gets it again
+                (folder / f"ready-{rank}").touch()
+
             libc.pthread_mutex_lock(lock)
-            libc.pthread_mutex_lock(lock)  # for ever; signals do not end it
+            threading.Thread(target=there, daemon=True).start()
+            libc.pthread_cond_wait(never, lock)  # for ever; signals do not end it
         else:
-            time.sleep(30)
+            (folder / f"ready-{rank}").touch()
+            time.sleep(300)
 
 
 def test_sigterm_with_the_main_thread_stuck_in_c(tmp_path):
     folder = tmp_path / "job"
     every = start(2, stuck, folder)
     wait_for(lambda: all((folder / f"ready-{rank}").exists() for rank in range(2)))
-    time.sleep(0.3)
     os.kill(every[1].pid, signal.SIGTERM)
     wait_for(lambda: series.latest(folder / "root")[0] is not None)
-    every[1].join(10)
+    every[1].join(60)
     assert every[1].exitcode == 143
     os.kill(every[0].pid, signal.SIGTERM)
-    every[0].join(10)
+    every[0].join(60)
     assert every[0].exitcode == -signal.SIGTERM
     with Checkpoint(series.latest(folder / "root")[0]) as checkpoint:
         assert checkpoint.manifest.world == 2
@@ -279,6 +286,15 @@ def trains(ranks, rank, folder, steps):
     rb = buffer(2, 64)
     ck = checkpointer(folder / "root", rb, ranks, keep=2)
     gradient, handles, beside = torch.zeros(1000), [], 0
+    write, gates = ck._job.write_parts, [threading.Event() for _ in range(steps)]
+    nexts = iter(gates)
+
+    def beside_one(*args):
+        gate = next(nexts, None)
+        assert gate is None or gate.wait(60)
+        return write(*args)
+
+    ck._job.write_parts = beside_one
     for step in range(1, steps + 1):
         play(rb, rank, step % 2, [3], first=step)
         handles.append(ck.save(step, wait=False))
@@ -286,9 +302,10 @@ def trains(ranks, rank, folder, steps):
             gradient += step * (rank + 1)
             distributed.all_reduce(gradient, op=distributed.ReduceOp.MAX)
             beside += not handles[-1].done
+            gates[step - 1].set()
     last = ck.save(steps + 1)
     meet(folder, "over", ranks)  # rank 0 holds the store
-    names = [handle.wait(1).name for handle in handles]
+    names = [handle.wait(60).name for handle in handles]
     return {"names": names, "last": last.name, "gradient": gradient.tolist()[0], "beside": beside, "rows": last.steps}
 
 
@@ -298,7 +315,7 @@ def test_fifty_saves_in_a_row_beside_the_collectives_of_a_training(tmp_path):
     assert said[0]["names"] == said[1]["names"]
     assert len(set(said[0]["names"])) == 50
     assert said[0]["gradient"] == said[1]["gradient"] == sum(4 * 2 * step for step in range(1, 51))
-    assert max(it["beside"] for it in said) > 20, "no save was going on beside a collective"
+    assert min(it["beside"] for it in said) >= 50, "a save that did not go on beside a collective"
     root = tmp_path / "job" / "root"
     path, problems = series.latest(root)
     assert (path.name, problems) == (said[0]["last"], [])
@@ -315,15 +332,15 @@ def fails_then_loads(n, rank, folder):
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    ranks = Ranks.from_torch(timeout=30.0)
+    ranks = Ranks.from_torch(timeout=60.0)
     rb = buffer(2, 128)
-    ck = checkpointer(folder / "root", rb, ranks, poll_every=1, timeout=30.0)
+    ck = checkpointer(folder / "root", rb, ranks, poll_every=1)
     first = series.latest(folder / "root")[0] is None
     if not first:
         ck.restore()
     found = sorted(whos(steps_of(rb))) if not first else []
     (folder / f"found-{n}-{rank}.json").write_text(json.dumps(found))
-    with ck.guard(grace=10.0):
+    with ck.guard(grace=60.0):
         for step in range(1, 4):
             play(rb, rank + 10 * n, step % 2, [4], first=step)
             ck.poll(step)
@@ -351,7 +368,7 @@ def launched(n, folder):
     ]
     here = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": here}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
     return done.returncode, done.stderr
 
 
@@ -394,7 +411,7 @@ def loads_by_another_seed(rank, folder, root):
 
     os.listdir = shuffled
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    ranks = Ranks.from_torch(timeout=20.0)
+    ranks = Ranks.from_torch(timeout=60.0)
     said = what_is_loaded(ranks, root)
     (folder / f"said-{rank}.json").write_text(json.dumps([hash("a string"), *said]))
     meet(folder, "over", ranks)
@@ -434,7 +451,7 @@ def test_neither_hash_seeds_nor_the_order_of_folders_change_what_is_loaded(tmp_p
 
 def replaced(ranks, rank, folder, root):
     """A job that another one replaced at the same root."""
-    ck = checkpointer(root, filled(rank), ranks, timeout=5.0)
+    ck = checkpointer(root, filled(rank), ranks)
     ck.save(1)
     (folder / f"saved-{rank}").touch()
     wait_for((folder / "go").exists)
@@ -457,7 +474,7 @@ def test_two_jobs_at_one_root(tmp_path):
 
 
 def closes(ranks, rank, folder):
-    ranks.gather(b"", 10.0)
+    ranks.gather(b"", 60.0)
     meet(folder, "closed", ranks)
     ranks.close()
     return [thread.name for thread in threading.enumerate()]

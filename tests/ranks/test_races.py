@@ -13,8 +13,8 @@ from engram.format import series
 from tests import stress
 from tests.format import checkpoint_folders as made
 from tests.ranks import processes
-from tests.ranks.jobs import buffer, checkpointer, done, job, play, steps_of, whos
-from tests.ranks.processes import join
+from tests.ranks.jobs import buffer, checkpointer, decides_when_voted, done, job, play, steps_of, whos
+from tests.ranks.processes import join, wait_for
 
 ROUNDS = stress.size(12, 500)
 
@@ -87,10 +87,12 @@ def test_a_folder_that_a_rank_sees_later(tmp_path):
         rb = buffer(2, 64)
         play(rb, rank, 0, [4])
         root = tmp_path / str(rank)
-        ck = checkpointer(root, rb, ranks, timeout=3.0)
+        ck = checkpointer(root, rb, ranks, timeout=60.0 if later else 1.0)
         if rank == 1:
-            ranks.gather(b"", 5.0)
+            ranks.gather(b"", 60.0)
             os.rmdir(root)
+            wait = ranks._wait
+            ranks._wait = lambda keys, _, over=None: wait(keys, 60.0, over)  # rank 0 takes as long as it needs to begin
             if later:  # seen through a link from now on
                 (tmp_path / "seen").symlink_to(tmp_path / "0")
                 joined = ck._job.protocol._joined
@@ -102,7 +104,7 @@ def test_a_folder_that_a_rank_sees_later(tmp_path):
 
                 ck._job.protocol._joined = late
         else:
-            ranks.gather(b"", 5.0)
+            ranks.gather(b"", 60.0)
         return ck.save(1).name
 
     names = done(job(2, act, True))
@@ -110,7 +112,7 @@ def test_a_folder_that_a_rank_sees_later(tmp_path):
     shutil.rmtree(tmp_path / "0")
     (tmp_path / "1").unlink()
     first, second = job(2, act, False)
-    assert "after 3 s: no vote of ranks [1]" in str(first)
+    assert "after 1 s: no vote of ranks [1]" in str(first)
     assert "rank 1: expected " in str(second)
     assert "Is it a file system that all ranks share?" in str(second)
 
@@ -122,12 +124,12 @@ def test_a_listing_that_is_older_than_what_was_saved(tmp_path):
     newer = set().union(*done(job(2, save, tmp_path / "0", 2)))
     (new,) = (tmp_path / "0").glob("ckpt-000000000002-*")
 
-    def act(ranks, rank, timeout=5.0):
+    def act(ranks, rank):
         rb = buffer(2, 128)
         play(rb, 77, 0, [6])
         before = steps_of(rb)
         try:
-            return checkpointer(tmp_path / str(rank), rb, ranks, timeout=timeout).restore(incomplete={}).step
+            return checkpointer(tmp_path / str(rank), rb, ranks).restore(incomplete={}).step
         except RankFailed as error:
             assert steps_of(rb) == before
             return str(error)
@@ -142,20 +144,29 @@ def test_a_listing_that_is_older_than_what_was_saved(tmp_path):
 
 
 def test_a_slow_rank_is_waited_for_and_one_that_is_too_slow_is_named(tmp_path):
-    def act(ranks, rank, slow):
+    def act(ranks, rank, too_slow):
+        """Rank 2 writes after the others have voted, or after they have decided without it."""
         rb = buffer(2, 64)
         play(rb, rank, 0, [4])
-        ck = checkpointer(tmp_path, rb, ranks, timeout=3.0)
+        ck = checkpointer(tmp_path, rb, ranks)
+        write = ck._job.write_parts
+
+        def slow(own, *args):
+            folder = own.parent
+            wait_for(lambda: series.decision(folder) if too_slow else all(it.shard for it in series.votes(folder)[:2]))
+            return write(own, *args)
+
         if rank == 2:
-            real = ck._job.write_parts
-            ck._job.write_parts = lambda *args: time.sleep(slow) or real(*args)
+            ck._job.write_parts = slow
+        elif too_slow:
+            decides_when_voted(ck, (0, 1), 0.5)
         return ck.save(1).name
 
-    assert len(set(done(job(3, act, 0.2)))) == 1
-    errors = job(3, act, 5.0)
+    assert len(set(done(job(3, act, False)))) == 1
+    errors = job(3, act, True)
     assert all(isinstance(error, RankFailed) for error in errors)
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "after 3 s: no vote of ranks [2]" in str(errors[0])
+    assert "after 0.5 s: no vote of ranks [2]" in str(errors[0])
 
 
 # ---- nothing to save ---------------------------------------------------------------------------------------------------------
@@ -222,8 +233,8 @@ def test_a_rank_that_had_nothing_before_the_others_died(tmp_path):
         ck = checkpointer(tmp_path, rb, ranks)
         if rank == 2:
             ck._job.write_crash = lambda _: None
-        with ck.guard(grace=0.3):
-            ranks.gather(b"", 5.0)
+        with ck.guard(grace=0.3):  # for the vote of rank 2
+            ranks.gather(b"", 60.0)
             raise ZeroDivisionError
 
     job(3, act)

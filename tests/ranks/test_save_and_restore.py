@@ -9,7 +9,20 @@ import torch
 
 from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyTensorStorage, ListStorage, RankFailed, ReplayBuffer
 from engram.format import disk, series
-from tests.ranks.jobs import buffer, checkpointer, columns_of, done, episode, filled, job, layout, play, steps_of, whos
+from tests.ranks.jobs import (
+    buffer,
+    checkpointer,
+    columns_of,
+    decides_when_voted,
+    done,
+    episode,
+    filled,
+    job,
+    layout,
+    play,
+    steps_of,
+    whos,
+)
 from tests.twins import contents
 
 #: By rank and lane. The last lane of each ends with an open trajectory; of rank 2's first lane one of five was overwritten, and
@@ -205,7 +218,7 @@ def test_a_rank_that_never_comes_makes_others_wait_for_the_deadline_only(tmp_pat
         rb = buffer()
         play(rb, rank, 0, [4])
         with pytest.raises(RankFailed, match=r"no vote of ranks \[1\]"):
-            checkpointer(tmp_path, rb, ranks, timeout=2.0).save(9)
+            decides_when_voted(checkpointer(tmp_path, rb, ranks), (0, 2), 1.0).save(9)
 
     done(job(3, act))
     assert series.latest(tmp_path)[0] is None
@@ -390,7 +403,7 @@ def test_an_incarnation_that_was_replaced_decides_nothing(tmp_path):
         ck.save(1)
         if rank == 0:
             series.claim_epoch(tmp_path)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         ck.save(2)
 
     first, second = job(2, act)

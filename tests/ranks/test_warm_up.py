@@ -62,7 +62,7 @@ def test_all_warm_up_until_each_can_draw(tmp_path, sampler):
         checkpointer(tmp_path, rb, ranks).restore()
         before = rb.can_sample(), draws(rb)
         rounds = 0
-        while not ranks.all(rb.can_sample(), timeout=10.0):
+        while not ranks.all(rb.can_sample(), timeout=60.0):
             rb.extend(episode(7, 1, rounds, 1 + rounds), lane=1)
             rounds += 1
             assert rounds < 20
@@ -89,4 +89,4 @@ def test_priorities_of_zero_are_no_anchors():
 def test_all_is_true_where_each_says_so():
     assert Ranks.local().all(True, 1.0)
     assert not Ranks.local().all(False, 1.0)
-    assert done(job(3, lambda ranks, rank: (ranks.all(True, 5.0), ranks.all(rank != 1, 5.0)))) == [(True, False)] * 3
+    assert done(job(3, lambda ranks, rank: (ranks.all(True, 60.0), ranks.all(rank != 1, 60.0)))) == [(True, False)] * 3

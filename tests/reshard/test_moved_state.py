@@ -188,7 +188,7 @@ def test_user_state_of_other_ranks_is_logged_if_it_differs(tmp_path, caplog):
         ck.save(1, user={"lr": (1, 2)})
         ck.save(2, user={"lr": 1} if rank == 0 else None)
         assert "user: expected" not in caplog.text
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         ck.save(3, user={"lr": 1, "rank": rank})
 
     with caplog.at_level(logging.WARNING, logger="engram"):

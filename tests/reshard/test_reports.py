@@ -162,12 +162,12 @@ def test_what_was_noted_of_a_load_goes_with_the_checkpoint(tmp_path):
         for step in range(1, 4):
             ck.save(step)
             checkpointer(tmp_path, buffer(length=64), ranks).restore(step)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         noted = sorted(path.name[: len("load-ckpt-000000000000")] for path in (tmp_path / "reports").iterdir())
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         if rank == 0:
             ck.prune(1)
-        ranks.gather(b"", 5.0)
+        ranks.gather(b"", 60.0)
         return noted, len(list((tmp_path / "reports").iterdir()))
 
     assert done(job(2, act))[0] == ([f"load-ckpt-00000000000{step}" for step in (2, 3)], 1)
