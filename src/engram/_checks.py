@@ -56,7 +56,7 @@ def check_path(what: str, value: object) -> Path:
 
 
 def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers of any array, list or range as a tensor on the CPU, complex ones as they are; a tensor as it is.
+    """Numbers of any array, list or range as a tensor on the CPU, complex ones as they are; a tensor as it is. An empty list has ints.
 
     Raises ``TypeError``: they are none. ``RowError``: ints that no int64 holds. ``ValueError``: they have no common shape.
     """
@@ -64,6 +64,8 @@ def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Te
         return value
     try:
         array = np.asarray(value)
+        if not array.size and isinstance(value, list | tuple):
+            array = array.astype(np.int64)
         if dtype is None and array.size and array.dtype.kind == "O" and all(isinstance(one, int) for one in array.flat):
             raise RowError(f"{what}: expected numbers below 2**63, got larger ones.")
         if dtype is torch.float64 and array.dtype.kind == "f":

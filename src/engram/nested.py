@@ -49,6 +49,16 @@ def fields_of(cls: type) -> tuple[str, ...]:
     return names
 
 
+def attributes(data: object) -> dict[str, Any]:
+    """The fields of a dataclass or a named tuple by name. Raises ``KeyError``: one has no value."""
+    try:
+        return {name: getattr(data, name) for name in fields_of(type(data))}
+    except AttributeError as error:
+        raise KeyError(
+            f"{type(data).__name__}: expected a value in every field: {error}. Set it, or drop the field."
+        ) from None
+
+
 def with_fields(made: object, entries: Mapping[str, object]) -> object:
     """A new instance of a dataclass, frozen or not, filled: what its ``__init__`` does is for rows, and not called."""
     for name, value in entries.items():
@@ -82,7 +92,7 @@ def map_with_paths(
         made.update(new)
         return made
     if is_dataclass(data):
-        named = {name: getattr(data, name) for name in fields_of(type(data))}
+        named = attributes(data)
         new = {
             name: map_with_paths(value, change, (*path, name), keep=keep, entries=entries)
             for name, value in named.items()
@@ -136,7 +146,7 @@ def first_leaf(data: object) -> Any:
     """The first leaf of dicts, tuples and dataclasses; None if they hold none. A list is a leaf: of rows."""
     while True:
         if is_dataclass(data):
-            data = next((getattr(data, name) for name in fields_of(type(data))), None)
+            data = next(iter(attributes(data).values()), None)
         elif isinstance(data, dict | tuple):
             data = next(iter(data.values() if isinstance(data, dict) else data), None)
         else:
@@ -156,7 +166,7 @@ def find_field(data: Any, path: Path) -> Any:
     """As :func:`find`, also within dataclasses and named tuples."""
     for name in path:
         if is_dataclass(data) or hasattr(data, "_fields"):
-            data = {field: getattr(data, field) for field in fields_of(type(data))}
+            data = attributes(data)
         data = find(data, (name,))
     return data
 

@@ -120,14 +120,21 @@ def test_with_one_lane_nothing_need_be_named(storage):
 @pytest.mark.parametrize("lane", ["all", "", "Each"])
 def test_other_words_are_no_lanes(laned, lane):
     rb = laned(4)
-    for call in (
-        lambda: rb.extend(vector(4), lane=lane),
-        lambda: rb.add(vector(1)[0], lane=lane),
-        lambda: rb.on_lane(lane),
-        lambda: rb.on_lane(None),
+    for name, call in (
+        ("extend", lambda: rb.extend(vector(4), lane=lane)),
+        ("add", lambda: rb.add(vector(1)[0], lane=lane)),
+        ("on_lane", lambda: rb.on_lane(lane)),
+        ("on_lane", lambda: rb.on_lane(None)),
+        ("appender", lambda: rb.appender(1.5)),
+        ("end_trajectory", lambda: rb.end_trajectory(lane)),
+        ("record", lambda: rb.record(None, lane=lane)),
     ):
-        with pytest.raises(TypeError, match="lane: expected an int"):
+        with pytest.raises(TypeError, match=f"^{name}: lane: expected an int"):
             call()
+    with pytest.raises(RuntimeError, match="extend: expected 0 rows, one per index or lane that was given, got 4"):
+        rb.extend(vector(4), lane=[])
+    with pytest.raises(TypeError, match=r"^extend: lane: expected ints, one per row, got torch\.float64\. Convert"):
+        rb.extend(vector(4), lane=[0.0, 1.0, 2.0, 3.0])
 
 
 def test_unnamed_lanes_are_told_once_per_handle(caplog):

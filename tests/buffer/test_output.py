@@ -224,7 +224,7 @@ class TestDevice:
     def test_what_is_no_device(self):
         rb = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=8, output="numpy")
         rb.extend(rows())
-        with pytest.raises(ValueError, match="sample: device: expected none, .*output='torch'"):
+        with pytest.raises(ValueError, match="sample: device: expected none, .*got 'cpu'.*output='torch'"):
             rb.sample(device="cpu")
         with pytest.raises(RuntimeError, match="sample: device"):
             rb.sample(device="nonsense")

@@ -408,6 +408,28 @@ def test_buffers_that_cannot(rb, words):
         rb().update_if_present(index=[0], generation=[1], patch={"a": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_any_version_replaces_nan(newer):
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True))
+    generation = rb.writer.generations_of(
+        rb.extend({"v": torch.tensor([torch.nan, torch.nan, 1.0]), "x": torch.zeros(3)})
+    )
+    version = torch.tensor([-5.0, torch.nan, torch.nan])
+    entries = {"index": [0, 1, 2], "generation": generation, "patch": {"x": torch.ones(3)}}
+    result = rb.update_if_present(**entries, version_key="v", version=version, require_newer=newer)
+    assert result.updated.tolist() == [True, False, False]
+    assert result.version_rejected.tolist() == [False, True, True]
+    assert rb["v"].nan_to_num(9).tolist() == [-5, 9, 1]
+    assert rb["x"].tolist() == [1, 0, 0]
+
+
+def test_no_rows_are_none():
+    rb = of_dicts()
+    rb.extend(steps(0, ROWS))
+    result = rb.update_if_present(index=[], generation=[], patch={"state": torch.ones(0, 2)})
+    assert (result.updated_count, result.stale_count, result.updated.dtype) == (0, 0, torch.bool)
+
+
 def test_the_result_counts():
     result = ConditionalUpdateResult(
         torch.tensor([True, False, False]), torch.tensor([False, True, False]), torch.zeros(3)

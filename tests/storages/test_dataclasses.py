@@ -208,3 +208,22 @@ def test_lists_keep_them_as_they_are():
     rb.extend([row, row])
     assert rb[0] is row
     assert rb.sample() == [row, row]
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    obs: object
+    reward: object
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_field_without_a_value(written):
+    rb = ReplayBuffer(storage=LazyTensorStorage(9))
+    if written:
+        rb.add(Slotted(torch.zeros(2), 0.5))
+    row, batch = Slotted(torch.zeros(2), 0.5), Slotted(torch.zeros(4, 2), torch.zeros(4))
+    del row.reward, batch.reward
+    for write in (lambda: rb.add(row), lambda: rb.extend(batch), lambda: rb.extend([row, row])):
+        with pytest.raises(KeyError, match=r"Slotted: expected a value in every field: .*reward"):
+            write()
+    assert len(rb) == written

@@ -237,6 +237,11 @@ def test_a_state_of_other_dtypes_is_refused():
     wide.extend(WIDE)
     with pytest.raises(IncompatibleCheckpoint, match="dtypes: expected float32 for the field obs"):
         narrow.load_state_dict(wide.state_dict())
+    more = ReplayBuffer(storage=LazyTensorStorage(10, dtypes={"rewrad": torch.float32}))
+    with pytest.raises(
+        IncompatibleCheckpoint, match=r"dtypes: expected stored fields, \['obs', .*\], got field rewrad"
+    ):
+        more.load_state_dict(wide.state_dict())
     casts(narrow)
     other = ReplayBuffer(storage=LazyTensorStorage(10, dtypes=DTYPES))
     other.load_state_dict(narrow.state_dict())

@@ -158,12 +158,13 @@ class FieldUpdates:
     ) -> tuple[Tensor, Tensor]:
         """Which entries are to be written, and which rows hold what was drawn: bool ``[n]``.
 
-        Their versions are those under the generation expected: a row that gets another one until it is written is left alone.
+        Their versions are those under the generation expected: a row that gets another one until it is written is left alone. Any
+        version is newer than NaN.
         """
         columns, moved = storage.store.read(rows.clamp(min=0), expected=expected, which=(field,))
         live = rows >= 0
         live[moved] = False
-        stored, given = _comparable(columns[0]), _comparable(incoming)
+        stored, given = _comparable(columns[0].nan_to_num(-torch.inf, torch.inf, -torch.inf)), _comparable(incoming)
         passes = live.numpy() & ((given > stored) if newer else (given >= stored))
         at = np.flatnonzero(passes)
         # Of each row the highest version last, of equal ones the last.

@@ -89,29 +89,29 @@ class Lanes:
         if isinstance(lane, str) and lane == "each" and batched:
             each: tuple[Tensor, Count] = storage.one_in_each_lane('one for each lane, as lane="each" says')
             return each
-        lane = self.checked(lane)
+        lane = self.checked(lane, call)
         return lane, storages.Count(len(lane)) if isinstance(lane, Tensor) else None
 
-    def checked(self, lane: Any) -> Any:
-        """A lane as an int, or one per row as int64 ``[n]``. Raises as :meth:`of_rows`."""
+    def checked(self, lane: Any, call: str) -> Any:
+        """A lane as an int, or one per row as int64 ``[n]``. Raises as :meth:`of_rows`; messages begin with ``call``."""
         lanes = self._wiring.storage.lanes
         if isinstance(lane, int) and 0 <= lane < lanes:
             return int(lane)
         if isinstance(lane, str) and lane == "each":
             raise RuntimeError(
-                f'lane="each": expected a batch of {lanes} rows for extend(), one for each lane, got one row or one lane.'
+                f'{call}: lane="each": expected a batch of {lanes} rows for extend(), one for each lane, got one row or one lane.'
             )
         if isinstance(lane, list | tuple | range) or (not isinstance(lane, int) and getattr(lane, "ndim", 0) != 0):
-            return self._checked_each(as_numbers("lane", lane).to("cpu"))
+            return self._checked_each(as_numbers(f"{call}: lane", lane).to("cpu"), call)
         try:
             number = operator.index(lane)
         except TypeError:
-            raise TypeError(f"lane: expected an int, one int per row or 'each', got {lane!r}.") from None
+            raise TypeError(f"{call}: lane: expected an int, one int per row or 'each', got {lane!r}.") from None
         if not 0 <= number < lanes:
-            raise RowError(f"lane: expected an int in [0, {lanes}) or one per row, got {lane!r}.")
+            raise RowError(f"{call}: lane: expected an int in [0, {lanes}) or one per row, got {lane!r}.")
         return number
 
-    def meant(self, lane: object) -> Tensor:
+    def meant(self, lane: object, call: str) -> Tensor:
         """The lanes that a call means which writes no rows: int64 ``[k]``. None: the one that was named; else all, as ``"each"``.
 
         Raises: as :meth:`of_rows`.
@@ -119,7 +119,7 @@ class Lanes:
         lane = self.default if lane is None else lane
         if lane is None or (isinstance(lane, str) and lane == "each"):
             return torch.arange(self._wiring.storage.lanes, device="cpu")
-        checked = self.checked(lane)
+        checked = self.checked(lane, call)
         return checked if isinstance(checked, Tensor) else torch.tensor([checked], device="cpu")
 
     # ---- steps of several lanes ------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Lanes:
             raise RuntimeError(
                 "extend: layout: expected ndim=1, a storage with more takes [*columns, T, ...] as it is."
             )
-        lanes = self.meant(lane)
+        lanes = self.meant(lane, "extend")
         shape = data.batch_size[:2] if is_tensor_collection(data) else torch.Size()
         if len(shape) == 2:
             data = _without_time(data, shape)
@@ -166,7 +166,7 @@ class Lanes:
             if key is None:
                 return data, None
             raise KeyError(f"extend: lane_key: expected a field of the data, got {key!r}.")
-        values = as_numbers("lane_key", named if isinstance(data, list) else named[0]).to("cpu")
+        values = as_numbers("extend: lane_key", named if isinstance(data, list) else named[0]).to("cpu")
         shape = data.batch_size if is_tensor_collection(data) else values.shape[: 1 if isinstance(data, list) else None]
         if key is None and (
             values.numel() != shape.numel() or (shape == (storage.lanes,) and self._are_others(values))
@@ -177,9 +177,9 @@ class Lanes:
                 f"extend: lane_key: expected a lane for each row, [n] or [n, T], got {list(values.shape)} of {list(shape)} rows."
             )
         try:
-            lanes = self._checked_each(values.reshape(-1))
+            lanes = self._checked_each(values.reshape(-1), f"extend: {public(path)!r} names the lanes")
         except RowError as error:
-            raise RowError(f"extend: {public(path)!r} names the lanes: {error} Name them with lane=…") from None
+            raise RowError(f"{error} Name them with lane=…") from None
         return data if len(shape) == 1 else map_leaves(data, lambda x: _without_time(x, shape)), lanes
 
     def _are_others(self, ids: Tensor) -> bool:
@@ -187,18 +187,18 @@ class Lanes:
         numbers, lanes = {*ids.flatten().tolist()}, self._wiring.storage.lanes
         return len(numbers) == lanes and numbers != {*range(lanes)}
 
-    def _checked_each(self, lanes: Tensor) -> Tensor:
+    def _checked_each(self, lanes: Tensor, call: str) -> Tensor:
         """A lane per row. Checked before anything is allocated."""
         if lanes.ndim != 1:
             raise RuntimeError(
-                f"lane: expected an int, or one per row in one dimension, got shape {list(lanes.shape)}."
+                f"{call}: lane: expected an int, or one per row in one dimension, got shape {list(lanes.shape)}. Flatten them."
             )
         if lanes.dtype.is_floating_point or lanes.dtype.is_complex or lanes.dtype is torch.bool:
-            raise TypeError(f"lane: expected ints, one per row, got {lanes.dtype}.")
+            raise TypeError(f"{call}: lane: expected ints, one per row, got {lanes.dtype}. Convert them to ints.")
         lanes = lanes.to(torch.int64)  # first: torch compares no uint16; and what no int64 holds is negative now
         outside = lanes[(lanes < 0) | (lanes >= self._wiring.storage.lanes)]
         if len(outside):
-            raise RowError(f"lane: expected lanes in [0, {self._wiring.storage.lanes}), got {outside[0]}.")
+            raise RowError(f"{call}: lane: expected lanes in [0, {self._wiring.storage.lanes}), got {outside[0]}.")
         return lanes
 
     def say_unnamed(self) -> None:

@@ -70,7 +70,9 @@ def moved(sample: object, device: torch.device | str, form: str) -> object:
     """A batch, perhaps with its info, on a device. Raises ``ValueError``: arrays cannot be there."""
     target = existing_device(device, "sample: device")
     if form == "numpy":
-        raise ValueError("sample: device: expected none, as NumPy's arrays are on the host. Use output='torch'.")
+        raise ValueError(
+            f"sample: device: expected none, as NumPy's arrays are on the host, got {str(device)!r}. Use output='torch'."
+        )
     return map_tensors(sample, lambda leaf: leaf.to(target, non_blocking=True), device=target)
 
 

@@ -239,7 +239,7 @@ class ReplayBuffer:
         Raises:
             RowError: no such lane. TypeError: no int, and no ints.
         """
-        fixed = lane if lane is None or isinstance(lane, str) else self._lanes.checked(lane)
+        fixed = lane if lane is None or isinstance(lane, str) else self._lanes.checked(lane, "appender")
         return Appender(self.add, self.extend, fixed.clone() if isinstance(fixed, Tensor) else fixed)
 
     def on_lane(self, lane: int) -> Self:
@@ -250,7 +250,7 @@ class ReplayBuffer:
 
         Raises ``RowError``: no such lane.
         """
-        self._lanes.default = self._lanes.checked(lane)
+        self._lanes.default = self._lanes.checked(lane, "on_lane")
         return self
 
     @property
@@ -322,7 +322,7 @@ class ReplayBuffer:
         >>> rb["done"].tolist()
         [False, False, False, False, True]
         """
-        return self._rows.end_trajectories(self._lanes.meant(lane), roles, terminated=terminated)
+        return self._rows.end_trajectories(self._lanes.meant(lane, "end_trajectory"), roles, terminated=terminated)
 
     def record(self, env: E, *, lane: Lane = None, names: Names | None = None) -> E:
         """Wrap an environment, so that every step it takes becomes a row.
@@ -371,7 +371,7 @@ class ReplayBuffer:
         >>> rb.sample()["next"]["observation"].shape
         torch.Size([8, 4])
         """
-        return record(self, env, self._lanes.meant(lane), names, tensordicts=self._writing.takes_tensordicts)
+        return record(self, env, self._lanes.meant(lane, "record"), names, tensordicts=self._writing.takes_tensordicts)
 
     # ---- sampling ------------------------------------------------------------------------------------------------------
 
@@ -533,7 +533,8 @@ class ReplayBuffer:
                 ``track_generations=True`` (TensorDicts as an entry, others in ``info``), and those of prioritized samplers always.
             patch: a nested dict or TensorDict of stored fields, each ``[*generation.shape, ...]``; keys may be tuples. No transforms.
             version_key: a stored field of one number per row: only rows whose number is at most ``version`` are written, which
-                becomes their number. Of entries for one row the highest version is written, of equal ones the last.
+                becomes their number. Of entries for one row the highest version is written, of equal ones the last. Any version
+                replaces NaN, and NaN none.
             version: a number for all, or one per row, of the field's dtype.
             require_newer: rows whose number equals ``version`` are not written, either.
 

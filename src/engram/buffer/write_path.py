@@ -66,7 +66,7 @@ class WritePath:
         """Check the lane of a row, before anything else happens."""
         if self._prefetching is not None:
             self._prefetching.materialize()
-        lane = self._lanes.default if lane is None else self._lanes.checked(lane)
+        lane = self._lanes.default if lane is None else self._lanes.checked(lane, "add")
         if lane is None and self._wiring.appends:
             self._wiring.storage.unnamed_lanes("add", batched=False)  # refuses
         return lane

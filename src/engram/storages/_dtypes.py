@@ -69,7 +69,11 @@ def check_stored(fields: Sequence[Field], dtypes: Dtypes) -> None:
     """Raise ``IncompatibleStore`` unless fields have these dtypes."""
     stored = {field.key: field.dtype for field in fields}
     for key, dtype in dtypes.items():
-        if stored.get(key) != dtype:
+        if key not in stored:
             raise IncompatibleStore(
-                f"dtypes: expected {dtype} for the field {name_of(key)}, as was given, but it is stored as {stored.get(key)}."
+                f"dtypes: expected stored fields, {[field.name for field in fields]}, got field {name_of(key)}."
+            )
+        if stored[key] != dtype:
+            raise IncompatibleStore(
+                f"dtypes: expected {dtype} for the field {name_of(key)}, as was given, but it is stored as {stored[key]}."
             )

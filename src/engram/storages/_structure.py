@@ -29,7 +29,7 @@ from engram._tensordict import (
 )
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.nested import fields_of, first_leaf, is_dataclass, with_fields
+from engram.nested import attributes, fields_of, first_leaf, is_dataclass, with_fields
 from engram.storages._dtypes import NAMES, NO_DTYPES, cast, check_stored
 from engram.store import dlpack_specs
 
@@ -438,7 +438,7 @@ def _opened(value: object) -> tuple[Kind | None, Mapping[str, object]]:
     if (isinstance(value, tuple) and hasattr(value, "_asdict")) or is_dataclass(
         value
     ):  # one kind: classes with named fields
-        return "namedtuple", {name: getattr(value, name) for name in fields_of(type(value))}
+        return "namedtuple", attributes(value)
     if isinstance(value, tuple | list) and not _is_leaf(value):
         kind: Kind = "tuple" if isinstance(value, tuple) else "list"
         return kind, {str(i): child for i, child in enumerate(value)}
