@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 static char wanted[32];
@@ -69,6 +70,10 @@ WRAP("fallocate", -1, int, fallocate, (int fd, int mode, off_t at, off_t size), 
 WRAP("write", -1, ssize_t, write, (int fd, const void* data, size_t size), fd, data, size)
 WRAP("pwrite", -1, ssize_t, pwrite, (int fd, const void* data, size_t size, off_t at), fd, data, size, at)
 WRAP("pwrite", -1, ssize_t, pwrite64, (int fd, const void* data, size_t size, off64_t at), fd, data, size, at)
+WRAP("preadv", -1, ssize_t, preadv, (int fd, const struct iovec* pieces, int n, off_t at), fd, pieces, n, at)
+WRAP("preadv", -1, ssize_t, preadv64, (int fd, const struct iovec* pieces, int n, off64_t at), fd, pieces, n, at)
+WRAP("pwritev", -1, ssize_t, pwritev, (int fd, const struct iovec* pieces, int n, off_t at), fd, pieces, n, at)
+WRAP("pwritev", -1, ssize_t, pwritev64, (int fd, const struct iovec* pieces, int n, off64_t at), fd, pieces, n, at)
 WRAP("read", -1, ssize_t, read, (int fd, void* data, size_t size), fd, data, size)
 WRAP("fsync", -1, int, fsync, (int fd), fd)
 WRAP("fdatasync", -1, int, fdatasync, (int fd), fd)

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "../core/check.h"
+#include "../core/disk.h"
 #include "../core/permutation.h"
 #include "../core/pool.h"
 #include "../core/random.h"
@@ -96,6 +97,9 @@ NB_MODULE(_core, m) {
       std::rethrow_exception(error);
     } catch (const engram::NoMemory& known) {
       PyErr_SetString(PyExc_MemoryError, (std::string(known.what()) + ".").c_str());
+    } catch (const engram::DiskError& known) {
+      const nb::object found = nb::steal(PyObject_CallFunction(PyExc_OSError, "iss", known.number, known.what(), known.path.c_str()));
+      if (found.is_valid()) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(found.ptr())), found.ptr());
     } catch (const std::bad_alloc&) {  // its own text is that of C++
       PyErr_SetString(PyExc_MemoryError, "expected more free memory than this machine has. Ask for fewer rows.");
     } catch (const std::length_error&) {

@@ -325,6 +325,7 @@ void bind_store(nb::module_& m) {
   bind_writes(type);
   bind_reads(type);
   bind_draws(type);
+  bind_disk(type);
   bind_store_control(m, type);
 }
 

@@ -10,6 +10,7 @@ namespace engram {
 void bind_store(nanobind::module_& m);
 
 /// What concerns the store's control memory and not its rows.
+void bind_disk(nanobind::class_<Store>& type);
 void bind_store_control(nanobind::module_& m, nanobind::class_<Store>& type);
 
 }  // namespace engram

@@ -25,6 +25,9 @@ void Store::add_field(Field field) {
   all_.push_back(fields_.size());
   fields_.push_back(field);
   row_bytes_ += field.row_bytes;
+  if (disk_ == nullptr) return;
+  disk_->add_field();
+  longest_ = longest_of(all_);
 }
 
 void Store::join(std::shared_ptr<Participants> participants) {

@@ -18,6 +18,7 @@
 
 #include "check.h"
 #include "control.h"
+#include "disk.h"
 #include "gather.h"
 #include "index.h"
 #include "participants.h"
@@ -51,6 +52,12 @@ class Store {
 
   /// All indexes that there were at that epoch are attached.
   void knows_indexes(std::uint64_t epoch);
+
+  /// From now on rows that are not in memory are read from their files, one per field, and written there. To be called while no
+  /// other thread uses the store.
+  void use(std::unique_ptr<Disk> disk);
+  /// Null: the rows are in memory only.
+  Disk* disk() const { return disk_.get(); }
 
   const Control& control() const { return control_; }
   /// Whether reading n whole rows is over before another thread has been woken: they lie in memory, and are few and small. Measured:
@@ -131,12 +138,12 @@ class Store {
   Control::Repair recover() const;
 
   /// Copies rows into a batch. Returns the positions whose row was not whole, or changed during the copy, or no longer
-  /// holds `expected` (ticket numbers, may be null); their content in the batch is unspecified.
+  /// holds `expected` (ticket numbers, may be null); their content in the batch is unspecified. Throws DiskError.
   std::vector<std::int64_t> gather(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                                    Batch batch, const std::int64_t* expected, std::int64_t* numbers_out) const;
 
   /// Draws n live rows uniformly, with replacement, and copies them: rows that are not whole, or move, are drawn again.
-  /// A pure function of (key, extent, tickets), whatever the number of threads. Throws NothingLive.
+  /// A pure function of (key, extent, tickets), whatever the number of threads. Throws NothingLive, DiskError.
   void sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
                       std::int64_t* numbers_out) const;
 
@@ -157,6 +164,8 @@ class Store {
   std::vector<std::int64_t> holes() const;
 
  private:
+  static constexpr std::uint64_t kMostBlockRows = 64;  // that a read takes between two looks at their tickets
+
   /// Where a row lies in the ring that wrote it; scattered rows have no place in a ring.
   struct Place {
     std::uint64_t lane, position;
@@ -180,12 +189,15 @@ class Store {
   template <class Tell>
   void tell_indexes(Tell&& tell) const;
   template <class Write, class Settle, class Tell>
-  void write_and_tell(Write&& write, Settle&& settle, Tell&& tell) const;
+  void write_and_tell(ClaimGuard& claim, Write&& write, Settle&& settle, Tell&& tell) const;
   void forget_if_outside(std::uint64_t row, std::uint64_t number) const;
   void forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) const;
   void place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, const std::int64_t* pick, std::int64_t* rows_out) const;
   void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
                   const std::int64_t* pick);
+  template <class RowOf>
+  bool goes_to_files(std::span<const std::uint64_t> which, std::uint64_t n, RowOf&& row) const;
+  void put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick, bool to_file) const;
   void grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& claim);
   bool holds_earlier_lap(std::uint64_t row, const Place& place) const;
   Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
@@ -199,7 +211,14 @@ class Store {
   bool read_block(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Batch batch,
                   std::uint64_t at, const std::int64_t* expected, std::int64_t* numbers_out,
                   std::uint64_t* moved) const;
+  bool read_row(std::int64_t row, Batch batch, std::uint64_t at, std::int64_t* numbers_out) const;
   std::uint64_t block_rows(std::span<const std::uint64_t> which) const;
+  const Field* longest_of(std::span<const std::uint64_t> which) const;
+  const Field* longest_in_file(std::span<const std::uint64_t> which) const {
+    return longest_ == nullptr || which.data() == all_.data() ? longest_ : longest_of(which);
+  }
+  std::vector<std::int64_t> gather_from_disk(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
+                                             Batch batch, const std::int64_t* expected, std::int64_t* numbers_out) const;
 
   static constexpr std::uint64_t kBriefRows = 1024, kBriefBytes = 64 * 1024;
 
@@ -209,6 +228,8 @@ class Store {
   std::vector<Field> fields_;
   std::vector<std::uint64_t> all_;  // 0 … fields - 1
   std::uint64_t row_bytes_ = 0;     // of all fields
+  std::unique_ptr<Disk> disk_;
+  const Field* longest_ = nullptr;  // of those that lie in files
 
   /// Grows while others write: each list is complete and never changed, older ones stay for readers that still walk them.
   struct Indexes {

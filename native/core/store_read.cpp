@@ -19,7 +19,6 @@ namespace engram {
 namespace {
 
 constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks at the tickets
-constexpr std::uint64_t kBlockRows = 64;           // rows per block of a read, at most
 constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
 constexpr std::uint64_t kRedraws = 8;              // before a reader begins to yield
 constexpr std::uint64_t kPatience = 64;            // attempts before the live rows are listed
@@ -57,7 +56,7 @@ class Spans {
 std::uint64_t Store::block_rows(std::span<const std::uint64_t> which) const {
   std::uint64_t bytes = 0;
   for (const std::uint64_t f : which) bytes += fields_[f].row_bytes;
-  return std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, bytes), 1, kBlockRows);
+  return std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, bytes), 1, kMostBlockRows);
 }
 
 // Asks for the tickets of rows that will be read soon: one block ahead, so that no read waits for them.
@@ -69,8 +68,8 @@ void Store::prefetch_tickets(const std::int64_t* rows, std::uint64_t n) const {
 bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which, Batch batch,
                        std::uint64_t at, const std::int64_t* expected, std::int64_t* numbers_out,
                        std::uint64_t* moved) const {
-  static_assert(kBlockRows <= 64);
-  std::uint64_t words[kBlockRows];
+  static_assert(kMostBlockRows <= 64);
+  std::uint64_t words[kMostBlockRows];
   const Field* first = which.empty() ? nullptr : &fields_[which[0]];
   std::uint64_t bad = 0;
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -81,7 +80,7 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
     bad |= static_cast<std::uint64_t>(!ok) << i;
     if (numbers_out != nullptr) numbers_out[i] = static_cast<std::int64_t>(number_of(words[i]));
   }
-  std::uint64_t ends[kBlockRows];
+  std::uint64_t ends[kMostBlockRows];
   const std::uint64_t runs = mostly_runs(rows, n) ? runs_of(rows, n, ends) : 0;
   for (std::uint64_t f = 0; f < which.size(); ++f) {
     const Field& field = fields_[which[f]];
@@ -102,6 +101,16 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
 #endif
   *moved = bad;
   return bad == 0;
+}
+
+// Reads one row into its place of the batch. False: it was not whole throughout.
+bool Store::read_row(std::int64_t row, Batch batch, std::uint64_t at, std::int64_t* numbers_out) const {
+  std::int64_t* number = numbers_out == nullptr ? nullptr : numbers_out + at;
+  std::uint64_t moved = 0;
+  if (disk_ == nullptr || !disk_->reads.is_cold()) return read_block(&row, 1, all_, batch, at, nullptr, number, &moved);
+  std::vector<std::byte*> fields(batch.size());
+  for (std::uint64_t f = 0; f < fields.size(); ++f) fields[f] = batch[f] + at * fields_[f].row_bytes;
+  return gather_from_disk(&row, 1, all_, fields, nullptr, number).empty();
 }
 
 namespace {
@@ -134,6 +143,10 @@ std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t 
     bytes += fields_[f].row_bytes;
   }
   check_rows(rows, n, control_.capacity());
+  if (const Field* field = longest_in_file(which);
+      field != nullptr && disk_->reads.is_cold(*field, n, [rows](std::uint64_t i) { return rows[i]; })) {
+    return gather_from_disk(rows, n, which, batch, expected, numbers_out);
+  }
   const std::uint64_t block = block_rows(which);
   std::vector<std::uint64_t> moved((n + block - 1) / block);
   for_each_chunk(n, bytes, block, [&](std::uint64_t begin, std::uint64_t end) {
@@ -166,24 +179,32 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
 
   // Draws position i again until its row is whole. Rejection keeps the draw uniform over the live rows.
   const auto redraw = [&](std::uint64_t i, std::int64_t* row) {
-    std::uint64_t moved = 0;
     for (std::uint64_t attempt = 1; attempt <= kPatience; ++attempt) {
       if (attempt > kRedraws) let_go(), std::this_thread::yield();
       *row = spans.row(random.below(spans.total(), i, attempt));
       control_.count_redraws(1);
-      if (read_block(row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
-        return;
-      }
+      if (read_row(*row, batch, i, numbers_out)) return;
     }
     impatient.store(true, std::memory_order_relaxed);
   };
 
+  const auto draw = [&](std::uint64_t i) { return spans.row(random.below(spans.total(), i)); };
+  if (const Field* field = longest_in_file(all_); field != nullptr && disk_->reads.is_cold(*field, n, draw)) {
+    std::vector<std::int64_t> rows(n);
+    for (std::uint64_t i = 0; i < n; ++i) rows[i] = draw(i);
+    for (const std::int64_t i : gather_from_disk(rows.data(), n, all_, batch, nullptr, numbers_out)) {
+      redraw(static_cast<std::uint64_t>(i), &rows[static_cast<std::uint64_t>(i)]);
+    }
+    if (rows_out != nullptr) std::copy(rows.begin(), rows.end(), rows_out);
+    if (impatient.load(std::memory_order_relaxed)) sample_listed(random, n, batch, rows_out, numbers_out);
+    return;
+  }
   for_each_chunk(n, row_bytes_, block, [&](std::uint64_t begin, std::uint64_t end) {
-    std::int64_t drawn[2][kBlockRows];
+    std::int64_t drawn[2][kMostBlockRows];
     std::int64_t *chosen = drawn[0], *upcoming = drawn[1];
     const auto choose = [&](std::uint64_t i, std::int64_t* rows) {
       const std::uint64_t count = std::min(block, end - i);
-      for (std::uint64_t j = 0; j < count; ++j) rows[j] = spans.row(random.below(spans.total(), i + j));
+      for (std::uint64_t j = 0; j < count; ++j) rows[j] = draw(i + j);
       prefetch_tickets(rows, count);
     };
     choose(begin, chosen);
@@ -215,10 +236,7 @@ void Store::sample_listed(const Random& random, std::uint64_t n, Batch batch, st
       const std::int64_t row = live[random.below(live.size(), i, attempt)];
       if (rows_out != nullptr) rows_out[i] = row;
       control_.count_redraws(1);
-      std::uint64_t moved = 0;
-      if (read_block(&row, 1, all_, batch, i, nullptr, numbers_out == nullptr ? nullptr : numbers_out + i, &moved)) {
-        break;
-      }
+      if (read_row(row, batch, i, numbers_out)) break;
       live = live_rows();
     }
   }

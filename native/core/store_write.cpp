@@ -17,16 +17,23 @@ namespace engram {
 namespace {
 
 constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks at the tickets
+constexpr std::uint64_t kFileBytes = 4 << 20;      // and where they go to files: a page that a call writes in part is read first
+constexpr std::uint64_t kOwnCall = 4096;           // bytes of a piece that is worth a call of its own
 constexpr std::uint64_t kAhead = 8;                // rows between asking for one and writing it
 
 }  // namespace
 
-// Of a write that waits in vain for a row what is written stays, and what was reserved and is not begun becomes void.
+// Of a write that waits in vain for a row what is written stays, and what was reserved and is not begun becomes void. One that fails
+// at the disk is recovered as if its process had died.
 template <class Write, class Settle, class Tell>
-void Store::write_and_tell(Write&& write, Settle&& settle, Tell&& tell) const {
+void Store::write_and_tell(ClaimGuard& claim, Write&& write, Settle&& settle, Tell&& tell) const {
   std::exception_ptr stalled;
   try {
     write();
+  } catch (const DiskError&) {
+    repair(claim.claim());
+    void_gaps();
+    throw;
   } catch (const Stalled&) {
     stalled = std::current_exception();
     void_gaps();
@@ -115,6 +122,34 @@ void Store::commit(std::uint64_t row, std::uint64_t number) {
   control_.word(row).store(ticket(number, State::committed), std::memory_order_release);
 }
 
+// Whether rows that are about to be written are to go to their files, and not through the mapping.
+template <class RowOf>
+bool Store::goes_to_files(std::span<const std::uint64_t> which, std::uint64_t n, RowOf&& row) const {
+  const Field* field = longest_in_file(which);
+  if (field == nullptr || !disk_->writes.is_cold(*field, n, row)) return false;
+  disk_->open(which);
+  return true;
+}
+
+// Writes n rows to the rows first … of a field, which the caller has marked: those at `from`, or, of rows that begin there, the ones
+// that `pick` names. To its file they go by a call: through the mapping each page would be read from the disk first. Small pieces
+// share a page with those before and after, which is read only once; they take the mapping, unless calls are asked for. Throws
+// DiskError.
+void Store::put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick,
+                bool to_file) const {
+  const std::uint64_t bytes = fields_[f].row_bytes;
+  if (to_file && n > 0 && disk_->is_open(f) && (n * bytes >= kOwnCall || disk_->writes.way() == Residency::Way::direct)) {
+    disk_->write(fields_[f], f, first, n, from, pick);
+    return;
+  }
+  std::byte* to = fields_[f].data + first * bytes;
+  if (pick == nullptr) {
+    copy_to_shared(to, from, n * bytes);
+    return;
+  }
+  for (std::uint64_t i = 0; i < n; ++i) copy_to_shared(to + i * bytes, from + static_cast<std::uint64_t>(pick[i]) * bytes, bytes);
+}
+
 // The rows at positions p0 … of a lane. `pick`, if not null, names for each of them its place in rows_out.
 void Store::place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, const std::int64_t* pick,
                        std::int64_t* rows_out) const {
@@ -130,7 +165,9 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
                        const std::int64_t* pick) {
   const std::uint64_t length = control_.lane_length(), start = lane * length;
   const auto source = [pick](std::uint64_t i) { return pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]); };
-  const std::uint64_t chunk = std::max<std::uint64_t>(1, kChunkBytes / std::max<std::uint64_t>(1, row_bytes_));
+  const bool to_files = goes_to_files(all_, n, [&](std::uint64_t i) { return static_cast<std::int64_t>(start + (p0 + i) % length); });
+  const std::uint64_t most = to_files ? kFileBytes : kChunkBytes;
+  const std::uint64_t chunk = std::max<std::uint64_t>(1, most / std::max<std::uint64_t>(1, row_bytes_));
   std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
   while (i < n) {
     const std::uint64_t first = start + (p0 + i) % length;
@@ -148,15 +185,8 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
     }
     fence(std::memory_order_release);
     for (std::uint64_t f = 0; f < fields_.size(); ++f) {
-      const std::uint64_t bytes = fields_[f].row_bytes;
-      std::byte* to = fields_[f].data + first * bytes;
-      if (pick == nullptr) {
-        copy_to_shared(to, columns[f] + i * bytes, marked * bytes);
-      } else {
-        for (std::uint64_t j = 0; j < marked; ++j) {
-          copy_to_shared(to + j * bytes, columns[f] + source(i + j) * bytes, bytes);
-        }
-      }
+      const std::byte* from = columns[f] + (pick == nullptr ? i * fields_[f].row_bytes : 0);
+      put(f, first, marked, from, pick == nullptr ? nullptr : pick + i, to_files);
     }
     fence(std::memory_order_release);
     for (std::uint64_t j = 0; j < marked; ++j) commit(first + j, t0 + source(i + j));
@@ -178,6 +208,7 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
   place_ring(lane, p0, n, nullptr, rows_out);
   write_and_tell(
+      claim,
       [&] { write_ring(lane, p0, n, t0, columns, nullptr); },
       [&] {
         if (control_.lane(lane).base.load(std::memory_order_acquire) > p0) forget_outside(rows_out, n, t0);
@@ -218,6 +249,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
   for (const Run& run : runs) place_ring(run.lane, run.p0, run.end - run.begin, order.data() + run.begin, rows_out);
   write_and_tell(
+      claim,
       [&] {
         for (const Run& run : runs) {
           write_ring(run.lane, run.p0, run.end - run.begin, t0, columns, order.data() + run.begin);
@@ -309,6 +341,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   }
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
+  const bool to_files = goes_to_files(which, n, [rows](std::uint64_t i) { return rows[i]; });
   std::uint64_t scatter = 0;
   const auto write = [&] {
     const struct Counted {  // once they are written, also if some wait in vain
@@ -326,14 +359,13 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       if (!mark(row, t0 + i, nullptr, over)) continue;
       fence(std::memory_order_release);
       for (std::uint64_t f = 0; f < which.size(); ++f) {
-        const std::uint64_t bytes = fields_[which[f]].row_bytes;
-        copy_to_shared(fields_[which[f]].data + row * bytes, columns[f] + source * bytes, bytes);
+        put(which[f], row, 1, columns[f] + source * fields_[which[f]].row_bytes, nullptr, to_files);
       }
       fence(std::memory_order_release);
       commit(row, t0 + i);
     }
   };
-  write_and_tell(write, [&] { forget_outside(rows, n, t0); }, [&](Index& index) {
+  write_and_tell(claim, write, [&] { forget_outside(rows, n, t0); }, [&](Index& index) {
     if (grow) {
       index.rewritten(rows, n, t0, scatter);
     } else {
@@ -363,6 +395,7 @@ std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<
   std::vector<std::int64_t> written;      // rows, under the numbers t0 ...
   std::vector<std::uint64_t> entry, over;  // of each its entry, and which of them it was written over; n: none of them
   written.reserve(n), entry.reserve(n), over.reserve(n);
+  const bool to_files = goes_to_files(which, n, [rows](std::uint64_t i) { return std::max<std::int64_t>(rows[i], 0); });
   std::uint64_t scatter = 0;
   const auto write = [&] {
     for (std::uint64_t i = 0; i < n; ++i) {
@@ -382,8 +415,7 @@ std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<
       if (!control_.word(row).compare_exchange_strong(seen, ticket(number, State::writing), std::memory_order_acq_rel)) continue;
       fence(std::memory_order_release);
       for (std::uint64_t f = 0; f < which.size(); ++f) {
-        const std::uint64_t bytes = fields_[which[f]].row_bytes;
-        copy_to_shared(fields_[which[f]].data + row * bytes, columns[f] + i * bytes, bytes);
+        put(which[f], row, 1, columns[f] + i * fields_[which[f]].row_bytes, nullptr, to_files);
       }
       fence(std::memory_order_release);
       commit(row, number);
@@ -391,7 +423,7 @@ std::uint64_t Store::patch(const std::int64_t* rows, std::uint64_t n, std::span<
     }
     scatter = control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel) + 1;
   };
-  write_and_tell(write, [&] { forget_outside(written.data(), written.size(), t0); }, [&](Index& index) {
+  write_and_tell(claim, write, [&] { forget_outside(written.data(), written.size(), t0); }, [&](Index& index) {
     index.edited(written.data(), written.size(), t0, which, scatter);
   });
   for (std::uint64_t k = 0; k < written.size(); ++k) numbers_out[entry[k]] = static_cast<std::int64_t>(t0 + k);

@@ -99,21 +99,26 @@ class Recipe:
         return None if store is None or store.directory is None or store.closed else store
 
 
-def open_buffer(directory: str | os.PathLike[str], unclean: str, given: dict[str, Any], *, readonly: bool) -> Any:
+def open_buffer(
+    directory: str | os.PathLike[str], unclean: str, io: str, given: dict[str, Any], *, readonly: bool
+) -> Any:
     """The buffer that a directory notes, over its store.
 
     Args:
         directory: the store's.
         unclean: whether a store is taken that was open when the machine went down: ``"accept"`` or ``"refuse"``.
+        io: as for ``LazyMemmapStorage``.
         given: arguments of the constructor; one that is not None replaces what was noted.
         readonly: nothing is written to the directory.
 
     Raises: as ``ReplayBuffer.open``.
     """
     _check_unclean("open", unclean)
-    path = check_path("open: directory", directory)
+    path, io = check_path("open: directory", directory), storages.memmap.check_io("open", io)
     noted = _read(path)
-    storage = storages.LazyMemmapStorage.open(path, unclean=unclean, dtypes=_noted_dtypes(noted), readonly=readonly)
+    storage = storages.LazyMemmapStorage.open(
+        path, unclean=unclean, dtypes=_noted_dtypes(noted), readonly=readonly, io=io
+    )
     _announce_repair(storage)  # before anything else can fail
     try:
         kind = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
@@ -142,6 +147,7 @@ def open_or_create(
     geometry: tuple[int, int, int],
     dtypes: object,
     unclean: str,
+    io: str,
     given: Mapping[str, object],
     *,
     tensordicts: bool,
@@ -153,7 +159,7 @@ def open_or_create(
         directory: the store's.
         geometry: rows, lanes and ndim.
         dtypes: as for ``LazyMemmapStorage``.
-        unclean: as for :func:`open_buffer`.
+        unclean, io: as for :func:`open_buffer`.
         given: arguments of the constructor.
         tensordicts: whether the class is one of TensorDicts.
 
@@ -165,8 +171,8 @@ def open_or_create(
         raise TypeError(
             f"{call}: storage: expected none, the rows lie in the directory; got {type(given['storage']).__name__}."
         )
-    path = check_path(f"{call}: directory", directory)
-    storage = storages.LazyMemmapStorage.open_or_create(path, *geometry, dtypes, unclean=unclean)
+    path, io = check_path(f"{call}: directory", directory), storages.memmap.check_io(call, io)
+    storage = storages.LazyMemmapStorage.open_or_create(path, *geometry, dtypes, unclean=unclean, io=io)
     try:
         _announce_repair(storage)
         found, changed = storage.structure, {"transform", "transform_factory", "collate_fn"} & given.keys()

@@ -928,6 +928,7 @@ class ReplayBuffer:
         output: Output | None = None,
         unclean: str = "refuse",
         readonly: bool = False,
+        io: str = "auto",
         **torchrl: Unpack[TorchRLArguments],
     ) -> ReplayBuffer:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
@@ -942,6 +943,7 @@ class ReplayBuffer:
             unclean: ``"accept"`` takes a store that was open when the machine went down; ``"refuse"`` raises.
             readonly: only read, beside processes that write or without them: for evaluation, plots, or several trainings from one
                 data set. Needs no right to write; nothing in the directory changes.
+            io: as for ``LazyMemmapStorage``.
 
         With ``readonly`` rows that others write appear, whole, at the next draw. Rows that a dead process left half written are
         passed over. Every write, and :meth:`state_dict`, :meth:`dumps` and a ``Checkpointer``'s save, which would make writers wait,
@@ -982,7 +984,7 @@ class ReplayBuffer:
             "generator": generator,
             "output": output,
         }
-        rb: ReplayBuffer = open_buffer(directory, unclean, given, readonly=readonly)
+        rb: ReplayBuffer = open_buffer(directory, unclean, io, given, readonly=readonly)
         return rb
 
     @classmethod
@@ -995,6 +997,7 @@ class ReplayBuffer:
         ndim: int = 1,
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
         unclean: str = "refuse",
+        io: str = "auto",
         **arguments: object,
     ) -> Self:
         """The first line of a script that may be killed and started again: the buffer in a directory, made if there is none.
@@ -1007,7 +1010,7 @@ class ReplayBuffer:
             directory: a store, an empty folder or a free name.
             size: capacity in rows, the same at every start. ``lanes`` and ``ndim``: as for ``LazyMemmapStorage``, the same, too.
             dtypes: as for ``LazyMemmapStorage``. Without them, nothing is cast, whatever an earlier start said.
-            unclean: as for :meth:`open`.
+            unclean, io: as for :meth:`open`.
             **arguments: those of the class's constructor, but ``storage``.
 
         Raises:
@@ -1032,7 +1035,9 @@ class ReplayBuffer:
         6
         """
         tensordicts = cls._write_path.takes_tensordicts
-        return open_or_create(cls, directory, (size, lanes, ndim), dtypes, unclean, arguments, tensordicts=tensordicts)
+        return open_or_create(
+            cls, directory, (size, lanes, ndim), dtypes, unclean, io, arguments, tensordicts=tensordicts
+        )
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it

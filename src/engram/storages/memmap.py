@@ -7,7 +7,7 @@ import secrets
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -48,9 +48,13 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim, lanes, dtypes: as for :class:`LazyTensorStorage`. The folder notes ``dtypes`` for :meth:`ReplayBuffer.open`.
         existsok: erase a store, or files of the same names, that lie in the folder.
         auto_cleanup: remove the files when the buffer is closed; None: only those of a temporary folder.
+        io: how rows are moved. ``"auto"``: by copies while they are in memory, by reads and writes of the files while a look at
+            some rows finds that they are not. ``"map"``: always by copies. ``"read"``: always by reads and writes, which a disk that
+            fails makes an ``OSError``; a copy would end the process with ``SIGBUS``. Only the time differs, never the rows. It
+            holds for all handles of the store in this process; ``stats()`` shows it. docs/larger-than-memory.md has the rest.
 
     Raises:
-        ValueError: a device other than the CPU.
+        ValueError: a device other than the CPU, or another ``io``.
         RuntimeError: the folder holds a store or files of the same names, and not ``existsok``.
         OSError: the folder is a file, not writable, or its disk is full. Nothing is left behind.
 
@@ -65,6 +69,17 @@ class LazyMemmapStorage(LazyTensorStorage):
     [0, 1, 2]
     """
 
+    #: What ``stats()`` says of the way that rows take. The first three are 0 or 1.
+    _IO_STATE: ClassVar = (
+        "larger_than_memory",
+        "reads_from_files",
+        "writes_to_files",
+        "file_reads",
+        "file_bytes_read",
+        "file_writes",
+        "file_bytes_written",
+    )
+
     def __init__(
         self,
         max_size: int,
@@ -76,6 +91,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
         existsok: bool = False,
         auto_cleanup: bool | None = None,
+        io: str = "auto",
         **later: object,
     ) -> None:
         reject_unsupported("LazyMemmapStorage", later, _NOT_YET, type(self))
@@ -84,6 +100,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."
             )
         self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes), "cpu")
+        self._io = check_io("LazyMemmapStorage", io)
         self._scratch_dir = None if scratch_dir is None else check_path("LazyMemmapStorage: scratch_dir", scratch_dir)
         self._existsok = existsok
         self._auto_cleanup = auto_cleanup
@@ -102,14 +119,20 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     @classmethod
     def open(
-        cls, directory: Path, *, unclean: str = "refuse", dtypes: Dtypes = NO_DTYPES, readonly: bool = False
+        cls,
+        directory: Path,
+        *,
+        unclean: str = "refuse",
+        dtypes: Dtypes = NO_DTYPES,
+        readonly: bool = False,
+        io: str = "auto",
     ) -> LazyMemmapStorage:
         """The storage in a folder, with its rows. ``ReplayBuffer.open`` is the public way."""
         store = (open_readonly if readonly else open_store)(directory, unclean=unclean)
         schema = store.schema
         assert store.folder is not None  # it was opened there
         geometry = Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns), dtypes)
-        storage = cls._in(Home(store.folder), geometry)
+        storage = cls._in(Home(store.folder), geometry, io)
         try:
             structure = Structure.from_schema(schema, dtypes)
         except (TypeError, IncompatibleStore):
@@ -120,15 +143,15 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     @classmethod
     def open_or_create(
-        cls, directory: Path, max_size: int, lanes: int, ndim: int, dtypes: object, *, unclean: str
+        cls, directory: Path, max_size: int, lanes: int, ndim: int, dtypes: object, *, unclean: str, io: str = "auto"
     ) -> LazyMemmapStorage:
         """The storage in a folder, with its rows; or a new one, which the first write of any process that calls this creates."""
         call = "open_or_create"
         geometry = Geometry.checked(call, max_size, lanes, ndim, dtypes)
         if not holds_store(directory, call):
             _check_place(directory)
-            return cls._in(Home(directory, f"{call} {geometry[:3]}"), geometry)
-        storage = cls.open(directory, unclean=unclean, dtypes=geometry.dtypes)
+            return cls._in(Home(directory, f"{call} {geometry[:3]}"), geometry, io)
+        storage = cls.open(directory, unclean=unclean, dtypes=geometry.dtypes, io=io)
         found = storage.store.schema
         differs = schemas.differences(geometry.schema(Structure.from_schema(found), found.columns), found)
         if len(found.columns) != geometry.ndim - 1:
@@ -143,9 +166,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         return storage
 
     @classmethod
-    def _in(cls, home: Home, geometry: Geometry) -> LazyMemmapStorage:
+    def _in(cls, home: Home, geometry: Geometry, io: str) -> LazyMemmapStorage:
         storage = cls.__new__(cls)
         storage._configure(geometry, "cpu")
+        storage._io = io
         storage._scratch_dir = home.folder
         storage._existsok = False
         storage._auto_cleanup = None
@@ -162,6 +186,19 @@ class LazyMemmapStorage(LazyTensorStorage):
                 raise  # of a file in it, which is named
             where = f"LazyMemmapStorage: scratch_dir={str(folder)!r} cannot be made: {os.strerror(error.errno)}"
             raise type(error)(error.errno, where, error.filename) from error
+
+    def _adopt(self, store: Store, structure: Structure) -> None:
+        store.core.set_io(self._io)
+        super()._adopt(store, structure)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.memory is not None:
+            self.memory.core.set_io(self._io)
+
+    def counters(self) -> dict[str, int]:
+        io = () if self.memory is None else self.memory.core.io_state()
+        return super().counters() | dict(zip(self._IO_STATE, io, strict=bool(io)))
 
     @property
     def scratch_dir(self) -> Path | None:
@@ -186,6 +223,13 @@ class LazyMemmapStorage(LazyTensorStorage):
         memory: Store | None = vars(self).get("memory")
         folder = self._scratch_dir if memory is None else memory.folder
         return {**super()._after_close(), "cleanup": partial(_remove, memory), "scratch_dir": folder}
+
+
+def check_io(call: str, io: object) -> str:
+    """``io``, which says how rows are moved. Raises ``ValueError``: it is none of the words."""
+    if io not in ("auto", "map", "read"):
+        raise ValueError(f"{call}: io: expected 'auto', 'map' or 'read', got {io!r}.")
+    return str(io)
 
 
 def _check_place(folder: Path) -> None:

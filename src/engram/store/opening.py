@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram import _fork, _native
+from engram._memory import available_memory
 from engram.errors import CorruptStore, IncompatibleStore, UncleanStore
 from engram.format import files, layout
 from engram.format import schema as schemas
@@ -152,6 +153,8 @@ def open_readonly(directory: Path, *, unclean: str = "refuse") -> Store:
             store = ReaderStore(schema, directory, control, tickets, segments_in(folder), abandoned=not in_use)
     try:
         _check_description(store, folder, fingerprint)
+        if store.has_files:
+            _use_files(store, directory)
         if not in_use and _closed_in_order(store.core, directory, unclean):
             _check_closed(store.core, directory)
     except BaseException:
@@ -332,6 +335,8 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
             store = Store(schema, tensors, control, tickets, attachment)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
         _check_description(store, folder, fingerprint)
+        if segments is None:
+            _use_files(store, directory)
         if attachment.others():
             store.join()
             store.indexes.attach_new()
@@ -345,6 +350,13 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
         alive.release()
         raise
     return store
+
+
+def _use_files(store: Store, directory: Path) -> None:
+    """Let the core read and write the files of rows that are not in memory."""
+    fields, capacity = store.schema.fields, store.capacity
+    paths = [str(layout.field_path(directory, field.key)) if field.row_bytes else "" for field in fields]
+    store.core.use_files(paths, capacity * sum(field.row_bytes for field in fields) > available_memory() // 2)
 
 
 def _attach_first(store: Store, directory: Path, unclean: str) -> None:

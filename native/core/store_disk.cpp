@@ -1,0 +1,124 @@
+// Reading rows that are not in memory: in the order of the files, all announced before the first is read.
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <numeric>
+#include <utility>
+
+#include "check.h"
+#include "fence.h"
+#include "pool.h"
+#include "store.h"
+
+namespace engram {
+namespace {
+
+constexpr std::uint64_t kParallelBytes = 512 * 1024;  // a batch below this is not worth waking a thread for
+constexpr std::uint64_t kAhead = 32 << 20;            // bytes announced before the first is read: more may be gone again by then
+
+// The first error of any thread.
+class FirstError {
+ public:
+  void note(std::optional<DiskError> error) {
+    if (!error) return;
+    const std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::move(error);
+  }
+  void raise() const {
+    if (error_) throw *error_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<DiskError> error_;
+};
+
+}  // namespace
+
+void Store::use(std::unique_ptr<Disk> disk) {
+  disk_ = std::move(disk);
+  for (std::uint64_t f = 0; f < fields_.size(); ++f) disk_->expect(fields_[f], f, control_.capacity());
+  longest_ = longest_of(all_);
+}
+
+// Of the fields that lie in files the one with the longest rows; null: none does.
+const Field* Store::longest_of(std::span<const std::uint64_t> which) const {
+  const Field* longest = nullptr;
+  for (const std::uint64_t f : which) {
+    if (disk_->has(f) && (longest == nullptr || fields_[f].row_bytes > longest->row_bytes)) longest = &fields_[f];
+  }
+  return longest;
+}
+
+std::vector<std::int64_t> Store::gather_from_disk(const std::int64_t* rows, std::uint64_t n,
+                                                  std::span<const std::uint64_t> which, Batch batch,
+                                                  const std::int64_t* expected, std::int64_t* numbers_out) const {
+  check(n <= UINT32_MAX, "a batch of more rows than there is memory");
+  disk_->open(which);
+  std::vector<std::uint32_t> order(n);
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [rows](std::uint32_t a, std::uint32_t b) { return rows[a] < rows[b]; });
+  std::vector<std::int64_t> sorted(n);
+  for (std::uint64_t i = 0; i < n; ++i) sorted[i] = rows[order[i]];
+  std::uint64_t row_bytes = 0;
+  for (const std::uint64_t f : which) row_bytes += fields_[f].row_bytes;
+  const auto rows_from = [&](std::uint64_t begin, std::uint64_t count) {
+    return std::span<const std::int64_t>(sorted).subspan(begin, std::min(count, n - begin));
+  };
+  const std::uint64_t block = block_rows(which), step = std::max(block, kAhead / std::max<std::uint64_t>(1, row_bytes) / block * block);
+  const auto announce = [&](std::uint64_t begin) {
+    for (const std::uint64_t f : which) {
+      if (begin < n && disk_->is_open(f)) disk_->announce(fields_[f], f, rows_from(begin, step));
+    }
+  };
+  std::vector<std::uint8_t> moved(n);
+  FirstError error;
+  const auto read = [&](std::uint64_t begin) {
+    const std::span<const std::int64_t> some = rows_from(begin, block);
+    const std::uint64_t count = some.size();
+    const std::uint32_t* at = order.data() + begin;
+    std::uint64_t words[kMostBlockRows];
+    for (std::uint64_t i = 0; i < count; ++i) {
+      words[i] = control_.word(static_cast<std::uint64_t>(some[i])).load(std::memory_order_acquire);
+      moved[at[i]] = !is_committed(words[i]) ||
+                     (expected != nullptr && number_of(words[i]) != static_cast<std::uint64_t>(expected[at[i]]));
+      if (numbers_out != nullptr) numbers_out[at[i]] = static_cast<std::int64_t>(number_of(words[i]));
+    }
+    for (std::uint64_t f = 0; f < which.size(); ++f) {
+      const Field& field = fields_[which[f]];
+      if (disk_->is_open(which[f])) {
+        error.note(disk_->read(field, which[f], some, at, batch[f]));
+      } else {
+        for (std::uint64_t i = 0; i < count; ++i) gather_rows(field, &some[i], 1, batch[f] + at[i] * field.row_bytes, nullptr);
+      }
+    }
+#ifndef ENGRAM_WITHOUT_TICKET_CHECK  // the tests must fail then: make negative-controls
+    fence(std::memory_order_acquire);
+    for (std::uint64_t i = 0; i < count; ++i) {
+      moved[at[i]] |= control_.word(static_cast<std::uint64_t>(some[i])).load(std::memory_order_relaxed) != words[i];
+    }
+#endif
+  };
+  announce(0);
+  for (std::uint64_t begin = 0; begin < n; begin += step) {
+    announce(begin + step);
+    const std::uint64_t end = std::min(n, begin + step), blocks = (end - begin + block - 1) / block;
+    if ((end - begin) * row_bytes < kParallelBytes || num_threads() == 1) {
+      for (std::uint64_t i = 0; i < blocks; ++i) read(begin + i * block);
+    } else {
+      parallel(blocks, [&](std::size_t i) { read(begin + i * block); });
+    }
+    error.raise();
+  }
+  disk_->counters().reads.fetch_add(1, std::memory_order_relaxed);
+  disk_->counters().bytes_read.fetch_add(n * row_bytes, std::memory_order_relaxed);
+  std::vector<std::int64_t> positions;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (moved[i] != 0) positions.push_back(static_cast<std::int64_t>(i));
+  }
+  look_after_others(positions.empty() ? Need::none : Need::waiting);
+  return positions;
+}
+
+}  // namespace engram

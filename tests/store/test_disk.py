@@ -1,0 +1,358 @@
+"""Rows of directory stores that go through their files: the same rows as through the mapping, and errors in place of signals."""
+
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram import (
+    FrameStack,
+    LazyMemmapStorage,
+    NStep,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
+from engram._memory import available_memory
+from tests import fresh
+
+DTYPES = (
+    torch.uint8,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.complex64,
+)
+ROWS = 600
+
+
+@pytest.fixture
+def disk():
+    """A folder of a file system that is not memory."""
+    made = Path(tempfile.mkdtemp(dir=Path(__file__).parents[2]))
+    kind = subprocess.run(["stat", "-f", "-c", "%T", made], capture_output=True, text=True, check=False).stdout.strip()
+    if kind in ("tmpfs", "ramfs"):
+        shutil.rmtree(made)
+        pytest.skip(f"needs a disk, this is {kind}")
+    yield made
+    shutil.rmtree(made)
+
+
+def steps(n=ROWS, seed=0):
+    torch.manual_seed(seed)
+    done = torch.zeros(n, 1, dtype=torch.bool)
+    done[torch.arange(12, n, 13)] = True
+    fields = {str(dtype).removeprefix("torch."): (torch.randn(n, 5) * 9).to(dtype) for dtype in DTYPES}
+    return TensorDict(
+        fields
+        | {
+            "frame": torch.randint(0, 255, (n, 3, 44, 44), dtype=torch.uint8),
+            "nothing": torch.zeros(n, 0),
+            "next": {"reward": torch.randn(n, 1), "done": done, "obs": torch.randn(n, 4)},
+        },
+        [n],
+    )
+
+
+SAMPLERS = {
+    "uniform": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(ROWS, 0.7, 0.5),
+    "slices": lambda: SliceSampler(slice_len=4, end_key=("next", "done")),
+    "prioritized slices": lambda: PrioritizedSliceSampler(ROWS, 0.7, 0.5, slice_len=4, end_key=("next", "done")),
+    "n steps": lambda: NStep(FrameStack(RandomSampler(), 4, -3, ["frame"]), 3, 0.9),
+}
+
+
+def run(folder, io, sampler, lanes=1):
+    """All that a program with a fixed seed sees."""
+    storage = LazyMemmapStorage(ROWS, scratch_dir=folder, io=io, lanes=lanes)
+    generator = torch.Generator().manual_seed(3)
+    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), batch_size=64, generator=generator)
+    data, seen = steps(), []
+    for start in range(0, ROWS, 150):
+        part = data[start : start + 150]
+        rb.extend(part) if lanes == 1 else rb.extend(part, lane=torch.arange(150) % lanes)
+    rb.extend(steps(70, seed=1)) if lanes == 1 else rb.extend(steps(70, seed=1), lane=torch.arange(70) % lanes)
+    rb.add(data[5]) if lanes == 1 else rb.add(data[5], lane=1)
+    for _ in range(6):
+        batch, info = rb.sample(return_info=True)
+        if "prioritized" in sampler:
+            rb.update_priority(info["index"], torch.rand(64, generator=generator))
+        seen.append((batch, info["index"]))
+    rb[torch.tensor([3, 4, 90])] = data[7:10]
+    seen += [(rb.sample(), None), (rb[:], None), (rb[torch.arange(0, 500, 7)], None)]
+    stats = rb.stats()
+    rb.close()
+    return seen, stats
+
+
+def same(a, b):
+    if isinstance(a, TensorDict):
+        return set(a.keys(True, True)) == set(b.keys(True, True)) and all(
+            torch.equal(a[key], b[key]) for key in a.keys(True, True)
+        )
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_both_ways_give_the_same_batches(disk, sampler):
+    (mapped, unused), (read, used) = (run(disk / io, io, sampler) for io in ("map", "read"))
+    assert len(mapped) == len(read)
+    assert all(map(same, mapped, read))
+    assert used["reads_from_files"] == used["writes_to_files"] == 1
+    assert used["file_bytes_read"] > 6 * 64 * 5808
+    assert used["file_bytes_written"] > ROWS * 5808
+    assert unused["file_reads"] == unused["file_writes"] == 0
+
+
+def test_both_ways_give_the_same_with_lanes(disk):
+    seen = [run(disk / io, io, "n steps", lanes=3)[0] for io in ("map", "read")]
+    assert all(map(same, *seen))
+
+
+def test_the_other_way_reads_what_one_wrote_through_a_copy_and_a_fork(disk):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(50, scratch_dir=disk / "store", io="read"), batch_size=200)
+    rb.extend({"a": torch.arange(40), "frame": torch.arange(40)[:, None].expand(40, 5000).contiguous()})
+    copied = pickle.loads(pickle.dumps(rb))
+    assert copied.storage.store.core.io_state()[1:3] == (1, 1)
+    pid = os.fork()
+    if pid == 0:
+        whole = False
+        try:
+            batch = ReplayBuffer.open(disk / "store", io="read").sample()  # the parent's handle is its own
+            whole = bool(
+                (batch["frame"].numpy() == batch["a"].numpy()[:, None]).all()
+            )  # torch's threads are the parent's
+        finally:
+            os._exit(0 if whole else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    batch = rb.sample()
+    assert bool((batch["frame"] == batch["a"][:, None]).all())
+    rb.close()
+    again = ReplayBuffer.open(disk / "store")
+    assert again.storage.store.core.io_state()[1:3] == (0, 0)
+    assert again[:]["a"].tolist() == list(range(40))
+    again.close()
+    again = ReplayBuffer.open_or_create(disk / "store", 50, io="read")
+    assert again.stats()["reads_from_files"] == 1
+    again.close()
+
+
+@pytest.mark.parametrize("io", ["disk", None, 3, "AUTO"])
+def test_another_word_is_refused_before_anything_is_made(disk, io):
+    with pytest.raises(ValueError, match="LazyMemmapStorage: io: expected 'auto', 'map' or 'read', got"):
+        LazyMemmapStorage(5, scratch_dir=disk / "store", io=io)
+    with pytest.raises(ValueError, match="open: io: expected"):
+        ReplayBuffer.open(disk / "store", io=io)
+    with pytest.raises(ValueError, match="open_or_create: io: expected"):
+        ReplayBuffer.open_or_create(disk / "store", 5, io=io)
+    assert list(disk.iterdir()) == []
+
+
+# ---- which way is taken ------------------------------------------------------------------------------------------------
+
+
+def drop(path):
+    """Put a file that no process has mapped out of memory; False: this file system keeps it."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with mmap.mmap(file.fileno(), 0) as memory:
+            pages = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
+            at = np.frombuffer(memory, np.uint8).ctypes.data
+            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(at), ctypes.c_size_t(len(memory)), pages) == 0
+            return not any(page & 1 for page in pages)
+
+
+def test_rows_in_memory_stay_on_the_map_and_those_that_are_not_are_read(disk):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(300, scratch_dir=disk / "store"), batch_size=16)
+    frames = torch.randint(0, 255, (300, 20_000), dtype=torch.uint8)
+    rb.extend({"frame": frames, "a": torch.arange(300)})
+    for _ in range(100):
+        rb.sample()
+    stats = rb.stats()
+    assert (stats["reads_from_files"], stats["file_reads"], stats["larger_than_memory"]) == (0, 0, 0)
+    rb.close()
+    del rb
+    gc.collect()  # nothing maps the file any more
+    if not drop(disk / "store" / "frame.memmap"):
+        pytest.skip("this file system keeps files in memory that it is told to drop")
+    rb = ReplayBuffer.open(disk / "store", batch_size=16)
+    batch = rb.sample()
+    assert torch.equal(batch["frame"], frames[batch["a"]])
+    stats = rb.stats()
+    assert (stats["reads_from_files"], stats["file_reads"]) == (1, 1)
+    assert stats["file_bytes_read"] == 16 * 20_008
+    rb[:]["frame"].sum()  # into memory, and to be looked at
+    assert rb.stats()["reads_from_files"] == 1
+    for _ in range(1_000):
+        rb.sample()
+    assert rb.stats()["reads_from_files"] == 0
+    rb.close()
+
+
+def test_a_file_system_that_is_memory_is_never_read():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        rb = ReplayBuffer(storage=LazyMemmapStorage(9, scratch_dir=folder + "/store", io="read"), batch_size=4)
+        rb.extend(torch.arange(9))
+        assert set(rb.sample().tolist()) <= set(range(9))
+        assert rb.stats()["file_reads"] == rb.stats()["file_writes"] == 0
+        rb.close()
+
+
+def machine(tmp_path, *, available="9000 kB", cgroup="", **limits):
+    for path, text in {
+        "proc/meminfo": f"MemTotal: 9999 kB\nMemAvailable: {available}\n",
+        "proc/self/cgroup": cgroup,
+        **limits,
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return available_memory(tmp_path)
+
+
+V1 = "9:name=systemd:/\n4:cpu,memory:/job/one\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "expected"),
+    [
+        ("", {}, 9000 * 1024),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/b/memory.max": "max\n", "sys/fs/cgroup/a/memory.max": "5000\n"}, 5000),
+        ("0::/../elsewhere\n", {"sys/fs/cgroup/memory.max": "77\n"}, 77),
+        (V1, {"sys/fs/cgroup/memory/job/one/memory.limit_in_bytes": "4096\n"}, 4096),
+        (V1, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}, 9000 * 1024),
+    ],
+)
+def test_the_memory_is_what_the_kernel_has_and_groups_allow(tmp_path, cgroup, limits, expected):
+    assert machine(tmp_path, cgroup=cgroup, **limits) == expected
+
+
+def test_a_machine_that_says_nothing_has_none(tmp_path):
+    assert available_memory(tmp_path) == 0
+    assert 0 < available_memory() < 1 << 60
+
+
+# ---- a disk that fails -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_truncated_beneath_a_store_is_an_error_that_names_it(disk):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=disk / "store", io="read"), batch_size=500)
+    rows = {"frame": torch.arange(100)[:, None].expand(100, 5000).contiguous()}
+    rb.extend(rows)
+    path = disk / "store" / "frame.memmap"
+    os.truncate(path, 50 * 40_000)
+    for _ in range(3):
+        with pytest.raises(OSError, match=r"read at byte \d+: expected more rows, the file ends there") as raised:
+            rb.sample()
+        assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(path))
+    os.truncate(path, 100 * 40_000)
+    rb.extend(rows)
+    assert set(rb.sample()["frame"][:, 4_999].tolist()) == set(range(100))
+    rb.close()
+
+
+FAILS = """
+    import ctypes, errno, sys, torch
+    from engram import LazyMemmapStorage, ReplayBuffer, SamplerWithoutReplacement
+    control = ctypes.CDLL(None)
+    rb = ReplayBuffer(storage=LazyMemmapStorage(64, scratch_dir=sys.argv[1] + "/store", io="read"), batch_size=8)
+    rows = {"a": torch.arange(64), "frame": torch.arange(64)[:, None].expand(64, 700).contiguous()}
+    some = {key: column[:9] for key, column in rows.items()}
+    def check(batch):
+        assert bool((batch["frame"] == batch["a"][:, None]).all())
+    def fails(call, code, act):
+        found = 0
+        for n in range(1, 100):
+            rb.extend(rows)
+            control.failing_calls_arm(call, n, code)
+            try:
+                act()
+                raised = None
+            except OSError as error:
+                raised = error
+            left = control.failing_calls_left()
+            control.failing_calls_arm(b"", 0, 0)
+            assert (raised is None) == (left > 0), (n, left, raised)
+            if raised is None:
+                return found
+            assert raised.errno == code and raised.filename.endswith(".memmap") and "at byte" in str(raised), raised
+            found += 1
+            check(rb.sample())
+    rb.extend(rows)
+    torch.set_num_threads(1)
+    print(fails(b"preadv", errno.EIO, lambda: check(rb.sample())))
+    print(fails(b"pwritev", errno.ENOSPC, lambda: (rb.extend(some), check(rb.sample()))))
+    print(fails(b"pwritev", errno.EIO, lambda: rb.__setitem__(torch.arange(0, 18, 2), some)))
+    rb.extend(rows)
+    assert len(rb) == 64
+    check(rb[:])
+    rb.close()
+    again = ReplayBuffer.open(sys.argv[1] + "/store")
+    assert again.storage.store.repair is None and len(again) == 64
+"""
+
+
+def test_a_disk_that_fails_is_an_error_and_the_buffer_goes_on(disk):
+    compiler = shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs Linux and a C compiler")
+    library = disk / "failing_calls.so"
+    source = Path(__file__).parents[1] / "failing_calls.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FAILS), str(disk)],
+        env={**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(int(line) >= 2 for line in done.stdout.split()), done.stdout
+
+
+# ---- two processes -----------------------------------------------------------------------------------------------------
+
+WRITES = """
+    import torch
+    from engram import ReplayBuffer
+    rb = ReplayBuffer.open(folder, io="read")
+    pad = torch.zeros(7, 3000, dtype=torch.int64)
+    for number in range(40, 1440, 7):
+        rows = torch.arange(number, number + 7)
+        rb.extend({"a": rows, "frame": rows[:, None] + pad})
+    rb.close()
+"""
+
+
+def test_a_process_writes_by_calls_while_another_one_reads(disk):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(40, scratch_dir=disk / "store", io="read"), batch_size=16)
+    rb.extend({"a": torch.arange(40), "frame": torch.arange(40)[:, None].expand(40, 3000).contiguous()})
+    writer = fresh.start(textwrap.dedent(WRITES), folder=str(disk / "store"))
+    while writer.poll() is None:
+        batch = rb.sample()
+        assert bool((batch["frame"] == batch["a"][:, None]).all())
+    assert writer.poll() == 0, writer.err
+    assert sorted(rb[:]["a"].tolist()) == list(range(1400, 1440))
+    assert int(rb.sample()["a"].min()) >= 1400
+    rb.close()
