@@ -1,11 +1,13 @@
 """``engram demo`` as a user runs it."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import click.testing
 import pytest
@@ -37,7 +39,7 @@ def assert_all_ended(out):
     """Every learner and actor that ``out`` names ends."""
     pids = [int(pid) for line in re.findall(r"Learner (.*), one lane each", out) for pid in re.findall(r"\d+", line)]
     pids += [int(pid) for pid in re.findall(r"Actor (\d+) takes over", out)]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while any(map(running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert pids
@@ -70,7 +72,8 @@ def test_an_actor_and_the_learner_are_killed_and_replaced(finished):
     (saved,) = re.findall(r"(ckpt-\S+): \d+ rows saved", out)
     (rows,) = re.findall(rf"A new learner opens the store: (\d+) rows are there\. Network of {saved}\.", out)
     assert 450 <= int(rows) <= 900
-    assert "Not solved after 900 steps." in out
+    # Steps are rows that were saved: one that the dead actor was writing is not.
+    assert re.search(r"Not solved after (899|900) steps\.", out)
     assert f"engram inspect {folder / 'checkpoints'}" in out
     assert_all_ended(out)
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -121,6 +124,24 @@ def wait_until(true):
     assert true()
 
 
+def waits_for_a_learner(pid):
+    """Whether that process has started one, and hears of Ctrl-C again."""
+    if not learner_of(pid):
+        return False
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16) >> (signal.SIGINT - 1) & 1
+    return not ignored and re.search(r"State:\s*S", status) is not None
+
+
+def learner_of(pid):
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended just now
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if parent == str(pid) and b"spawn_main" in (folder / "cmdline").read_bytes():
+                return True
+    return False
+
+
 def assert_the_store_is_whole(folder):
     rb = ReplayBuffer.open(folder / "replay")
     assert rb.storage.store.repair is None  # the last process closed it in order
@@ -138,7 +159,7 @@ def test_control_c_leaves_a_store_that_opens(tmp_path, group):
     wait_until(lambda: len(rb) > 0)
     rb.close()
     (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "engram.ReplayBuffer.open(" in out
@@ -150,10 +171,9 @@ def test_control_c_before_it_has_begun(tmp_path):
     """The learner is still importing torch."""
     folder = tmp_path / "run"
     process = started(folder)
-    wait_for(folder)
-    time.sleep(0.5)
+    wait_until(lambda: waits_for_a_learner(process.pid))
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "Traceback" not in err
 
@@ -162,7 +182,7 @@ def test_all_processes_end_with_the_command(tmp_path):
     process = started(tmp_path / "run")
     wait_for(tmp_path / "run" / "replay" / ".engram" / "store.json")
     process.kill()
-    out, err = process.communicate(timeout=60)  # returns when all processes that inherited the pipes have ended
+    out, err = process.communicate(timeout=200)  # returns when all processes that inherited the pipes have ended
     assert "Traceback" not in err
     assert_all_ended(out)
     assert_the_store_is_whole(tmp_path / "run")

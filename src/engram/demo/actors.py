@@ -119,5 +119,5 @@ class Actor:
     def close(self) -> None:
         """Close the pipe, so that the actor ends, and wait for it. Repeatable."""
         self.channel.close()
-        self.process.join(10)
+        self.process.join(60)
         self.process.kill()
