@@ -33,7 +33,7 @@ from engram import (
     ReplayBuffer,
 )
 
-LIMIT_S = 30
+LIMIT_S = 100
 ROWS = torch.arange(7)
 
 

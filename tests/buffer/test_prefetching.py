@@ -254,8 +254,8 @@ def test_a_batch_is_ready_while_the_current_one_trains(threads):
     rb = buffer(1, transform=counted)
     rb.sample()
     for _ in range(3):
-        assert made.acquire(timeout=5)
-        assert made.acquire(timeout=5) if _ == 0 else True  # the one that was returned, too
+        assert made.acquire(timeout=60)
+        assert made.acquire(timeout=60) if _ == 0 else True  # the one that was returned, too
         assert not made.acquire(timeout=0.02)  # and no more than that
         rb.sample()
 

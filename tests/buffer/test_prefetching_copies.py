@@ -133,13 +133,13 @@ def test_writers_do_not_wait_for_batches_ahead_to_be_saved(save, tmp_path, threa
     rb.sample()
     started.clear()
     rb.sample()
-    assert started.wait(5)
+    assert started.wait(60)
     start = time.monotonic()
     if save == "state_dict":
         rb.state_dict()
     else:
         rb.dumps(tmp_path / "dump")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     assert len(rb.sample()) == BATCH
     rb.close()
     assert len(written) >= 4

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import gc
+import itertools
 import signal
 import sys
 import threading
@@ -292,12 +293,14 @@ class Interrupted(threading.Thread):
                 return
 
     def interrupt(self):
-        end = time.monotonic() + 2
-        while not self._armed and not self.errors and time.monotonic() < end:
+        while not self._armed and not self.errors:
             time.sleep(0)
-        self._armed, before = False, self.interrupts
+        self._armed, before, calls = False, self.interrupts, self.calls
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(KeyboardInterrupt))
-        while self.interrupts == before and not self.errors and time.monotonic() < end:
+        while self.interrupts == before and not self.errors:
+            if self.calls > calls + 1:  # it was lost
+                self._armed = True
+                break
             time.sleep(0)
 
     def finish(self):
@@ -333,12 +336,10 @@ def test_interrupts_leave_whole_rows(storage):
 
     victim = Interrupted(write)
     end = time.monotonic() + 0.8
-    while time.monotonic() < end:
+    while time.monotonic() < end or min(victim.interrupts, victim.calls) <= 5:
         victim.interrupt()
         time.sleep(0.0005 * (victim.interrupts % 5))
     victim.finish()
-    assert victim.interrupts > 5
-    assert victim.calls > 5
     check_after_interrupts(rb)
 
 
@@ -367,11 +368,12 @@ def test_interrupts_while_it_fills(storage):
         rb.extend(as_rows(torch.arange(7)))
 
     victim = Interrupted(fill)
-    for i in range(150):
+    for i in itertools.count():
         victim.interrupt()
         time.sleep(0.0002 * (i % 7))
+        if victim.interrupts > 120:
+            break
     victim.finish()
-    assert victim.interrupts > 100
     n = len(rb)
     if n:
         assert_whole(rb[:])
@@ -412,10 +414,14 @@ def test_a_storm_of_signals():
         batch = {"id": torch.arange(33), "wide": torch.arange(33.0)[:, None].expand(33, 4096).contiguous()}
         caught = done = 0
         end = time.monotonic() + 2.0
-        while time.monotonic() < end:
+
+        def goes_on():
+            return time.monotonic() < end or caught <= 20 or done <= 20
+
+        while goes_on():
             try:
                 armed = True
-                while time.monotonic() < end:
+                while goes_on():
                     rb.extend(batch)
                     done += 1
                 armed = False
@@ -427,10 +433,10 @@ def test_a_storm_of_signals():
         assert torch.equal(rows["wide"], rows["id"][:, None].float().expand(len(rb), 4096))
         assert rb.stats()["void_rows"] == 0
         assert len(rb) == 50
-        print("caught" if caught > 20 else f"only {caught}", "wrote" if done > 20 else f"only {done}")
+        print("whole")
         """
     )
-    assert out == "caught wrote"
+    assert out == "whole"
 
 
 def test_a_signal_in_the_middle_of_extend():

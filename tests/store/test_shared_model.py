@@ -122,7 +122,7 @@ class Process:
 
     def __call__(self, name, *arguments):
         self.here.send((name, arguments))
-        assert self.here.poll(20), f"{name}{arguments}: no answer"
+        assert self.here.poll(100), f"{name}{arguments}: no answer"
         well, answer = self.here.recv()
         assert well, answer
         return answer

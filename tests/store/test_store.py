@@ -283,7 +283,7 @@ def test_killed_writers_leave_whole_rows(tmp_path):
         first = (len(repairs) + 1) * 1_000_000
         counter.write_bytes(struct.pack("q", first))
         program = start(WRITER, folder=str(folder), acknowledged=str(counter), first=first, batch=BATCH)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while struct.unpack("q", counter.read_bytes())[0] == first and program.poll() is None:
             assert time.monotonic() < deadline
         time.sleep(chance.random() * 0.01)
