@@ -36,7 +36,7 @@ def test_a_child_forked_by_a_writer_goes_on_writing():
         rb.add(TensorDict({"x": torch.tensor(9.0)}))
         assert rb["x"].sum() == 3 + 4 + 5 + 9
         if writer.child == 0:
-            assert all(lock.acquire(timeout=5) for lock in others)
+            assert all(lock.acquire(timeout=60) for lock in others)
             os._exit(0)
         done.set()
         thread.join()

@@ -235,7 +235,7 @@ def test_depth_batches_ahead(streams, depth):
     batches = iter(DeviceLoader(rb, "cuda", depth))
     next(batches)
     for _ in range(depth + 1):
-        assert wanted.acquire(timeout=10)
+        assert wanted.acquire(timeout=60)
     assert not wanted.acquire(timeout=0.05), "and no further"
     batches.close()
     assert len(drawn) == depth + 1

@@ -114,7 +114,7 @@ def test_rates_turn_the_quartiles_round():
 
 def test_the_longest_of_some_calls():
     lengths = iter([0.001, 0.05, 0.001])
-    assert 50 <= longest(lambda: time.sleep(next(lengths)), iter([False, False, True]).__next__) < 5000
+    assert 50 <= longest(lambda: time.sleep(next(lengths)), iter([False, False, True]).__next__) < 100_000
 
 
 def test_there_is_one_call_at_least():

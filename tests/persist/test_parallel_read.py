@@ -48,7 +48,7 @@ def test_all_is_done_each_share_in_order():
 
 def test_shares_are_done_at_once():
     together = threading.Barrier(READERS)
-    parallel_read([[partial(together.wait, 10)] for _ in range(READERS)], HERE)
+    parallel_read([[partial(together.wait, 60)] for _ in range(READERS)], HERE)
 
 
 def test_what_is_elsewhere_is_filled_by_this_thread():
@@ -99,7 +99,7 @@ def test_the_first_failure_stops_the_others(fails):
 
     def endless(share):
         began.wait(60)
-        for _ in range(10_000):
+        for _ in range(60_000):
             yield partial(time.sleep, 0.001)
         others.append(share)
 
@@ -116,7 +116,7 @@ def test_interrupts_wait_for_what_still_writes():
 
     def act():
         if threading.get_ident() == main:
-            time.sleep(10)
+            time.sleep(100)
             return
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)

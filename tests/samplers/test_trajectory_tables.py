@@ -208,26 +208,34 @@ def test_a_child_forked_during_the_first_look_at_the_rows_looks_itself():
 
     program = fresh.start(
         """
-        import os, threading, time, torch
+        import os, threading, torch
         from tensordict import TensorDict
-        from engram import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+        from engram import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer, _progress
 
+        watch, parent, looks, forked = _progress.watch, os.getpid(), threading.Event(), threading.Event()
+
+        def looks_until_the_fork(*arguments):
+            looks.set()
+            watch(*arguments)
+            if os.getpid() == parent:
+                assert forked.wait(60)
+
+        _progress.watch = looks_until_the_fork
         n = 8_000_000
         rb = TensorDictReplayBuffer(storage=LazyTensorStorage(n), sampler=SliceSampler(slice_len=2), batch_size=64)
         rb.extend(TensorDict({"episode": torch.arange(n) // 7}, [n]))
         thread = threading.Thread(target=rb.sample)
         thread.start()
-        time.sleep(0.05)
+        assert looks.wait(60)
         child = os.fork()
         if child == 0:
             rb.set_rng(torch.Generator())
             rb.extend(TensorDict({"episode": torch.arange(10) // 7}, [10]))
             episodes = rb.sample()["episode"].reshape(-1, 2)
             os._exit(0 if bool((episodes[:, 0] == episodes[:, 1]).all()) else 3)
-        busy = thread.is_alive()
         _, status = os.waitpid(child, 0)
+        forked.set()
         thread.join()
-        assert busy, "the first look was over before the fork: take more rows"
         assert status == 0, status
         """
     )

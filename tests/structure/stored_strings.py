@@ -127,7 +127,7 @@ def _job(root):
     def save(ranks):
         rb = _buffer(LazyTensorStorage(32, lanes=2))
         rb.extend(_rows(100 * ranks.rank, 8), lane=0)
-        ck = Checkpointer(root, rb, ranks=ranks, every_steps=10, timeout=30.0)
+        ck = Checkpointer(root, rb, ranks=ranks, every_steps=10, timeout=100.0)
         ck.save(1)
         rb.extend(_rows(100 * ranks.rank + 8, 4), lane=0)
         ck.save(2, user={"epoch": 2})
@@ -135,13 +135,13 @@ def _job(root):
         ck.poll(3)
         with ck.guard():
             rb.extend(_rows(100 * ranks.rank + 12, 4), lane=1)
-            until = time.monotonic() + 20.0
+            until = time.monotonic() + 60.0
             while "add #/watch/#/#" not in said and time.monotonic() < until:  # the first heartbeat
                 time.sleep(0.01)
 
     def load(ranks):
         rb = _buffer(LazyTensorStorage(32, lanes=2))
-        Checkpointer(root, rb, ranks=ranks, timeout=30.0).restore()
+        Checkpointer(root, rb, ranks=ranks, timeout=100.0).restore()
 
     _play(2, save, said)
     _play(2, load, said)

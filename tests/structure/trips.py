@@ -113,13 +113,13 @@ with tempfile.TemporaryDirectory() as folder:
 
     def save(ranks):
         rb = buffer(prioritized())
-        ck = Checkpointer(root, rb, ranks=ranks, timeout=50.0)
+        ck = Checkpointer(root, rb, ranks=ranks, timeout=100.0)
         for step in (1, 2):
             rb.extend(rows(128 * step, 64))
             ck.save(step)
 
     def load(ranks):
-        Checkpointer(root, buffer(prioritized()), ranks=ranks, timeout=50.0).restore()
+        Checkpointer(root, buffer(prioritized()), ranks=ranks, timeout=100.0).restore()
 
     play(2, save)
     play(3, load)
