@@ -51,5 +51,5 @@ def _arguments_of(taker: Callable[..., object] | Iterable[str]) -> list[str]:
         else [taker]
     )
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    signatures = [inspect.signature(call).parameters.values() for call in calls if inspect.isfunction(call)]
+    signatures = [inspect.signature(call).parameters.values() for call in calls if inspect.isroutine(call)]
     return [parameter.name for parameters in signatures for parameter in parameters if parameter.kind in named]

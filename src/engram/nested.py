@@ -49,7 +49,7 @@ def fields_of(cls: type) -> tuple[str, ...]:
     return names
 
 
-def attributes(data: object) -> dict[str, Any]:
+def attributes(data: object) -> dict[str, object]:
     """The fields of a dataclass or a named tuple by name. Raises ``KeyError``: one has no value."""
     try:
         return {name: getattr(data, name) for name in fields_of(type(data))}
@@ -162,7 +162,7 @@ def find(data: Any, path: Path) -> Any:
     return data
 
 
-def find_field(data: Any, path: Path) -> Any:
+def find_field(data: object, path: Path) -> object:
     """As :func:`find`, also within dataclasses and named tuples."""
     for name in path:
         if is_dataclass(data) or hasattr(data, "_fields"):

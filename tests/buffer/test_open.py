@@ -11,10 +11,13 @@ from engram import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     UncleanStore,
@@ -170,6 +173,41 @@ def test_reading_with_other_components_leaves_the_record_alone(folder):
     rb = ReplayBuffer.open(folder)
     assert type(rb.sampler) is SamplerWithoutReplacement
     assert rb.batch_size == 2
+
+
+@pytest.mark.parametrize("buffer", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
+def test_priorities_are_written_to_the_directory_as_rows_are(folder, buffer):
+    """A uniform store that goes on with priorities is drawn by them from then on, also where nothing else was written."""
+    plain = buffer.__bases__[0]
+    written(folder, buffer=plain, rows=5)
+    reader = buffer.open_or_create(folder, 5, alpha=1.0, beta=0.5)
+    reader.sample(4)
+    reader.close()
+    assert type(ReplayBuffer.open(folder)) is plain
+    rb = buffer.open_or_create(folder, 5, alpha=1.0, beta=0.5, batch_size=32)
+    ReplayBuffer.open(folder, readonly=True, sampler=PrioritizedSampler(5, 1.0, 0.5)).update_priority([0], 9.0)
+    assert json.loads(record_of(folder).read_text())["buffer"] == plain.__name__  # of the reader nothing is noted
+    rb.update_priority([0, 1, 2, 3, 4], [0.0, 0.0, 1.0, 0.0, 0.0])
+    rb.close()
+    for cls in (ReplayBuffer, buffer):
+        again = cls.open(folder)
+        assert type(again) is buffer
+        assert (again.sample()["a"] == 2).all()
+        again.close()
+
+
+@pytest.mark.parametrize("buffer", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
+def test_a_prioritized_class_opens_no_uniform_buffer(folder, buffer):
+    plain = buffer.__bases__[0]
+    written(folder, buffer=plain)
+    with pytest.raises(
+        TypeError, match=rf"of a {plain.__name__} with RandomSampler.*{buffer.__name__}\.open_or_create.*sampler="
+    ):
+        buffer.open(folder)
+    rb = buffer.open(folder, sampler=PrioritizedSampler(5, 1.0, 0.5))
+    assert type(rb) is plain
+    assert rb.sample(2, return_info=True)[1]["priority_weight"].tolist() == [1, 1]
+    rb.close()
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     >>> rb.update_priority(info["index"], torch.rand(8), generation=info["index_generation"])
     """
 
+    _prioritized = True
+
     def __init__(
         self,
         size: int | None = None,
@@ -76,6 +78,8 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     >>> batch["td_error"] = torch.rand(8)
     >>> rb.update_tensordict_priority(batch)
     """
+
+    _prioritized = True
 
     def __init__(
         self,

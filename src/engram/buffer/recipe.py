@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from engram import expanders, storages, writers
+from engram import expanders, samplers, storages, writers
 from engram._checks import check_count, check_path
 from engram.buffer.output import checked_form
 from engram.buffer.settings import checked_depth
@@ -85,6 +85,11 @@ class Recipe:
         with contextlib.suppress(OSError):  # the rows are there
             self.note()
 
+    def note_priorities(self) -> None:
+        """After an update of priorities, which are written to the directory as rows are. Other samplers only warn."""
+        if self._wiring.of_sampler.prioritized:
+            self.note_if_possible()
+
     def note_if_absent(self) -> None:
         """After a write that did not come through the buffer: note what it is, unless the directory names another."""
         if self.noted or self.looked:
@@ -100,7 +105,13 @@ class Recipe:
 
 
 def open_buffer(
-    directory: str | os.PathLike[str], unclean: str, io: str, given: dict[str, Any], *, readonly: bool
+    directory: str | os.PathLike[str],
+    unclean: str,
+    io: str,
+    given: dict[str, Any],
+    *,
+    readonly: bool,
+    prioritized: str | None,
 ) -> Any:
     """The buffer that a directory notes, over its store.
 
@@ -110,6 +121,7 @@ def open_buffer(
         io: as for ``LazyMemmapStorage``.
         given: arguments of the constructor; one that is not None replaces what was noted.
         readonly: nothing is written to the directory.
+        prioritized: the class that was asked for, if its buffers always have priorities.
 
     Raises: as ``ReplayBuffer.open``.
     """
@@ -135,7 +147,13 @@ def open_buffer(
             arguments["prefetch"] = _noted_prefetch(noted, arguments["batch_size"])
         if "output" not in arguments:
             arguments["output"] = _noted_output(noted)
-        return kind(storage=storage, **arguments, **kind.open_arguments(noted))
+        rb = kind(storage=storage, **arguments, **kind.open_arguments(noted))
+        if prioritized and not samplers.declared(rb.sampler).traits.prioritized:
+            raise TypeError(
+                f"open: {str(path)!r}: expected a store that a buffer with priorities wrote to, got one of a {kind.__name__} with "
+                f"{rb.sampler!r}. Use {prioritized}.open_or_create, which takes alpha and beta, or pass sampler=."
+            )
+        return rb
     except BaseException:
         storage.close()
         raise

@@ -94,6 +94,8 @@ class ReplayBuffer:
     _read_path = ReadPath
     _write_path = WritePath
     _row_access = RowAccess
+    #: Whether it always has priorities.
+    _prioritized = False
     #: Whether :meth:`close` was called.
     closed = False
 
@@ -752,6 +754,8 @@ class ReplayBuffer:
             )
         rows = self._wiring.rows_named(index)
         self._bound_sampler().update_priority(rows, priority, generation=generation)
+        if not self._recipe.noted:
+            self._recipe.note_priorities()
 
     def mark_update(self, index: object) -> None:
         """Rows were rewritten: give them the default priority again. No effect on samplers without priorities."""
@@ -913,8 +917,9 @@ class ReplayBuffer:
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
-    @staticmethod
+    @classmethod
     def open(
+        cls,
         directory: str | os.PathLike[str],
         *,
         sampler: object = None,
@@ -933,9 +938,9 @@ class ReplayBuffer:
     ) -> ReplayBuffer:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
-        Buffer class, sampler, writer, batch size, prefetch, output and dtypes are those of the buffer that last wrote to it; an
-        argument replaces one. If its process died, rows that were half written are set aside and that is logged. Within one process,
-        a store that is open already is attached to.
+        Buffer class, sampler, writer, batch size, prefetch, output and dtypes are those of the buffer that last began to write rows or
+        priorities to it; an argument replaces one. If its process died, rows that were half written are set aside and that is logged.
+        Within one process, a store that is open already is attached to.
 
         Args:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.
@@ -958,7 +963,8 @@ class ReplayBuffer:
             CorruptStore: a file is missing, truncated or changed. Nothing is modified.
             IncompatibleStore: made by a newer engram or on another platform.
             UncleanStore: see ``unclean``.
-            TypeError: it was used with a custom sampler or writer, or with a tensorclass the program has not defined.
+            TypeError: it was used with a custom sampler or writer, or with a tensorclass the program has not defined; it would not draw
+                by priority, and ``open`` is that of a prioritized class.
 
         Cost: O(1), and O(capacity) words if the last process died, or for a copy of priorities.
 
@@ -972,7 +978,7 @@ class ReplayBuffer:
         >>> reader[:].tolist()
         [0, 1, 2, 3]
         """
-        reject_unsupported("open", torchrl, NOT_YET, ReplayBuffer.open)
+        reject_unsupported("open", torchrl, NOT_YET, cls.open)
         given = {
             "sampler": sampler,
             "writer": writer,
@@ -984,7 +990,8 @@ class ReplayBuffer:
             "generator": generator,
             "output": output,
         }
-        rb: ReplayBuffer = open_buffer(directory, unclean, io, given, readonly=readonly)
+        asked = cls.__name__ if cls._prioritized else None
+        rb: ReplayBuffer = open_buffer(directory, unclean, io, given, readonly=readonly, prioritized=asked)
         return rb
 
     @classmethod
