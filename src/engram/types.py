@@ -336,6 +336,14 @@ class Commit(Protocol):
         """Make the change. Call it once."""
 
 
+class BufferLoad(Commit, Protocol):
+    """A load of a buffer."""
+
+    @property
+    def converted(self) -> str:
+        """How rows of another sampler's buffer are drawn afterwards; empty: as they were."""
+
+
 class StorageLoad(Commit, Protocol):
     """A load of a storage."""
 
@@ -374,12 +382,12 @@ class Checkpointable(Protocol):
 
     def prepare_load(
         self, checkpoint: Checkpoint, rank: int, *, default_rng: bool, close_open: bool, convert: bool
-    ) -> Commit:
+    ) -> BufferLoad:
         """Check the shard of a rank of a checkpoint, which must stay open until the load is committed."""
 
     def prepare_placed(
         self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
-    ) -> Commit:
+    ) -> BufferLoad:
         """Check what a plan gives to a rank."""
 
 

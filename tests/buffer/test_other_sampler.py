@@ -317,16 +317,39 @@ def test_it_is_logged(ram, how, caplog):
     load = saved(buffer(RandomSampler()), how, ram)
     rb = buffer(prioritized(), rows=0)
     caplog.clear()
-    load(rb, convert=True)
+    report = load(rb, convert=True)
     found = [message for message in caplog.messages if "from now on" in message]
     pattern = (
         "rows of a buffer with a RandomSampler are drawn by a PrioritizedSampler from now on; rows without priorities"
     )
     assert len(found) == 1
     assert re.search(pattern, found[0])
+    assert report is None or (re.match(pattern, report.converted) and report.converted in str(report))
     caplog.clear()
-    load(buffer(RandomSampler(), rows=0), convert=True)
+    report = load(buffer(RandomSampler(), rows=0), convert=True)
+    assert report is None or report.converted == ""
     assert not any("from now on" in message for message in caplog.messages)
+
+
+def test_a_restore_into_a_buffer_of_another_size_is_one_line(ram, caplog):
+    caplog.set_level("INFO", logger="engram")
+    load = saved(buffer(RandomSampler()), "restore", ram)
+    rb = buffer(prioritized(), rows=0, capacity=30)
+    caplog.clear()
+    report = load(rb, convert=True)
+    assert [message for message in caplog.messages if "ckpt-" in message] == [f"restored {report}"]
+    assert re.search(
+        "24 rows in .* kept 4 episodes with 24 steps; from 1 rank to 1; rows of a buffer with", str(report)
+    )
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(RandomSampler, prioritized), (prioritized, RandomSampler)])
+def test_a_state_of_another_sampler_names_the_way(theirs, ours):
+    rb = buffer(ours(), rows=3)
+    before = rb.state_dict()
+    with pytest.raises(KeyError, match=r"Sampler: expected .* state.* by dumps and loads\(convert=True\)"):
+        rb.load_state_dict(buffer(theirs()).state_dict())
+    same(rb.state_dict(), before)
 
 
 @pytest.mark.parametrize("anchored", [False, True])

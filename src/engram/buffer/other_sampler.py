@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _OTHERS = ("sampler", "buffer", "writer")
 #: Writers whose state says nothing, and that place rows alike.
 _RINGS = ("RoundRobinWriter", "TensorDictRoundRobinWriter")
+#: Where a state has no ``convert``.
+INSTEAD = " A buffer with another sampler takes the rows by dumps and loads(convert=True)."
 _ADVICE = " With convert=True its rows are taken, and drawn by the sampler here."
 
 
@@ -57,8 +59,8 @@ class Conversion(NamedTuple):
     """Of all parts, for the buffer here."""
     loads_sampler: bool = True
     """False: its state says nothing of these rows: each gets the default priority, if there are any, and epochs begin."""
-    said: str = ""
-    """For the log; empty: the sampler is the same."""
+    converted: str = ""
+    """As :attr:`~engram.types.BufferLoad.converted`."""
 
 
 def converted(
@@ -104,6 +106,6 @@ def converted(
         "buffer": {**states["buffer"], "iterating": False, "batch_size": batch_size or states["buffer"]["batch_size"]},
     }
     theirs_is, ours_is = found["sampler"].type, kinds["sampler"]
-    said = f"{where}: rows of a buffer with a {theirs_is} are drawn by a {ours_is} from now on" + (what and f"; {what}")
+    said = f"rows of a buffer with a {theirs_is} are drawn by a {ours_is} from now on" + (what and f"; {what}")
     takes = "leaves" not in own or "leaves" in theirs
-    return Conversion(states, loads_sampler=takes, said=f"{said}.")
+    return Conversion(states, loads_sampler=takes, converted=said)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.types import Commit, Form
+    from engram.types import BufferLoad, Form
 
 E = TypeVar("E")
 
@@ -893,7 +893,7 @@ class ReplayBuffer:
 
     def prepare_load(
         self, checkpoint: Checkpoint, rank: int, *, default_rng: bool, close_open: bool, convert: bool
-    ) -> Commit:
+    ) -> BufferLoad:
         """Check the shard of a rank of a checkpoint, which must stay open until the load is committed.
 
         ``close_open``: trajectories that go on end where they are. ``convert``: another sampler may have saved it.
@@ -906,7 +906,7 @@ class ReplayBuffer:
 
     def prepare_placed(
         self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
-    ) -> Commit:
+    ) -> BufferLoad:
         """Check what a plan gives to a rank of a checkpoint, which must stay open until the load is committed.
 
         Raises: as :meth:`loads`. Nothing is changed.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from engram.persist.foreign import ForeignDump
     from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
-    from engram.types import Commit, Form, StorageLoad
+    from engram.types import BufferLoad, Commit, Form, StorageLoad
 
 State = dict[str, Any]
 
@@ -226,9 +226,12 @@ class Saving:
                     f"loads: {path}: expected what one process saved, got a checkpoint of {checkpoint.manifest.world} ranks. "
                     f"Checkpointer({str(folder.parent)!r}, buffer).restore(name={folder.name!r}) takes all of it."
                 )
-            self.prepare_load(checkpoint, 0, default_rng=default_rng, convert=convert, resize=convert).commit()
+            load = self.prepare_load(checkpoint, 0, default_rng=default_rng, convert=convert, resize=convert)
+            load.commit()
+        if load.converted:
+            announcing.announce([f"{path}: {load.converted}."])
 
-    def prepare_state(self, state: Any, *, default_rng: bool) -> Commit:
+    def prepare_state(self, state: Any, *, default_rng: bool) -> BufferLoad:
         """Check a :meth:`state_dict`."""
         kind = self._settings.kind
         check_keys(state, _ENTRIES, kind)
@@ -243,7 +246,7 @@ class Saving:
         close_open: bool = False,
         convert: bool = False,
         resize: bool = False,
-    ) -> Commit:
+    ) -> BufferLoad:
         """As :meth:`~engram.types.Checkpointable.prepare_load`.
 
         Args:
@@ -272,7 +275,7 @@ class Saving:
 
     def prepare_placed(
         self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
-    ) -> Commit:
+    ) -> BufferLoad:
         """As :meth:`~engram.types.Checkpointable.prepare_placed`.
 
         What is not of rows is that of one rank. Passes over the rows and generators begin again, and nothing is prefetched.
@@ -317,7 +320,7 @@ class Saving:
             self._prefetching.materialize()
         return other_sampler.converted(states, found, self._kinds(), self._wiring, self._settings.batch_size, where)
 
-    def _prepare_foreign(self, dump: ForeignDump, library: str) -> Commit:
+    def _prepare_foreign(self, dump: ForeignDump, library: str) -> BufferLoad:
         """Check a dump of another library's. What it does not say stays as it is here."""
         storage = self._wiring.storage
         if not storage.form.takes_rows:
@@ -409,7 +412,7 @@ class Saving:
 
     def _prepare(
         self, state: State, rows: StorageLoad, made: other_sampler.Conversion | None = None, *, default_rng: bool
-    ) -> Commit:
+    ) -> BufferLoad:
         """Check all but the storage's state, which ``rows`` loads. ``made``: what the state of the sampler is."""
         wiring, settings, kind = self._wiring, self._settings, self._settings.kind
         batch_size = typed(state, "_batch_size", (int, type(None)), kind)
@@ -429,7 +432,12 @@ class Saving:
         default = _checked_generator(state["_default_rng"], f"{kind}: _default_rng")
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         sampler = self._sampler()
-        loads = [sampler.prepare_load(state["_sampler"], rows.capacity)] if made is None or made.loads_sampler else []
+        try:
+            loads = (
+                [sampler.prepare_load(state["_sampler"], rows.capacity)] if made is None or made.loads_sampler else []
+            )
+        except KeyError as error:
+            raise KeyError(f"{error.args[0]}{other_sampler.INSTEAD if made is None else ''}") from error
         writer = prepare_load(wiring.writer, state["_writer"], f"{kind}: _writer")
         transforms = prepare_load(wiring.transform, state["_transforms"], f"{kind}: _transforms")
         components = Loads([*loads, writer, transforms, batches])
@@ -446,7 +454,7 @@ class Saving:
             iterating,
             rng,
             default if default_rng else None,
-            "" if made is None else made.said,
+            "" if made is None else made.converted,
         )
 
 
@@ -467,8 +475,7 @@ class _BufferLoad(NamedTuple):
     rng: torch.Generator | None
     default_rng: torch.Generator | None
     """What torch's default one becomes; None: it stays."""
-    said: str
-    """For the log, if anything."""
+    converted: str
 
     def commit(self) -> None:
         storage = self.wiring.storage
@@ -490,8 +497,6 @@ class _BufferLoad(NamedTuple):
                 torch.default_generator.set_state(self.default_rng.get_state())
         if not self.recipe.noted:
             self.recipe.note_if_possible()
-        if self.said:
-            announcing.announce([self.said])
 
 
 def _free_bytes() -> int:

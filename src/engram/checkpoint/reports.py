@@ -77,12 +77,16 @@ class RestoreReport(NamedTuple):
     given_up: int = 0
     """Rows of the own shard that are not there: the oldest of each full lane whose newest trajectory was open, as its place marks
     that this ends."""
+    converted: str = ""
+    """With ``convert=True``, of a checkpoint of another sampler's buffer: how its rows are drawn now; else empty."""
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.steps} rows in {self.seconds:.2f} s"
         if self.given_up:
             text += f"; {self.given_up} more were saved: the oldest of full lanes mark where what was open ends"
-        return text if self.dealt is None else f"{text}; {said_reshard(self.dealt)}"
+        if self.dealt is not None:
+            text += f"; {said_reshard(self.dealt)}"
+        return f"{text}; {self.converted}" if self.converted else text
 
 
 class Entry(NamedTuple):
@@ -106,7 +110,8 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
     _log.info("restored %s", report)
     if report.dealt is None:
         return
-    for line in reshard_lines(report.dealt):
+    alone = len(report.dealt["shards"]) == len(report.dealt["targets"]) == 1
+    for line in () if alone else reshard_lines(report.dealt):  # of one shard and one buffer, the report says all
         _log.info("%s: %s", report.name, line)
     if rank:
         return

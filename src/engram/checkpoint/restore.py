@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engram.checkpoint.options import RestoreOptions
     from engram.checkpoint.select import Wanted
     from engram.reshard.driver import Reshard
-    from engram.types import Commit
+    from engram.types import BufferLoad
 
 _log = logging.getLogger("engram")
 
@@ -128,6 +128,7 @@ class _Load:
         self._checks_blocks = False
         """Every block is checked before anything changes, as some rank holds rows that damage would cost."""
         self._loaded = False
+        self._converted = ""
 
     def run(self, passed_over: list[Problem], started: float) -> RestoreReport:
         job, buffer, rank = self._job, self._job.buffer, self._ranks.rank
@@ -157,6 +158,7 @@ class _Load:
             checkpoint.missing,
             dealt,
             given_up,
+            self._converted,
         )
 
     # ---- opening ---------------------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ class _Load:
                 self._job.buffer.empty()
             raise
 
-    def _prepared(self, made: Reshard | None) -> Commit:
+    def _prepared(self, made: Reshard | None) -> BufferLoad:
         buffer, options, rank = self._job.buffer, self._options, self._ranks.rank
         if made is None:
             close_open = options.resume == "env_reset" and buffer.form.ranking is None
@@ -273,7 +275,7 @@ class _Load:
                     check_blocks(reader)
         return load
 
-    def _committed(self, load: Commit) -> tuple[None, bytes]:
+    def _committed(self, load: BufferLoad) -> tuple[None, bytes]:
         load.commit()
-        self._loaded = True
+        self._loaded, self._converted = True, load.converted
         return None, b""
