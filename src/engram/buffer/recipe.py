@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engram import expanders, samplers, storages, writers
-from engram._checks import check_count, check_path
-from engram.buffer.output import checked_form
-from engram.buffer.settings import checked_depth
+from engram._checks import check_path
+from engram.buffer.settings import Settings
 from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import files, layout
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping
 
-    from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
     from engram.store import Store
 
@@ -87,7 +85,7 @@ class Recipe:
 
     def note_priorities(self) -> None:
         """After an update of priorities, which are written to the directory as rows are. Other samplers only warn."""
-        if self._wiring.of_sampler.prioritized:
+        if not self.noted and self._wiring.of_sampler.prioritized:
             self.note_if_possible()
 
     def note_if_absent(self) -> None:
@@ -108,7 +106,7 @@ def open_buffer(
     directory: str | os.PathLike[str],
     unclean: str,
     io: str,
-    given: dict[str, Any],
+    given: Mapping[str, object],
     *,
     readonly: bool,
     prioritized: str | None,
@@ -137,17 +135,10 @@ def open_buffer(
         if kind is None:
             raise TypeError(f"open: the store was used by an unknown buffer class {noted.get('buffer')!r}.")
         arguments = {name: value for name, value in given.items() if value is not None}
-        if "batch_size" not in arguments:
-            arguments["batch_size"] = _noted_batch_size(noted)
-        if "sampler" not in arguments:
-            arguments["sampler"] = _made_again(noted.get("sampler"), _SAMPLERS, "sampler")
-        if "writer" not in arguments:
-            arguments["writer"] = _made_again(noted.get("writer"), _WRITERS, "writer")
-        if "prefetch" not in arguments:
-            arguments["prefetch"] = _noted_prefetch(noted, arguments["batch_size"])
-        if "output" not in arguments:
-            arguments["output"] = _noted_output(noted)
-        rb = kind(storage=storage, **arguments, **kind.open_arguments(noted))
+        for name, known in (("sampler", _SAMPLERS), ("writer", _WRITERS)):
+            if name not in arguments:
+                arguments[name] = _made_again(noted.get(name), known, name)
+        rb = kind(storage=storage, **(_noted_settings(noted) | arguments), **kind.open_arguments(noted))
         if prioritized and not samplers.declared(rb.sampler).traits.prioritized:
             raise TypeError(
                 f"open: {str(path)!r}: expected a store that a buffer with priorities wrote to, got one of a {kind.__name__} with "
@@ -217,7 +208,7 @@ def _announce_repair(storage: storages.LazyMemmapStorage) -> None:
         storages.announcing.announce([f"{storage.scratch_dir}: its last process did not close it: {repair}."])
 
 
-def _path(directory: Any) -> Path:
+def _path(directory: str | os.PathLike[str]) -> Path:
     return Path(directory) / layout.FOLDER / layout.BUFFER
 
 
@@ -228,7 +219,7 @@ def _described(component: Any, known: dict[str, Any]) -> dict[str, object]:
     return {"type": name, "custom": True}
 
 
-def _read(directory: object) -> dict[str, object]:
+def _read(directory: str | os.PathLike[str]) -> dict[str, object]:
     """What a directory notes; empty if it notes nothing."""
     path = _path(directory)
     if not path.exists():
@@ -255,21 +246,6 @@ def _made_again(noted: object, known: dict[str, Any], kind: str) -> object:
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {why}.") from error
 
 
-def _noted_batch_size(noted: dict[str, object]) -> int | None:
-    batch_size = noted.get("batch_size")
-    try:
-        return None if batch_size is None else check_count("batch_size", batch_size)
-    except (TypeError, ValueError) as error:
-        raise CorruptStore(f"open: the recorded {error}") from error
-
-
-def _noted_output(noted: dict[str, object]) -> str:
-    try:
-        return checked_form(noted.get("output", "torch"), "what was recorded")
-    except ValueError as error:
-        raise CorruptStore(f"open: {error}") from error
-
-
 def _noted_dtypes(noted: dict[str, object]) -> storages.Dtypes:
     pairs = cast("Iterable[tuple[str, str]]", noted.get("dtypes", ()))
     try:
@@ -278,8 +254,10 @@ def _noted_dtypes(noted: dict[str, object]) -> storages.Dtypes:
         raise CorruptStore(f"open: the recorded {error}") from error
 
 
-def _noted_prefetch(noted: dict[str, object], batch_size: int | None) -> int:
+def _noted_settings(noted: dict[str, object]) -> dict[str, Any]:
+    settings: dict[str, Any] = {name: noted[name] for name in ("batch_size", "prefetch", "output") if name in noted}
     try:
-        return checked_depth(noted.get("prefetch"), batch_size, "what was recorded")
+        Settings("what was recorded", **{"batch_size": None, "prefetch": None, **settings})
     except (TypeError, ValueError) as error:
         raise CorruptStore(f"open: {error}") from error
+    return settings

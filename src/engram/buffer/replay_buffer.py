@@ -595,10 +595,7 @@ class ReplayBuffer:
         Raises:
             RuntimeError: no transform.
         """
-        self._discard_prefetched("append_transform")
-        self._wiring.transform.append(transform, invert=invert)
-        self._rewire()
-        return self
+        return self.insert_transform(len(self._wiring.transform), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: object, *, invert: bool = False) -> Self:
         """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range."""
@@ -754,8 +751,7 @@ class ReplayBuffer:
             )
         rows = self._wiring.rows_named(index)
         self._bound_sampler().update_priority(rows, priority, generation=generation)
-        if not self._recipe.noted:
-            self._recipe.note_priorities()
+        self._recipe.note_priorities()
 
     def mark_update(self, index: object) -> None:
         """Rows were rewritten: give them the default priority again. No effect on samplers without priorities."""
