@@ -5,14 +5,72 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <utility>
 
-#include "memory.h"
+#include "../core/check.h"
+#include "../core/permutation.h"
+#include "../core/store.h"
 #include "epoch.h"
+#include "interpreter.h"
+#include "memory.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace engram {
+namespace {
+
+// Ranks [start, start + n) of `rows` ones in the order of a key. The order is that of this thread's batch before, most often.
+void order_ranks(std::uint64_t key, std::uint64_t rows, std::uint64_t start, std::uint64_t n, std::int64_t* ranks) {
+  thread_local std::optional<Permutation> order;
+  if (!order || !order->is(key, rows)) {
+    order.emplace(key, rows);
+  } else {
+    order->tabulate();
+  }
+  (*order)(start, n, ranks);
+}
+
+// Takes the next batch of an epoch over the live rows, and reads it.
+nb::object draw(RowEpoch& self, const Store& store, const Layout& layout, Address key_at, std::uint64_t n, bool whole, bool shuffle,
+                bool with_rows, bool with_numbers) {
+  constexpr std::uint64_t kKeyBits = ~std::uint64_t{0} >> 1;
+  const std::uint64_t key = *at<const std::uint64_t>(key_at) & kKeyBits;  // read before the GIL is released
+  check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+  std::optional<RowEpoch::Stretch> taken;
+  OutputBuffers buffers;
+  {
+    const WithoutInterpreter running(store.reads_briefly(n));
+    if (const std::uint64_t size = store.control().size(); size >= (whole ? n : 1)) taken = self.next(key, size, n, whole);
+    if (taken) {
+      const auto count = static_cast<std::int64_t>(taken->count);
+      buffers.add(layout, count);
+      std::unique_ptr<std::int64_t[]> unseen;
+      if (with_rows) {
+        buffers.add(kNumbers, count);
+      } else {
+        unseen.reset(new std::int64_t[taken->count]);
+      }
+      std::int64_t* const ranks = with_rows ? buffers.at<std::int64_t>(store.fields()) : unseen.get();
+      if (with_numbers) buffers.add(kNumbers, count);
+      if (shuffle) {
+        order_ranks(taken->key, taken->rows, taken->start, taken->count, ranks);
+      } else {
+        std::iota(ranks, ranks + taken->count, static_cast<std::int64_t>(taken->start));
+      }
+      store.read_ranked(ranks, taken->count, buffers.first(store.fields()),
+                        with_numbers ? buffers.at<std::int64_t>(buffers.size() - 1) : nullptr);
+    }
+  }
+  if (!taken) return nb::none();
+  return nb::make_tuple(std::move(buffers).tensors(static_cast<std::int64_t>(taken->count)), taken->key, taken->last);
+}
+
+}  // namespace
 
 void bind_epoch(nb::module_& m) {
   m.attr("epoch_bytes") = RowEpoch::kBytes;
@@ -40,6 +98,10 @@ void bind_epoch(nb::module_& m) {
           "key"_a, "rows"_a, "n"_a, "whole"_a,
           "The next n ranks of the epoch, or fewer at its end; `whole`: a rest smaller than n is skipped. (key of the order, "
           "first rank, number of ranks, whether the epoch is over). Waits for other processes, bounded.")
+      .def("draw", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "whole"_a, "shuffle"_a, "with_rows"_a, "with_numbers"_a,
+           "As next, of the live rows, with the key at an address; and reads them: (tensors, key of the order, whether the epoch is over). "
+           "The tensors: one per field, then the rows and their ticket numbers, where wanted. `shuffle`: in the order of the key, else of "
+           "rows. None: there is no row, or with `whole` fewer than n.")
       .def_prop_rw(
           "state",
           [](const RowEpoch& self) {

@@ -9,8 +9,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <numeric>
-#include <optional>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -18,7 +16,6 @@
 
 #include "../core/check.h"
 #include "../core/control.h"
-#include "../core/permutation.h"
 #include "../core/store.h"
 #include "intake.h"
 #include "interpreter.h"
@@ -265,39 +262,7 @@ void bind_draws(nb::class_<Store>& type) {
           },
           "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a,
           "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
-          "for their ticket numbers, where wanted.")
-      .def(
-          "draw_ranked",
-          [](const Store& self, const Layout& layout, std::uint64_t key, std::uint64_t size, std::uint64_t start,
-             std::uint64_t n, bool shuffle, bool with_numbers) {
-            check(start <= size && n <= size - start, "ranks below the number of rows");
-            const auto count = static_cast<std::int64_t>(n);
-            OutputBuffers buffers;
-            {
-              const WithoutInterpreter running(self.reads_briefly(n));
-              buffers.add(layout, count);
-              buffers.add(kNumbers, count);
-              auto* ranks = buffers.at<std::int64_t>(self.fields());
-              if (with_numbers) buffers.add(kNumbers, count);
-              if (shuffle && n > 0) {
-                thread_local std::optional<Permutation> order;  // of this thread's batch before, most often of the same epoch
-                if (!order || !order->is(key, size)) {
-                  order.emplace(key, size);
-                } else {
-                  order->tabulate();
-                }
-                (*order)(start, n, ranks);
-              } else {
-                std::iota(ranks, ranks + n, static_cast<std::int64_t>(start));
-              }
-              self.read_ranked(ranks, n, buffers.first(self.fields()),
-                               with_numbers ? buffers.at<std::int64_t>(self.fields() + 1) : nullptr);
-            }
-            return std::move(buffers).tensors(count);
-          },
-          "layout"_a, "key"_a, "size"_a, "start"_a, "n"_a, "shuffle"_a, "with_numbers"_a,
-          "The live rows of ranks start ... in the order of a key, of `size` ones, in new tensors: one per field, then the "
-          "rows and, if wanted, their ticket numbers.");
+          "for their ticket numbers, where wanted.");
 }
 
 }  // namespace

@@ -88,7 +88,10 @@ bool SharedMutex::lock() {
   intact(sound(mutex_), "a lock: expected one of the kind that was made");
   int result = EBUSY;
   for (int spin = 0; spin < kSpins && result == EBUSY; ++spin) result = pthread_mutex_trylock(&mutex_);
-  if (result == EBUSY) result = lock_within(&mutex_);
+  if (result == EBUSY) {
+    let_go();
+    result = lock_within(&mutex_);
+  }
   switch (result) {
     case 0:
       return false;

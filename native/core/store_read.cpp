@@ -37,6 +37,8 @@ class Spans {
   }
 
   std::uint64_t total() const { return total_; }
+  /// Whether the k-th row is row k.
+  bool ranks_are_rows() const { return ends_.empty(); }
 
   std::int64_t row(std::uint64_t k) const {
     if (ends_.empty()) return static_cast<std::int64_t>(k);
@@ -257,11 +259,12 @@ void Store::read_ranked(std::int64_t* ranks, std::uint64_t n, Batch batch, std::
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto rank = static_cast<std::uint64_t>(ranks[i]);
     if (rank >= total) throw NothingLive("rows were forgotten meanwhile");
-    ranks[i] = gaps ? live[rank] : spans.row(rank);
+    if (gaps || !spans.ranks_are_rows()) ranks[i] = gaps ? live[rank] : spans.row(rank);
   }
   std::vector<std::int64_t> moved = gather(ranks, n, all_, batch, nullptr, numbers_out);
+  if (moved.empty()) return;
+  let_go();
   const Deadline deadline;
-  if (!moved.empty()) let_go();
   std::vector<std::byte*> fields(batch.size());
   while (!moved.empty()) {
     const auto i = static_cast<std::uint64_t>(moved.back());

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     Entry: TypeAlias = str | tuple[str, ...]
     #: What a batch is said to be, beside its data.
     Info: TypeAlias = dict[Entry, object]
-    #: Columns, rows and info of a batch, as samplers read it natively.
-    NativeBatch: TypeAlias = tuple[list[Tensor], Tensor, Info]
+    #: Columns, rows and info of a batch.
+    ReadBatch: TypeAlias = tuple[list[Tensor], Tensor, Info]
+    #: The same, as samplers read it natively: the rows may be None where they are not shown.
+    NativeBatch: TypeAlias = tuple[list[Tensor], Tensor | None, Info]
     #: Reads the rows of a draw: columns, and places of rows that have moved.
     ReadDraw: TypeAlias = Callable[["Draw"], tuple[list[Tensor], list[int]]]
 

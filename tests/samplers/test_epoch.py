@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from tensordict import TensorDict
 
 from engram import (
     LazyMemmapStorage,
@@ -401,3 +402,24 @@ class Passes(StoreMachine):
 TestPasses = pytest.mark.filterwarnings("ignore:sample. batch_size")(Passes.TestCase)
 TestPasses.settings = SETTINGS
 stressed(TestPasses)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_batches_whose_rows_nobody_asks_for_are_the_same(shuffle):
+    asked, silent = (buffer(23, 5, capacity=40, seed=3, shuffle=shuffle) for _ in range(2))
+    for _ in range(12):
+        batch, info = asked.sample(return_info=True)
+        assert torch.equal(batch, info["index"])
+        assert torch.equal(silent.sample(), batch)
+        assert silent.sampler.ran_out == asked.sampler.ran_out
+        assert silent.sampler.state_dict() == asked.sampler.state_dict()
+
+
+def test_tensordicts_whose_rows_nobody_asks_for_know_their_batch_size():
+    steps = TensorDict({"obs": torch.zeros(7, 2, 3), "next": {"obs": torch.zeros(7, 2, 3)}}, [7, 2])
+    rb = buffer(0, 5, capacity=7)
+    rb.extend(steps)
+    flat = buffer(0, 5, capacity=7)
+    flat.extend(steps.exclude("next"))
+    for n in (5, 2):
+        assert [rb.sample().batch_size, flat.sample().batch_size] == [(n, 2), (n, 2)]

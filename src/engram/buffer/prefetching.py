@@ -95,8 +95,8 @@ class Prefetching:
         """``(data, rows, info)``: the info is made when it is asked for. Pinned, it is complete, and the rows are None."""
         columns, rows, info = raw
         if self._wiring.pinning is None:
-            return self._reading.finish(columns, rows.shape, rows, info, False), rows, info
-        data, info = self._reading.finish(columns, rows.shape, rows, info, True)
+            return self._reading.finish(columns, rows, info, False), rows, info
+        data, info = self._reading.finish(columns, rows, info, True)
         return data, None, info
 
     def ended(self) -> bool:

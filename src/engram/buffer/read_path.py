@@ -60,40 +60,37 @@ class ReadPath:
     def sample_with(self, key: Key, batch_size: int, return_info: bool) -> object:
         """Draw with a key, and read."""
         wiring = self._wiring
-        memory = wiring.storage.memory if wiring.draws_natively else None
-        if memory is None:
-            columns, rows, info = self.read(key, batch_size)
-            return self.finish(columns, rows.shape, rows, info, return_info)
-        with_rows, tracks = return_info or self.shows_rows, wiring.of_writer.tracks_tickets
-        columns = memory.sample_uniform(key, batch_size, with_rows, tracks)
+        memory, shown = wiring.storage.memory, return_info or self.shows_rows
+        if memory is None or not wiring.draws_natively:
+            columns, rows, info = self.read(key, batch_size, shown)
+            return self.finish(columns, rows, info, return_info)
+        tracks = wiring.of_writer.tracks_tickets  # as read, without a call
+        columns = memory.sample_uniform(key, batch_size, shown, tracks)
         info = {"index_generation": columns.pop()} if tracks else {}
-        return self.finish(columns, (batch_size,), columns.pop() if with_rows else None, info, return_info)
+        return self.finish(columns, columns.pop() if shown else None, info, return_info)
 
-    def read(self, key: Key, n: int) -> tuple[Any, Tensor, dict[Any, object]]:
-        """Draw with a key, and copy the rows: ``(columns, rows, info)``."""
+    def read(self, key: Key, n: int, shown: bool = True) -> tuple[Any, Tensor | None, dict[Any, object]]:
+        """Draw with a key, and copy the rows: ``(columns, rows, info)``.
+
+        Unless ``shown``, the rows may be None, and the info need not have what is no field.
+        """
         wiring = self._wiring
         storage, tracks = wiring.storage, wiring.of_writer.tracks_tickets
         memory = storage.memory
-        if memory is not None and wiring.draws_natively:
-            columns = memory.sample_uniform(key, n, True, tracks)
-            info = {"index_generation": columns.pop()} if tracks else {}
-            return columns, columns.pop(), info
-        natively = wiring.sample_natively
-        if natively is not None and memory is not None and (memory.is_native or wiring.of_sampler.draws_windows):
-            return natively(storage, key, n, numbered=tracks)
+        if memory is not None:
+            if wiring.draws_natively:
+                columns = memory.sample_uniform(key, n, shown, tracks)
+                info = {"index_generation": columns.pop()} if tracks else {}
+                return columns, columns.pop() if shown else None, info
+            natively = wiring.sample_natively
+            if natively is not None and (memory.is_native or wiring.of_sampler.draws_windows):
+                return natively(storage, key, n, numbered=tracks, shown=shown)
         return self._draw(n, key.value)
 
-    def finish(
-        self,
-        columns: object,
-        batch: tuple[int, ...],
-        rows: Tensor | None,
-        info: dict[object, object],
-        return_info: bool,
-    ) -> Any:
+    def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> Any:
         """From rows that were read to what the user gets. ``rows`` ``[*batch]`` may be None where they are not shown."""
         wiring = self._wiring
-        data = wiring.storage.batch(columns, batch)
+        data = wiring.storage.batch(columns, None if rows is None else rows.shape)
         computed = wiring.source.computed_keys
         if computed:
             made = cast("dict[Entry, Tensor]", info)
@@ -105,11 +102,11 @@ class ReadPath:
             device = getattr(data, "device", None)
             data = wiring.transform.forward(self.copied(data, stacked=wiring.collate_fn is None))
         if self.shows_rows:
-            data = self.attached(data, batch, rows, info)
+            data = self.attached(data, rows, info)
         sample = (data, self.info(rows, info)) if return_info else data
         return sample if wiring.pinning is None else wiring.pinning(sample, device)
 
-    def attached(self, data: object, batch: tuple[int, ...], rows: object, info: dict[object, object]) -> Any:  # noqa: ARG002 - of batches that show rows
+    def attached(self, data: object, rows: Any, info: dict[object, object]) -> Any:  # noqa: ARG002 - of batches that show rows
         """The batch with the entries that say which rows it holds."""
         return data
 

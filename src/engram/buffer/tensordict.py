@@ -30,8 +30,8 @@ class TensorDictReadPath(ReadPath):
 
     shows_rows = True
 
-    def attached(self, data: Any, batch: tuple[int, ...], rows: Any, info: dict[Any, Any]) -> Any:
-        wiring = self._wiring
+    def attached(self, data: Any, rows: Any, info: dict[Any, Any]) -> Any:
+        wiring, batch = self._wiring, rows.shape
         index = wiring.user_index(rows)
         if wiring.of_sampler.draws_windows and wiring.storage.ndim == 1:
             index = index.unsqueeze(-1)

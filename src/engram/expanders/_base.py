@@ -340,7 +340,15 @@ class Expander(DeclaredSampler):
         """Refused: rows alone are not what an expander is for. Raises ``RuntimeError``."""
         raise RuntimeError(self._elsewhere("a storage of other rows"))
 
-    def sample_natively(self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False) -> NativeBatch:
+    def sample_natively(
+        self,
+        storage: SampledStorage,
+        key: DrawKey,
+        n: int,
+        *,
+        numbered: bool = False,
+        shown: bool = True,  # noqa: ARG002 - rows lead to others
+    ) -> NativeBatch:
         """Draw, and read the rows with what is around them in one native call: ``(columns, rows, info)``.
 
         Raises:

@@ -51,8 +51,13 @@ class DeclaredSampler(Component):
     def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn; raises to refuse it."""
 
-    def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False) -> NativeBatch:
-        """:meth:`draw` and the rows' data in one native call, if the traits say so: ``(columns, rows, info)``."""
+    def sample_natively(
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: bool = True
+    ) -> NativeBatch:
+        """:meth:`draw` and the rows' data in one native call, if the traits say so: ``(columns, rows, info)``.
+
+        ``numbered``: the info has tickets. Unless ``shown``, the rows may be None, and the info need not have what is no field.
+        """
         raise NotImplementedError
 
     def moved(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -108,39 +108,42 @@ class SamplerWithoutReplacement(NativeSampler):
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def _advance(self, epoch: EpochIndex, size: int, batch_size: int, key: int) -> tuple[int, int, int]:
-        """The next batch of the epoch: ``(key of the order, first rank, ranks)``."""
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        size, epoch = extent.size, self._epoch
         if size < (batch_size if self.drop_last else 1):
-            check_drawable(size)
-            raise ValueError(
-                f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "
-                "drop_last=False."
-            )
+            self._refuse(size, batch_size)
         order, start, count, self._ran_out = epoch.core.next(key, size, batch_size, self.drop_last)
         self._drawn_from = order
-        return order, start, count
-
-    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        order, start, count = self._advance(self._epoch, extent.size, batch_size, key)
         ranks = _native.empty_rows(count)
         if self.shuffle:
-            _native.permute(order, extent.size, start, count, ranks.data_ptr())
+            _native.permute(order, size, start, count, ranks.data_ptr())
         else:
             torch.arange(start, start + count, out=ranks, device="cpu")
         return Draw(extent.rows(ranks))
 
-    def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False) -> NativeBatch:
-        """:meth:`draw` and the rows' data in two native calls: ``(columns, rows, info)``."""
+    def sample_natively(
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: bool = True
+    ) -> NativeBatch:
+        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``. The rows are None unless ``shown``."""
         store = storage.memory
         assert store is not None  # the buffer asks only then
         bound, epoch = self._bound  # another thread may bind another store before this one draws
         if store is not bound:
             epoch = self._epoch_of(store)
-        size = store.core.size()
-        order, start, count = self._advance(epoch, size, n, key.value)
-        columns = store.core.draw_ranked(store.layout, order, size, start, count, self.shuffle, numbered)
+        drawn = epoch.core.draw(store.core, store.layout, key.address, n, self.drop_last, self.shuffle, shown, numbered)
+        if drawn is None:
+            self._refuse(min(store.core.size(), n - 1 if self.drop_last else 0), n)  # of another thread's rows none
+        columns, self._drawn_from, self._ran_out = drawn
         info: Info = {"index_generation": columns.pop()} if numbered else {}
-        return columns, columns.pop(), info
+        return columns, columns.pop() if shown else None, info
+
+    def _refuse(self, size: int, batch_size: int) -> NoReturn:
+        """Raise for a buffer with too few rows."""
+        check_drawable(size)
+        raise ValueError(
+            f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "
+            "drop_last=False."
+        )
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         return len(storage) >= (batch_size if self.drop_last else 1)

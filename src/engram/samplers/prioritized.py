@@ -228,7 +228,9 @@ class PrioritizedSampler(NativeSampler):
             numbers = self._storage.tickets_of(rows)
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": numbers})
 
-    def sample_natively(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True) -> NativeBatch:
+    def sample_natively(
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True, shown: bool = True
+    ) -> NativeBatch:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
         if storage is not self._storage:
             self.bind(storage)

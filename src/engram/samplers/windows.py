@@ -22,7 +22,7 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
-    from engram.types import Extent, Info, NativeBatch, ReadDraw, SampledStorage
+    from engram.types import Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage
 
     #: What all native draws of windows take: the store's core, fields, address of the key, number of windows, which windows,
     #: how they are laid out, marks.
@@ -251,7 +251,9 @@ class WindowSampler(NativeSampler):
             self._raise_without_windows(bound.table, length)
         return marks, tensors
 
-    def sample_natively(self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False) -> NativeBatch:
+    def sample_natively(
+        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: bool = True
+    ) -> NativeBatch:
         """Draw windows, read them and mark their ends in one native call: ``(columns, rows, info)``.
 
         Rows on an accelerator are read by torch, after the draw.
@@ -268,7 +270,7 @@ class WindowSampler(NativeSampler):
         fields = len(store.tensors)
         return tensors[:fields], tensors[fields], marks.info(tensors, numbered=numbered, flat=self.settings.flat)
 
-    def laid_out(self, columns: list[Tensor], rows: Tensor, info: Info) -> NativeBatch:
+    def laid_out(self, columns: list[Tensor], rows: Tensor, info: Info) -> ReadBatch:
         """A batch of :meth:`sample_apart`, ``[B * T, ...]``, in the batch dimensions that were asked for."""
         window = self.settings.window
         if window is None or self.settings.flat:
@@ -289,7 +291,7 @@ class WindowSampler(NativeSampler):
         *,
         numbered: bool = False,
         finished: tuple[int, int] | None = None,
-    ) -> NativeBatch:
+    ) -> ReadBatch:
         """As :meth:`sample_natively`, but the caller reads the columns, and the batch is flat: :meth:`laid_out` shapes it.
 
         Args:
@@ -366,6 +368,7 @@ class WindowSampler(NativeSampler):
         key = DrawKey()
         key.draw()
         _, rows, info = self.sample_natively(storage, key, batch_size)
+        assert rows is not None  # as they are shown
         return (rows,), info
 
     def config(self) -> dict[str, object]:

@@ -61,8 +61,8 @@ class Port(SampledStorage, Protocol):
     def patch(self, columns: Any, places: list[int], fresh: Any) -> None:
         """Replace what :meth:`read` returned for some places."""
 
-    def batch(self, columns: Any, n: int | tuple[int, ...]) -> Any:
-        """A sampled batch of ``n`` rows, or ``[*n]``, around what :meth:`read` returned. No copy."""
+    def batch(self, columns: Any, n: int | tuple[int, ...] | None) -> Any:
+        """A sampled batch of ``n`` rows, or ``[*n]``, around what :meth:`read` returned; None: as the columns say. No copy."""
 
     def pack(self, columns: Any, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
         """Data in the user's form around what :meth:`read` returned. ``extra`` ``[n]`` joins the entries of TensorDicts."""

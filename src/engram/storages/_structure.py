@@ -281,19 +281,28 @@ class Structure:
     def unflatten(
         self,
         columns: Sequence[Tensor],
-        batch: tuple[int, ...],
+        batch: tuple[int, ...] | None,
         device: torch.device | None = None,
         extra: Mapping[str, Tensor] | None = None,
     ) -> object:
-        """Data of this structure around columns ``[*batch, *shape]``. No copy. ``extra`` joins the root's entries."""
+        """Data of this structure around columns ``[*batch, *shape]``. No copy.
+
+        ``batch``: None, if the shapes are those of the fields. ``extra`` joins the root's entries.
+        """
         if self._is_leaf:
             return columns[0]
         if self._flat is not None:
             source: dict[str, Tensor] = dict(zip(self._flat, columns))  # noqa: B905 - strict costs, and both are the schema's
             if extra:
                 source.update(extra)
-            return wrap(source, torch.Size((*batch, *self.root.batch)), device) if self.is_tensordict else source
-        return self._build(self.root, columns, batch, device, extra)
+            if not self.is_tensordict:
+                return source
+            size = torch.Size((*(self._batch_of(columns) if batch is None else batch), *self.root.batch))
+            return wrap(source, size, device)
+        return self._build(self.root, columns, self._batch_of(columns) if batch is None else batch, device, extra)
+
+    def _batch_of(self, columns: Sequence[Tensor]) -> torch.Size:
+        return columns[0].shape[: columns[0].ndim - len(self._specs[0][1])]
 
     def _build(
         self,

@@ -216,7 +216,7 @@ class ListStorage(Storage):
             ]
         return columns[0] if where.single else columns
 
-    def batch(self, columns: list[object], n: int | tuple[int, ...]) -> list[object]:
+    def batch(self, columns: list[object], n: int | tuple[int, ...] | None) -> list[object]:
         return columns
 
     def empty(self, *, keep_write_count: bool) -> None:

@@ -448,8 +448,8 @@ class TensorStorage(Storage):
         for column, values in zip(columns, fresh, strict=True):
             column[at] = values
 
-    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...]) -> Any:
-        return self.structure.unflatten(columns, n if isinstance(n, tuple) else (n,), self._device)  # type: ignore[union-attr]
+    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> Any:
+        return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self._device)  # type: ignore[union-attr]
 
     def grid(self, index: Any = ..., extra: dict[str, Tensor] | None = None) -> Any:
         """``ndim > 1``: live views of all whole slots, or some, in the layout of ``extend``, ``[*columns, time]``."""
