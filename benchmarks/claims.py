@@ -135,6 +135,13 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("frames/2-threads", "TorchRL"): Floor("times", 8),
     ("frames/two-against-one", "one thread"): Floor("times", 1.6),
     **_every((f"memory/folder/{c}" for c in _CLASSES), "the data", Floor("value", 9)),
+    ("larger/frames", "announced, read"): Floor("share", 1 / 0.7),
+    ("larger/mapping", "mapping"): Floor("times", 30),
+    ("larger/slices", "from end to end"): Floor("share", 1 / 0.8),
+    ("larger/small", "mapping"): Floor("times", 20),
+    ("larger/wait", "prefetch=0"): Floor("share", 0.3),
+    ("larger/extend", "pwrite"): Floor("share", 1 / 0.7),
+    ("larger/longest", "100 ms"): Floor("value", 100),
 }
 
 

@@ -153,3 +153,34 @@ def test_impossible_capacities(capacity, error, says):
 def test_rows_that_could_not_be_stored(row, error, says):
     with pytest.raises(error, match=says):
         plan(row, 10)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 3, 8, 40, 64, 1000, 4096, 4104, 6144, 28_224]), min_size=1, max_size=3),
+    share=st.floats(0.01, 2),
+    batch=st.integers(1, 300),
+)
+def test_what_a_batch_reads_is_the_pages_that_its_rows_lie_in(sizes, share, batch):
+    """The oracle counts the pages of every row of a store whose rows end with a page."""
+    row, rows = {str(i): torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}, 4096
+    without = plan(row, rows)
+    assert without.from_disk(batch) == 0
+    memory = without.resident + int(share * without.nbytes)
+    pages = sum((k * size + size - 1) // 4096 - k * size // 4096 + 1 for size in sizes for k in range(rows)) / rows
+    missing = 1 - min(1, int(share * without.nbytes) / without.nbytes)
+    assert plan(row, rows, memory=memory).from_disk(batch) == pytest.approx(batch * pages * 4096 * missing)
+
+
+def test_what_must_stay_in_memory():
+    rows = 1_000_000
+    found = plan(ROW, rows, memory=30_000_000)
+    assert found.resident == found.overhead + _native.priority_bytes(rows, True)
+    assert str(found).splitlines()[-1] == (
+        "In 30.000 MB of memory: 23.479 MB for tickets and priorities; a batch of 256 rows reads 10.352 MB from disk"
+    )
+    assert str(plan(ROW, rows, memory=20_000_000)).splitlines()[-1].startswith("In 20.000 MB of memory: too little. ")
+    assert str(plan(ROW, 10, memory=20_000_000)).endswith("all rows fit")
+    with pytest.raises(ValueError, match="plan: memory: expected at least 1, got 0"):
+        plan(ROW, rows, memory=0)
+    with pytest.raises(TypeError, match="plan: memory: expected an int, got str"):
+        plan(ROW, rows, memory="2 GB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from engram._checks import check_count
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["StoragePlan", "plan"]
 
 
+_PAGE = 4096
+
+
 class StoragePlan(NamedTuple):
     """The result of :func:`plan`. ``print`` shows it as a table."""
 
@@ -39,6 +43,25 @@ class StoragePlan(NamedTuple):
     """With a sampler that stacks frames or reads next observations from other rows: bytes of a row that held them ready. Else 0."""
     finals_bytes: int = 0
     """Bytes of the final observations that such a sampler needs."""
+    memory: int = 0
+    """Bytes that the store may have in memory, as they were given. 0: all that it needs."""
+    resident: int = 0
+    """Bytes that every draw touches, which must fit into memory: those beside the rows, and the priorities of one sampler."""
+
+    def from_disk(self, batch_size: int) -> float:
+        """Bytes that a uniform batch reads from disk on average, in whole pages, while memory is full.
+
+        0 without ``memory``, or where all rows fit. Exact for draws that are independent; windows read less, as rows share pages.
+
+        >>> import torch, engram
+        >>> found = engram.plan({"a": torch.zeros(10)}, 1_000_000, memory=50_000_000)
+        >>> round(found.from_disk(256))
+        356092
+        """
+        missing = 1 - min(1, max(0, self.memory - self.resident) / max(1, self.nbytes)) if self.memory else 0
+        # A row of r bytes begins anywhere in a page, in steps of what r and the page have in common.
+        pages = sum((f.row_bytes - math.gcd(f.row_bytes, _PAGE)) / _PAGE + 1 for f in self.fields if f.row_bytes)
+        return batch_size * pages * _PAGE * missing
 
     @property
     def spared(self) -> int:
@@ -59,7 +82,17 @@ class StoragePlan(NamedTuple):
                 f"With stacks and next observations in each row: {said_bytes(ready)}. Stored once, they spare "
                 f"{said_bytes(self.spared)} ({self.spared / ready:.1%}), with {said_bytes(self.finals_bytes)} of final observations"
             )
+        if self.memory:
+            lines.append(self._in_memory())
         return "\n".join([*lines, *advice(self.fields, self.dtypes)])
+
+    def _in_memory(self) -> str:
+        have = f"In {said_bytes(self.memory)} of memory: "
+        if self.memory < self.resident:
+            return f"{have}too little. Tickets and priorities need {said_bytes(self.resident)}, or each draw waits for the disk"
+        batch = self.from_disk(256)
+        read = f"a batch of 256 rows reads {said_bytes(round(batch))} from disk" if batch else "all rows fit"
+        return f"{have}{said_bytes(self.resident)} for tickets and priorities; {read}"
 
 
 def plan(
@@ -68,6 +101,7 @@ def plan(
     *,
     dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
     sampler: Expander | None = None,
+    memory: int | None = None,
 ) -> StoragePlan:
     """Compute how much space a tensor storage needs, without allocating anything.
 
@@ -77,22 +111,27 @@ def plan(
         dtypes: as for the storages.
         sampler: the expander that batches will be drawn with, such as a :class:`FrameStack` around a :class:`NextFromFollowing`:
             the plan is of rows as they are stored then, and shows what storing frames once spares.
+        memory: bytes that the store may have in memory, at least 1. The plan then says what must stay there, and what a batch reads
+            from disk; ``engram doctor DIR`` says how many batches per second that makes.
 
     Returns:
         A :class:`StoragePlan` with the fields, and the bytes of a row, of all rows and of the metadata. Its text names the ``dtypes``
         that halve float64 fields.
 
     Raises:
-        TypeError: the row cannot be stored; the message names the field. ``capacity`` is not an int. ``dtypes`` that are none.
+        TypeError: the row cannot be stored; the message names the field. ``capacity`` or ``memory`` is not an int.
+            ``dtypes`` that are none.
             ``sampler`` is no expander.
         KeyError: ``dtypes`` of a field that is not there; a field of the ``sampler`` is not.
-        ValueError: a field has an unsupported value; ``capacity`` is below 1.
+        ValueError: a field has an unsupported value; ``capacity`` or ``memory`` is below 1.
 
     >>> import torch, engram
     >>> print(engram.plan({"obs": torch.zeros(4, 84, 84, dtype=torch.uint8), "reward": torch.zeros(1)}, 1_000_000))
     obs: obs.memmap or RAM, 28224.000 MB, shape [1000000, 4, 84, 84] uint8
     reward: reward.memmap or RAM, 4.000 MB, shape [1000000, 1] float32
     1000000 rows of 28228 bytes: 28228.000 MB, and 12.045 MB beside them
+    >>> print(str(engram.plan({"obs": torch.zeros(28_224, dtype=torch.uint8)}, 1_000_000, memory=8_000_000_000)).splitlines()[-1])
+    In 8000.000 MB of memory: 23.479 MB for tickets and priorities; a batch of 256 rows reads 5.924 MB from disk
 
     >>> from engram import FinalObservations, FrameStack, LazyTensorStorage, NextFromFollowing, RandomSampler
     >>> sampler = NextFromFollowing(RandomSampler(), FinalObservations(["frame"], LazyTensorStorage(2_000)))
@@ -110,6 +149,7 @@ def plan(
     from engram import _native
 
     capacity = check_count("plan: capacity", capacity)
+    memory = 0 if memory is None else check_count("plan: memory", memory)
     checked = NO_DTYPES if dtypes is None else checked_dtypes(dtypes, "plan")
     structure = Structure.of(example, batched=False, call="plan", dtypes=checked)
     fields, ready, finals = structure.fields, 0, 0
@@ -121,4 +161,7 @@ def plan(
         finals = sum(expander.beside_bytes(fields) for expander in sampler.chain)
     row_bytes = sum(field.row_bytes for field in fields)
     overhead = layout.tickets_bytes(capacity) + _native.control_bytes(1)
-    return StoragePlan(capacity, fields, row_bytes, row_bytes * capacity, overhead, checked, ready, finals)
+    resident = overhead + _native.priority_bytes(capacity, True)
+    return StoragePlan(
+        capacity, fields, row_bytes, row_bytes * capacity, overhead, checked, ready, finals, memory, resident
+    )

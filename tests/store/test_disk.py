@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from engram import (
     SliceSampler,
 )
 from engram._memory import available_memory
+from engram.store import opening
 from tests import fresh
 
 DTYPES = (
@@ -211,6 +213,28 @@ def test_rows_in_memory_stay_on_the_map_and_those_that_are_not_are_read(disk):
         rb.sample()
     assert rb.stats()["reads_from_files"] == 0
     rb.close()
+
+
+def test_a_store_that_is_larger_than_memory_is_known_and_one_that_cannot_work_is_said(disk, monkeypatch):
+    def opened(memory, sampler=None):
+        monkeypatch.setattr(opening, "available_memory", lambda: memory)
+        rb = ReplayBuffer.open(disk / "store", sampler=sampler)
+        stats = rb.stats()
+        rb.close()
+        return stats["larger_than_memory"]
+
+    rb = ReplayBuffer(storage=LazyMemmapStorage(1000, scratch_dir=disk / "store"))
+    rb.extend(torch.zeros(1000, 100))
+    rb.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [opened(memory) for memory in (0, 800_000, 799_999, 12_000)] == [0, 0, 1, 1]
+    with pytest.warns(
+        UserWarning, match="tickets and priorities of 1000 rows need 0.012 MB of memory, this process can have 0.012 MB"
+    ):
+        opened(11_999, PrioritizedSampler(1000, 0.5, 0.5))
+    with pytest.warns(UserWarning, match=r"each draw waits for the disk\. Give it more"):
+        opened(20_000)  # there are priorities now
 
 
 def test_a_file_system_that_is_memory_is_never_read():

@@ -191,7 +191,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         store.core.set_io(self._io)
         super()._adopt(store, structure)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         if self.memory is not None:
             self.memory.core.set_io(self._io)

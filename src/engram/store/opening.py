@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram import _fork, _native
 from engram._memory import available_memory
+from engram._words import said_bytes, warn
 from engram.errors import CorruptStore, IncompatibleStore, UncleanStore
 from engram.format import files, layout
 from engram.format import schema as schemas
@@ -353,10 +354,18 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
 
 
 def _use_files(store: Store, directory: Path) -> None:
-    """Let the core read and write the files of rows that are not in memory."""
-    fields, capacity = store.schema.fields, store.capacity
+    """Let the core read and write the files of rows that are not in memory. Warns if not even what draws need fits there."""
+    fields, capacity, memory = store.schema.fields, store.capacity, available_memory()
     paths = [str(layout.field_path(directory, field.key)) if field.row_bytes else "" for field in fields]
-    store.core.use_files(paths, capacity * sum(field.row_bytes for field in fields) > available_memory() // 2)
+    larger = 0 < memory < 2 * capacity * sum(field.row_bytes for field in fields)
+    store.core.use_files(paths, larger)
+    indexes = len(list((directory / layout.INDEXES).glob("*")))
+    needed = layout.tickets_bytes(capacity) + indexes * _native.priority_bytes(capacity, True)
+    if larger and memory < needed:
+        warn(
+            f"{str(directory)!r}: tickets and priorities of {capacity} rows need {said_bytes(needed)} of memory, this process can have "
+            f"{said_bytes(memory)}: each draw waits for the disk. Give it more, or choose a smaller store."
+        )
 
 
 def _attach_first(store: Store, directory: Path, unclean: str) -> None:
