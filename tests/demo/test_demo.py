@@ -102,7 +102,7 @@ def test_the_store_of_the_demo_opens(finished):
 def test_the_checkpoints_of_the_demo_are_whole(finished):
     folder, _, _ = finished
     command = [*COMMAND, "verify", folder / "checkpoints"]
-    assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == 0
+    assert subprocess.run(command, capture_output=True, timeout=250, check=False).returncode == 0
 
 
 # ---- how it ends otherwise -----------------------------------------------------------------------------------------------
