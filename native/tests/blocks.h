@@ -156,6 +156,9 @@ struct Rows {
   std::vector<std::byte*> out;
 };
 
+/// Waits end in vain later than they do for users: a busy machine may stop who is waited for.
+inline const std::chrono::milliseconds kUsualLimit = engram::wait_limit.exchange(std::chrono::seconds(60));
+
 /// Waits end in vain soon, for as long as this lives.
 struct Impatient {
   explicit Impatient(std::chrono::milliseconds limit) : before(engram::wait_limit.exchange(limit)) {}

@@ -30,7 +30,7 @@ template <class Body>
 void expect_in_child(Body&& body) {
   const pid_t child = fork();
   if (child == 0) {
-    alarm(20);
+    alarm(120);
     _exit(body());
   }
   int status = 0;

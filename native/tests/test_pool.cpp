@@ -25,7 +25,7 @@ bool each_once(std::size_t chunks) {
   return true;
 }
 
-bool wait_for(const std::atomic<int>& value, int wanted, std::chrono::milliseconds limit = 10s) {
+bool wait_for(const std::atomic<int>& value, int wanted, std::chrono::milliseconds limit = 60s) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   while (value != wanted) {
     if (std::chrono::steady_clock::now() > deadline) return false;

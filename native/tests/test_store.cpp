@@ -570,12 +570,10 @@ TEST(zeros_of_a_gap_reach_a_field_that_was_added) {
 TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
   // Row 1 is in the hands of a writer that never comes back: everything else of the batches is written, and the wait
   // ends. Beside it a writer that does come back.
-  EXPECT(wait_limit.load() == std::chrono::seconds(5));
-  const Impatient impatient(std::chrono::milliseconds(300));
+  EXPECT(kUsualLimit == std::chrono::seconds(5));
   Filled stuck(geometry(1, 4), {8}, {4}), brief(geometry(1, 4), {8}, {4});
   for (Filled* filled : {&stuck, &brief}) filled->store.control().word(1).store(ticket(5, State::writing));
   for (Filled* filled : {&stuck, &brief}) filled->store.control().counters().next_ticket = 6;
-  const auto start = std::chrono::steady_clock::now();
   std::thread finisher([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     brief.store.control().word(1).store(ticket(5, State::committed));
@@ -591,13 +589,15 @@ TEST(a_write_waits_for_another_writer_of_its_row_but_not_for_ever) {
   const std::int64_t row = 1;
   const Sizes which{0};
   Rows rows(stuck.heap.fields, 1);
+  const Impatient impatient(std::chrono::milliseconds(300));
+  const auto start = std::chrono::steady_clock::now();
   std::thread scatterer(
       [&] { EXPECT_THROWS(Stalled, stuck.store.scatter(&row, 1, which, rows.in, true)); });
   EXPECT_THROWS(Stalled, stuck.append(0, 3, 60));
   scatterer.join();
   const auto waited = std::chrono::steady_clock::now() - start;
   EXPECT(waited > std::chrono::milliseconds(300));
-  EXPECT(waited < std::chrono::seconds(15));
+  EXPECT(waited < std::chrono::seconds(100));
   Rows batch(stuck.heap.fields, 4);
   EXPECT_EQ(stuck.store.gather(rows_from(0, 4).data(), 4, which, batch.out, nullptr, nullptr), (Indices{1}));
   EXPECT_EQ(*batch.id(0), 60u);  // written before the wait
@@ -618,7 +618,7 @@ TEST(what_a_write_that_waits_in_vain_has_reserved_and_not_begun_is_void) {
 }
 
 TEST(a_write_that_waits_in_vain_shows_nothing_of_a_store_that_was_emptied_meanwhile) {
-  const Impatient impatient(std::chrono::milliseconds(300));
+  const Impatient impatient(std::chrono::seconds(2));
   Filled stuck(geometry(1, 8), {8}, {5});
   const Control& control = stuck.store.control();
   control.word(5).store(ticket(6, State::writing));  // two rows in the hands of others: one lets go of his
@@ -847,7 +847,7 @@ TEST(a_rank_whose_writer_died_is_not_waited_for) {
     expect::fail(__FILE__, __LINE__, error.what());
   }
   recoverer.join();
-  EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::seconds(3));
+  EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::seconds(30));
   std::sort(ranks.begin(), ranks.end());
   EXPECT(std::adjacent_find(ranks.begin(), ranks.end()) == ranks.end());
   EXPECT(std::find(ranks.begin(), ranks.end(), 4) == ranks.end());
