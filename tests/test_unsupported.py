@@ -2,6 +2,7 @@
 
 import pytest
 
+from engram import ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram._unsupported import reject_unsupported
 
 NOT_YET = {"checkpointer": "a choice of layouts", "shared": "shared buffers"}
@@ -33,3 +34,12 @@ def test_unknown_arguments_are_refused_whatever_they_are(value):
 def test_an_argument_that_is_close_is_asked_about(name, meant):
     with pytest.raises(TypeError, match=rf"^f: unexpected argument '{name}'\.{meant.replace('?', '[?]')}$"):
         reject_unsupported("f", {name: 1}, NOT_YET, ("size", "batch_size"))
+
+
+@pytest.mark.parametrize("name", ["capacity", "buffer_size", "max_size"])
+def test_a_capacity_is_that_of_a_storage(name):
+    for cls in (ReplayBuffer, TensorDictReplayBuffer):
+        with pytest.raises(TypeError, match=rf"unexpected argument '{name}'\. Write storage=LazyTensorStorage\(n\)"):
+            cls(**{name: 10})
+    with pytest.raises(TypeError, match=r"'max_sise'\. Did you mean max_size\?"):
+        ListStorage(max_sise=10)

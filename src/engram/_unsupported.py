@@ -38,7 +38,10 @@ def meant(name: str, taker: Callable[..., object] | Iterable[str]) -> str:
     >>> meant("batchsize", ["size", "batch_size"])
     ' Did you mean batch_size?'
     """
-    close = difflib.get_close_matches(name.lower(), _arguments_of(taker), n=1)
+    names = _arguments_of(taker)
+    if name in ("capacity", "buffer_size", "max_size") and "storage" in names:
+        return " Write storage=LazyTensorStorage(n), a storage of n rows."
+    close = difflib.get_close_matches(name.lower(), names, n=1)
     return f" Did you mean {close[0]}?" if close else ""
 
 

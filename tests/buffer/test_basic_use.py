@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import MemoryMappedTensor, TensorDict
 
-from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, RowError
 from tests import fresh
 
 
@@ -102,3 +102,16 @@ def test_the_shortest_use():
         buffer.add({"step": torch.tensor(step)})
     assert set(buffer.sample()["step"].tolist()) <= set(range(50))
     assert len(buffer) == 50
+
+
+def test_with_closes_it_at_the_end(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path / "a"))
+    rb.extend(torch.arange(3))
+    with pytest.raises(RowError), rb:
+        rb[5]
+    assert rb.closed
+    with ReplayBuffer.open(tmp_path / "a") as rb:
+        assert rb[:].tolist() == [0, 1, 2]
+        rb.close()
+    with pytest.raises(RuntimeError, match="closed"), rb:
+        pass

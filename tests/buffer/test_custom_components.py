@@ -3,6 +3,7 @@
 import copy
 import time
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -496,3 +497,46 @@ def test_rows_that_are_no_integers_are_refused():
     rb.extend(torch.arange(10))
     with pytest.raises(TypeError, match="int64 rows"):
         rb.sample(2)
+
+
+class Fields(Listener):
+    reads = ("a",)
+
+    def draw(self, extent, batch_size, key, fields):
+        return super().draw(extent, batch_size, key)
+
+
+@pytest.mark.parametrize("kind", [Listener, Fields])
+@pytest.mark.parametrize(
+    ("drawn", "got"),
+    [
+        (np.arange(2), "ndarray"),
+        (torch.arange(2), "Tensor"),
+        (None, "NoneType"),
+        (Draw(np.arange(2)), "ndarray"),
+        (Draw([0, 1]), "list"),
+        (Draw(torch.arange(2), np.arange(2)), "ndarray"),
+        (Draw(Draw(torch.arange(2)).index), "builtin_function_or_method"),
+    ],
+)
+def test_a_draw_that_is_none_is_named(kind, drawn, got):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=kind(lambda *_: drawn))
+    rb.extend({"a": torch.arange(10)})
+    says = rf"^sample: {kind.__name__}\.draw: expected a Draw .*Draw\(rows, tickets=None, info={{}}\), got {got}\. Return Draw"
+    with pytest.raises(TypeError, match=says):
+        rb.sample(2)
+
+
+def test_methods_that_are_missing_are_named():
+    class Half:
+        def draw(self, extent, batch_size, key): ...
+        def state_dict(self): ...
+
+    for given, missing in (
+        ({"sampler": Half()}, r"got Half\. It has no observe, update_priority, load_state_dict\.$"),
+        ({"sampler": Half}, r"got one that made a Half\. It has no observe, "),
+        ({"sampler": 3}, r"got int\.$"),
+        ({"storage": []}, r"got list\.$"),
+    ):
+        with pytest.raises(TypeError, match=missing):
+            ReplayBuffer(**{"storage": LazyTensorStorage(10), **given})

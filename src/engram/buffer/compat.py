@@ -41,9 +41,9 @@ def constant(value: object, doc: str) -> property:
     return property(lambda _: value, doc=doc)
 
 
-def alias(name: str) -> property:
+def alias(name: str, doc: str = "") -> property:
     """A property that is another attribute, of the buffer or of one of its parts."""
-    return property(operator.attrgetter(name), doc=f"As :attr:`{name.rpartition('.')[2]}`.")
+    return property(operator.attrgetter(name), doc=doc or f"As :attr:`{name.rpartition('.')[2]}`.")
 
 
 def returns_itself(doc: str) -> Callable[[Any], Any]:

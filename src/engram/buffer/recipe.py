@@ -212,7 +212,7 @@ def _path(directory: str | os.PathLike[str]) -> Path:
     return Path(directory) / layout.FOLDER / layout.BUFFER
 
 
-def _described(component: Any, known: dict[str, Any]) -> dict[str, object]:
+def _described(component: Any, known: Mapping[str, object]) -> dict[str, object]:
     name = type(component).__name__
     if known.get(name) is type(component) and component.recordable:
         return {"type": name, "config": component.config()}

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.types import BufferLoad, Form
+    from engram.types import BufferLoad
 
 E = TypeVar("E")
 
@@ -875,10 +875,7 @@ class ReplayBuffer:
 
     # ---- what a Checkpointer asks for ----------------------------------------------------------------------------------
 
-    @property
-    def form(self) -> Form:
-        """How the buffer keeps its rows, as far as a checkpoint must know."""
-        return self._saving.form
+    form = alias("_saving.form", "How the buffer keeps its rows, as far as a checkpoint must know.")
 
     def snapshot(self, *, prefetched: Literal["save", "drop"] = "save") -> Snapshot:
         """All that a checkpoint saves, as it is now. Writers wait for a copy of 8 bytes per row and priority.
@@ -1066,15 +1063,19 @@ class ReplayBuffer:
             storage.detach(self)
             last = not storage.listeners
         wiring.source.moved()  # what it kept of the storage
-        goes_on = {
-            name: value for name, value in vars(self).items() if not name.startswith("_")
-        }  # the user's: ours are private
+        # The user's: ours are private.
+        goes_on = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         goes_on |= {"sampler": wiring.sampler, "writer": wiring.writer}  # which refuse what needs the storage
         if last:
             goes_on |= {"storage": storage, "close": partial(_close, storage)}
         end(self, "the buffer was closed. Make another one, or ReplayBuffer.open the folder of its store.", **goes_on)
         if last:
             storage.close()
+
+    __enter__ = returns_itself("Returns the buffer: ``with`` closes it at the end.")
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def is_alive(self) -> bool:

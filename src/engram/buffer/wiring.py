@@ -182,15 +182,19 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
     made = given() if makes else given  # type: ignore[operator]
     if not isinstance(made, kind):
         got = f"one that made a {type(made).__name__}" if makes else type(given).__name__
-        raise TypeError(f"{name}: expected a {kind.__name__} or a callable that makes one, got {got}.{_remedy(made)}")
+        raise TypeError(
+            f"{name}: expected a {kind.__name__} or a callable that makes one, got {got}.{_remedy(made, kind)}"
+        )
     return made
 
 
-def _remedy(made: object) -> str:
-    """What to do about a component that is another library's."""
+def _remedy(made: object, kind: type) -> str:
+    """What to do about a component that is another library's, or has some methods of its kind only."""
     theirs = next((cls.__name__ for cls in type(made).__mro__ if cls.__module__.partition(".")[0] == "torchrl"), None)
     if theirs is None:
-        return ""
+        asked = [] if kind is storages.Storage else [name for name in vars(kind) if not name.startswith("_")]
+        missing = [name for name in asked if not hasattr(made, name)]
+        return f" It has no {', '.join(missing)}." if len(missing) < len(asked) else ""
     ours = next((theirs for family in (storages, samplers, writers) if hasattr(family, theirs)), None)
     advice = f"from engram import {ours}" if ours else "use one of engram's"
     return f" It is torchrl's {theirs}: {advice}."

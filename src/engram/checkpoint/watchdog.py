@@ -226,10 +226,8 @@ class Watchdog:
             if rank not in self._seen or self._seen[rank][0] != count:
                 self._seen[rank] = (count, now)
         silent = {rank for rank, (_, since) in self._seen.items() if now - since > _SILENT_S} - self._dead
-        try:
-            silent = {
-                rank for rank in silent if self._ranks.get(self._end_of(rank)) is None
-            }  # others did not wait for us
+        try:  # others did not wait for us
+            silent = {rank for rank in silent if self._ranks.get(self._end_of(rank)) is None}
         except RankFailed:
             return  # the next look says it
         self._dead |= silent

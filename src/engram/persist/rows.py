@@ -362,9 +362,8 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str
         numbers = stored
     else:
         segments = reader.segments()
-        numbers = np.zeros(
-            max((it.first_row + it.rows for it in segments), default=0), np.int64
-        )  # not of all the capacity
+        # Not of all the capacity.
+        numbers = np.zeros(max((it.first_row + it.rows for it in segments), default=0), np.int64)
         at = 0
         for segment in segments:
             numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from engram import _fork
 from engram._words import warn
@@ -17,8 +18,6 @@ from engram.types import Declared, Traits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import Tensor
 
     from engram.store import Key
     from engram.types import Commit, Draw, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Write
@@ -114,7 +113,7 @@ class NativeSampler(DeclaredSampler):
 
 
 #: Methods of a user's sampler that a buffer calls, if they are there.
-_METHODS = ("draw", "observe", "update_priority", "bind", "moved", "can_sample", "check_priority", "mark_update")
+_METHODS = ("observe", "update_priority", "bind", "moved", "can_sample", "check_priority", "mark_update")
 
 
 def _said(inner: object, name: str, default: object = None) -> object:
@@ -141,6 +140,20 @@ class _Adapted(DeclaredSampler):
         #: What counts is its ``draw``.
         self.traits = own._replace(draws_uniformly=False, reads_natively=False)
         adopt(self, inner, _METHODS)
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        return self._checked(self._inner.draw(extent, batch_size, key))
+
+    def _checked(self, draw: Draw) -> Draw:
+        """What was drawn. Raises ``TypeError``: no ``Draw`` of tensors."""
+        rows, tickets = _said(draw, "rows", draw), _said(draw, "tickets")
+        if rows is not draw and isinstance(rows, Tensor) and isinstance(tickets, Tensor | None):
+            return draw
+        got = tickets if rows is not draw and isinstance(rows, Tensor) else rows
+        raise TypeError(
+            f"sample: {type(self._inner).__name__}.draw: expected a Draw of tensors, Draw(rows, tickets=None, info={{}}), got "
+            f"{type(got).__name__}. Return Draw(torch.as_tensor(rows))."
+        )
 
     @property
     def ran_out(self) -> bool:
@@ -174,7 +187,7 @@ class _Reading(_Adapted):
         super().__init__(inner)
         self._keys = as_paths(reads, f"{type(inner).__name__}: reads") or ()
         self._drawing = _fork.rlock()
-        for name in ("draw", "bind", "moved"):
+        for name in ("bind", "moved"):
             vars(self).pop(name, None)
 
     def bind(self, storage: SampledStorage) -> None:
@@ -197,8 +210,7 @@ class _Reading(_Adapted):
         assert self._reader is not None  # a buffer binds it first
         with self._drawing:  # another thread's draw would change what is read
             self._reader.refresh()
-            draw: Draw = cast("Any", self._inner).draw(extent, batch_size, key, self._reader)
-        return draw
+            return self._checked(cast("Any", self._inner).draw(extent, batch_size, key, self._reader))
 
     def _call(self, name: str, *arguments: object) -> None:
         """Call an optional method."""

@@ -383,8 +383,7 @@ class WindowSampler(NativeSampler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._unbind()
         entries = {entry.name: state.pop(entry.name) for entry in fields(WindowSettings) if entry.name in state}
-        static = {
-            name: state.pop(f"_{name}", None) for name in ("ends", "trajectories")
-        }  # pickled by an earlier version
+        # Pickled by an earlier version.
+        static = {name: state.pop(f"_{name}", None) for name in ("ends", "trajectories")}
         self.settings = WindowSettings(**{**static, **entries})
         vars(self).update(state)

@@ -444,9 +444,8 @@ def _opened(value: object) -> tuple[Kind | None, Mapping[str, object]]:
         return "tensordict", entries_of(value)
     if isinstance(value, dict):
         return "dict", value
-    if (isinstance(value, tuple) and hasattr(value, "_asdict")) or is_dataclass(
-        value
-    ):  # one kind: classes with named fields
+    # One kind: classes with named fields.
+    if (isinstance(value, tuple) and hasattr(value, "_asdict")) or is_dataclass(value):
         return "namedtuple", attributes(value)
     if isinstance(value, tuple | list) and not _is_leaf(value):
         kind: Kind = "tuple" if isinstance(value, tuple) else "list"
@@ -502,9 +501,8 @@ def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype
             return numbers if dtype is not None and bool((cast.isinf() & ~numbers.isinf()).any()) else cast
         wraps = wanted is torch.uint64 and bool((numbers < 0).any())  # and back, when it is compared
         return cast if not wraps and torch.equal(cast.to(numbers.dtype), numbers) else numbers
-    if (
-        array.dtype.char == "Q"
-    ):  # another name of uint64, which torch does not know: Python's ints from 2**63 on are these
+    # Another name of uint64, which torch does not know: Python's ints from 2**63 on are these.
+    if array.dtype.char == "Q":
         array = array.view(np.uint64)
     if not (array.flags.carray and array.dtype.isnative) or min(array.strides, default=0) < 0:
         array = np.array(array, array.dtype.newbyteorder("="), order="C")

@@ -560,9 +560,8 @@ class TensorStorage(Storage):
         dead = numbers == 0
         if bool(dead.any()):
             for field in rows:
-                raw = field.reshape(len(field), math.prod(field.shape[1:])).view(
-                    torch.uint8
-                )  # torch fills not every dtype
+                # torch fills not every dtype.
+                raw = field.reshape(len(field), math.prod(field.shape[1:])).view(torch.uint8)
                 raw[dead.to(field.device)] = 0
         return {**state, "rows": rows}
 

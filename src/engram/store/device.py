@@ -86,9 +86,8 @@ class DeviceStore(Store):
 
     def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
         fields = self.schema.fields
-        columns = [
-            column.reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)
-        ]  # perhaps one row
+        # Perhaps one row.
+        columns = [column.reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)]
         with self._lock:
             filled, _ = self.core.extent()
             which, copied = self._for_core(self._which, columns)

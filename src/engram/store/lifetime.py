@@ -270,10 +270,8 @@ def maker_of(directory: Path) -> str:
 def erase(directory: Path, schema: Schema) -> None:
     """Remove the files of a store, and folders in it that are empty then. Other files are not engram's and stay."""
     hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
-    with contextlib.suppress(OSError):
-        (directory / layout.FOLDER).rename(
-            hidden
-        )  # if this process dies, it says which other files belong to the store
+    with contextlib.suppress(OSError):  # if this process dies, it says which other files belong to the store
+        (directory / layout.FOLDER).rename(hidden)
     if _erase_fields(directory, schema, hidden):  # else the next process to find it tries again
         shutil.rmtree(hidden, ignore_errors=True)
     shutil.rmtree(directory / layout.FOLDER, ignore_errors=True)

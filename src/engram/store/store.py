@@ -66,6 +66,8 @@ class Repair(NamedTuple):
     """Rows that were reserved but never begun."""
 
     def __str__(self) -> str:
+        if not any(self):
+            return "no write was unfinished"
         return f"{self.claims} unfinished writes, {self.voided} half-written rows and {self.gaps} rows that were never begun set aside"
 
 
