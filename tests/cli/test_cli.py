@@ -1,11 +1,13 @@
+import re
 import subprocess
 import sys
 
 import click.testing
 import pytest
+import torch
 
-from engram import __version__
-from engram.cli import main
+from engram import LazyMemmapStorage, ReplayBuffer, __version__
+from engram.cli import disk_speed, main
 from engram.cli.doctor import findings
 
 
@@ -78,3 +80,29 @@ def test_doctor_fails_where_something_essential_is_missing(monkeypatch):
     result = click.testing.CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     assert "BAD  torch" in result.output
+
+
+def test_doctor_measures_the_disk_of_a_store_and_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_speed, "_TRIAL", 1 << 20)
+    monkeypatch.setattr(disk_speed, "available_memory", lambda: 12_000 + 100 * 4_005 // 4)
+    rb = ReplayBuffer(storage=LazyMemmapStorage(1000, scratch_dir=tmp_path / "store", lanes=2))
+    rb.extend({"a": torch.zeros(100, 1000), "b": torch.zeros(100, 5, dtype=torch.uint8)}, lane=torch.arange(100) % 2)
+    try:
+        rows, disk, memory = disk_speed.disk_speed(tmp_path / "store", 0.01)
+        free_rows, free_disk = disk_speed.disk_speed(tmp_path, 0.01)
+    except OSError as error:
+        pytest.skip(f"this file system cannot be read past memory: {error}")
+    assert rows == ("rows", "4005 bytes each, 4.005 MB in all", True)
+    found = re.fullmatch(r"(\d+) MB/s, ([\d.]+) batches of 256 rows per second", disk[1])
+    alone = float(found[2])
+    assert alone > 0
+    expected = re.fullmatch(
+        r"0.112 MB, tickets need 0.012 MB: expect ([\d.]+) batches of 256 rows per second", memory[1]
+    )
+    assert float(expected[1]) == pytest.approx(alone / (1 - 0.025), abs=0.2)
+    assert free_rows[1] == "none yet, 28224 bytes were tried"
+    assert re.fullmatch(r"\d+ MB/s, [\d.]+ batches of 256 rows per second", free_disk[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    rb.close()
+    result = click.testing.CliRunner().invoke(main, ["doctor", str(tmp_path / "nothing")])
+    assert result.exit_code == 2

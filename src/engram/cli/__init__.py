@@ -91,18 +91,22 @@ def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: in
 
 
 @main.command()
-def doctor() -> None:
+@click.argument("directory", required=False, type=click.Path(path_type=Path, exists=True, file_okay=False))
+def doctor(directory: Path | None) -> None:
     """Show what engram finds on this machine: Python, torch, the native core, memory and disk.
+
+    With DIRECTORY, also measure its disk for two seconds, and say how many batches per second to expect of the store in it, or of
+    one that would be there.
 
     Exit code: 0, or 1 if engram cannot work here.
     """
+    from engram.cli.disk_speed import disk_speed
     from engram.cli.doctor import findings
 
-    healthy = True
-    for name, value, ok in findings():
-        healthy &= ok
+    found = findings() + ([] if directory is None else _usable(lambda: disk_speed(directory)))
+    for name, value, ok in found:
         click.echo(f"{'ok ' if ok else 'BAD'}  {name:<16} {value}")
-    sys.exit(0 if healthy else 1)
+    sys.exit(0 if all(ok for _, _, ok in found) else 1)
 
 
 @main.command()
