@@ -51,6 +51,14 @@ def check_resumable_training(said):
     assert said.endswith("done after 600 steps: y = 3.0 a + -2.0 b\nended\n")
 
 
+def check_larger_than_memory(said):
+    assert re.search(r"^1627 rows, 20 MB$", said, re.MULTILINE)
+    assert re.search(r"^60 updates of 64 rows, \d+ per second$", said, re.MULTILINE)
+    assert re.search(r"^read from files: \d+ MB; memory at most: 0 MB$", said, re.MULTILINE)
+    (right,) = re.findall(r"^in the end: right in (\d+)% of the frames$", said, re.MULTILINE)
+    assert int(right) > 70
+
+
 def check_two_indexes(said):
     assert "1000 rows for the critic, 1000 for the model, in one storage: True" in said
     before, after = re.findall(r"critic draws ([\d.]+) on average, the model ([\d.]+)", said)
@@ -75,6 +83,7 @@ CHECKS = {
     "actors_and_learner.py": check_actors_and_learner,
     "checkpointed_training.py": check_checkpointed_training,
     "ddp_dqn.py": check_ddp_dqn,
+    "larger_than_memory.py": check_larger_than_memory,
     "recurrent_slices.py": check_recurrent_slices,
     "resumable_training.py": check_resumable_training,
     "two_indexes.py": check_two_indexes,
@@ -83,6 +92,7 @@ CHECKS = {
 QUICKLY = {
     **{f"{agent}.py": ["--steps", "210", "--warmup", "180"] for agent in AGENTS},
     "ddp_dqn.py": ["--worlds", "2,1", "--steps", "100"],
+    "larger_than_memory.py": ["--memory", "0", "--updates", "60"],
     "recurrent_slices.py": ["--steps", "300", "--seed", "1"],
 }
 
