@@ -27,7 +27,7 @@ class NStep(Expander):
         gamma               gamma ** k, float32 [B, 1]
         original_reward     reward[t], next to the reward
 
-    The target of a value function is ``reward + gamma * (1 - next.terminated) * V(next.observation)``. Nothing is
+    The target of a value function is ``reward + gamma * ~next.terminated * V(next.observation)``. Nothing is
     summed across the end of a trajectory. At a termination, ``V`` has no weight. At a truncation, and at the newest
     row, ``k`` is smaller, and the discount ``gamma ** k`` keeps the target exact. (Sutton 1988, n-step returns; Hessel
     et al., "Rainbow", AAAI 2018; Pardo et al., "Time limits in reinforcement learning", ICML 2018, on truncation.) The
