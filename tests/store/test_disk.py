@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 
 from engram import (
+    Checkpointer,
     FrameStack,
     LazyMemmapStorage,
     NStep,
@@ -31,6 +32,8 @@ from engram import (
     SliceSampler,
 )
 from engram._memory import available_memory
+from engram.format import disk as format_disk
+from engram.format import part_writer
 from engram.store import opening
 from tests import fresh
 
@@ -178,14 +181,19 @@ def test_another_word_is_refused_before_anything_is_made(disk, io):
 
 def drop(path):
     """Put a file that no process has mapped out of memory; False: this file system keeps it."""
-    with path.open("r+b") as file:
+    with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        with mmap.mmap(file.fileno(), 0) as memory:
-            pages = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
-            at = np.frombuffer(memory, np.uint8).ctypes.data
-            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(at), ctypes.c_size_t(len(memory)), pages) == 0
-            return not any(page & 1 for page in pages)
+    return not any(in_memory(path))
+
+
+def in_memory(path):
+    """Of each page of a file, whether it is in memory."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+        pages = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
+        at = np.frombuffer(memory, np.uint8).ctypes.data
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(at), ctypes.c_size_t(len(memory)), pages) == 0
+        return [page & 1 for page in pages]
 
 
 def test_rows_in_memory_stay_on_the_map_and_those_that_are_not_are_read(disk):
@@ -219,6 +227,7 @@ def test_a_store_that_is_larger_than_memory_is_known_and_one_that_cannot_work_is
     def opened(memory, sampler=None):
         monkeypatch.setattr(opening, "available_memory", lambda: memory)
         rb = ReplayBuffer.open(disk / "store", sampler=sampler)
+        rb.sample(2)
         stats = rb.stats()
         rb.close()
         return stats["larger_than_memory"]
@@ -235,6 +244,41 @@ def test_a_store_that_is_larger_than_memory_is_known_and_one_that_cannot_work_is
         opened(11_999, PrioritizedSampler(1000, 0.5, 0.5))
     with pytest.warns(UserWarning, match=r"each draw waits for the disk\. Give it more"):
         opened(20_000)  # there are priorities now
+
+
+@pytest.mark.parametrize("larger", [True, False])
+def test_a_dump_of_a_store_that_is_larger_than_memory_leaves_its_memory_to_rows(disk, monkeypatch, larger):
+    frames = torch.randint(0, 255, (600, 5000), dtype=torch.uint8)
+    rb = ReplayBuffer(storage=LazyMemmapStorage(600, scratch_dir=disk / "store"))
+    rb.extend({"frame": frames})
+    rb.close()
+    monkeypatch.setattr(part_writer, "_START", 1 << 19)
+    monkeypatch.setattr(opening, "available_memory", lambda: 1_000_000 if larger else 1 << 40)
+    rb = ReplayBuffer.open(disk / "store")
+    rb.dumps(disk / "dump")
+    Checkpointer(disk / "series", rb).save(1)
+    rb.close()
+    (written,) = disk.glob("dump/**/frame.memmap")
+    kept = in_memory(written)
+    if larger and kept[0]:
+        pytest.skip("this file system keeps files in memory that it is told to drop")
+    assert sum(kept[: len(kept) // 2]) == (0 if larger else len(kept) // 2)
+    for load in (lambda rb: rb.loads(disk / "dump"), lambda rb: Checkpointer(disk / "series", rb).restore()):
+        other = ReplayBuffer(storage=LazyMemmapStorage(600), batch_size=8)
+        other.extend({"frame": frames[:1]})
+        load(other)
+        assert torch.equal(other[:]["frame"][-599:], frames[1:])  # the oldest may mark where the last trajectory ends
+        other.close()
+
+
+def test_what_is_not_on_disk_is_not_forgotten(disk, monkeypatch):
+    def fails(fd, offset, nbytes, flags):
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(format_disk, "_sync_file_range", fails)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        format_disk.forget(0, 0, 4096)
 
 
 def test_a_file_system_that_is_memory_is_never_read():

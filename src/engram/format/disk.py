@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     StrPath = str | os.PathLike[str]
 
 _AT_FDCWD = -2 if sys.platform == "darwin" else -100
-_START = 2  # SYNC_FILE_RANGE_WRITE
+_START, _THROUGH = 2, 7  # SYNC_FILE_RANGE_WRITE; and to wait before and after
 _libc = ctypes.CDLL(None, use_errno=True)
 _sync_file_range = getattr(_libc, "sync_file_range", None)
 if _sync_file_range is not None:
@@ -132,6 +132,18 @@ def start(fd: int, offset: int, nbytes: int) -> None:
     """Ask the kernel to begin writing these bytes to disk, so that a later fsync waits less. Does nothing where that is missing."""
     if _sync_file_range is not None:
         _sync_file_range(fd, offset, nbytes, _START)  # an error is the file's, and comes again when it is waited for
+
+
+def forget(fd: int, offset: int, nbytes: int) -> None:
+    """Wait until these bytes are on disk, and let the kernel's memory go to others. Raises ``OSError``: they are not on disk."""
+    if _sync_file_range is None or not nbytes:
+        return
+    if _sync_file_range(fd, offset, nbytes, _THROUGH) != 0:
+        code = ctypes.get_errno()
+        if code in _CANNOT:
+            return
+        raise OSError(code, os.strerror(code))
+    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 class _Batch(list[files.Descriptor]):

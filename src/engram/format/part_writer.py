@@ -66,11 +66,11 @@ class _Written(NamedTuple):
 class FileWriter:
     """One file, written from its beginning to its end. Also a context manager, which closes it.
 
-    After an error the file is given up: its part cannot be finished.
+    After an error the file is given up: its part cannot be finished. ``behind``: of a long one the kernel keeps the end alone.
     """
 
-    def __init__(self, path: str, nbytes: int, sparse: bool, done: Callable[[_Written], None]) -> None:
-        self._path, self._nbytes, self._done = path, nbytes, done
+    def __init__(self, path: str, nbytes: int, sparse: bool, behind: bool, done: Callable[[_Written], None]) -> None:
+        self._path, self._nbytes, self._behind, self._done = path, nbytes, behind, done
         self._summing = sums.Summing()
         self._position = self._started = 0
         self._fd: files.Descriptor | None = disk.create(path, nbytes, sparse=sparse)
@@ -162,6 +162,8 @@ class FileWriter:
 
     def _start(self, fd: int) -> None:
         disk.start(fd, self._started, self._position - self._started)
+        if self._behind:
+            disk.forget(fd, 0, self._started)
         self._started = self._position
 
     def _abandon(self) -> None:
@@ -182,15 +184,16 @@ class PartWriter:
         part: what it is a part of a buffer as: ``storage``, ``index``, ``sampler``, ``writer`` …
         type: which class wrote it: looked up by the loading program in its own registry, never imported.
         name: of an index.
+        behind: what is written does not stay in the kernel's memory, where rows are that others draw.
 
     Raises:
         ValueError: a name that is too long or has characters other than letters, digits and ``._-`` (``part`` only).
     """
 
-    def __init__(self, folder: Path, part: str, type: str, name: str = "") -> None:  # noqa: A002 - the word of part.json
+    def __init__(self, folder: Path, part: str, type: str, name: str = "", *, behind: bool = False) -> None:  # noqa: A002 - the word of part.json
         if not description.NAME.fullmatch(part):
             raise ValueError(f"part: expected 1 to 128 letters, digits, '.', '_' or '-', got {part!r:.200}.")
-        self.folder = folder
+        self.folder, self._behind = folder, behind
         self._root = os.fspath(folder)
         self._names = (part, type, name)
         self._prefix = description.prefix(part)
@@ -241,7 +244,8 @@ class PartWriter:
             OSError: no space, or an I/O error.
         """
         self._begin(relative)
-        return FileWriter(self._path(relative), nbytes, sparse, partial(self._files.__setitem__, relative))
+        done = partial(self._files.__setitem__, relative)
+        return FileWriter(self._path(relative), nbytes, sparse, self._behind, done)
 
     def link(self, relative: str, reader: PartReader, its_relative: str) -> bool:
         """Hard-link a file of an older checkpoint, with its sums, without reading it.
