@@ -90,7 +90,7 @@ void bind_epoch(nb::module_& m) {
           [](RowEpoch& self, std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole) {
             RowEpoch::Stretch taken;
             {
-              nb::gil_scoped_release release;
+              const WithoutInterpreter running(true);
               taken = self.next(key, rows, n, whole);
             }
             return nb::make_tuple(taken.key, taken.start, taken.count, taken.last);

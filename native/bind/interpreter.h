@@ -11,7 +11,8 @@ namespace engram {
 class WithoutInterpreter final : Kept {
  public:
   /// `briefly`: the call is short unless it has to wait. Then the lock is given up before it does.
-  explicit WithoutInterpreter(bool briefly) {
+  explicit WithoutInterpreter(bool briefly) : outer_(kept) {
+    kept = nullptr;
     if (briefly) {
       kept = this;
     } else {
@@ -19,8 +20,8 @@ class WithoutInterpreter final : Kept {
     }
   }
   ~WithoutInterpreter() {
-    kept = nullptr;
     if (state_ != nullptr) PyEval_RestoreThread(state_);
+    kept = outer_;
   }
   WithoutInterpreter(const WithoutInterpreter&) = delete;
   WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
@@ -31,6 +32,7 @@ class WithoutInterpreter final : Kept {
     state_ = PyEval_SaveThread();
   }
 
+  Kept* outer_;  // of a call that this one is made from, by way of Python
   PyThreadState* state_ = nullptr;
 };
 

@@ -21,6 +21,7 @@
 #include "memory.h"
 #include "epoch.h"
 #include "priorities.h"
+#include "random_bits.h"
 #include "ranking.h"
 #include "store.h"
 #include "tensors.h"
@@ -123,6 +124,7 @@ NB_MODULE(_core, m) {
   engram::bind_trajectories(m);
   engram::bind_expand(m);
   engram::bind_tensors(m);
+  engram::bind_random_bits(m);
   bind_random(m);
   bind_waits(m);
   bind_threads(m);

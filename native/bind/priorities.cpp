@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "interpreter.h"
 #include "memory.h"
 #include "priorities.h"
 #include "tensors.h"
@@ -30,7 +31,7 @@ nb::list draw(const BoundPriorities& priorities, const Store& store, const Layou
   const auto size = static_cast<std::int64_t>(n);
   OutputBuffers buffers;
   {
-    nb::gil_scoped_release release;
+    const WithoutInterpreter running(Priorities::brief(n) && store.reads_briefly(n));
     const std::size_t f = store.fields();
     buffers.add(layout, size);
     buffers.add(kNumbers, size);
@@ -85,14 +86,14 @@ void bind_values(nb::class_<BoundPriorities, Index>& type) {
       .def(
           "written",
           [](BoundPriorities& self, Address rows, std::uint64_t n) {
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(Priorities::brief(n));
             self.written(at<const std::int64_t>(rows), n, 0);
           },
           "rows"_a, "n"_a, "For rows without tickets: they hold new steps.")
       .def(
           "reset",
           [](BoundPriorities& self, Address rows, std::uint64_t n) {
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(Priorities::brief(n));
             self.reset(at<const std::int64_t>(rows), n);
           },
           "rows"_a, "n"_a);
@@ -108,7 +109,7 @@ void update_arrays(BoundPriorities& self, const Numbers<std::int64_t>& rows, con
   const std::size_t n = rows.shape(0);
   check(priorities.shape(0) == n && (!expected || expected->shape(0) == n), "as many priorities as rows");
   const std::int64_t* wanted = expected ? expected->data() : nullptr;
-  nb::gil_scoped_release release;
+  const WithoutInterpreter running(Priorities::brief(n));
   if constexpr (std::is_same_v<Real, double>) {
     self.update(rows.data(), priorities.data(), n, wanted);
   } else {
@@ -124,7 +125,7 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
           "update",
           [](BoundPriorities& self, Address rows, Address priorities, bool single_precision, std::uint64_t n,
              Address expected) {
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(Priorities::brief(n));
             const auto* of = at<const std::int64_t>(rows);
             const auto* wanted = at<const std::int64_t>(expected);
             if (single_precision) {
@@ -141,14 +142,14 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
           "draw",
           [](const BoundPriorities& self, std::uint64_t key, std::uint64_t n, Address rows, Address numbers,
              Address weights) {
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(Priorities::brief(n));
             self.draw(key, 0, n, at<std::int64_t>(rows), at<std::int64_t>(numbers), at<double>(weights));
           },
           "key"_a, "n"_a, "rows"_a, "numbers"_a, "weights"_a)
       .def(
           "weigh",
           [](const BoundPriorities& self, Address rows, std::uint64_t n, Address weights) {
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(Priorities::brief(n));
             self.weigh(at<const std::int64_t>(rows), n, at<double>(weights));
           },
           "rows"_a, "n"_a, "weights"_a, "The weights that draws of these rows would have.")

@@ -72,7 +72,7 @@ void bind_takes(nb::class_<Store>& type) {
             std::int64_t row = -1;
             std::uint64_t number = 0;
             {
-              nb::gil_scoped_release release;
+              const WithoutInterpreter running(self.writes_briefly(1));
               number = self.append(named.one(), 1, taken.columns(), &row);
             }
             return nb::make_tuple(row, number);
@@ -90,7 +90,7 @@ void bind_takes(nb::class_<Store>& type) {
             auto* const numbers = reinterpret_cast<std::int64_t*>(rows.data());
             std::uint64_t first = 0;
             {
-              nb::gil_scoped_release release;
+              const WithoutInterpreter running(self.writes_briefly(n));
               first = named.is_one() ? self.append(named.one(), n, taken.columns(), numbers)
                                      : self.append_by_lane(named.each(), n, taken.columns(), numbers);
             }
@@ -112,7 +112,7 @@ void bind_writes(nb::class_<Store>& type) {
           "append",
           [](Store& self, std::uint64_t lane, std::uint64_t n, const nb::tuple& columns, Address rows) {
             const Inputs inputs(columns);
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(self.writes_briefly(n));
             return self.append(lane, n, inputs.span(), at<std::int64_t>(rows));
           },
           "lane"_a, "n"_a, "columns"_a, "rows"_a, "Appends rows; the first ticket number.")
@@ -120,7 +120,7 @@ void bind_writes(nb::class_<Store>& type) {
           "append_by_lane",
           [](Store& self, Address lane_of, std::uint64_t n, const nb::tuple& columns, Address rows) {
             const Inputs inputs(columns);
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(self.writes_briefly(n));
             return self.append_by_lane(at<std::int64_t>(lane_of), n, inputs.span(), at<std::int64_t>(rows));
           },
           "lane_of"_a, "n"_a, "columns"_a, "rows"_a)
@@ -130,7 +130,7 @@ void bind_writes(nb::class_<Store>& type) {
              Address pick, std::uint64_t of) {
             const Which fields(which);
             const Inputs inputs(columns);
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(!grow && self.writes_briefly(n));  // to grow may take many more rows
             return self.scatter(at<std::int64_t>(rows), n, fields.span(), inputs.span(), grow, at<std::int64_t>(pick), of);
           },
           "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a, "pick"_a = 0, "of"_a = 0,
@@ -141,7 +141,7 @@ void bind_writes(nb::class_<Store>& type) {
              Address numbers) {
             const Which fields(which);
             const Inputs inputs(columns);
-            nb::gil_scoped_release release;
+            const WithoutInterpreter running(self.writes_briefly(n));
             return self.patch(at<std::int64_t>(rows), n, fields.span(), inputs.span(), at<std::int64_t>(expected),
                               at<std::int64_t>(numbers));
           },
@@ -174,7 +174,7 @@ void bind_reads(nb::class_<Store>& type) {
             const Outputs outputs(batch);
             std::vector<std::int64_t> moved;
             {
-              nb::gil_scoped_release release;
+              const WithoutInterpreter running(self.reads_briefly(n));
               moved = self.gather(at<std::int64_t>(rows), n, fields.span(), outputs.span(), at<std::int64_t>(expected),
                                   at<std::int64_t>(numbers));
             }

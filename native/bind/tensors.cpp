@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "../core/check.h"
+#include "../core/wait.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -244,6 +245,7 @@ OutputBuffer::OutputBuffer(const RowSpec& spec, std::int64_t most) : spec_(&spec
 }
 
 void OutputBuffer::take_allocated(std::int64_t most) {
+  let_go();  // it runs Python
   nb::gil_scoped_acquire acquire;
   nb::list shape;
   shape.append(most);
@@ -263,6 +265,7 @@ OutputBuffer::OutputBuffer(OutputBuffer&& other) noexcept
 OutputBuffer::~OutputBuffer() {
   std::free(memory_);
   if (allocated_.is_valid()) {  // perhaps where the GIL is released
+    let_go();
     nb::gil_scoped_acquire acquire;
     allocated_.reset();
   }

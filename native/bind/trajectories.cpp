@@ -16,6 +16,7 @@
 #include "../core/store.h"
 #include "../core/trajectories.h"
 #include "../core/windows.h"
+#include "interpreter.h"
 #include "memory.h"
 #include "priorities.h"
 #include "tensors.h"
@@ -197,13 +198,19 @@ ChooseWindows chosen_by(Trajectories& table, const WindowSpec& spec, const Batch
   };
 }
 
+// Whether a batch of windows is drawn and read before another thread has been woken: of few tracks, as each of them is looked at.
+bool brief(const Trajectories& table, const Store& store, const WindowSpec& spec, std::uint64_t n) {
+  constexpr std::uint64_t kTracks = 64, kWindows = 128, kSteps = 1024;
+  return table.tracks() <= kTracks && n <= kWindows && spec.length <= kSteps && store.reads_briefly(n * spec.length);
+}
+
 nb::list sample(Trajectories& table, const Store& store, const Layout& layout, Address key_at, std::uint64_t n,
                 const BoundSpec& bound, const Batched& batched, const Marks& marks) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
   const WindowSpec spec = bound.in(store);
   std::optional<Sampled> sampled;
   {
-    nb::gil_scoped_release release;
+    const WithoutInterpreter running(brief(table, store, spec, n));
     sampled.emplace(store, layout, chosen_by(table, spec, batched, [&](std::uint64_t count, std::uint64_t attempt) {
       return table.draw(key_of(key, attempt), count, spec);
     }), n, spec, batched);
@@ -229,7 +236,7 @@ nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& la
   const WindowSpec spec = bound.in(store);
   std::optional<Sampled> sampled;
   {
-    nb::gil_scoped_release release;
+    const WithoutInterpreter running(brief(table, store, spec, n));
     const auto choose = [&](std::uint64_t count, std::uint64_t attempt) {
       if (attempt == 0 || epoch.count - epoch.visited >= count) {
         return table.draw_epoch(epoch, key_of(key, attempt), count, spec, shuffle, drop_last);
@@ -251,7 +258,7 @@ nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& 
   const WindowSpec spec = bound.in(store);
   std::optional<Sampled> sampled;
   {
-    nb::gil_scoped_release release;
+    const WithoutInterpreter running(brief(table, store, spec, n));
     sampled.emplace(store, layout, chosen_by(table, spec, batched, [&](std::uint64_t count, std::uint64_t attempt) {
       return draw_anchored(priorities, table, key_of(key, attempt), count, spec);
     }), n, spec, batched);

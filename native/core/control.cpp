@@ -478,6 +478,7 @@ Claim* ClaimGuard::free_claim() const {
     if (std::chrono::steady_clock::now() > until) {
       throw Stalled("as many threads of this process as can write at the same time have been writing for a minute");
     }
+    let_go();
     std::this_thread::yield();
   }
 }

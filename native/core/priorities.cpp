@@ -84,7 +84,10 @@ class Priorities::Lock {
   explicit Lock(const Priorities& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
     PriorityHeader& header = *self.header_;
     const std::uint64_t left = header.redo.load(std::memory_order_relaxed) | header.missed.load(std::memory_order_relaxed);
-    if (left != 0) [[unlikely]] self.recover();
+    if (left != 0) [[unlikely]] {
+      let_go();
+      self.recover();
+    }
   } catch (const Stalled&) {
     self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
   }
@@ -517,6 +520,7 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
     if (store.control().size() == 0) throw NothingLive("no row is live: the store was emptied");  // a copy of the priorities is not
     if (attempt > kRedraws) {
       if (deadline.passed()) throw in_vain("rows moved at every try");
+      let_go();
       std::this_thread::yield();
     }
     again.resize(n);

@@ -72,6 +72,9 @@ class Priorities : public Index {
   /// what no priorities are; only the words that say so were looked at.
   Priorities(std::span<std::byte> memory, const Control* tickets);
 
+  /// Whether drawing or changing n leaves is over before another thread has been woken. Measured: benchmarks/bench_threads.py.
+  static bool brief(std::uint64_t n) { return n <= 256; }
+
   double alpha() const;
   double beta() const;
   double eps() const { return eps_; }

@@ -43,6 +43,7 @@ int lock_slice(pthread_mutex_t* mutex) {
 }
 
 int lock_within(pthread_mutex_t* mutex) {
+  let_go();
   const Deadline deadline;
   for (;;) {
     const int result = lock_slice(mutex);

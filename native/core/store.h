@@ -60,11 +60,10 @@ class Store {
   Disk* disk() const { return disk_.get(); }
 
   const Control& control() const { return control_; }
-  /// Whether reading n whole rows is over before another thread has been woken: they lie in memory, and are few and small. Measured:
-  /// benchmarks/bench_threads.py.
-  bool reads_briefly(std::uint64_t n) const {
-    return in_memory_ && !control_.only_reads() && n <= kBriefRows && n * row_bytes_ <= kBriefBytes;
-  }
+  /// Whether reading, or writing, n whole rows is over before another thread has been woken: they lie in memory, and are few and
+  /// small. Measured: benchmarks/bench_threads.py.
+  bool reads_briefly(std::uint64_t n) const { return in_memory_ && !control_.only_reads() && n <= kBriefReads && n * row_bytes_ <= kBriefBytes; }
+  bool writes_briefly(std::uint64_t n) const { return in_memory_ && n <= kBriefWrites && n * row_bytes_ <= kBriefBytes; }
   std::uint64_t fields() const { return fields_.size(); }
   /// 0 … fields - 1: what a read of whole rows names.
   std::span<const std::uint64_t> all() const { return all_; }
@@ -220,7 +219,7 @@ class Store {
   std::vector<std::int64_t> gather_from_disk(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                                              Batch batch, const std::int64_t* expected, std::int64_t* numbers_out) const;
 
-  static constexpr std::uint64_t kBriefRows = 1024, kBriefBytes = 64 * 1024;
+  static constexpr std::uint64_t kBriefReads = 1024, kBriefWrites = 256, kBriefBytes = 128 * 1024;
 
   Control control_;
   bool in_memory_ = true;  // not in files on a disk

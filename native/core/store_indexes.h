@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "store.h"
+#include "wait.h"
 
 namespace engram {
 
@@ -13,6 +14,7 @@ namespace engram {
 template <class Tell>
 void Store::tell_indexes(Tell&& tell) const {
   if (on_new_index_ && control_.counters().index_epoch.load(std::memory_order_relaxed) != indexes_->epoch) {
+    let_go();
     on_new_index_();
   }
   const auto* list = indexes_->current.load(std::memory_order_acquire);

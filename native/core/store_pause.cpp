@@ -34,6 +34,7 @@ Stalled Store::paused_in_vain() const {
 void Store::admit([[maybe_unused]] ClaimGuard& claim) const {
 #ifndef ENGRAM_WITHOUT_PAUSE  // the tests must fail then: make negative-controls
   if (control_.lock_page().pause.load(std::memory_order_seq_cst) == 0) return;
+  let_go();
   const Deadline deadline;
   do {
     claim.give_back();

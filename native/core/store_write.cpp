@@ -108,6 +108,7 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
 bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   Mark mark = try_mark(row, number, place, over);
   if (mark != Mark::busy) return mark == Mark::marked;  // the common case asks for no time
+  let_go();
   const Deadline deadline;
   for (;;) {
     mark = try_mark(row, number, place, over);

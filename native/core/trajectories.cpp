@@ -8,11 +8,13 @@
 
 #include "check.h"
 #include "fence.h"
+#include "wait.h"
 
 namespace engram {
 namespace {
 
 constexpr std::uint64_t kMost = ~std::uint64_t{0};
+constexpr std::uint64_t kBrief = 1024;  // steps that are looked at before another thread has been woken
 
 }  // namespace
 
@@ -200,6 +202,15 @@ bool Trajectories::abandoned(std::uint64_t lane, std::uint64_t place) {
 
 // ---- keeping the table ---------------------------------------------------------------------------------------------
 
+std::unique_lock<std::mutex> Trajectories::locked() {
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    let_go();
+    lock.lock();
+  }
+  return lock;
+}
+
 void Trajectories::forget_lane(std::uint64_t lane) {
   lanes_[lane].next = lanes_[lane].low = lanes_[lane].dirty = 0;
   std::fill_n(track_states_ + lane * width_, width_, TrackState{});
@@ -255,6 +266,7 @@ std::uint64_t Trajectories::advance(std::uint64_t lane, std::uint64_t steps, boo
     forget_lane(lane);
   }
   const Live now = refresh(lane);
+  if (steps > kBrief && now.end > s.next + kBrief) let_go();
   for (; s.next < now.end && steps > 0; --steps) {
     if (!look_at(lane, s.next)) return 0;
     const auto reserved = [&] { return std::find(seen_.begin(), seen_.end(), Look::reserved) != seen_.end(); };
@@ -298,7 +310,7 @@ bool Trajectories::agrees(std::uint64_t track, std::uint64_t place) const {
 }
 
 void Trajectories::changed(const std::int64_t* rows, std::uint64_t n, bool compare, std::uint64_t scatter) {
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   if (scatter == scatters_ + 1) scatters_ = scatter;  // else settle() has seen it already, or has one before it to see
   const std::uint64_t length = control_.lane_length();
   for (std::uint64_t i = 0; i < n;) {
@@ -332,25 +344,25 @@ void Trajectories::edited(const std::int64_t* rows, std::uint64_t n, std::uint64
 void Trajectories::lost(const std::int64_t* rows, std::uint64_t n) { changed(rows, n, true, 0); }
 
 void Trajectories::emptied() {
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) refresh(lane);
 }
 
 std::uint64_t Trajectories::catch_up(std::uint64_t steps) {
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   std::uint64_t left = 0;
   for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) left += advance(lane, steps, true);
   return left;
 }
 
 void Trajectories::forget() {
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   forget_all();
 }
 
 void Trajectories::count(std::uint64_t window) {
   check(window > 0, "a window of at least one step");
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   if (window == window_) return;
   window_ = window;
   forget_all();

@@ -278,6 +278,7 @@ class Trajectories final : public Index {
   bool boundary(std::uint64_t track, std::uint64_t place) const;
   bool abandoned(std::uint64_t lane, std::uint64_t place);
 
+  std::unique_lock<std::mutex> locked();
   void forget_lane(std::uint64_t lane);
   Live refresh(std::uint64_t lane);
   void push(std::uint64_t track, std::uint64_t place, bool dead);

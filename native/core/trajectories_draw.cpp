@@ -8,6 +8,7 @@
 #include "check.h"
 #include "permutation.h"
 #include "trajectories.h"
+#include "wait.h"
 
 namespace engram {
 namespace {
@@ -164,6 +165,7 @@ class Trajectories::Chooser {
   }
 
   void list() {
+    let_go();
     std::uint64_t total = 0;
     for (const View& v : views_) {
       for (std::uint64_t run = 0; run < v.count; ++run) {
@@ -248,7 +250,7 @@ Drawn Trajectories::newest(std::span<std::int64_t> taken, std::uint64_t n, const
   check(taken.size() == tracks_, "a ticket number for each track");
   WindowSpec complete = spec;
   complete.strict = true;
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   settle();
   const auto number = [&](std::uint64_t track, std::uint64_t place) {
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(row(track, place))).load(std::memory_order_acquire);
@@ -280,7 +282,7 @@ Drawn Trajectories::newest(std::span<std::int64_t> taken, std::uint64_t n, const
 
 Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const WindowSpec& spec) {
   spec.validate();
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   settle();
   const Views tracks = views();
   Chooser chooser(*this, tracks, spec, key);
@@ -302,7 +304,7 @@ Drawn Trajectories::draw(std::uint64_t key, std::uint64_t n, const WindowSpec& s
 Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::uint64_t n, const WindowSpec& spec, bool shuffle,
                               bool drop_last) {
   spec.validate();
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   const std::uint64_t version = control_.counters().next_ticket.load(std::memory_order_acquire);
   settle();
   const Views tracks = views();
@@ -322,6 +324,7 @@ Drawn Trajectories::draw_epoch(TrajectoryEpoch& epoch, std::uint64_t key, std::u
     const View& v = tracks[at];
     std::uint64_t run = at == 0 ? k : k - ends[at - 1];
     if (v.holes > 0) {  // of the runs that are trajectories, the run-th
+      let_go();
       std::uint64_t seen = 0, j = 0;
       for (;; ++j) {
         if (!v.dead(j) && seen++ == run) break;
@@ -356,7 +359,7 @@ Window Trajectories::window_at(std::int64_t row, const WindowSpec& spec) const {
 
 std::vector<std::uint64_t> Trajectories::window_lengths(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec) {
   check_rows(rows, n, control_.capacity());
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   settle();
   std::vector<std::uint64_t> lengths(n);
   for (std::uint64_t i = 0; i < n; ++i) lengths[i] = window_at(rows[i], spec).length;
@@ -365,7 +368,7 @@ std::vector<std::uint64_t> Trajectories::window_lengths(const std::int64_t* rows
 
 Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const WindowSpec& spec, std::uint64_t most) {
   check_rows(rows, n, control_.capacity());
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   settle();
   Drawn drawn;
   for (std::uint64_t i = 0; i < n && drawn.windows.size() < most; ++i) {
@@ -378,7 +381,7 @@ Drawn Trajectories::windows_at(const std::int64_t* rows, std::uint64_t n, const 
 Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
                                   std::uint64_t most) {
   check_rows(rows, n, control_.capacity());
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   settle();
   Surroundings found;
   Drawn drawn;
@@ -418,7 +421,7 @@ Surroundings Trajectories::around(const std::int64_t* rows, std::uint64_t n, std
 
 std::uint64_t Trajectories::windows(const WindowSpec& spec) {
   spec.validate();
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   settle();
   std::uint64_t total = 0;
   for (const View& v : views()) {
@@ -437,7 +440,7 @@ Census Trajectories::census() {
 }
 
 std::vector<Window> Trajectories::runs() {
-  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto guard = locked();
   settle();
   std::vector<Window> all;
   for (const View& v : views()) {

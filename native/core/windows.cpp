@@ -109,6 +109,7 @@ std::vector<Steps> read_windows(const Store& store, std::span<const std::uint64_
   for (std::uint64_t attempt = 1; !moved.empty(); ++attempt) {
     if (attempt > kRedraws) {
       if (deadline.passed()) throw in_vain("windows moved at every try");
+      let_go();
       std::this_thread::yield();
     }
     store.control().count_redraws(moved.size());
@@ -145,6 +146,7 @@ void append(Drawn& to, const Drawn& from) {
 // Rows of positive priority where a window may begin, n of them drawn exactly in proportion.
 std::vector<std::int64_t> listed_anchors(const Priorities& priorities, Trajectories& table, const Random& random,
                                          std::uint64_t n, const WindowSpec& spec) {
+  let_go();
   std::vector<double> upto(priorities.rows());
   priorities.copy_leaves(upto.data(), upto.size(), false);
   std::vector<std::int64_t> rows;
