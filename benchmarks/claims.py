@@ -72,7 +72,11 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("batches/stacks", "SB3"): Floor("share", 1.2),
     **_every(("batches/once-45-B", "batches/once-1-kB"), "uniform", Floor("share", 1.1)),
     ("batches/update", "cpprb"): Floor("times", 1),
-    **_every((f"threads/{shape}" for shape in _SHAPES), "1 thread", Floor("share", 1.1, aim=1, within_iqr=True)),
+    **_every(
+        (f"threads/{what}" for what in (*_SHAPES, "add", "update")),
+        "1 thread",
+        Floor("share", 1.1, aim=1, within_iqr=True),
+    ),
     **_every((f"write/add/{c}" for c in _CLASSES), "TorchRL", Floor("times", 10)),
     **_every((f"write/add/{c}" for c in _CLASSES), "cpprb", Floor("times", 2)),
     **_every((f"write/extend-64/{c}" for c in _CLASSES), "TorchRL", Floor("times", 10)),

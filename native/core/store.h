@@ -219,7 +219,7 @@ class Store {
   std::vector<std::int64_t> gather_from_disk(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                                              Batch batch, const std::int64_t* expected, std::int64_t* numbers_out) const;
 
-  static constexpr std::uint64_t kBriefReads = 1024, kBriefWrites = 256, kBriefBytes = 128 * 1024;
+  static constexpr std::uint64_t kBriefReads = 1024, kBriefWrites = 256, kBriefBytes = 64 * 1024;
 
   Control control_;
   bool in_memory_ = true;  // not in files on a disk
