@@ -40,9 +40,10 @@ nb::object triples_of(const std::vector<Window>& windows) {
 struct Marks {
   static constexpr std::int64_t kUnwanted = -2, kAlone = -1;
 
-  bool ends;             // the last step of each window
+  std::int64_t ends;     // the last step of each window: alone, or in place of the stored flag with this number
   bool never;            // false
   std::int64_t done;     // the stored flag with this number, or kAlone, and the ends
+  bool done_in_place;    // that flag itself gets them
   std::int64_t begun;    // the stored flag with this number, or kAlone, and the first steps
   bool begun_is_column;  // [n, 1] as the others, else [n]
   bool real;             // no padding: [n]
@@ -52,6 +53,7 @@ struct Marks {
 // How a batch of windows is drawn and laid out.
 struct Batched {
   bool padded;    // short windows have all steps of the spec
+  bool shown;     // with rows
   bool numbered;  // with tickets
   bool flat;      // [n * length, ...]; else [n, length, ...]
   std::span<std::int64_t> taken;  // by the online queue, for each track; empty: there is none
@@ -67,6 +69,7 @@ class Sampled {
         fields_(layout.specs().size()),
         stride_(batched.padded || spec.whole ? spec.length : 0),
         burn_in_(spec.burn_in),
+        shown_(batched.shown),
         flat_(batched.flat) {
     check(fields_ == 0 || fields_ == store.fields(), "a layout of all fields, or of none");
     check(flat_ || stride_ > 0, "windows of equal length");
@@ -76,7 +79,11 @@ class Sampled {
       most_ = static_cast<std::int64_t>(places);
       buffers_ = {};
       buffers_.add(layout, most_);
-      buffers_.add(kNumbers, most_);
+      if (shown_) {
+        buffers_.add(kNumbers, most_);
+      } else {
+        unseen_.resize(places);
+      }
       numbers_.resize(places);
       return {buffers_.first(fields_), rows(), numbers_.data()};
     };
@@ -86,8 +93,16 @@ class Sampled {
   }
 
   void add(const Marks& marks) {
-    if (marks.ends) flag(kFlagColumn, Marks::kAlone, Step::last);
-    if (marks.done != Marks::kUnwanted) flag(kFlagColumn, marks.done, Step::last);
+    if (marks.ends == Marks::kAlone) flag(kFlagColumn, Marks::kAlone, Step::last);
+    if (marks.ends >= 0) {
+      std::fill_n(stored_flag(marks.ends), total_, std::uint8_t{0});
+      mark(stored_flag(marks.ends), Step::last);
+    }
+    if (marks.done_in_place) {
+      mark(stored_flag(marks.done), Step::last);
+    } else if (marks.done != Marks::kUnwanted) {
+      flag(kFlagColumn, marks.done, Step::last);
+    }
     if (marks.never) flag(kFlagColumn, Marks::kAlone, Step::none);
     if (marks.begun != Marks::kUnwanted) flag(marks.begun_is_column ? kFlagColumn : kFlag, marks.begun, Step::first);
     if (marks.real) {
@@ -130,7 +145,7 @@ class Sampled {
  private:
   enum class Step { none, first, last };
 
-  std::int64_t* rows() const { return buffers_.at<std::int64_t>(fields_); }
+  std::int64_t* rows() { return shown_ ? buffers_.at<std::int64_t>(fields_) : unseen_.data(); }
   std::uint64_t places(const Steps& steps) const { return std::max(steps.real, stride_); }
 
   template <class T>
@@ -139,15 +154,24 @@ class Sampled {
     return buffers_.at<T>(buffers_.size() - 1);
   }
 
+  // A column of the batch.
+  std::uint8_t* stored_flag(std::int64_t number) const {
+    const auto field = static_cast<std::uint64_t>(number);
+    check(field < fields_ && store_.row_bytes(field) == 1, "a stored flag of one byte");
+    return buffers_.at<std::uint8_t>(field);
+  }
+
   void flag(const RowSpec& spec, std::int64_t stored, Step step) {
     auto* to = output<std::uint8_t>(spec);
     if (stored == Marks::kAlone) {
       std::fill_n(to, total_, std::uint8_t{0});
     } else {
-      const auto field = static_cast<std::uint64_t>(stored);
-      check(field < fields_ && store_.row_bytes(field) == 1, "a stored flag of one byte");
-      std::copy_n(buffers_.at<std::uint8_t>(field), total_, to);
+      std::copy_n(stored_flag(stored), total_, to);
     }
+    mark(to, step);
+  }
+
+  void mark(std::uint8_t* to, Step step) const {
     if (step == Step::none) return;
     for (const Steps& steps : windows_) {
       to[step == Step::first ? 0 : steps.before + steps.real - 1] = 1;
@@ -164,10 +188,10 @@ class Sampled {
   std::uint64_t fields_;  // that are read
   std::int64_t most_ = 0;  // places while they are read
   std::uint64_t stride_, burn_in_;
-  bool flat_;
+  bool shown_, flat_;
   std::uint64_t total_ = 0;
   std::vector<Steps> windows_;
-  std::vector<std::int64_t> numbers_;
+  std::vector<std::int64_t> numbers_, unseen_;  // unseen: rows that are not shown
   OutputBuffers buffers_;
 };
 
@@ -295,21 +319,24 @@ void bind_windows(nb::module_& m) {
   nb::class_<Batched>(m, "Batched", "How a batch of windows is drawn and laid out.")
       .def(
           "__init__",
-          [](Batched* self, bool padded, bool numbered, bool flat, Address taken, std::uint64_t tracks) {
-            new (self) Batched{padded, numbered, flat, {tracks == 0 ? nullptr : at<std::int64_t>(taken), tracks}};
+          [](Batched* self, bool padded, bool shown, bool numbered, bool flat, Address taken, std::uint64_t tracks) {
+            new (self) Batched{padded, shown, numbered, flat, {tracks == 0 ? nullptr : at<std::int64_t>(taken), tracks}};
           },
-          "padded"_a, "numbered"_a, "flat"_a, "taken"_a = 0, "tracks"_a = 0,
-          "Whether short windows have all steps; whether there are tickets; [n * length, ...] or [n, length, ...]. Ticket numbers of the "
+          "padded"_a, "shown"_a, "numbered"_a, "flat"_a, "taken"_a = 0, "tracks"_a = 0,
+          "Whether short windows have all steps; whether there are rows, and tickets; [n * length, ...] or [n, length, ...]. Ticket numbers of the "
           "steps that the online queue took last, int64 [tracks], which the draw changes; 0 of them: there is no queue.");
   nb::class_<Marks>(m, "Marks", "What a batch of windows says of its steps beside what is stored.")
       .def(
           "__init__",
-          [](Marks* self, bool ends, bool never, std::int64_t done, std::int64_t begun, bool begun_is_column, bool real,
-             bool learning) { new (self) Marks{ends, never, done, begun, begun_is_column, real, learning}; },
-          "ends"_a, "never"_a, "done"_a, "begun"_a, "begun_is_column"_a, "real"_a, "learning"_a,
-          "Whether wanted: the last step of each window, [n, 1]; false, [n, 1]. Then numbers of stored flags, -1 for none of "
-          "them, -2 for unwanted: one that the last steps are added to, [n, 1]; one that the first steps are, which is "
-          "[n, 1] or [n]. Whether wanted: no padding, [n]; no burn-in, [n].");
+          [](Marks* self, std::int64_t ends, bool never, std::int64_t done, bool done_in_place, std::int64_t begun,
+             bool begun_is_column, bool real, bool learning) {
+            check(!done_in_place || done >= 0, "a stored flag");
+            new (self) Marks{ends, never, done, done_in_place, begun, begun_is_column, real, learning};
+          },
+          "ends"_a, "never"_a, "done"_a, "done_in_place"_a, "begun"_a, "begun_is_column"_a, "real"_a, "learning"_a,
+          "Numbers of stored flags, -1 for none of them, -2 for unwanted. ends: whose column the last step of each window takes; -1: "
+          "a tensor [n, 1]. done: what the last steps are added to, a tensor [n, 1], or its column itself. begun: what the first steps "
+          "are added to, a tensor [n, 1] or [n]. Whether wanted: false, [n, 1]; no padding, [n]; no burn-in, [n].");
 }
 
 }  // namespace

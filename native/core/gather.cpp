@@ -85,16 +85,10 @@ std::uint64_t runs_of(const std::int64_t* rows, std::uint64_t n, std::uint64_t* 
 
 void gather_runs(const Field& field, const std::int64_t* rows, const std::uint64_t* ends, std::uint64_t runs, std::byte* out,
                  const Field* next) {
-  constexpr std::uint64_t kHead = 512;  // bytes to ask for: the hardware finds the rest of a run by itself
   const std::uint64_t bytes = field.row_bytes;
   for (std::uint64_t i = 0, j = 0; i < runs; j = ends[i++]) {
     const std::uint64_t n = ends[i] - j;
-    if (next != nullptr) {
-      const std::byte* head = next->data + static_cast<std::uint64_t>(rows[j]) * next->row_bytes;
-      const std::uint64_t ahead = std::min(n * next->row_bytes, kHead);
-      for (std::uint64_t line = 0; line < ahead; line += 64) __builtin_prefetch(head + line);
-      if (ahead > 0) __builtin_prefetch(head + ahead - 1);
-    }
+    if (next != nullptr) prefetch_run(*next, rows[j], n);
     copy_from_shared(out + j * bytes, field.data + static_cast<std::uint64_t>(rows[j]) * bytes, n * bytes);
   }
 }

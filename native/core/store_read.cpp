@@ -72,18 +72,19 @@ bool Store::read_block(const std::int64_t* rows, std::uint64_t n, std::span<cons
                        std::uint64_t* moved) const {
   static_assert(kMostBlockRows <= 64);
   std::uint64_t words[kMostBlockRows];
+  std::uint64_t ends[kMostBlockRows];
+  const std::uint64_t runs = mostly_runs(rows, n) ? runs_of(rows, n, ends) : 0;
   const Field* first = which.empty() ? nullptr : &fields_[which[0]];
+  for (std::uint64_t i = 0, row = 0; first != nullptr && i < runs; row = ends[i++]) prefetch_run(*first, rows[row], ends[i] - row);
   std::uint64_t bad = 0;
   for (std::uint64_t i = 0; i < n; ++i) {
-    if (first != nullptr) prefetch_row(*first, rows[i]);
+    if (first != nullptr && runs == 0) prefetch_row(*first, rows[i]);
     words[i] = control_.word(static_cast<std::uint64_t>(rows[i])).load(std::memory_order_acquire);
     const bool ok = is_committed(words[i]) &&
                     (expected == nullptr || number_of(words[i]) == static_cast<std::uint64_t>(expected[i]));
     bad |= static_cast<std::uint64_t>(!ok) << i;
     if (numbers_out != nullptr) numbers_out[i] = static_cast<std::int64_t>(number_of(words[i]));
   }
-  std::uint64_t ends[kMostBlockRows];
-  const std::uint64_t runs = mostly_runs(rows, n) ? runs_of(rows, n, ends) : 0;
   for (std::uint64_t f = 0; f < which.size(); ++f) {
     const Field& field = fields_[which[f]];
     std::byte* out = batch[f] + at * field.row_bytes;

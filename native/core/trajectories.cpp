@@ -151,16 +151,57 @@ bool Trajectories::is(const Field& field, std::uint64_t size, std::int64_t row, 
   return false;
 }
 
-// Whether the bytes of a row and of the one after it say that a trajectory ends between them. A first step begins one also where
-// the last step before it was lost.
+// Whether the i-th field says that a trajectory ends between a row and the one after it. A first step begins one also where the last
+// step before it was lost.
+bool Trajectories::ends_in(std::size_t i, std::int64_t row, std::int64_t next) const {
+  const Field& field = boundaries_.fields[i];
+  if (boundaries_.by_id) return !same(field, row, next);
+  const std::uint64_t size = boundaries_.step_types[i];
+  return size == 0 ? any(field, row) : is(field, size, row, StepType::last) || is(field, size, next, StepType::first);
+}
+
 bool Trajectories::ends(std::int64_t row, std::int64_t next) const {
-  if (boundaries_.by_id) return !same(boundaries_.fields[0], row, next);
+  for (std::size_t i = 0; i < boundaries_.fields.size(); ++i) {
+    if (ends_in(i, row, next)) return true;
+  }
+  return false;
+}
+
+// Whether a trajectory ends between two of n rows that follow one another. Of ids and flags, which are short, many are looked at at once.
+bool Trajectories::ends_within(std::int64_t row, std::uint64_t n) const {
+  std::byte bytes[512];
   for (std::size_t i = 0; i < boundaries_.fields.size(); ++i) {
     const Field& field = boundaries_.fields[i];
-    const std::uint64_t size = boundaries_.step_types[i];
-    if (size == 0 ? any(field, row) : is(field, size, row, StepType::last) || is(field, size, next, StepType::first)) {
-      return true;
+    const std::uint64_t size = field.row_bytes;
+    const bool short_ones = boundaries_.step_types[i] == 0 && size * 8 <= sizeof bytes;
+    const std::uint64_t most = !short_ones ? 2 : n * size <= sizeof bytes ? n : 8;
+    for (std::uint64_t from = 0; from + 1 < n; from += most - 1) {
+      const std::int64_t first = row + static_cast<std::int64_t>(from);
+      if (!short_ones) {
+        if (ends_in(i, first, first + 1)) return true;
+        continue;
+      }
+      const std::uint64_t count = std::min(most, n - from), before_last = (count - 1) * size;
+      copy_from_shared(bytes, field.data + static_cast<std::uint64_t>(first) * size, count * size);
+      if (boundaries_.by_id ? std::memcmp(bytes, bytes + size, before_last) != 0
+                            : std::any_of(bytes, bytes + before_last, [](std::byte b) { return b != std::byte{0}; })) {
+        return true;
+      }
     }
+  }
+  return false;
+}
+
+// The same of n steps of a track whose lane has the rows [begin, end), from the step of a row on.
+bool Trajectories::ends_on_the_way(std::int64_t row, std::uint64_t n, std::int64_t begin, std::int64_t end) const {
+  if (width_ == 1) {
+    const std::uint64_t here = std::min(n, static_cast<std::uint64_t>(end - row));
+    return ends_within(row, here) || (here < n && (ends(end - 1, begin) || ends_within(begin, n - here)));
+  }
+  for (const auto step = static_cast<std::int64_t>(width_); n > 1; --n) {
+    const std::int64_t next = row + step < end ? row + step : row + step - (end - begin);
+    if (ends(row, next)) return true;
+    row = next;
   }
   return false;
 }

@@ -74,6 +74,7 @@ struct WindowSpec {
   /// Rows of a window, as it is drawn.
   std::uint64_t rows(const Window& window) const { return whole ? length : steps(window).real; }
   Steps steps(const Window& window) const {
+    if (dilation == 1) return {window.ahead, window.length};
     const std::uint64_t before = (window.ahead + dilation - 1) / dilation;
     return {before, (window.ahead + window.length - 1) / dilation + 1 - before};
   }
@@ -185,6 +186,7 @@ class Trajectories final : public Index {
 
   /// Row of a step.
   std::int64_t row(std::uint64_t track, std::uint64_t place) const {
+    if (width_ == 1) return static_cast<std::int64_t>(track * control_.lane_length() + place % steps_);
     return static_cast<std::int64_t>(track / width_ * control_.lane_length() + place % steps_ * width_ + track % width_);
   }
 
@@ -274,7 +276,10 @@ class Trajectories final : public Index {
   bool same(const Field& field, std::int64_t a, std::int64_t b) const;
   bool any(const Field& field, std::int64_t row) const;
   bool is(const Field& field, std::uint64_t size, std::int64_t row, StepType type) const;
+  bool ends_in(std::size_t i, std::int64_t row, std::int64_t next) const;
   bool ends(std::int64_t row, std::int64_t next) const;
+  bool ends_within(std::int64_t row, std::uint64_t n) const;
+  bool ends_on_the_way(std::int64_t row, std::uint64_t n, std::int64_t begin, std::int64_t end) const;
   bool boundary(std::uint64_t track, std::uint64_t place) const;
   bool abandoned(std::uint64_t lane, std::uint64_t place);
 

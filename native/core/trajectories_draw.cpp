@@ -20,7 +20,7 @@ constexpr std::uint64_t kRounds = 16;    // windows drawn again because a writer
 std::uint64_t windows_in(std::uint64_t n, const WindowSpec& spec) {
   const std::uint64_t padded = n + spec.ahead(), extent = spec.extent();
   if (n == 0 || (spec.strict && padded < extent)) return 0;
-  const std::uint64_t space = padded >= extent ? (padded - extent) / spec.period : 0;
+  const std::uint64_t beyond = padded >= extent ? padded - extent : 0, space = spec.period == 1 ? beyond : beyond / spec.period;
   return space + 1 + spec.left + std::min(spec.right, n - 1 - space);
 }
 
@@ -200,41 +200,41 @@ std::uint64_t Trajectories::usable(const View& v, std::uint64_t run, const Windo
 // Adds a window's rows and tickets; not one that a writer is in, unless it need not be whole: then its tickets are -1.
 bool Trajectories::append(Drawn& drawn, const Window& window, const WindowSpec& spec, bool certain) const {
   if (window.length == 0) return false;  // of a damaged table
-  const std::size_t before = drawn.rows.size(), places = spec.rows(window);
+  const Steps steps = spec.steps(window);
+  const std::size_t before = drawn.rows.size(), places = spec.whole ? spec.length : steps.real;
   drawn.rows.resize(before + places);
   drawn.numbers.resize(before + places);
   std::int64_t *rows = drawn.rows.data() + before, *numbers = drawn.numbers.data() + before;
-  std::int64_t *const end_of_rows = rows + places, last = -1, number = -1;
-  std::uint64_t wanted = 0;  // the next step's place
-  std::int64_t at = row(window.track, window.first);
-  const std::uint64_t lane = window.track / width_;
+  std::int64_t *const end_of_rows = rows + places;
   const auto step = static_cast<std::int64_t>(width_), length = static_cast<std::int64_t>(control_.lane_length());
-  const std::int64_t end = (static_cast<std::int64_t>(lane) + 1) * length;
+  const std::int64_t first = row(window.track, window.first), begin = static_cast<std::int64_t>(window.track / width_) * length, end = begin + length;
+  std::int64_t at = first, last = first, number = -1;
+  std::uint64_t wanted = steps.before * spec.dilation - window.ahead;  // the next step's place
   bool stands = true;
-  for (std::uint64_t i = 0; i < window.length; ++i, at += step) {
-    if (at >= end) at -= length;
+  for (std::uint64_t i = 0; i < window.length; ++i) {
     const std::uint64_t word = control_.word(static_cast<std::uint64_t>(at)).load(std::memory_order_acquire);
     number = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+    stands &= number >= 0;
     if (i == 0) {
-      const std::uint64_t padding = spec.steps(window).before;
-      rows = std::fill_n(rows, padding, at);
-      numbers = std::fill_n(numbers, padding, number);
-      wanted = padding * spec.dilation - window.ahead;
+      rows = std::fill_n(rows, steps.before, at);
+      numbers = std::fill_n(numbers, steps.before, number);
     }
     if (i == wanted) {
       *rows++ = at;
       *numbers++ = number;
       wanted += spec.dilation;
     }
-    // A writer that edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
-    // has another ticket when it is read.)
-    stands = stands && is_committed(word) && (i == 0 || !ends(last, at));
     last = at;
+    at += step;
+    if (at >= end) at -= length;
   }
+  // A writer that edits a boundary tells the table after that: until then only the rows know. (One that changes from now on
+  // has another ticket when it is read.)
+  stands = stands && !ends_on_the_way(first, window.length, begin, end);
   std::fill_n(numbers, end_of_rows - rows, number);
   std::fill(rows, end_of_rows, last);
   // Who overwrites a row moves the cursor first: where that is not beyond the window, these are the window's own tickets.
-  const bool lost = live(lane).low > window.first;
+  const bool lost = live(window.track / width_).low > window.first;
   if (certain && (lost || !stands)) {
     drawn.rows.resize(before);
     drawn.numbers.resize(before);

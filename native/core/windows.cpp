@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 #include <thread>
+#include <utility>
 
 #include "check.h"
 #include "random.h"
@@ -28,11 +29,17 @@ class Chosen {
 
   /// The windows of one more choice that are there, n at most.
   std::vector<Slot> more(std::uint64_t n, std::uint64_t attempt) {
-    const Drawn drawn = choose_(n, attempt);
+    Drawn drawn = choose_(n, attempt);
     std::vector<Slot> slots;
+    slots.reserve(n);
     std::uint64_t from = rows_.size();
-    rows_.insert(rows_.end(), drawn.rows.begin(), drawn.rows.end());
-    numbers_.insert(numbers_.end(), drawn.numbers.begin(), drawn.numbers.end());
+    if (from == 0) {
+      rows_ = std::move(drawn.rows);
+      numbers_ = std::move(drawn.numbers);
+    } else {
+      rows_.insert(rows_.end(), drawn.rows.begin(), drawn.rows.end());
+      numbers_.insert(numbers_.end(), drawn.numbers.begin(), drawn.numbers.end());
+    }
     for (const Window& window : drawn.windows) {
       if (window.length == 0 || slots.size() == n) continue;
       const std::uint64_t rows = spec_.rows(window);
@@ -129,6 +136,7 @@ std::vector<Steps> read_windows(const Store& store, std::span<const std::uint64_
   }
   close_gaps(store, which, slots, stride, padded, memory);
   std::vector<Steps> steps;
+  steps.reserve(slots.size());
   for (const Slot& slot : slots) {
     if (slot.rows > 0) steps.push_back(slot.steps);
   }

@@ -49,11 +49,21 @@ class WindowSpec:
     def finished(self, final: int, steps: int) -> WindowSpec: ...
 
 class Batched:
-    def __init__(self, padded: bool, numbered: bool, flat: bool, taken: int = 0, tracks: int = 0) -> None: ...
+    def __init__(
+        self, padded: bool, shown: bool, numbered: bool, flat: bool, taken: int = 0, tracks: int = 0
+    ) -> None: ...
 
 class Marks:
     def __init__(
-        self, ends: bool, never: bool, done: int, begun: int, begun_is_column: bool, real: bool, learning: bool
+        self,
+        ends: int,
+        never: bool,
+        done: int,
+        done_in_place: bool,
+        begun: int,
+        begun_is_column: bool,
+        real: bool,
+        learning: bool,
     ) -> None: ...
 
 class Trajectories(Index):

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     Info: TypeAlias = dict[Entry, object]
     #: Columns, rows and info of a batch.
     ReadBatch: TypeAlias = tuple[list[Tensor], Tensor, Info]
-    #: The same, as samplers read it natively: the rows may be None where they are not shown.
+    #: Which of these a user will see beside the columns: neither rows nor info; or both, of which the info's entries are not in the
+    #: batch, or take the place of the batch's own, so that they may be its columns, changed.
+    Shown: TypeAlias = Literal["nothing", "beside", "within"]
+    #: The same, as samplers read it natively: the rows may be None where nothing is shown.
     NativeBatch: TypeAlias = tuple[list[Tensor], Tensor | None, Info]
     #: Reads the rows of a draw: columns, and places of rows that have moved.
     ReadDraw: TypeAlias = Callable[["Draw"], tuple[list[Tensor], list[int]]]

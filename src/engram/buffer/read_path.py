@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.wiring import Wiring
     from engram.store import Key
-    from engram.types import Entry
+    from engram.types import Entry, Shown
 
 
 class ReadPath:
@@ -60,28 +60,31 @@ class ReadPath:
     def sample_with(self, key: Key, batch_size: int, return_info: bool) -> object:
         """Draw with a key, and read."""
         wiring = self._wiring
-        memory, shown = wiring.storage.memory, return_info or self.shows_rows
+        memory = wiring.storage.memory
         if memory is None or not wiring.draws_natively:
+            shown: Shown = "beside" if return_info else "nothing"
+            if self.shows_rows:
+                shown = "beside" if wiring.transform.reads or wiring.collates else "within"
             columns, rows, info = self.read(key, batch_size, shown)
             return self.finish(columns, rows, info, return_info)
-        tracks = wiring.of_writer.tracks_tickets  # as read, without a call
-        columns = memory.sample_uniform(key, batch_size, shown, tracks)
+        with_rows, tracks = return_info or self.shows_rows, wiring.of_writer.tracks_tickets  # as read, without a call
+        columns = memory.sample_uniform(key, batch_size, with_rows, tracks)
         info = {"index_generation": columns.pop()} if tracks else {}
-        return self.finish(columns, columns.pop() if shown else None, info, return_info)
+        return self.finish(columns, columns.pop() if with_rows else None, info, return_info)
 
-    def read(self, key: Key, n: int, shown: bool = True) -> tuple[Any, Tensor | None, dict[Any, object]]:
+    def read(self, key: Key, n: int, shown: Shown = "beside") -> tuple[Any, Tensor | None, dict[Any, object]]:
         """Draw with a key, and copy the rows: ``(columns, rows, info)``.
 
-        Unless ``shown``, the rows may be None, and the info need not have what is no field.
+        With ``shown="nothing"`` the rows may be None, and the info need only have what are fields of the batch.
         """
         wiring = self._wiring
         storage, tracks = wiring.storage, wiring.of_writer.tracks_tickets
         memory = storage.memory
         if memory is not None:
             if wiring.draws_natively:
-                columns = memory.sample_uniform(key, n, shown, tracks)
+                columns = memory.sample_uniform(key, n, True, tracks)
                 info = {"index_generation": columns.pop()} if tracks else {}
-                return columns, columns.pop() if shown else None, info
+                return columns, columns.pop(), info
             natively = wiring.sample_natively
             if natively is not None and (memory.is_native or wiring.of_sampler.draws_windows):
                 return natively(storage, key, n, numbered=tracks, shown=shown)

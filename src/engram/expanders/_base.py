@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engram.samplers._base import NativeSampler
     from engram.samplers.windows import WindowSampler
     from engram.store import Store
-    from engram.types import Commit, Entry, Extent, NativeBatch, SampledStorage, Traits, Write
+    from engram.types import Commit, Entry, Extent, NativeBatch, SampledStorage, Shown, Traits, Write
 
 
 class Expander(DeclaredSampler):
@@ -347,7 +347,7 @@ class Expander(DeclaredSampler):
         n: int,
         *,
         numbered: bool = False,
-        shown: bool = True,  # noqa: ARG002 - rows lead to others
+        shown: Shown = "beside",  # noqa: ARG002 - rows lead to others
     ) -> NativeBatch:
         """Draw, and read the rows with what is around them in one native call: ``(columns, rows, info)``.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engram.store import Key
-    from engram.types import Commit, Draw, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Write
+    from engram.types import Commit, Draw, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Shown, Write
 
 
 def check_drawable(size: int) -> None:
@@ -51,11 +51,11 @@ class DeclaredSampler(Component):
         """Meet the storage whose rows are drawn; raises to refuse it."""
 
     def sample_natively(
-        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: bool = True
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """:meth:`draw` and the rows' data in one native call, if the traits say so: ``(columns, rows, info)``.
 
-        ``numbered``: the info has tickets. Unless ``shown``, the rows may be None, and the info need not have what is no field.
+        ``numbered``: the info has tickets. ``shown="nothing"``: the rows may be None, and the info need only have ``computed_keys``.
         """
         raise NotImplementedError
 

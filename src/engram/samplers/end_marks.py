@@ -41,7 +41,14 @@ class EndMarks(NamedTuple):
     """Entries made of a stored flag and a mark: the entry, the function that merges them, and the places of both."""
 
     @classmethod
-    def of(cls, store: Store, settings: WindowSettings, *, weighted: bool, apart: bool) -> EndMarks:
+    def none(cls) -> EndMarks:
+        """No marks."""
+        return cls(_native.Marks(_UNWANTED, False, _UNWANTED, False, _UNWANTED, False, False, False), {}, [])
+
+    @classmethod
+    def of(
+        cls, store: Store, settings: WindowSettings, *, weighted: bool, apart: bool = False, within: bool = False
+    ) -> EndMarks:
         """The marks for the flags that a store holds.
 
         Under ``truncated_key`` and its siblings ``done`` and ``terminated`` they are bool ``[B, 1]``. Under ``init_key``, if it is
@@ -53,23 +60,30 @@ class EndMarks(NamedTuple):
             settings: names the flags, and says whether short windows are filled up.
             weighted: the batch has ``"priority_weight"``.
             apart: the native core does not read the stored flags, so it cannot merge its marks with them.
+            within: the marks take the place of the batch's own flags: columns of the same shape and dtype are marked themselves.
         """
         truncated_key, init_key, padded = settings.truncated_key, settings.init_key, settings.pad_output
         fields = numbers_by_path(store)
         places: dict[Entry, int] = {}
         merged: list[tuple[Entry, Merge, int, int]] = []
-        ends, never, done, begun, begun_is_column = False, False, _UNWANTED, _UNWANTED, False
+        ends, never, done, in_place, begun, begun_is_column = _UNWANTED, False, _UNWANTED, False, _UNWANTED, False
         at = len(store.tensors) + 1
         if truncated_key is not None:
-            *above, _ = truncated_key
-            ends, done = True, _ALONE
-            places[public(truncated_key)] = at
-            number, entry = fields.get((*above, "done")), public((*above, "done"))
-            if number is None or (not apart and _is_flag(store, number, (), (1,))):
-                done, places[entry] = _ALONE if number is None else number, at + 1
+            *above, name = truncated_key
+            within = within and name not in ("done", "terminated")
+            number, entry = fields.get(truncated_key), public(truncated_key)
+            if within and number is not None and _is_flag(store, number, (1,)):
+                ends = places[entry] = number
             else:
-                merged.append((entry, _with_ends, number, at + 1))
-            at += 2
+                ends, places[entry], at = _ALONE, at, at + 1
+            number, entry = fields.get((*above, "done")), public((*above, "done"))
+            if within and number is not None and _is_flag(store, number, (1,)):
+                done, in_place, places[entry] = number, True, number
+            elif number is None or (not apart and _is_flag(store, number, (), (1,))):
+                done, places[entry], at = _ALONE if number is None else number, at, at + 1
+            else:
+                done, at = _ALONE, at + 1
+                merged.append((entry, _with_ends, number, at - 1))
             number, entry = fields.get((*above, "terminated")), public((*above, "terminated"))
             if number is None:
                 never, places[entry], at = True, at, at + 1
@@ -91,7 +105,7 @@ class EndMarks(NamedTuple):
             places[mask], at = at, at + 1
         if weighted:
             places["priority_weight"] = at
-        wanted = _native.Marks(ends, never, done, begun, begun_is_column, padded or specified, specified)
+        wanted = _native.Marks(ends, never, done, in_place, begun, begun_is_column, padded or specified, specified)
         return cls(wanted, places, merged)
 
     def info(self, tensors: Sequence[Tensor], *, numbered: bool, flat: bool = True) -> Info:

@@ -16,7 +16,7 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from engram.epochs import Progress
     from engram.store import Key, Store
-    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Write
+    from engram.types import Commit, Extent, Info, NativeBatch, SampledStorage, Shown, Write
 
 
 class SamplerWithoutReplacement(NativeSampler):
@@ -122,20 +122,23 @@ class SamplerWithoutReplacement(NativeSampler):
         return Draw(extent.rows(ranks))
 
     def sample_natively(
-        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: bool = True
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
-        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``. The rows are None unless ``shown``."""
+        """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``. The rows are None if nothing is shown."""
         store = storage.memory
         assert store is not None  # the buffer asks only then
         bound, epoch = self._bound  # another thread may bind another store before this one draws
         if store is not bound:
             epoch = self._epoch_of(store)
-        drawn = epoch.core.draw(store.core, store.layout, key.address, n, self.drop_last, self.shuffle, shown, numbered)
+        with_rows = shown != "nothing"
+        drawn = epoch.core.draw(
+            store.core, store.layout, key.address, n, self.drop_last, self.shuffle, with_rows, numbered
+        )
         if drawn is None:
             self._refuse(min(store.core.size(), n - 1 if self.drop_last else 0), n)  # of another thread's rows none
         columns, self._drawn_from, self._ran_out = drawn
         info: Info = {"index_generation": columns.pop()} if numbered else {}
-        return columns, columns.pop() if shown else None, info
+        return columns, columns.pop() if with_rows else None, info
 
     def _refuse(self, size: int, batch_size: int) -> NoReturn:
         """Raise for a buffer with too few rows."""

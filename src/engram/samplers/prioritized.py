@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from engram.priorities import Numbers
     from engram.store import Key
-    from engram.types import Commit, Extent, NativeBatch, SampledStorage
+    from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown
 
 #: ``[B, m]`` to ``[B]``.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -229,7 +229,7 @@ class PrioritizedSampler(NativeSampler):
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": numbers})
 
     def sample_natively(
-        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True, shown: bool = True
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = True, shown: Shown = "beside"
     ) -> NativeBatch:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``."""
         if storage is not self._storage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from engram.types import Draw
 if TYPE_CHECKING:
     from engram.samplers.prioritized import PrioritizedSampler
     from engram.store import Store
-    from engram.types import Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage
+    from engram.types import Extent, Info, NativeBatch, ReadBatch, ReadDraw, SampledStorage, Shown
 
     #: What all native draws of windows take: the store's core, fields, address of the key, number of windows, which windows,
     #: how they are laid out, marks.
@@ -43,11 +43,10 @@ class _Bound(NamedTuple):
     memory: Store
     table: _native.Trajectories
     static: StaticTable | None
-    marks: EndMarks
-    apart: EndMarks
-    """For draws whose columns are not read by the native core."""
-    batched: dict[tuple[bool, bool], _native.Batched]
-    """How windows are laid out: for draws apart or not, with tickets or without."""
+    marks: dict[Shown | Literal["apart"], EndMarks]
+    """By what is shown of a batch; "apart": all, but the native core does not read the columns."""
+    batched: dict[tuple[Shown | Literal["apart"], bool], _native.Batched]
+    """How windows are laid out: the same, with tickets or without."""
     taken: Tensor | None
     """What the online queue has taken. Draws write to it."""
 
@@ -171,17 +170,23 @@ class WindowSampler(NativeSampler):
             kind, values = settings.static
             static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=counted)
             table = static.table
-        marks, apart_marks = (
-            EndMarks.of(memory, settings, weighted=self.anchors is not None, apart=apart) for apart in (False, True)
-        )
+        weighted = self.anchors is not None
+        marks: dict[Shown | Literal["apart"], EndMarks] = {
+            "nothing": EndMarks.none(),
+            "beside": EndMarks.of(memory, settings, weighted=weighted),
+            "within": EndMarks.of(memory, settings, weighted=weighted, within=True),
+            "apart": EndMarks.of(memory, settings, weighted=weighted, apart=True),
+        }
         taken = self._taken_of(table.tracks)
         queue = (0, 0) if taken is None else (taken.data_ptr(), len(taken))
         batched = {
-            (apart, numbered): _native.Batched(settings.pad_output, numbered, settings.flat or apart, *queue)
-            for apart in (False, True)
+            (shown, numbered): _native.Batched(
+                settings.pad_output, shown != "nothing", numbered, settings.flat or shown == "apart", *queue
+            )
+            for shown in marks
             for numbered in (False, True)
         }
-        return _Bound(memory, table, static, marks, apart_marks, batched, taken)
+        return _Bound(memory, table, static, marks, batched, taken)
 
     def _taken_of(self, tracks: int) -> Tensor | None:
         """Ticket numbers that the online queue took last, int64 ``[tracks]``; None: there is no queue."""
@@ -213,10 +218,10 @@ class WindowSampler(NativeSampler):
         n: int,
         *,
         numbered: bool,
-        apart: bool,
+        shown: Shown | Literal["apart"],
         finished: tuple[int, int] | None = None,
     ) -> tuple[EndMarks, list[Tensor]]:
-        """Draw windows in one native call: the fields of a layout, which may be empty, rows, marks and tickets if numbered.
+        """Draw windows in one native call: the fields of a layout, which may be empty, rows and marks as shown, tickets if numbered.
 
         A window with a row that moves meanwhile is replaced by another one. ``finished``: as in :meth:`sample_apart`.
         """
@@ -230,9 +235,8 @@ class WindowSampler(NativeSampler):
         bound = self._bound
         if bound is None or bound.memory is not store:
             bound = self._bound_to(storage, length)
-        marks = bound.apart if apart else bound.marks
-        batched = bound.batched[apart, numbered]
-        arguments = (store.core, layout, key.address, count, spec, batched, marks.wanted)
+        marks = bound.marks[shown]
+        arguments = (store.core, layout, key.address, count, spec, bound.batched[shown, numbered], marks.wanted)
         if bound.static is None:
             tensors = self._choose(bound.table, arguments)
         else:
@@ -252,7 +256,7 @@ class WindowSampler(NativeSampler):
         return marks, tensors
 
     def sample_natively(
-        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: bool = True
+        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """Draw windows, read them and mark their ends in one native call: ``(columns, rows, info)``.
 
@@ -265,8 +269,12 @@ class WindowSampler(NativeSampler):
                 storage, key, n, lambda draw: store.read(draw.rows, expected=draw.tickets), numbered=numbered
             )
             return self.laid_out(columns, rows, info)
-        numbered = numbered or self.anchors is not None
-        marks, tensors = self._draw(storage, store.layout, key, n, numbered=numbered, apart=False)
+        if self.anchors is not None:
+            numbered = True
+            shown = "beside" if shown == "nothing" else shown  # as its weights are drawn anyway
+        elif shown == "nothing":
+            return self._draw(storage, store.layout, key, n, numbered=False, shown=shown)[1], None, {}
+        marks, tensors = self._draw(storage, store.layout, key, n, numbered=numbered, shown=shown)
         fields = len(store.tensors)
         return tensors[:fields], tensors[fields], marks.info(tensors, numbered=numbered, flat=self.settings.flat)
 
@@ -308,7 +316,7 @@ class WindowSampler(NativeSampler):
         assert store is not None
         retries, bits = Retries(), key
         while True:
-            marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, apart=True, finished=finished)
+            marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
             rows, *marked = drawn
             columns, moved = read(Draw(rows, drawn[-1]))
             if not moved:
@@ -325,7 +333,7 @@ class WindowSampler(NativeSampler):
         storage = self._storage
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         assert storage is not None
-        _, drawn = self._draw(storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, apart=True)
+        _, drawn = self._draw(storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, shown="apart")
         return Draw(drawn[0], drawn[-1])
 
     def _raise_without_windows(self, table: _native.Trajectories, length: int) -> NoReturn:
