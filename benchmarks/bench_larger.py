@@ -8,7 +8,8 @@ Frames of 28 kB, batches of 256 in random order, beside what could be done with 
 then read them; read them; copy from a mapping, with ``MADV_RANDOM`` and as it is. TorchRL's storage reads its rows as
 ``TensorDict.load_memmap(dir)[rows]`` does, which is measured under a limit of time. Slices of 8 x 32 beside reading the file from
 one end to the other. Rows of 200 B in five fields beside mappings. The wait for a batch of 64 with ``prefetch=2`` and a learner of
-5 ms. ``extend`` by 64 frames beside ``pwrite`` of the same bytes, and the longest call. A process that writes beside one that samples.
+5 ms. ``extend`` by 64 frames beside ``pwrite`` of the same bytes, and the longest call. A process that writes beside one that
+samples. What a dump and a checkpoint leave in memory of rows that were drawn before.
 """
 
 import ctypes
@@ -148,6 +149,7 @@ def _frames(folder: Path, group: _Group, share: float) -> list[Row]:
     rows += [*_writing(folder, cold, share), _beside(folder, share)]
     most = group.most()
     if most is not None:
+        rows += _saving(folder, group)
         rows.append(
             _number("larger/memory", "memory of the group, at most", most, "MB", "the limit", group.limit / 1e6)
         )
@@ -304,6 +306,38 @@ def _beside(folder: Path, share: float) -> Row:
     rb.close()
     return timed("larger/beside", f"sample {BATCH} frames beside a process that writes", Timing(FAST.calls, found),
                  ours="beside a writer", share=("alone",))  # fmt: skip
+
+
+def _saving(folder: Path, group: _Group) -> list[Row]:
+    """Of rows that were drawn several times, a tenth of the limit: how many a dump and a checkpoint leave in memory."""
+    from engram import Checkpointer, ReplayBuffer
+
+    rb = ReplayBuffer.open(folder)
+    hot = torch.randperm(len(rb))[: group.limit // 10 // FRAME]
+    stored = np.memmap(folder / "frame.memmap", np.uint8, "r").reshape(-1, FRAME)
+    rows = []
+    saves: tuple[tuple[str, Callable[[Path], object]], ...] = (
+        ("dump", rb.dumps),
+        ("checkpoint", lambda path: Checkpointer(path, rb).save(1)),
+    )
+    for name, save in saves:
+        for piece in hot.repeat(3).split(64):
+            rb[piece]
+        with tempfile.TemporaryDirectory() as target:
+            save(Path(target, "saved"))
+        left = np.mean([_is_in_memory(stored[row]) for row in hot.tolist()]) * 100
+        what = f"rows drawn before a {name} that are in memory after it"
+        rows.append(_number(f"larger/{name}", what, float(left), "%", "all"))
+    rb.close()
+    return rows
+
+
+def _is_in_memory(row: NDArray[np.uint8]) -> bool:
+    """Whether the page in its middle is."""
+    state = ctypes.c_ubyte()
+    middle = (row.ctypes.data + FRAME // 2) // mmap.PAGESIZE * mmap.PAGESIZE
+    ctypes.CDLL(None).mincore(ctypes.c_void_p(middle), ctypes.c_size_t(1), ctypes.byref(state))
+    return bool(state.value & 1)
 
 
 # ---- small rows ----------------------------------------------------------------------------------------------------------
