@@ -146,10 +146,12 @@ def _frames(folder: Path, group: _Group, share: float) -> list[Row]:
     except RuntimeError as error:
         return [_nothing("larger/frames", "sample 256 frames of 28 kB", str(error))]
     rows = [*_sampling(folder, cold, share), _slices(folder, cold, share), _waiting(folder, cold, share)]
-    rows += [*_writing(folder, cold, share), _beside(folder, share)]
+    rows += _writing(folder, cold, share)
+    if group.folder is not None:
+        rows += _saving(folder, group)
+    rows.append(_beside(folder, share))  # last: the writer is killed, and some rows with it
     most = group.most()
     if most is not None:
-        rows += _saving(folder, group)
         rows.append(
             _number("larger/memory", "memory of the group, at most", most, "MB", "the limit", group.limit / 1e6)
         )

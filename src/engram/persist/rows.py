@@ -93,7 +93,8 @@ class RowsWriter:
 
     def __init__(self, folder: Path, snapshot: RowsSnapshot, roles: Roles | None) -> None:
         schema = snapshot.store.schema
-        self.part = PartWriter(folder, "storage", snapshot.kind, behind=snapshot.store.larger_than_memory)
+        larger, *_ = snapshot.store.core.io_state()
+        self.part = PartWriter(folder, "storage", snapshot.kind, behind=bool(larger))
         self.boundaries = Boundaries(schema, own := roles_of(schema.fields, roles))
         self.geometry, self.fields = described(schema, own)
         self._snapshot = snapshot

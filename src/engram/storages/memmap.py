@@ -57,6 +57,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         ValueError: a device other than the CPU, or another ``io``.
         RuntimeError: the folder holds a store or files of the same names, and not ``existsok``.
         OSError: the folder is a file, not writable, or its disk is full. Nothing is left behind.
+        OSError (of any call that reads or writes rows by ``io="read"``): the disk failed, or a file ends early. Its text says the byte.
 
     >>> import tempfile, torch
     >>> from engram import LazyMemmapStorage, ReplayBuffer

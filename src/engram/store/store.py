@@ -192,11 +192,6 @@ class Store:
         """Whether the rows of a store in a folder lie there, and not in memory that a program shared before."""
         return self.attachment is None or self.attachment.has_files
 
-    @property
-    def larger_than_memory(self) -> bool:
-        """Whether the rows lie in files, and were at opening more than half of the memory that there was."""
-        return bool(self.core.io_state()[0])
-
     def join(self) -> None:
         """From now on other processes share the store. Raises ``StoreInUse``: too many have it open."""
         assert self.attachment is not None  # only those in a folder are shared
