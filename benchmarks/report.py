@@ -88,7 +88,7 @@ def _number(value: float, unit: str) -> str:
         return f"{value / 1e6:.2f} M/s"
     if unit == "B/row":
         return f"{value:.2f} B"
-    if unit in ("s", "ms", "MB", "MiB"):
+    if unit in ("s", "ms", "MB", "MiB", "%"):
         return f"{value:.1f} {unit}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
@@ -107,7 +107,7 @@ def _comparison(row: Row, one: Comparison) -> tuple[str, str, str, str]:
 def _ratio(row: Row, one: Comparison) -> str:
     middle, low, high = one.measured.median, one.measured.low, one.measured.high
     if one.kind == "value":
-        if row.unit in ("s", "ms", "µs", "MB", "MiB", "poll_every"):
+        if row.unit in ("s", "ms", "µs", "MB", "MiB", "%", "poll_every"):
             return f"{middle:.1f} \\[{low:.1f}–{high:.1f}] {row.unit}"
         return f"{middle:.2f} bytes per row"
     theirs = "" if one.against in LIBRARIES else f" ({_with_unit(row.spreads[one.against].median, row.unit)})"
