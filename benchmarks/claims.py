@@ -84,9 +84,9 @@ FLOORS: dict[tuple[str, str], Floor] = {
         (f"write/best/{k}/{n}" for k in ("all", "half", "none") for n in (1, 8)), "plain extend", Floor("share", 3)
     ),
     **_every(("write/best/half/64", "write/best/none/64", "write/best/none/512"), "plain extend", Floor("share", 3)),
-    ("write/best/all/64", "plain extend"): Floor("share", 6),  # rows anywhere in memory, against rows in order
-    ("write/best/half/512", "plain extend"): Floor("share", 5),
-    ("write/best/all/512", "plain extend"): Floor("share", 9),
+    ("write/best/all/64", "plain extend"): Floor("share", 4),  # rows anywhere in memory, against rows in order
+    ("write/best/half/512", "plain extend"): Floor("share", 4),
+    ("write/best/all/512", "plain extend"): Floor("share", 6.5),
     ("prioritized/sample", "cpprb"): Floor("times", 3),
     ("prioritized/sample", "rlox"): Floor("times", 2),
     ("prioritized/sample", "TorchRL"): Floor("times", 8),

@@ -54,9 +54,9 @@ bool is_settled(const Control& control, std::uint64_t next) {
 }
 
 nb::object write_of(Ranking& self, Store& store, const Intake& intake, std::uint64_t field, nb::handle data, bool batched,
-                    const nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& numbers, std::uint64_t settled) {
+                    std::uint64_t settled) {
   check(field < intake.specs().size(), "a field outside the data");
-  check(self.rows() == store.control().capacity() && numbers.shape(0) == self.rows(), "a ranking of other rows");
+  check(self.rows() == store.control().capacity(), "a ranking of other rows");
   Taken taken;
   if (!is_settled(store.control(), settled) || !intake.take(data, batched, taken)) return nb::none();
   std::vector<double> ranks(batched ? static_cast<std::size_t>(taken.rows()) : 1);
@@ -74,11 +74,10 @@ nb::object write_of(Ranking& self, Store& store, const Intake& intake, std::uint
   auto* const last = reinterpret_cast<std::int64_t*>(lasting.data());
   std::fill_n(all, n, -1);
   std::fill_n(last, n, -1);
-  std::int64_t* const known = numbers.data();
-  const auto number = static_cast<std::int64_t>(first);
-  for (std::size_t k = 0; k < rows.size(); ++k) all[kept[k]] = rows[k], known[rows[k]] = number + static_cast<std::int64_t>(k);
-  for (std::size_t k = 0; k < rows.size(); ++k) {  // of a row named twice the last entry stays
-    if (known[rows[k]] == number + static_cast<std::int64_t>(k)) last[kept[k]] = rows[k];
+  for (std::size_t k = 0; k < rows.size(); ++k) {
+    all[kept[k]] = rows[k];
+    const bool stays = self.rank(static_cast<std::uint64_t>(rows[k])) == ranks[static_cast<std::size_t>(kept[k])];
+    last[kept[k]] = stays ? rows[k] : -1;  // else a later row of the data, which ranks higher, has taken its place
   }
   const bool alone = rows.empty() || first == settled;
   if (alone) self.keep();
@@ -109,10 +108,10 @@ void bind_ranking(nb::module_& m) {
           "ranks"_a, "free"_a,
           "Where data of these ranks goes: (rows int64 [k], which of the data int64 [k]). Forgotten by the next call, unless "
           "keep() is called.")
-      .def("write_of", &write_of, "store"_a, "intake"_a, "field"_a, "data"_a.none(), "batched"_a, "numbers"_a, "settled"_a,
+      .def("write_of", &write_of, "store"_a, "intake"_a, "field"_a, "data"_a.none(), "batched"_a, "settled"_a,
            "Places and writes data as users hand it over, ranked by a field of one number, into a full store: (rows, those that "
            "no later row of the data replaced, first ticket number, the next one or None if others have written meanwhile). None: "
-           "nothing was done, as something must be looked at in Python first. `numbers`: the rows' ticket numbers, brought up to date.")
+           "nothing was done, as something must be looked at in Python first.")
       .def("keep", &Ranking::keep, "The last plan was carried out.");
 }
 

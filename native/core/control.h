@@ -212,7 +212,8 @@ class Control {
   }
   /// The lap of the newest step that the row can hold where `end` is its lane's next position.
   std::uint32_t newest_lap(std::uint64_t row, std::uint64_t end) const {
-    return static_cast<std::uint32_t>(end / lane_length() + (row % lane_length() < end % lane_length() ? 1 : 0));
+    const std::uint64_t laps = end / lane_length();
+    return static_cast<std::uint32_t>(laps + (row - lane_of(row) * lane_length() < end - laps * lane_length() ? 1 : 0));
   }
   Lane& lane(std::uint64_t lane) const { return lanes_[lane]; }
   Counters& counters() const { return *counters_; }
@@ -223,7 +224,12 @@ class Control {
 
   /// Rows of the lane that are inside its extent (void ones included).
   std::uint64_t filled(std::uint64_t lane) const;
-  bool inside(std::uint64_t row) const { return row % lane_length() < filled(row / lane_length()); }
+  bool inside(std::uint64_t row) const {
+    const std::uint64_t lane = lane_of(row);
+    return row - lane * lane_length() < filled(lane);
+  }
+  /// The lane of a row. Most stores have one: a division would take most of the time.
+  std::uint64_t lane_of(std::uint64_t row) const { return row < lane_length() ? 0 : row / lane_length(); }
   /// The lane's next position.
   std::uint64_t end(std::uint64_t lane) const;
   /// The row that the lane's next step will take.

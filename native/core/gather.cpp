@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "check.h"
 
@@ -15,6 +17,14 @@ namespace {
 
 // Rows at least this long are copied as one stream across rows, fetched that far ahead: never farther than the next row.
 constexpr std::uint64_t kLongRow = 4096;
+
+// Calls `copy` with the size of a small row as a constant: a copy of constant size is a few moves, and a call of memcpy costs more
+// than the bytes of a small row. False: the size is none of these.
+template <class Copy, std::uint64_t... N>
+bool in_moves(std::uint64_t bytes, Copy&& copy, std::integer_sequence<std::uint64_t, N...>) {
+  return ((bytes == N && (copy(std::integral_constant<std::uint64_t, N>()), true)) || ...);
+}
+using Small = std::integer_sequence<std::uint64_t, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128>;
 
 template <std::uint64_t N>
 void gather_fixed(const std::byte* data, const std::int64_t* rows, std::uint64_t n, std::byte* out, Field next) {
@@ -135,42 +145,24 @@ void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, 
 
 void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, const Field* next) {
   const Field after = next == nullptr ? Field{nullptr, 0} : *next;
-  // A copy of constant size is a few moves; a call of memcpy costs more than the bytes of a small row.
-  switch (field.row_bytes) {
-    case 0:
-      return;
-    case 1:
-      return gather_fixed<1>(field.data, rows, n, out, after);
-    case 2:
-      return gather_fixed<2>(field.data, rows, n, out, after);
-    case 4:
-      return gather_fixed<4>(field.data, rows, n, out, after);
-    case 8:
-      return gather_fixed<8>(field.data, rows, n, out, after);
-    case 12:
-      return gather_fixed<12>(field.data, rows, n, out, after);
-    case 16:
-      return gather_fixed<16>(field.data, rows, n, out, after);
-    case 24:
-      return gather_fixed<24>(field.data, rows, n, out, after);
-    case 32:
-      return gather_fixed<32>(field.data, rows, n, out, after);
-    case 48:
-      return gather_fixed<48>(field.data, rows, n, out, after);
-    case 64:
-      return gather_fixed<64>(field.data, rows, n, out, after);
-    case 96:
-      return gather_fixed<96>(field.data, rows, n, out, after);
-    case 128:
-      return gather_fixed<128>(field.data, rows, n, out, after);
-    default:
+  if (field.row_bytes == 0) return;
+  if (in_moves(field.row_bytes, [&](auto size) { gather_fixed<size()>(field.data, rows, n, out, after); }, Small())) return;
 #ifdef __x86_64__
-      if (field.row_bytes >= kLongRow && __builtin_cpu_supports("avx2")) return gather_long_avx2(field, rows, n, out);
+  if (field.row_bytes >= kLongRow && __builtin_cpu_supports("avx2")) return gather_long_avx2(field, rows, n, out);
 #endif
-      return gather_any(field, rows, n, out, after);
-  }
+  gather_any(field, rows, n, out, after);
 }
 
 #endif
+
+void scatter_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, const std::byte* from, const std::int64_t* pick) {
+  const auto copy = [&](auto bytes) {
+    for (std::uint64_t j = 0; j < n; ++j) {
+      copy_to_shared(field.data + static_cast<std::uint64_t>(rows[j]) * bytes,
+                     from + (pick == nullptr ? j : static_cast<std::uint64_t>(pick[j])) * bytes, bytes);
+    }
+  };
+  if (!in_moves(field.row_bytes, copy, Small())) copy(field.row_bytes);
+}
 
 }  // namespace engram

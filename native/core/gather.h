@@ -73,4 +73,7 @@ void place_runs(const std::byte* from, std::int64_t begin, std::uint64_t n, cons
 /// rows nothing is: there the memory is busy anyway.
 void gather_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, std::byte* out, const Field* next);
 
+/// field[rows[j]] = from[pick[j]] for j in [0, n); `pick` null: from[j]. Rows must have been checked.
+void scatter_rows(const Field& field, const std::int64_t* rows, std::uint64_t n, const std::byte* from, const std::int64_t* pick);
+
 }  // namespace engram

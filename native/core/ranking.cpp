@@ -1,17 +1,23 @@
 #include "ranking.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
+#include <utility>
 
 #include "check.h"
+#include "random.h"
 
 namespace engram {
 namespace {
 
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
+constexpr std::uint64_t kShare = 8;     // one in so many rows is picked out at a time
+constexpr std::uint64_t kSample = 512;  // rows whose ranks tell where that eighth ends
+constexpr std::uint64_t kBlock = 256;   // rows looked at between two looks at the space
+constexpr std::uint64_t kAhead = 8;     // entries between asking for a row's rank and looking at it
 
 void check_ranks(const double* ranks, std::uint64_t n) {
   bool numbers = true;
@@ -19,154 +25,127 @@ void check_ranks(const double* ranks, std::uint64_t n) {
   check(numbers, "a rank that is no number");
 }
 
-double smaller(double a, double b) { return b < a ? b : a; }
+// Numbers in the order of the ranks, as unsigned ones.
+std::uint64_t in_order(double rank) {
+  const auto bits = std::bit_cast<std::uint64_t>(rank + 0.0);  // -0.0 is 0.0
+  return bits >> 63 != 0 ? ~bits : bits | std::uint64_t{1} << 63;
+}
 
-using Two = double __attribute__((vector_size(16)));
-using Four = double __attribute__((vector_size(32)));
+// For a heap whose first entry is the worst.
+constexpr auto later = [](const auto& a, const auto& b) { return b < a; };
+
+// By rank, of equal ones as they stand: digit by digit, which no comparison makes the processor wait for.
+template <class Entry>
+void sort_by_rank(std::vector<Entry>& entries) {
+  constexpr std::uint64_t kDigits = 8, kValues = 256;
+  const auto digit = [](const Entry& entry, std::uint64_t d) { return in_order(entry.rank) >> 8 * d & (kValues - 1); };
+  std::array<std::array<std::uint64_t, kValues>, kDigits> ends{};
+  for (const Entry& entry : entries) {
+    for (std::uint64_t d = 0; d < kDigits; ++d) ++ends[d][digit(entry, d)];
+  }
+  std::vector<Entry> sorted(entries.size());
+  for (std::uint64_t d = 0; d < kDigits; ++d) {
+    if (ends[d][digit(entries[0], d)] == entries.size()) continue;
+    std::uint64_t begin = 0;
+    for (std::uint64_t& value : ends[d]) begin += std::exchange(value, begin);
+    for (const Entry& entry : entries) sorted[ends[d][digit(entry, d)]++] = entry;
+    entries.swap(sorted);
+  }
+}
 
 }  // namespace
 
-// In pairs, which the compiler makes vectors of.
-double Ranking::Line::smallest() const {
-  double half[kFanout / 2];
-  for (std::uint64_t i = 0; i < kFanout / 2; ++i) half[i] = smaller(ranks[i], ranks[i + kFanout / 2]);
-  return smaller(smaller(half[0], half[2]), smaller(half[1], half[3]));
-}
-
-// Of equal ones both count. In vectors, as the compiler makes branches of it else.
-double Ranking::Line::second() const {
-  Four a, b;
-  std::memcpy(&a, ranks, sizeof a);
-  std::memcpy(&b, ranks + 4, sizeof b);
-  const Four low = a < b ? a : b, high = a < b ? b : a;
-  const Two l0{low[0], low[1]}, l1{low[2], low[3]}, h0{high[0], high[1]}, h1{high[2], high[3]};
-  const Two least = l0 < l1 ? l0 : l1, more = l0 < l1 ? l1 : l0, most = h0 < h1 ? h0 : h1;
-  const Two next = more < most ? more : most;
-  const Two x{least[0], next[0]}, y{least[1], next[1]};
-  const Two lower = x < y ? x : y;
-  const double larger = least[0] < least[1] ? least[1] : least[0];
-  return smaller(larger, lower[1]);
-}
-
-// Without a branch: where it is, is random.
-std::uint64_t Ranking::Line::place_of(double rank) const {
-  unsigned equal = 0;
-  for (std::uint64_t i = 0; i < kFanout; ++i) equal |= static_cast<unsigned>(ranks[i] == rank) << i;
-  return static_cast<std::uint64_t>(std::countr_zero(equal));
-}
-
-Ranking::Ranking(std::uint64_t rows) : rows_(rows) {
+Ranking::Ranking(std::uint64_t rows) : ranks_(rows, kInfinite) {
   check(rows > 0, "a ranking of no rows");
-  Line line;
-  std::fill_n(line.ranks, kFanout, kInfinite);
-  std::uint64_t nodes = rows;
-  do {
-    nodes = (nodes + kFanout - 1) / kFanout;
-    levels_.emplace_back(nodes, line);
-  } while (nodes > 1);
+  drop();
 }
 
-std::uint64_t Ranking::worst() const {
-  const double smallest = levels_.back()[0].smallest();
-  std::uint64_t node = 0;
-  for (auto level = levels_.rbegin(); level != levels_.rend(); ++level) {
-    node = node * kFanout + (*level)[node].place_of(smallest);
-  }
-  return node;
+void Ranking::drop() {
+  bound_ = {-kInfinite, 0};
+  waiting_.clear(), since_.clear();
+  at_ = 0;
 }
 
 void Ranking::put(std::uint64_t row, double rank) {
-  std::uint64_t node = row;
-  for (std::vector<Line>& level : levels_) {
-    Line& line = level[node / kFanout];
-    if (line.ranks[node % kFanout] == rank) return;
-    line.ranks[node % kFanout] = rank;
-    rank = line.smallest();
-    node /= kFanout;
-  }
-}
-
-void Ranking::rebuild() {
-  for (std::size_t l = 1; l < levels_.size(); ++l) {
-    for (std::size_t i = 0; i < levels_[l - 1].size(); ++i) {
-      levels_[l][i / kFanout].ranks[i % kFanout] = levels_[l - 1][i].smallest();
-    }
-  }
+  ranks_[row] = rank;
+  if (!(Entry{rank, row} < bound_)) return;
+  since_.push_back({rank, row});
+  std::push_heap(since_.begin(), since_.end(), later);
+  if (since_.size() > ranks_.size()) drop();
 }
 
 void Ranking::plan(std::uint64_t row, double rank) {
-  planned_.push_back({row, this->rank(row)});
+  planned_.push_back({ranks_[row], row});
   put(row, rank);
 }
 
-// As plan() of worst(), whose rank is `smallest`, in one way down and up. On the way up nothing is loaded: the smallest of a line
-// afterwards is the new rank or the one that was second. Returns the row; `smallest` becomes that of all.
-std::int64_t Ranking::replace_worst(double rank, double& smallest) {
-  double second[kMostLevels];
-  std::uint64_t node = 0;
-  for (std::size_t l = levels_.size(); l-- > 0;) {
-    const Line& line = levels_[l][node];
-    second[l] = line.second();
-    node = node * kFanout + line.place_of(smallest);
+const Ranking::Entry& Ranking::next() {
+  for (;; pick_out()) {
+    while (!since_.empty() && outdated(since_.front())) {
+      std::pop_heap(since_.begin(), since_.end(), later);
+      since_.pop_back();
+    }
+    while (at_ < waiting_.size() && outdated(waiting_[at_])) ++at_;
+    if (at_ < waiting_.size()) {
+      if (at_ + kAhead < waiting_.size()) __builtin_prefetch(&ranks_[waiting_[at_ + kAhead].row], 1);
+      return !since_.empty() && since_.front() < waiting_[at_] ? since_.front() : waiting_[at_];
+    }
+    if (!since_.empty()) return since_.front();
   }
-  const std::uint64_t row = node;
-  planned_.push_back({row, smallest});
-  for (std::size_t l = 0; l < levels_.size(); ++l, node /= kFanout) {
-    levels_[l][node / kFanout].ranks[node % kFanout] = rank;
-    rank = smaller(rank, second[l]);
+}
+
+// The bound is where an eighth of some rows, taken at random, ends.
+void Ranking::pick_out() {
+  Entry bound{kInfinite, rows()};
+  if (rows() > kSample) {
+    const Random random(picks_++);
+    std::array<Entry, kSample> sample;
+    for (std::uint64_t i = 0; i < kSample; ++i) {
+      const std::uint64_t row = random.below(rows(), i);
+      sample[i] = {ranks_[row], row + 1};  // so that there is a row below the bound
+    }
+    const auto end = sample.begin() + kSample / kShare;
+    std::nth_element(sample.begin(), end, sample.end());
+    bound = *end;
   }
-  smallest = rank;
-  return static_cast<std::int64_t>(row);
+  std::vector<Entry> found;
+  std::uint64_t n = 0;
+  const auto find = [&](std::uint64_t row, std::uint64_t end, double most) {
+    while (row < end) {
+      const std::uint64_t stop = std::min(end, row + kBlock);
+      if (found.size() < n + kBlock) found.resize(2 * n + std::max(kBlock, rows() / kShare));
+      for (Entry* entry = found.data(); row < stop; ++row) {  // without a branch: which rows are found, is random
+        entry[n] = {ranks_[row], row};
+        n += ranks_[row] <= most;
+      }
+    }
+  };
+  find(0, bound.row, bound.rank);
+  find(bound.row, rows(), std::nextafter(bound.rank, -kInfinite));
+  found.resize(n);
+  sort_by_rank(found);
+  waiting_ = std::move(found), since_.clear();
+  at_ = 0, bound_ = bound;
 }
 
 void Ranking::forget() {
   for (; !planned_.empty(); planned_.pop_back()) put(planned_.back().row, planned_.back().rank);
 }
 
-void Ranking::keep() {
-  if (!planned_.empty()) likely_ = 2 * planned_.back().rank - planned_.front().rank;
-  planned_.clear();
-}
-
-// In a cold tree every descent waits for memory twice or more, one after the other. The lines that they will need are known
-// roughly: the next batch will replace about as many ranks, above those that the last one replaced.
-void Ranking::prefetch(std::uint64_t n) {
-  lines_.assign(1, 0);
-  for (std::size_t l = levels_.size() - 1; l > 0 && lines_.size() <= 2 * n; --l) {
-    below_.clear();
-    for (const std::uint64_t line : lines_) {
-      for (std::uint64_t i = 0; i < kFanout; ++i) {
-        if (!(levels_[l][line].ranks[i] < likely_)) continue;  // never padding, which is infinite
-        below_.push_back(line * kFanout + i);
-        __builtin_prefetch(&levels_[l - 1][below_.back()], 1);
-      }
-    }
-    std::swap(lines_, below_);
-  }
-}
-
 void Ranking::set(const std::int64_t* rows, const double* ranks, std::uint64_t n) {
-  check_rows(rows, n, rows_);
+  check_rows(rows, n, this->rows());
   check_ranks(ranks, n);
   forget();
-  if (n < rows_ / kFanout) {
-    for (std::uint64_t i = 0; i < n; ++i) put(static_cast<std::uint64_t>(rows[i]), ranks[i]);
-    return;
-  }
-  for (std::uint64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
-    levels_[0][row / kFanout].ranks[row % kFanout] = ranks[i];
-  }
-  rebuild();
+  if (n >= this->rows() / kShare) drop();
+  for (std::uint64_t i = 0; i < n; ++i) put(static_cast<std::uint64_t>(rows[i]), ranks[i]);
 }
 
 void Ranking::place(const double* ranks, std::uint64_t n, const std::int64_t* free, std::uint64_t free_rows,
                     std::vector<std::int64_t>& rows, std::vector<std::int64_t>& kept) {
   check(free_rows <= n, "more free rows than data");
-  check_rows(free, free_rows, rows_);
+  check_rows(free, free_rows, this->rows());
   check_ranks(ranks, n);
   forget();
-  prefetch(n);
   planned_.reserve(n);
   rows.reserve(n);
   kept.reserve(n);
@@ -175,11 +154,14 @@ void Ranking::place(const double* ranks, std::uint64_t n, const std::int64_t* fr
     rows.push_back(free[i]);
     kept.push_back(static_cast<std::int64_t>(i));
   }
-  double smallest = levels_.back()[0].smallest();
+  if (free_rows == n) return;
+  Entry worst = next();
   for (std::uint64_t i = free_rows; i < n; ++i) {
-    if (!(ranks[i] > smallest)) continue;
-    rows.push_back(replace_worst(ranks[i], smallest));
+    if (!(ranks[i] > worst.rank)) continue;
+    plan(worst.row, ranks[i]);
+    rows.push_back(static_cast<std::int64_t>(worst.row));
     kept.push_back(static_cast<std::int64_t>(i));
+    worst = next();
   }
 }
 

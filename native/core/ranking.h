@@ -1,11 +1,10 @@
-// Ranks of rows, and which row is the worst: a tournament in which the smallest rank goes on, of equal ones that of the row
-// with the lower number.
+// Ranks of rows, and which row is the worst: that with the smallest rank, of equal ones that with the lower number.
 //
-// Nodes have eight children, one cache line. Every parent is computed from its children. Nothing here locks.
+// The worst rows wait in order. When they are used up, the next eighth of all rows is picked out in one pass over the ranks: memory is
+// read in order, and which rows will be replaced is known before. Nothing here locks.
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 namespace engram {
@@ -15,10 +14,10 @@ class Ranking {
   /// All ranks are infinite: nothing is better.
   explicit Ranking(std::uint64_t rows);
 
-  std::uint64_t rows() const { return rows_; }
-  double rank(std::uint64_t row) const { return levels_[0][row / kFanout].ranks[row % kFanout]; }
-  /// The row with the smallest rank. Cost: O(log rows).
-  std::uint64_t worst() const;
+  std::uint64_t rows() const { return ranks_.size(); }
+  double rank(std::uint64_t row) const { return ranks_[row]; }
+  /// The row with the smallest rank. Cost: as place() of one row.
+  std::uint64_t worst() { return next().row; }
 
   /// Ranks of rows; of a row named twice the last one stays. A plan that was not kept is forgotten. Throws
   /// std::out_of_range for a row, std::invalid_argument for a NaN: nothing changed. Cost: O(n log rows), O(rows) at most.
@@ -26,38 +25,37 @@ class Ranking {
 
   /// Where data of these ranks goes, one after another: the first ones to the free rows, then each to the worst row if it is
   /// better. Appends to `rows`, and to `kept` which of the n. What follows from it is forgotten by the next call of set() or
-  /// place(), unless keep() is called before. Throws as set(), and for more free rows than n. Cost: O(n log rows).
+  /// place(), unless keep() is called before. Throws as set(), and for more free rows than n. Cost: O(n log rows) on average:
+  /// once for about every rows / 8 rows that are placed, O(rows).
   void place(const double* ranks, std::uint64_t n, const std::int64_t* free, std::uint64_t free_rows,
              std::vector<std::int64_t>& rows, std::vector<std::int64_t>& kept);
 
   /// The last plan was carried out.
-  void keep();
+  void keep() { planned_.clear(); }
 
  private:
-  static constexpr std::uint64_t kFanout = 8, kMostLevels = 22;
-  struct alignas(64) Line {
-    double ranks[kFanout];
-    double smallest() const;
-    double second() const;
-    std::uint64_t place_of(double rank) const;
-  };
-  struct Before {
-    std::uint64_t row;
+  struct Entry {
     double rank;
+    std::uint64_t row;
+    bool operator<(const Entry& other) const { return rank < other.rank || (rank == other.rank && row < other.row); }
   };
 
+  bool outdated(const Entry& entry) const { return ranks_[entry.row] != entry.rank; }
   void put(std::uint64_t row, double rank);
   void plan(std::uint64_t row, double rank);
-  std::int64_t replace_worst(double rank, double& smallest);
+  const Entry& next();
   void forget();
-  void prefetch(std::uint64_t n);
-  void rebuild();
+  void drop();
+  void pick_out();
 
-  std::uint64_t rows_;
-  std::vector<std::vector<Line>> levels_;                     // the rows first, one line last
-  std::vector<Before> planned_;                               // ranks that a plan changed
-  double likely_ = -std::numeric_limits<double>::infinity();  // the next plan hardly replaces a rank above it
-  std::vector<std::uint64_t> lines_, below_;                  // of prefetch(), kept for the next one
+  std::vector<double> ranks_;
+  // Of every row below the bound, its rank now is in one of the two; what they say besides is outdated.
+  Entry bound_;
+  std::vector<Entry> waiting_;  // in order, from `at_` on
+  std::uint64_t at_ = 0;
+  std::vector<Entry> since_;    // a heap: ranks below the bound that rows got after it was set
+  std::vector<Entry> planned_;  // ranks that a plan replaced
+  std::uint64_t picks_ = 0;
 };
 
 }  // namespace engram

@@ -170,6 +170,11 @@ class Store {
     std::uint64_t lane, position;
     std::uint32_t lap;
   };
+  struct Target {
+    std::uint64_t row, number;
+    bool in_ring;
+    Place place;  // there
+  };
   enum class Mark { marked, lapped, busy };
   enum class Need { none, waiting };
   enum class Over { anything, live, part_of_live };
@@ -192,6 +197,8 @@ class Store {
   void forget_if_outside(std::uint64_t row, std::uint64_t number) const;
   void forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) const;
   void place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, const std::int64_t* pick, std::int64_t* rows_out) const;
+  template <class At, class Copy>
+  std::uint64_t write_chunk(std::uint64_t i, std::uint64_t most, Over over, At&& at, Copy&& copy);
   void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
                   const std::int64_t* pick);
   template <class RowOf>

@@ -20,6 +20,7 @@ constexpr std::uint64_t kChunkBytes = 256 * 1024;  // copied between two looks a
 constexpr std::uint64_t kFileBytes = 4 << 20;      // and where they go to files: a page that a call writes in part is read first
 constexpr std::uint64_t kOwnCall = 4096;           // bytes of a piece that is worth a call of its own
 constexpr std::uint64_t kAhead = 8;                // rows between asking for one and writing it
+constexpr std::uint64_t kScattered = 32;           // rows anywhere that are asked for, marked and written together
 
 }  // namespace
 
@@ -57,7 +58,12 @@ void Store::forget_if_outside(std::uint64_t row, std::uint64_t number) const {
 }
 
 void Store::forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) const {
-  for (std::uint64_t i = 0; i < n; ++i) forget_if_outside(static_cast<std::uint64_t>(rows[i]), t0 + i);
+  std::uint64_t lane = control_.lanes(), filled = 0;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    if (control_.lane_of(row) != lane) lane = control_.lane_of(row), filled = control_.filled(lane);
+    if (row - lane * control_.lane_length() >= filled) forget_if_outside(row, t0 + i);
+  }
 }
 
 // Whether the row's step is of an earlier lap than the place. Not once the store was emptied: then the place counts no more.
@@ -97,7 +103,7 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
   if (place != nullptr) {
     control_.lap(row).store(place->lap, std::memory_order_release);
   } else if (over != Over::part_of_live) {
-    const std::uint32_t lap = control_.newest_lap(row, control_.end(row / control_.lane_length()));
+    const std::uint32_t lap = control_.newest_lap(row, control_.end(control_.lane_of(row)));
     control_.lap(row).store(lap, std::memory_order_release);
   }
   if (state_of(seen) == State::voided) control_.one_void_less();
@@ -160,6 +166,29 @@ void Store::place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, co
   }
 }
 
+// Writes row i and those behind it, `most` at most: `at` says where each goes, `copy` moves what has been marked. Whatever cannot
+// be marked at once ends the chunk, so that nothing stays marked during a wait. Returns the first row that is left.
+template <class At, class Copy>
+std::uint64_t Store::write_chunk(std::uint64_t i, std::uint64_t most, Over over, At&& at, Copy&& copy) {
+  std::uint64_t marked = 0;
+  Mark last = Mark::marked;
+  for (; marked < most; ++marked) {
+    const Target to = at(i + marked);
+    const Place* const place = to.in_ring ? &to.place : nullptr;
+    last = try_mark(to.row, to.number, place, over);
+    if (last == Mark::busy && marked == 0) last = mark(to.row, to.number, place, over) ? Mark::marked : Mark::lapped;
+    if (last != Mark::marked) break;
+  }
+  fence(std::memory_order_release);
+  copy(marked);
+  fence(std::memory_order_release);
+  for (std::uint64_t j = 0; j < marked; ++j) {
+    const Target to = at(i + j);
+    commit(to.row, to.number);
+  }
+  return i + marked + (last == Mark::lapped ? 1 : 0);
+}
+
 // Writes n rows at positions p0 … of a lane, claimed already. `pick`, if not null, names for each of them its row of the
 // columns, which is also its place among the ticket numbers.
 void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
@@ -171,27 +200,16 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
   const std::uint64_t chunk = std::max<std::uint64_t>(1, most / std::max<std::uint64_t>(1, row_bytes_));
   std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
   while (i < n) {
-    const std::uint64_t first = start + (p0 + i) % length;
+    const std::uint64_t begin = i, first = start + (p0 + i) % length;
     const std::uint64_t space = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
     const std::uint32_t lap = control_.lap_of(p0 + i);
-    // Whatever cannot be marked at once ends the chunk, so that nothing stays marked during a wait.
-    std::uint64_t marked = 0;
-    Mark last = Mark::marked;
-    for (; marked < space; ++marked) {
-      const Place place{lane, p0 + i + marked, lap};
-      const std::uint64_t number = t0 + source(i + marked);
-      last = try_mark(first + marked, number, &place);
-      if (last == Mark::busy && marked == 0) last = mark(first, number, &place) ? Mark::marked : Mark::lapped;
-      if (last != Mark::marked) break;
-    }
-    fence(std::memory_order_release);
-    for (std::uint64_t f = 0; f < fields_.size(); ++f) {
-      const std::byte* from = columns[f] + (pick == nullptr ? i * fields_[f].row_bytes : 0);
-      put(f, first, marked, from, pick == nullptr ? nullptr : pick + i, to_files);
-    }
-    fence(std::memory_order_release);
-    for (std::uint64_t j = 0; j < marked; ++j) commit(first + j, t0 + source(i + j));
-    i += marked + (last == Mark::lapped ? 1 : 0);
+    const auto at = [&](std::uint64_t k) { return Target{first + k - begin, t0 + source(k), true, {lane, p0 + k, lap}}; };
+    i = write_chunk(i, space, Over::anything, at, [&](std::uint64_t marked) {
+      for (std::uint64_t f = 0; f < fields_.size(); ++f) {
+        const std::byte* from = columns[f] + (pick == nullptr ? begin * fields_[f].row_bytes : 0);
+        put(f, first, marked, from, pick == nullptr ? nullptr : pick + begin, to_files);
+      }
+    });
   }
 }
 
@@ -276,13 +294,14 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
   bool lapped = false;
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    const std::uint64_t lane = row / length, covered = row % length + 1;
-    if (covered > control_.filled(lane) + 1 && number == 0) {
+    const std::uint64_t lane = control_.lane_of(row), covered = row - lane * length + 1;
+    const std::uint64_t filled = control_.filled(lane);
+    if (covered <= filled) continue;
+    if (covered > filled + 1 && number == 0) {
       zeros.resize(row_bytes_);
       number = control_.counters().next_ticket.fetch_add(1, std::memory_order_acq_rel);
       claim.note(number, 1, -1, 0);
     }
-    if (covered <= control_.filled(lane)) continue;
     const std::uint64_t before = control_.raise_high(lane, covered);
     if (before + 1 < covered && number == 0) {  // the store was emptied since: no zeros, as they have no number
       void_gaps();
@@ -320,6 +339,13 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   check_rows(rows, n, control_.capacity());
   if (pick != nullptr) check_rows(pick, n, of);
   if (n == 0) return control_.writable().counters().next_ticket.load(std::memory_order_acquire);
+  const auto ask_for = [&](std::int64_t row) {
+    __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(row)), 1);
+    __builtin_prefetch(&control_.lap(static_cast<std::uint64_t>(row)), 1);
+    for (const std::uint64_t f : which) prefetch_row(fields_[f], row);
+  };
+  const std::uint64_t chunk = std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, row_bytes_), 1, kScattered);
+  for (std::uint64_t i = 0; i < std::min(n, chunk); ++i) ask_for(rows[i]);
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
@@ -350,20 +376,23 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       std::uint64_t& scatter;
       ~Counted() { scatter = scatters.fetch_add(1, std::memory_order_acq_rel) + 1; }
     } counted{control_.counters().scatters, scatter};
-    for (std::uint64_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) {  // rows lie anywhere: their memory is asked for while others are copied
-        __builtin_prefetch(&control_.word(static_cast<std::uint64_t>(rows[i + kAhead])), 1);
-        for (const std::uint64_t f : which) prefetch_row(fields_[f], rows[i + kAhead]);
-      }
-      const auto row = static_cast<std::uint64_t>(rows[i]);
-      const std::uint64_t source = pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]);
-      if (!mark(row, t0 + i, nullptr, over)) continue;
-      fence(std::memory_order_release);
-      for (std::uint64_t f = 0; f < which.size(); ++f) {
-        put(which[f], row, 1, columns[f] + source * fields_[which[f]].row_bytes, nullptr, to_files);
-      }
-      fence(std::memory_order_release);
-      commit(row, t0 + i);
+    const auto at = [&](std::uint64_t k) { return Target{static_cast<std::uint64_t>(rows[k]), t0 + k, false, {}}; };
+    const std::uint64_t step = to_files ? 1 : chunk;
+    for (std::uint64_t i = 0; i < n;) {
+      const std::uint64_t begin = i, most = std::min(step, n - i);
+      for (std::uint64_t k = i + most; k < std::min(n, i + most + step); ++k) ask_for(rows[k]);
+      i = write_chunk(i, most, over, at, [&](std::uint64_t marked) {
+        for (std::uint64_t f = 0; f < which.size(); ++f) {
+          const Field& field = fields_[which[f]];
+          const std::byte* from = columns[f] + (pick == nullptr ? begin * field.row_bytes : 0);
+          const std::int64_t* const picked = pick == nullptr ? nullptr : pick + begin;
+          if (to_files) {
+            put(which[f], static_cast<std::uint64_t>(rows[begin]), marked, from, picked, true);  // one row
+          } else {
+            scatter_rows(field, rows + begin, marked, from, picked);
+          }
+        }
+      });
     }
   };
   write_and_tell(claim, write, [&] { forget_outside(rows, n, t0); }, [&](Index& index) {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -37,7 +38,7 @@ struct Model {
   std::vector<double> ranks;
 };
 
-void expect_same(const Ranking& ranking, const Model& model) {
+void expect_same(Ranking& ranking, const Model& model) {
   EXPECT_EQ(ranking.worst(), model.worst());
   for (std::uint64_t row = 0; row < model.ranks.size(); ++row) EXPECT_EQ(ranking.rank(row), model.ranks[row]);
 }
@@ -137,6 +138,53 @@ TEST(batch_after_batch_the_best_stay) {
       EXPECT(rows == expected_rows && kept == expected_kept);
     }
     expect_same(ranking, model);
+  }
+}
+
+TEST(the_worst_rows_come_in_order_until_all_have_been_replaced_twice) {
+  Dice dice(3);
+  constexpr std::uint64_t kRows = 3000;
+  for (const std::uint64_t values : {std::uint64_t{1} << 40, std::uint64_t{3}}) {  // hardly an equal pair, and hardly another
+    Ranking ranking(kRows);
+    std::vector<std::int64_t> order(kRows), rows, kept;
+    std::vector<double> ranks(kRows);
+    for (std::uint64_t row = 0; row < kRows; ++row) {
+      order[row] = static_cast<std::int64_t>(row);
+      ranks[row] = -static_cast<double>(dice.below(values));
+    }
+    ranking.set(order.data(), ranks.data(), kRows);
+    const auto worse = [&](std::int64_t a, std::int64_t b) {
+      return ranks[static_cast<std::size_t>(a)] < ranks[static_cast<std::size_t>(b)];
+    };
+    std::stable_sort(order.begin(), order.end(), worse);
+    std::vector<double> rising(kRows);
+    for (int round = 1; round <= 2; ++round) {  // in the order in which they rank, which is that of the first round for both
+      for (std::uint64_t i = 0; i < kRows; ++i) rising[i] = round + static_cast<double>(i) / kRows;
+      rows.clear(), kept.clear();
+      ranking.place(rising.data(), kRows, nullptr, 0, rows, kept);
+      ranking.keep();
+      EXPECT(rows == order);
+    }
+  }
+}
+
+TEST(plans_forgotten_and_ranks_set_time_and_again) {
+  Ranking ranking(1000);
+  Model model(1000);
+  for (std::int64_t row = 0; row < 1000; ++row) {
+    model.ranks[static_cast<std::size_t>(row)] = static_cast<double>(row % 7);
+    ranking.set(&row, &model.ranks[static_cast<std::size_t>(row)], 1);
+  }
+  const double better[] = {3, 8, 2, 1, 9};
+  for (int i = 0; i < 5000; ++i) {
+    std::vector<std::int64_t> rows, kept, expected_rows, expected_kept;
+    Model(model).place({better, better + 5}, {}, expected_rows, expected_kept);
+    ranking.place(better, 5, nullptr, 0, rows, kept);
+    EXPECT(rows == expected_rows && kept == expected_kept);
+    const std::int64_t row = i % 3;
+    model.ranks[static_cast<std::size_t>(row)] = -1 - i % 5;
+    ranking.set(&row, &model.ranks[static_cast<std::size_t>(row)], 1);
+    EXPECT_EQ(ranking.worst(), model.worst());
   }
 }
 

@@ -218,7 +218,6 @@ class Ranking:
         field: int,
         data: object,
         batched: bool,
-        numbers: NDArray[np.int64],
         settled: int,
     ) -> tuple[Tensor, Tensor, int, int | None] | None: ...
     def keep(self) -> None: ...
