@@ -377,10 +377,11 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       ~Counted() { scatter = scatters.fetch_add(1, std::memory_order_acq_rel) + 1; }
     } counted{control_.counters().scatters, scatter};
     const auto at = [&](std::uint64_t k) { return Target{static_cast<std::uint64_t>(rows[k]), t0 + k, false, {}}; };
-    const std::uint64_t step = to_files ? 1 : chunk;
+    // Of live rows that are edited in part, whoever dies loses one: the rest of it was written before.
+    const std::uint64_t step = to_files || over == Over::part_of_live ? 1 : chunk;
     for (std::uint64_t i = 0; i < n;) {
       const std::uint64_t begin = i, most = std::min(step, n - i);
-      for (std::uint64_t k = i + most; k < std::min(n, i + most + step); ++k) ask_for(rows[k]);
+      for (std::uint64_t k = i + chunk; k < std::min(n, i + chunk + most); ++k) ask_for(rows[k]);
       i = write_chunk(i, most, over, at, [&](std::uint64_t marked) {
         for (std::uint64_t f = 0; f < which.size(); ++f) {
           const Field& field = fields_[which[f]];
