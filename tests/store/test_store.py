@@ -248,13 +248,13 @@ BATCH = 24
 
 
 WRITER = f"""
-import mmap, struct, torch
+import mmap, torch
 from engram import ReplayBuffer
 WORDS, PERIOD = {WORDS}, {PERIOD}
 {inspect.getsource(content)}
 rb = ReplayBuffer.open(folder)
 with open(acknowledged, "r+b") as file:
-    counter = mmap.mmap(file.fileno(), 8)
+    counter = memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
 ready = content(torch.arange(2 * PERIOD))
 sequence, step = first, 0
 while True:
@@ -264,7 +264,7 @@ while True:
     rows = {{"sequence": torch.arange(sequence, sequence + n), "words": ready[at : at + n]}}
     rb.extend(rows) if n > 1 else rb.add({{key: value[0] for key, value in rows.items()}})
     sequence += n
-    struct.pack_into("q", counter, 0, sequence)
+    counter[0] = sequence  # in one store: struct.pack_into writes zeros first, and whoever dies then has acknowledged nothing
 """
 
 
