@@ -359,7 +359,7 @@ def _use_files(store: Store, directory: Path) -> None:
     paths = [str(layout.field_path(directory, field.key)) if field.row_bytes else "" for field in fields]
     larger = 0 < memory < 2 * capacity * sum(field.row_bytes for field in fields)
     store.core.use_files(paths, larger)
-    indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*")))
+    indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*/priorities")))
     needed = layout.tickets_bytes(capacity) + indexes * _native.priority_bytes(capacity, True)
     if larger and memory < needed:
         warn(
