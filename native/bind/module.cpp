@@ -21,7 +21,6 @@
 #include "memory.h"
 #include "epoch.h"
 #include "priorities.h"
-#include "random_bits.h"
 #include "ranking.h"
 #include "store.h"
 #include "tensors.h"
@@ -124,7 +123,6 @@ NB_MODULE(_core, m) {
   engram::bind_trajectories(m);
   engram::bind_expand(m);
   engram::bind_tensors(m);
-  engram::bind_random_bits(m);
   bind_random(m);
   bind_waits(m);
   bind_threads(m);

@@ -20,7 +20,6 @@ from engram._core import (
     Marks,
     Participants,
     Priorities,
-    RandomBits,
     Ranking,
     Store,
     Trajectories,
@@ -65,7 +64,6 @@ __all__ = [
     "Marks",
     "Participants",
     "Priorities",
-    "RandomBits",
     "Ranking",
     "Store",
     "Trajectories",
@@ -103,7 +101,6 @@ _core.raise_readonly_as(ReadOnlyStore)
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)
 _core.use_array_types(np.ndarray, np.generic)
-_core.use_torch(torch._C.__file__)  # noqa: SLF001 - the library that loads all others of torch
 
 
 _DTYPES = {
