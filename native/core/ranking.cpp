@@ -121,7 +121,7 @@ void Ranking::pick_out() {
     }
   };
   find(0, bound.row, bound.rank);
-  find(bound.row, rows(), std::nextafter(bound.rank, -kInfinite));
+  if (bound.rank != -kInfinite) find(bound.row, rows(), std::nextafter(bound.rank, -kInfinite));  // else none has a smaller rank
   found.resize(n);
   sort_by_rank(found);
   waiting_ = std::move(found), since_.clear();

@@ -168,6 +168,30 @@ TEST(the_worst_rows_come_in_order_until_all_have_been_replaced_twice) {
   }
 }
 
+// Rows that have the smallest rank of all are an eighth and more of many rows: the bound lies among them, and no rank below it.
+TEST(rows_that_nothing_is_worse_than_come_by_their_numbers) {
+  Dice dice(5);
+  constexpr std::uint64_t kRows = 700;
+  Ranking ranking(kRows);
+  Model model(kRows);
+  std::vector<std::int64_t> all(kRows);
+  for (std::uint64_t row = 0; row < kRows; ++row) all[row] = static_cast<std::int64_t>(row);
+  std::fill(model.ranks.begin(), model.ranks.end(), -kInf);
+  ranking.set(all.data(), model.ranks.data(), kRows);
+  for (int step = 0; step < 100; ++step) {
+    std::vector<double> ranks(1 + dice.below(30));
+    for (double& rank : ranks) rank = static_cast<double>(dice.below(9));
+    std::vector<std::int64_t> rows, kept, expected_rows, expected_kept;
+    model.place(ranks, {}, expected_rows, expected_kept);
+    ranking.place(ranks.data(), ranks.size(), nullptr, 0, rows, kept);
+    ranking.keep();
+    EXPECT(rows == expected_rows && kept == expected_kept);
+    const auto again = static_cast<std::int64_t>(dice.below(kRows));
+    ranking.set(&again, &(model.ranks[static_cast<std::size_t>(again)] = -kInf), 1);
+  }
+  expect_same(ranking, model);
+}
+
 TEST(plans_forgotten_and_ranks_set_time_and_again) {
   Ranking ranking(1000);
   Model model(1000);
