@@ -377,7 +377,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       ~Counted() { scatter = scatters.fetch_add(1, std::memory_order_acq_rel) + 1; }
     } counted{control_.counters().scatters, scatter};
     const auto at = [&](std::uint64_t k) { return Target{static_cast<std::uint64_t>(rows[k]), t0 + k, false, {}}; };
-    // Of live rows that are edited in part, whoever dies loses one: the rest of it was written before.
+    // A writer that dies amid edits of live rows loses one of them: the fields that it does not write are older.
     const std::uint64_t step = to_files || over == Over::part_of_live ? 1 : chunk;
     for (std::uint64_t i = 0; i < n;) {
       const std::uint64_t begin = i, most = std::min(step, n - i);
