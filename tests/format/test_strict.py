@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram.format import strict
+from tests.fresh import run
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 values = st.recursive(
@@ -104,3 +105,42 @@ def test_entries_that_are_not_known(where, tmp_path):
 def test_free_entries_are_free(tmp_path):
     raw = strict.encode(Some(inner=Inner(1), free={"a": {"b": 1}}))
     assert strict.decode(raw, tmp_path, Some).free == {"a": {"b": 1}}
+
+
+def test_threads_that_read_a_class_for_the_first_time():
+    """msgspec describes a class when it is first read: two threads that did so at once ended the process."""
+    out = run(
+        """
+        import sys, threading, msgspec
+        from engram.format import strict
+        sys.setswitchinterval(1e-6)
+
+        def at_once(work, threads=8):
+            begin = threading.Barrier(threads)
+            def body():
+                begin.wait()
+                done.append(work())
+            done = []
+            running = [threading.Thread(target=body) for _ in range(threads)]
+            for thread in running:
+                thread.start()
+            for thread in running:
+                thread.join()
+            return done
+
+        for _ in range(60):
+            class Inner(msgspec.Struct, frozen=True):
+                a: "int"
+                b: "list[dict[str, int]]"
+
+            class Some(strict.Document, frozen=True, kw_only=True):
+                inner: "Inner"
+                many: "list[Inner]" = []
+                format: str = "some"
+
+            some = Some(inner=Inner(1, [{"a": 2}]))
+            assert at_once(lambda: strict.decode(strict.encode(some), "a file", Some) == some) == [True] * 8
+        print("fine")
+        """
+    )
+    assert out == "fine"

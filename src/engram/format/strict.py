@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import msgspec
 import xxhash
 
+from engram import _fork
 from engram.errors import IncompatibleCheckpoint
 from engram.format.problems import corrupt
 
@@ -44,6 +45,17 @@ _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 #: What readers and writers raise of a text or a value that is not as it must be.
 _REFUSALS = (ValueError, TypeError, RecursionError)
+
+
+_describing = _fork.lock()
+_described: set[object] = set()
+
+
+def describe(kind: object) -> None:
+    """Let msgspec describe a class, as it would when the class is first read: two threads that do so at once crash it."""
+    with _describing:
+        msgspec.json.Decoder(kind)
+        _described.add(kind)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +152,8 @@ def encode(value: msgspec.Struct | Mapping[str, object]) -> bytes:
     try:
         raw = _text(value)
         kind = type(value) if isinstance(value, msgspec.Struct) else dict
+        if kind not in _described:
+            describe(kind)
         if _is_tame(raw, MAX_DEPTH) and msgspec.json.decode(raw, type=kind) == value:
             return raw
     except _REFUSALS:
@@ -176,6 +190,8 @@ def _is_tame(raw: bytes, max_depth: int) -> bool:
 def _decode_same(raw: bytes, kind: type[D]) -> D | None:
     """The document of this very version whose text this is; None: there is none."""
     try:
+        if kind not in _described:
+            describe(kind)
         document = msgspec.json.decode(raw, type=kind)
         if document.version == kind.VERSION and _is_tame(raw, MAX_DEPTH) and _text(document) == raw:
             return document

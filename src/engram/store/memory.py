@@ -16,7 +16,7 @@ from engram import _native
 from engram._mappings import bytes_of, map_piece, open_files
 from engram._words import said_bytes
 from engram.errors import CorruptStore
-from engram.format import files, layout
+from engram.format import files, layout, strict
 from engram.format import schema as schemas
 from engram.format.control import FIXED_BYTES, processes
 from engram.format.schema import DTYPES
@@ -230,6 +230,7 @@ def segments_in(folder: Path) -> list[Segment | None] | None:
     if not path.exists():
         return None
     try:
+        strict.describe(_Adopted)
         return msgspec.json.decode(files.read_small(path, schemas.MAX_BYTES), type=_Adopted).segments
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptStore(f"{path}: expected where the rows lie, got something else ({error}).") from error

@@ -130,6 +130,7 @@ class Folder:
 
 def convert(value: object, kind: object, name: str) -> Any:
     """A parsed description as a type. Raises ``CorruptCheckpoint``: it is none."""
+    strict.describe(kind)
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
