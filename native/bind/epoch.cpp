@@ -105,11 +105,16 @@ void bind_epoch(nb::module_& m) {
       .def_prop_rw(
           "state",
           [](const RowEpoch& self) {
-            const EpochState state = self.state();
+            const EpochState state = [&self] {
+              const WithoutInterpreter running(true);
+              return self.state();
+            }();
             return nb::make_tuple(state.key, state.rows, state.visited);
           },
           [](RowEpoch& self, const nb::tuple& state) {
-            self.set({nb::cast<std::uint64_t>(state[0]), nb::cast<std::uint64_t>(state[1]), nb::cast<std::uint64_t>(state[2])});
+            const EpochState next{nb::cast<std::uint64_t>(state[0]), nb::cast<std::uint64_t>(state[1]), nb::cast<std::uint64_t>(state[2])};
+            const WithoutInterpreter running(true);
+            self.set(next);
           },
           "(key of the order, rows, rows visited).")
       .def("scan", [](const RowEpoch&, std::uint64_t, std::uint64_t) {}, "begin"_a, "end"_a, "An epoch does not depend on what rows hold.")

@@ -68,18 +68,27 @@ void bind_memory(nb::module_& m) {
       "Before anything else, by the only process that uses this memory now.");
 }
 
+// A method that looks at a few words, and waits where another thread or process holds them.
+template <auto Method, class... Arguments>
+auto briefly(BoundPriorities& self, Arguments... arguments) {
+  const WithoutInterpreter running(true);
+  return (self.*Method)(arguments...);
+}
+
 // Leaves, and what writes tell the index.
 void bind_values(nb::class_<BoundPriorities, Index>& type) {
   type
       .def(
           "leaves",
           [](const BoundPriorities& self, Address out, std::uint64_t n, bool signs) {
+            const WithoutInterpreter running(Priorities::brief(n));
             self.copy_leaves(at<double>(out), n, signs);
           },
           "out"_a, "n"_a, "signs"_a, "Copies the leaves of rows [0, n); `signs`: a priority of zero is -0.0.")
       .def(
           "restore",
           [](BoundPriorities& self, Address leaves, std::uint64_t n, double alpha) {
+            const WithoutInterpreter running(Priorities::brief(self.rows()));
             self.restore(at<const double>(leaves), n, alpha);
           },
           "leaves"_a, "n"_a, "alpha"_a, "Takes over the leaves of rows [0, n); others become zero.")
@@ -169,16 +178,20 @@ void bind_priorities(nb::module_& m) {
             new (self) BoundPriorities(block(memory, bytes), store);
           },
           "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
-      .def_prop_rw("alpha", &BoundPriorities::alpha, &BoundPriorities::set_alpha)
-      .def_prop_rw("beta", &BoundPriorities::beta, &BoundPriorities::set_beta)
+      .def_prop_rw("alpha", &briefly<&BoundPriorities::alpha>,
+                   [](BoundPriorities& self, double alpha) {
+                     const WithoutInterpreter running(Priorities::brief(self.rows()));
+                     self.set_alpha(alpha);
+                   })
+      .def_prop_rw("beta", &briefly<&BoundPriorities::beta>, &briefly<&BoundPriorities::set_beta, double>)
       .def_prop_ro("eps", &BoundPriorities::eps)
       .def_prop_ro("within_buffer", &BoundPriorities::within_buffer)
       .def_prop_ro("rows", &BoundPriorities::rows)
       .def_prop_ro("dropped", &BoundPriorities::dropped)
-      .def_prop_ro("total", &BoundPriorities::total)
-      .def_prop_rw("highest", &BoundPriorities::highest, &BoundPriorities::set_highest)
-      .def_prop_ro("default_priority", &BoundPriorities::default_priority)
-      .def("leaf", &BoundPriorities::leaf, "row"_a)
+      .def_prop_ro("total", &briefly<&BoundPriorities::total>)
+      .def_prop_rw("highest", &briefly<&BoundPriorities::highest>, &briefly<&BoundPriorities::set_highest, double>)
+      .def_prop_ro("default_priority", &briefly<&BoundPriorities::default_priority>)
+      .def("leaf", &briefly<&BoundPriorities::leaf, std::uint64_t>, "row"_a)
       .def("drop", &BoundPriorities::drop, "n"_a, "Counts updates that the caller dropped.")
       .def("scan", &BoundPriorities::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("after_fork", &BoundPriorities::after_fork)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import threading
 import time
 
 import pytest
@@ -63,27 +65,50 @@ def stopped():
     rb.close()
 
 
-@pytest.mark.parametrize(
-    "call",
-    {
-        "sample": lambda rb: rb.sample(4),
-        "update": lambda rb: rb.update_priority([1, 2], [1.0, 2.0]),
-        "mark_update": lambda rb: rb.mark_update([1, 2]),
-        "beta": lambda rb: setattr(rb.sampler, "beta", 0.5),
-        "alpha": lambda rb: setattr(rb.sampler, "alpha", 0.5),
-        "priorities": lambda rb: rb.sampler._index.leaves(4),
-        "total": lambda rb: rb.sampler._index.core.total,
-        "weights": lambda rb: rb.sampler._index.weights(torch.arange(4)),
-        "state": lambda rb: rb.sampler.state_dict(),
-        "empty": lambda rb: rb.empty(),
-    }.items(),
-    ids=lambda call: call[0],
-)
+WAITING = {
+    "sample": lambda rb: rb.sample(4),
+    "update": lambda rb: rb.update_priority([1, 2], [1.0, 2.0]),
+    "mark_update": lambda rb: rb.mark_update([1, 2]),
+    "beta": lambda rb: setattr(rb.sampler, "beta", 0.5),
+    "alpha": lambda rb: setattr(rb.sampler, "alpha", 0.5),
+    "priorities": lambda rb: rb.sampler._index.leaves(4),
+    "total": lambda rb: rb.sampler._index.core.total,
+    "weights": lambda rb: rb.sampler._index.weights(torch.arange(4)),
+    "state": lambda rb: rb.sampler.state_dict(),
+    "empty": lambda rb: rb.empty(),
+}
+
+
+@pytest.mark.parametrize("call", WAITING.items(), ids=lambda call: call[0])
 def test_the_tree_is_held(stopped, call):
     with pytest.raises(WriterStalled, match=r"for 20 ms\. A process that is stopped") as caught:
         call[1](stopped)
     assert isinstance(caught.value, EngramError)
     assert isinstance(caught.value, TimeoutError)
+
+
+@pytest.mark.parametrize("call", WAITING.items(), ids=lambda call: call[0])
+def test_other_threads_run_while_one_waits_for_the_tree(stopped, call):
+    """For seconds, elsewhere: whoever waits must not keep Python's lock."""
+    begun, ran = threading.Lock(), []
+    begun.acquire()
+
+    def work():
+        with begun:
+            ran.append(True)
+
+    other = threading.Thread(target=work)
+    other.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1_000)
+    try:
+        begun.release()
+        with pytest.raises(WriterStalled):
+            call[1](stopped)
+        assert ran
+    finally:
+        sys.setswitchinterval(before)
+        other.join()
 
 
 def test_the_pass_is_held(tmp_path):
