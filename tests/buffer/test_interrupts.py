@@ -40,6 +40,19 @@ class Interrupted(KeyboardInterrupt):
     """Not one of engram's, and not one that anybody handles."""
 
 
+@contextlib.contextmanager
+def no_collection():
+    """What a collection calls, of Hypothesis for one, is no moment of what is interrupted."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@no_collection()
 def interrupted_at(n, act):
     """Call it; an exception is raised at the n-th moment at which Python handles signals: where a function begins, and where one of
     C has returned, whose result is lost then. Where that was; nothing, if there are not as many.
@@ -65,6 +78,7 @@ def interrupted_at(n, act):
     return where
 
 
+@no_collection()
 def interrupted_before(n, act):
     """As :func:`interrupted_at`, before the n-th bytecode, so also where Python handles no signals. Between the body of a ``with``
     and the call that releases a lock, say: code as a whole cannot do without.
