@@ -82,12 +82,12 @@ def shared_pieces(tensors: Iterable[Tensor]) -> list[Piece | None]:
     return found
 
 
-def _open(mapping: _Mapping, nameless: dict[tuple[int, int], str], *, named: bool) -> tuple[int, int]:
+def _open(mapping: _Mapping, nameless: dict[tuple[int, int], list[str]], *, named: bool) -> tuple[int, int]:
     """Device and size of a mapping's file, -1 if it cannot be opened for writing."""
     if named:
         paths = [mapping.path]
     else:
-        paths = [path for (_, inode), path in nameless.items() if inode == mapping.inode]
+        paths = [path for (_, inode), paths in nameless.items() if inode == mapping.inode for path in paths]
     for path in paths:
         with contextlib.suppress(OSError):
             status = os.stat(path)
@@ -97,12 +97,16 @@ def _open(mapping: _Mapping, nameless: dict[tuple[int, int], str], *, named: boo
     return 0, -1
 
 
-def open_files(processes: Iterable[int | str]) -> dict[tuple[int, int], str]:
+def open_files(processes: Iterable[int | str]) -> dict[tuple[int, int], list[str]]:
     """Paths by which the regular files that processes have open can be opened, also those without a name, by device and inode.
 
-    A process that has ended, or that this process may not inspect, has none.
+    A process that has ended, or that this process may not inspect, has none. One that ends later takes its paths with it.
     """
-    return {(status.st_dev, status.st_ino): path for process in processes for path, status in _files_of(process)}
+    found: dict[tuple[int, int], list[str]] = {}
+    for process in processes:
+        for path, status in _files_of(process):
+            found.setdefault((status.st_dev, status.st_ino), []).append(path)
+    return found
 
 
 def _files_of(process: int | str) -> Iterator[tuple[str, os.stat_result]]:

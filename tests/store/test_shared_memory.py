@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import pickle
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from engram import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.format import layout
+from engram.store import memory
 from tests.store.processes import Child, context
 from tests.store.test_handing_over import add_ones
 
@@ -154,6 +157,36 @@ def test_around_shared_memory_all_processes_write_one_store(tmp_path, where, kin
             assert numbers_in(kind, again[:])[5] == 77
             again.extend(make_like(kind, of_a_process(9, 0)))
         assert numbers_in(kind, data)[written] == 9000
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_process_that_ends_while_memory_is_looked_for(first, monkeypatch):
+    """Its memory is opened where another one has it."""
+    with contextlib.closing(ReplayBuffer(storage=TensorStorage(nested(10).share_memory_()))) as rb:
+        rb.extend(nested(10) + 3)
+        store, end = rb.storage.store, os.pipe()
+        children = []
+        for _ in range(2):
+            children.append(os.fork())
+            if children[-1] == 0:
+                os.read(end[0], 1)
+                os._exit(0)
+
+        def found(_, find=memory.open_files):
+            paths = find(children if first else children[::-1])
+            os.kill(children[0], signal.SIGKILL)
+            os.waitpid(children[0], 0)
+            return paths
+
+        monkeypatch.setattr(memory, "open_files", found)
+        folder = store.directory / layout.FOLDER
+        control = memory.file_block(folder / layout.CONTROL, (folder / layout.CONTROL).stat().st_size)
+        fields = memory.segment_fields(folder, store.schema, memory.segments_in(folder), control)
+        assert [bool((field == 3).all()) for field in fields] == [True, True]
+        os.write(end[1], b" ")
+        os.waitpid(children[1], 0)
+        os.close(end[0])
+        os.close(end[1])
 
 
 def test_a_folder_that_becomes_a_store_keeps_what_lies_in_it(tmp_path):

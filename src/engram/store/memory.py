@@ -265,12 +265,14 @@ def segment_fields(
             tensors.append(_field_in(None, field, schema.capacity))
             continue
         at, inode, size, offset = segment or (-1, -1, -1, -1)
-        path = found.get((at, inode))
-        if path is None or at != device or offset + nbytes > size:
+        for path in found.get((at, inode), ()) if at == device and offset + nbytes <= size else ():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # if it has ended since
+                memory = map_piece(path, at, inode, size, readonly=readonly, private=private)[offset : offset + nbytes]
+                break
+        else:
             raise CorruptStore(
                 f"{folder}: field {field.name}: its rows are in memory without a name, and no process that shares the store and "
                 "that this one may look at has it open. It is gone when the last of them ends."
             )
-        memory = map_piece(path, at, inode, size, readonly=readonly, private=private)[offset : offset + nbytes]
         tensors.append(_field_in(memory, field, schema.capacity))
     return tensors
