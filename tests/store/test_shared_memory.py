@@ -7,6 +7,7 @@ import copy
 import os
 import pickle
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -164,29 +165,30 @@ def test_a_process_that_ends_while_memory_is_looked_for(first, monkeypatch):
     """Its memory is opened where another one has it."""
     with contextlib.closing(ReplayBuffer(storage=TensorStorage(nested(10).share_memory_()))) as rb:
         rb.extend(nested(10) + 3)
-        store, end = rb.storage.store, os.pipe()
-        children = []
+        store, children = rb.storage.store, []
         for _ in range(2):
             children.append(os.fork())
             if children[-1] == 0:
-                os.read(end[0], 1)
+                time.sleep(300)
                 os._exit(0)
+
+        def end(child):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
         def found(_, find=memory.open_files):
             paths = find(children if first else children[::-1])
-            os.kill(children[0], signal.SIGKILL)
-            os.waitpid(children[0], 0)
+            end(children[0])
             return paths
 
         monkeypatch.setattr(memory, "open_files", found)
         folder = store.directory / layout.FOLDER
         control = memory.file_block(folder / layout.CONTROL, (folder / layout.CONTROL).stat().st_size)
-        fields = memory.segment_fields(folder, store.schema, memory.segments_in(folder), control)
+        try:
+            fields = memory.segment_fields(folder, store.schema, memory.segments_in(folder), control)
+        finally:
+            end(children[1])
         assert [bool((field == 3).all()) for field in fields] == [True, True]
-        os.write(end[1], b" ")
-        os.waitpid(children[1], 0)
-        os.close(end[0])
-        os.close(end[1])
 
 
 def test_a_folder_that_becomes_a_store_keeps_what_lies_in_it(tmp_path):
