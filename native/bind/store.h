@@ -9,8 +9,10 @@ namespace engram {
 /// Needs the classes Hold and Index to be bound. Binds Participants, too.
 void bind_store(nanobind::module_& m);
 
-/// What concerns the store's control memory and not its rows.
+/// The files of its fields.
 void bind_disk(nanobind::class_<Store>& type);
+
+/// What concerns the store's control memory and not its rows.
 void bind_store_control(nanobind::module_& m, nanobind::class_<Store>& type);
 
 }  // namespace engram

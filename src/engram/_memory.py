@@ -17,6 +17,11 @@ def available_memory(root: Path = Path("/")) -> int:
     return min(_from_kernel(root), *_from_groups(root), sys.maxsize)
 
 
+def missing_share(nbytes: int, memory: int, needed: int) -> float:
+    """Of so many bytes of rows, the share that does not fit into memory beside what is needed there."""
+    return 1 - min(1.0, max(0, memory - needed) / nbytes)
+
+
 def _from_kernel(root: Path) -> int:
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):

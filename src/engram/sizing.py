@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from engram._checks import check_count
+from engram._memory import missing_share
 from engram._words import said_bytes
 from engram.expanders import Expander
 from engram.format import layout
@@ -58,7 +59,7 @@ class StoragePlan(NamedTuple):
         >>> round(found.from_disk(256))
         356092
         """
-        missing = 1 - min(1, max(0, self.memory - self.resident) / max(1, self.nbytes)) if self.memory else 0
+        missing = missing_share(max(1, self.nbytes), self.memory, self.resident) if self.memory else 0
         # A row of r bytes begins anywhere in a page, in steps of what r and the page have in common.
         pages = sum((f.row_bytes - math.gcd(f.row_bytes, _PAGE)) / _PAGE + 1 for f in self.fields if f.row_bytes)
         return batch_size * pages * _PAGE * missing

@@ -433,9 +433,8 @@ class Saving:
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         sampler = self._sampler()
         try:
-            loads = (
-                [sampler.prepare_load(state["_sampler"], rows.capacity)] if made is None or made.loads_sampler else []
-            )
+            loaded = made is None or made.loads_sampler
+            loads = [sampler.prepare_load(state["_sampler"], rows.capacity)] if loaded else []
         except KeyError as error:
             raise KeyError(f"{error.args[0]}{other_sampler.INSTEAD if made is None else ''}") from error
         writer = prepare_load(wiring.writer, state["_writer"], f"{kind}: _writer")

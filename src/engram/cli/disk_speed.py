@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from engram._memory import available_memory
+from engram._memory import available_memory, missing_share
 from engram._words import said_bytes
 from engram.format import files, layout
 from engram.format.describe import describe
@@ -67,7 +67,7 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[tuple[str, str, bo
     ]
     memory = available_memory()
     if nbytes:
-        missing = 1 - min(1.0, max(0, memory - needed) / nbytes)
+        missing = missing_share(nbytes, memory, needed)
         expected = f"expect {batches / missing:.1f} batches of {_BATCH} rows per second" if missing else "all rows fit"
         lines.append(
             ("memory", f"{said_bytes(memory)}, tickets need {said_bytes(needed)}: {expected}", memory >= needed)

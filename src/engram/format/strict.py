@@ -46,7 +46,6 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 #: What readers and writers raise of a text or a value that is not as it must be.
 _REFUSALS = (ValueError, TypeError, RecursionError)
 
-
 _describing = _fork.lock()
 _described: set[object] = set()
 

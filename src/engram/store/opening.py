@@ -41,9 +41,6 @@ from engram.store.memory import (
 from engram.store.readonly import ReaderStore, anyone_has_open
 from engram.store.store import Repair, Store
 
-#: Fields of a store whose files may be open. A process has 1,024 descriptors, most often.
-_MOST_FILES = 64
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -51,6 +48,9 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.store.lifetime import Process
     from engram.store.store import Saved
+
+#: Fields of a store whose files may be open. A process has 1,024 descriptors, most often.
+_MOST_FILES = 64
 
 #: Held while a store is created or opened, so that two threads do not attach to one folder twice.
 _attaching = _fork.rlock()
@@ -359,12 +359,10 @@ def _attach(schema: Schema, directory: Path, fingerprint: int, *, unclean: str) 
 def _use_files(store: Store, directory: Path) -> None:
     """Let the core read and write the files of rows that are not in memory. Warns if not even what draws need fits there."""
     fields, capacity, memory = store.schema.fields, store.capacity, available_memory()
-    longest = {*sorted(range(len(fields)), key=lambda f: fields[f].row_bytes)[-_MOST_FILES:]}
-    paths = [
-        str(layout.field_path(directory, field.key)) if f in longest and field.row_bytes else ""
-        for f, field in enumerate(fields)
-    ]
-    larger = 0 < memory < 2 * capacity * sum(field.row_bytes for field in fields)
+    stored = [f for f, field in enumerate(fields) if field.row_bytes]
+    longest = {*sorted(stored, key=lambda f: fields[f].row_bytes)[-_MOST_FILES:]}
+    paths = [str(layout.field_path(directory, field.key)) if f in longest else "" for f, field in enumerate(fields)]
+    larger = 0 < memory < 2 * capacity * store.schema.row_bytes
     store.core.use_files(paths, larger)
     indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*/priorities")))
     needed = layout.tickets_bytes(capacity) + indexes * _native.priority_bytes(capacity, True)
