@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engram._checks import check_count
 from engram.expanders._base import Expander, check_steps
+from engram.expanders.reading import is_of_next_step, observed_before
 from engram.field_paths import as_paths, public
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ class FrameStack(Expander):
     (``"constant"``) replaces the missing ones. With a ``dim`` this is TorchRL's ``CatFrames``.
 
     A key ``("next", k)`` gives the frames up to the next one: ``("next", k)`` of steps ``t - n + 1 ... t``. The frame
-    before the first of them is ``k`` of the trajectory's first step, if that is stored in the same shape and dtype.
+    before the first of them is ``k`` of the trajectory's first step, if that is stored in the same shape and dtype. So it is
+    with ``next_k`` and ``k_next``.
     Around an :class:`NStep` they end with the frame that comes ``k`` steps later. (Mnih et al. 2015, "Human-level
     control through deep reinforcement learning", preprocessing.)
 
@@ -116,7 +118,7 @@ class FrameStack(Expander):
                 raise TypeError(
                     f"sample: FrameStack: in_keys: expected a field as it is stored, but an expander inside has changed {public(key)!r}."
                 )
-            before = reading.numbers.get(key[1:], -1) if key[0] == "next" else -1
+            before = reading.numbers.get(observed_before(key), -1) if is_of_next_step(key) else -1
             if before >= 0 and (reading.fields[before].dtype, reading.fields[before].shape) != (
                 field.dtype,
                 field.shape,

@@ -23,6 +23,8 @@ class NStep(Expander):
 
         reward              sum of gamma ** i * reward[t + i] for i in 0 ... k - 1
         next.*              that of step t + k - 1: observation, done, terminated, truncated
+        next_obs, obs_next  the same, whatever begins with next_ or ends with _next, at any depth
+        done, terminated    the same, where these flags, truncated and end_keys are stored beside the observation only
         steps_to_next_obs   k, int64 [B, 1]
         gamma               gamma ** k, float32 [B, 1]
         original_reward     reward[t], next to the reward
@@ -44,7 +46,8 @@ class NStep(Expander):
         n: number of steps, at least 1.
         gamma: discount in [0, 1].
         reward_key: a float32 or float64 field of any shape.
-        next_keys: the fields to take from the last step; each names a field, or all fields below it.
+        next_keys: the fields to take from the last step, beside the flags; each names a field, or all fields below it, and ``"next"``
+            also those that are called so, as above. Name next observations that are called otherwise: ``["obs2"]``.
         traj_key: a field that is constant within a trajectory. Default: ``("collector", "traj_ids")``, else
             ``"episode"``, if one is stored and ``end_keys`` is not given.
         end_keys: fields that are nonzero at the last step of a trajectory; those that are not stored are skipped.
@@ -112,14 +115,16 @@ class NStep(Expander):
 
     def change(self, reading: Reading) -> None:
         ahead, reward = self.n - 1, reading.number_of_reward(self.reward_key, "NStep")
+        moved = set(reading.flags(self.rules))
         for key in self.next_keys:
-            below = [number for number in reading.below(key) if number != reward]
-            if not below:
-                if key == ("next",):
-                    continue
+            found = reading.below(key)
+            if key == ("next",):
+                found += reading.of_next_step()
+            elif not found:
                 reading.number(key, "NStep: next_keys")
-            for number in below:
-                reading.columns[number] = reading.columns[number]._replace(ahead=ahead)
+            moved.update(found)
+        for number in moved - {reward}:
+            reading.columns[number] = reading.columns[number]._replace(ahead=ahead)
         reading.columns[reward] = Column("sum", reward, ahead, self.gamma)
         reading.add((*self.reward_key[:-1], "original_reward"), Column("row", reward), "NStep")
         reading.add(("steps_to_next_obs",), Column("steps", reward, ahead), "NStep")

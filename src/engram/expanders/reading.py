@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from engram.field_paths import FieldPath, public
-from engram.samplers.trajectory_tables import END_KEYS
+from engram.samplers.trajectory_tables import END_KEYS, step_type_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
 
 #: Where a row says which final observation is its own, if next observations are those of the following rows.
 MARK: FieldPath = ("next", "final")
+#: Parts of keys that say that a field is of the next step: "next", "next_obs", "obs_next".
+_NEXT = re.compile(r"^next(?![a-z])_?|_next$")
+#: Names of flags that a step was the last one of its trajectory.
+_FLAGS = tuple(key[-1] for key in END_KEYS)
+
+
+def is_of_next_step(key: FieldPath) -> bool:
+    """Whether a field is called like one of the next step."""
+    return any(map(_NEXT.search, key))
+
+
+def observed_before(key: FieldPath) -> FieldPath:
+    """What a field of the next step is called of the step itself: ``obs`` for ``("next", "obs")``, ``next_obs`` and ``obs_next``."""
+    return tuple(part for part in (_NEXT.sub("", part) for part in key) if part)
 
 
 class Column(NamedTuple):
@@ -91,10 +106,11 @@ class Reading:
     def number(self, key: FieldPath, who: str) -> int:
         """The field under a key. Raises ``KeyError``: it is not stored."""
         if key not in self.numbers:
-            raise KeyError(
-                f"sample: {who}: expected a stored field, one of {[f.name for f in self.fields]}, got {public(key)!r}."
-            )
+            raise KeyError(self._missing(key, who))
         return self.numbers[key]
+
+    def _missing(self, key: FieldPath, who: str) -> str:
+        return f"sample: {who}: expected a stored field, one of {[f.name for f in self.fields]}, got {public(key)!r}."
 
     def below(self, key: FieldPath) -> list[int]:
         """The fields under a key. For a next observation that is not stored, that which says where it is."""
@@ -103,9 +119,25 @@ class Reading:
             found.add(self.numbers[MARK])
         return sorted(found)
 
+    def of_next_step(self) -> list[int]:
+        """The fields of the next step, as their names say."""
+        return [number for key, number in self.numbers.items() if is_of_next_step(key)]
+
+    def flags(self, keys: TrajectoryKeys) -> list[int]:
+        """The flags that a step was the last one of its trajectory: those that were named, and of every usual name those of the next
+        step, else all.
+        """
+        named = [self.numbers[key] for key in keys.end_keys or () if key in self.numbers]
+        for name in _FLAGS:
+            found = [key for key in self.numbers if key[-1] == name]
+            named += [self.numbers[key] for key in [key for key in found if is_of_next_step(key)] or found]
+        return [number for number in named if not step_type_bytes(self.fields[number])]
+
     def number_of_reward(self, key: FieldPath, who: str) -> int:
-        """The field of a reward. Raises ``TypeError``: it is neither float32 nor float64."""
-        number = self.number(key, who)
+        """The field of a reward. Raises ``KeyError``: it is not stored. ``TypeError``: it is neither float32 nor float64."""
+        if key not in self.numbers:
+            raise KeyError(f"{self._missing(key, who)} Name the one that holds rewards with reward_key=.")
+        number = self.numbers[key]
         field = self.fields[number]
         if field.dtype not in ("float32", "float64"):
             raise TypeError(
