@@ -13,6 +13,7 @@
 #include "../core/check.h"
 #include "../core/permutation.h"
 #include "../core/store.h"
+#include "block.h"
 #include "epoch.h"
 #include "interpreter.h"
 #include "memory.h"
@@ -47,6 +48,9 @@ nb::object draw(RowEpoch& self, const Store& store, const Layout& layout, Addres
     const WithoutInterpreter running(store.reads_briefly(n));
     if (const std::uint64_t size = store.control().size(); size >= (whole ? n : 1)) taken = self.next(key, size, n, whole);
     if (taken) {
+      if (Masses* masses = masses_of_block(); masses != nullptr) {
+        *masses = {static_cast<double>(taken->rows - taken->start - taken->count), 1.0, taken->rows};
+      }
       const auto count = static_cast<std::int64_t>(taken->count);
       buffers.add(layout, count);
       std::unique_ptr<std::int64_t[]> unseen;

@@ -15,11 +15,12 @@
 #include "../core/pool.h"
 #include "../core/random.h"
 #include "../core/wait.h"
+#include "block.h"
+#include "epoch.h"
 #include "expand.h"
 #include "hold.h"
 #include "intake.h"
 #include "memory.h"
-#include "epoch.h"
 #include "priorities.h"
 #include "ranking.h"
 #include "store.h"
@@ -123,6 +124,7 @@ NB_MODULE(_core, m) {
   engram::bind_trajectories(m);
   engram::bind_expand(m);
   engram::bind_tensors(m);
+  engram::bind_block(m);
   bind_random(m);
   bind_waits(m);
   bind_threads(m);

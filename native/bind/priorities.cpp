@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "block.h"
 #include "interpreter.h"
 #include "memory.h"
 #include "priorities.h"
@@ -39,7 +40,8 @@ nb::list draw(const BoundPriorities& priorities, const Store& store, const Layou
     buffers.add(single_precision ? kFloat : kDouble, size);
     std::vector<double> wide(single_precision ? n : 0);
     double* weights = single_precision ? wide.data() : buffers.at<double>(f + 2);
-    priorities.sample(store, key, n, buffers.first(f), buffers.at<std::int64_t>(f), buffers.at<std::int64_t>(f + 1), weights);
+    priorities.sample(store, key, n, buffers.first(f), buffers.at<std::int64_t>(f), buffers.at<std::int64_t>(f + 1), weights,
+                      masses_of_block());
     std::transform(wide.begin(), wide.end(), buffers.at<float>(f + 2), [](double w) { return static_cast<float>(w); });
   }
   return std::move(buffers).tensors(size);

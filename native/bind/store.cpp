@@ -17,6 +17,7 @@
 #include "../core/check.h"
 #include "../core/control.h"
 #include "../core/store.h"
+#include "block.h"
 #include "intake.h"
 #include "interpreter.h"
 #include "memory.h"
@@ -256,7 +257,7 @@ void bind_draws(nb::class_<Store>& type) {
               };
               std::int64_t* rows = extra(with_rows);
               std::int64_t* numbers = extra(with_numbers);
-              self.sample_uniform(key, n, buffers.first(self.fields()), rows, numbers);
+              self.sample_uniform(key, n, buffers.first(self.fields()), rows, numbers, masses_of_block());
             }
             return std::move(buffers).tensors(size);
           },

@@ -11,6 +11,7 @@
 
 #include "../core/check.h"
 #include "../core/wait.h"
+#include "block.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -157,7 +158,54 @@ bool use_tensor_type(nb::handle type) {
   return true;
 }
 
+// A tensor around values that lie behind the descriptor, in the same allocation; or that `owner` keeps, which the GIL must be taken
+// for when the tensor is gone. The allocation is taken over, whatever comes.
+nb::object tensor_around(std::byte* memory, const RowSpec& spec, std::byte* data, std::int64_t n, std::int64_t each, PyObject* owner) {
+  const std::int32_t leading = each > 0 ? 2 : 1, ndim = static_cast<std::int32_t>(spec.shape.size()) + leading;
+  auto* managed = new (memory) ManagedTensor{};
+  auto* shape = reinterpret_cast<std::int64_t*>(memory + sizeof(ManagedTensor));
+  std::int64_t* strides = shape + ndim;
+  shape[0] = each > 0 ? n / each : n;
+  if (each > 0) shape[1] = each;
+  std::copy(spec.shape.begin(), spec.shape.end(), shape + leading);
+  std::int64_t stride = 1;
+  for (std::int32_t d = ndim; d-- > 0;) {
+    strides[d] = stride;
+    stride *= shape[d] > 1 ? shape[d] : 1;
+  }
+  managed->manager = owner;
+  Py_XINCREF(owner);
+  managed->deleter = [](ManagedTensor* self) {
+    if (self->manager != nullptr && Py_IsInitialized() != 0) {
+      const nb::gil_scoped_acquire acquire;
+      Py_DECREF(static_cast<PyObject*>(self->manager));
+    }
+    std::free(self);  // where the memory begins
+  };
+  if (exchange == nullptr) {  // an older torch: it takes a capsule of its own, some 10 us later
+    std::vector<std::size_t> sizes(shape, shape + ndim);
+    nb::capsule keeper(managed, [](void* self) noexcept { static_cast<ManagedTensor*>(self)->deleter(static_cast<ManagedTensor*>(self)); });
+    return nb::cast(nb::ndarray<nb::pytorch>(data, sizes.size(), sizes.data(), keeper, nullptr, nb::dlpack::dtype{spec.code, spec.bits, 1}));
+  }
+  managed->version = {1, 0};
+  managed->tensor.data = data;
+  managed->tensor.device = {kCpu, 0};
+  managed->tensor.ndim = ndim;
+  managed->tensor.dtype = {spec.code, spec.bits, 1};
+  managed->tensor.shape = shape;
+  managed->tensor.strides = strides;
+  void* object = nullptr;
+  if (exchange->to_object(managed, &object) != 0) throw nb::python_error();
+  return nb::steal<nb::object>(static_cast<PyObject*>(object));
+}
+
 }  // namespace
+
+nb::object view_of(const RowSpec& spec, std::byte* data, std::int64_t n, std::int64_t each, nb::handle owner) {
+  auto* memory = static_cast<std::byte*>(std::malloc(sizeof(ManagedTensor) + 2 * sizeof(std::int64_t) * (spec.shape.size() + 2)));
+  if (memory == nullptr) throw std::bad_alloc();
+  return tensor_around(memory, spec, data, n, each, owner.ptr());
+}
 
 RowSpec spec_of(nb::handle spec) {
   RowSpec made{nb::cast<std::uint8_t>(spec[0]), nb::cast<std::uint8_t>(spec[1]), {}};
@@ -224,23 +272,33 @@ bool Layout::fits(const nb::list& values, std::int64_t n) const {
   return true;
 }
 
-// The values and DLPack's descriptor share one allocation; padding it for alignment is cheaper than aligned_alloc.
-OutputBuffer::OutputBuffer(const RowSpec& spec, std::int64_t most) : spec_(&spec) {
-  if (most < 0) throw std::invalid_argument("a negative number of rows");
-  if (allocator != nullptr) {
-    take_allocated(most);
-    return;
-  }
+std::size_t bytes_of_rows(const RowSpec& spec, std::int64_t n) {
   std::size_t row_bytes = (spec.bits + 7u) / 8u, bytes = 0;
   bool too_large = false;
   for (const std::int64_t size : spec.shape) {
     too_large |= __builtin_mul_overflow(row_bytes, static_cast<std::size_t>(size), &row_bytes);
   }
-  too_large |= __builtin_mul_overflow(row_bytes, static_cast<std::size_t>(most), &bytes);
-  if (too_large || bytes > std::size_t{1} << 47) throw NoMemory(most, row_bytes);
+  too_large |= __builtin_mul_overflow(row_bytes, static_cast<std::size_t>(n), &bytes);
+  if (too_large || bytes > std::size_t{1} << 47) throw NoMemory(n, row_bytes);
+  return bytes;
+}
+
+// The values and DLPack's descriptor share one allocation; padding it for alignment is cheaper than aligned_alloc.
+OutputBuffer::OutputBuffer(const RowSpec& spec, std::int64_t most) : spec_(&spec) {
+  if (most < 0) throw std::invalid_argument("a negative number of rows");
+  if (OutputBlock* block = OutputBlock::current(); block != nullptr) {
+    data_ = block->take(bytes_of_rows(spec, most));
+    block_ = block;
+    return;
+  }
+  if (allocator != nullptr) {
+    take_allocated(most);
+    return;
+  }
+  const std::size_t bytes = bytes_of_rows(spec, most);
   const std::size_t ndim = spec.shape.size() + 2;
   memory_ = static_cast<std::byte*>(std::malloc(sizeof(ManagedTensor) + 2 * sizeof(std::int64_t) * ndim + 64 + bytes));
-  if (memory_ == nullptr) throw NoMemory(most, row_bytes);
+  if (memory_ == nullptr) throw NoMemory(most, most > 0 ? bytes / static_cast<std::size_t>(most) : 0);
   data_ = values_in(memory_, ndim);
 }
 
@@ -258,12 +316,14 @@ void OutputBuffer::take_allocated(std::int64_t most) {
 
 OutputBuffer::OutputBuffer(OutputBuffer&& other) noexcept
     : spec_(other.spec_),
+      block_(std::exchange(other.block_, nullptr)),
       memory_(std::exchange(other.memory_, nullptr)),
       data_(other.data_),
       allocated_(std::move(other.allocated_)) {}
 
 OutputBuffer::~OutputBuffer() {
   std::free(memory_);
+  if (block_ != nullptr) block_->give_back(data_);
   if (allocated_.is_valid()) {  // perhaps where the GIL is released
     let_go();
     nb::gil_scoped_acquire acquire;
@@ -277,36 +337,10 @@ nb::object OutputBuffer::tensor(std::int64_t n, std::int64_t each) && {
     if (nb::cast<std::int64_t>(made.attr("shape")[0]) != n) made = made.attr("narrow")(0, 0, n);
     return each > 0 ? made.attr("unflatten")(0, nb::make_tuple(n / each, each)) : made;
   }
-  const std::int32_t leading = each > 0 ? 2 : 1, ndim = static_cast<std::int32_t>(spec_->shape.size()) + leading;
-  auto* managed = new (memory_) ManagedTensor{};
-  auto* shape = reinterpret_cast<std::int64_t*>(memory_ + sizeof(ManagedTensor));
-  std::int64_t* strides = shape + ndim;
-  shape[0] = each > 0 ? n / each : n;
-  if (each > 0) shape[1] = each;
-  std::copy(spec_->shape.begin(), spec_->shape.end(), shape + leading);
-  std::int64_t stride = 1;
-  for (std::int32_t d = ndim; d-- > 0;) {
-    strides[d] = stride;
-    stride *= shape[d] > 1 ? shape[d] : 1;
+  if (OutputBlock* block = std::exchange(block_, nullptr); block != nullptr) {
+    return view_of(*spec_, data_, n, each, block->owner());
   }
-  if (exchange == nullptr) {  // an older torch: it takes a capsule of its own, some 10 us later
-    std::vector<std::size_t> sizes(shape, shape + ndim);
-    nb::capsule owner(std::exchange(memory_, nullptr), [](void* memory) noexcept { std::free(memory); });
-    return nb::cast(nb::ndarray<nb::pytorch>(data_, sizes.size(), sizes.data(), owner, nullptr,
-                                             nb::dlpack::dtype{spec_->code, spec_->bits, 1}));
-  }
-  managed->version = {1, 0};
-  managed->deleter = [](ManagedTensor* self) { std::free(self); };  // where the memory begins
-  managed->tensor.data = data_;
-  managed->tensor.device = {kCpu, 0};
-  managed->tensor.ndim = ndim;
-  managed->tensor.dtype = {spec_->code, spec_->bits, 1};
-  managed->tensor.shape = shape;
-  managed->tensor.strides = strides;
-  memory_ = nullptr;  // taken over, whatever comes
-  void* object = nullptr;
-  if (exchange->to_object(managed, &object) != 0) throw nb::python_error();
-  return nb::steal<nb::object>(static_cast<PyObject*>(object));
+  return tensor_around(std::exchange(memory_, nullptr), *spec_, data_, n, each, nullptr);
 }
 
 void OutputBuffers::add(const RowSpec& spec, std::int64_t most) {

@@ -40,6 +40,12 @@ bool have_shape(const Values& values, const RowSpec& spec, std::int64_t n);
 
 RowSpec spec_of(nanobind::handle spec);  // (DLPack type code, bits, shape)
 
+/// Bytes of n rows. Throws NoMemory: more than a machine has.
+std::size_t bytes_of_rows(const RowSpec& spec, std::int64_t n);
+
+/// A tensor [n, *shape], with `each` [n / each, each, *shape], around memory that an object keeps.
+nanobind::object view_of(const RowSpec& spec, std::byte* data, std::int64_t n, std::int64_t each, nanobind::handle owner);
+
 /// The dtypes and shapes that rows of a store have.
 class Layout {
  public:
@@ -57,9 +63,11 @@ class Layout {
 /// dtypes of what accompanies rows.
 inline const RowSpec kNumbers{0, 64, {}}, kFloat{2, 32, {}}, kDouble{2, 64, {}}, kFlag{6, 8, {}}, kFlagColumn{6, 8, {1}};
 
+class OutputBlock;
+
 /// Memory for one tensor of at most so many rows, which may be filled before the tensor is made. Allocating it needs no GIL.
-/// With an exchange table of torch, making the tensor takes 0.35 us. If Python has set an allocator for this thread, the memory
-/// is that of one of its tensors, and the GIL is taken to call it.
+/// With an exchange table of torch, making the tensor takes 0.35 us. If this thread is within an OutputBlock, the memory is a part of
+/// it; if Python has set an allocator for this thread, that of one of its tensors, and the GIL is taken to call it.
 class OutputBuffer {
  public:
   /// `spec` must outlive it.
@@ -75,6 +83,7 @@ class OutputBuffer {
   void take_allocated(std::int64_t most);
 
   const RowSpec* spec_;
+  OutputBlock* block_ = nullptr;
   std::byte *memory_ = nullptr, *data_ = nullptr;
   nanobind::object allocated_;
 };

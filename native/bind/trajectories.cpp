@@ -16,6 +16,7 @@
 #include "../core/store.h"
 #include "../core/trajectories.h"
 #include "../core/windows.h"
+#include "block.h"
 #include "interpreter.h"
 #include "memory.h"
 #include "priorities.h"
@@ -128,7 +129,7 @@ class Sampled {
       at += places(steps);
     }
     std::vector<double> weights(starts.size());
-    priorities.weigh(starts.data(), starts.size(), weights.data());
+    priorities.weigh(starts.data(), starts.size(), weights.data(), masses_of_block());
     if (single_precision) {
       repeat(weights, output<float>(kFloat));
     } else {

@@ -476,19 +476,24 @@ void Priorities::update_all(const std::int64_t* rows, const Real* priorities, st
 }
 
 void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows,
-                      std::int64_t* numbers, double* weights) const {
+                      std::int64_t* numbers, double* weights, Masses* masses) const {
   const Random random(key);
   std::vector<double> u(n);
   for (std::uint64_t i = 0; i < n; ++i) u[i] = fraction(random.bits(i, attempt));
   const Lock guard(*this);
   if (total_of(tree_) == 0) throw NothingLive("every priority is zero", "Add data, or give rows a priority above zero");
   tree_.find(u.data(), n, rows);
+  if (masses != nullptr) *masses = masses_locked();
   if (weights != nullptr) weigh_locked(rows, n, weights);
   for (std::uint64_t i = 0; numbers != nullptr && i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t word = tickets_ == nullptr ? 0 : tickets_->word(row).load(std::memory_order_acquire);
     numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
   }
+}
+
+Masses Priorities::masses_locked() const {
+  return {total_of(tree_), tree_.min_positive(), tickets_ == nullptr ? 0 : tickets_->size()};
 }
 
 void Priorities::weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const {
@@ -502,15 +507,16 @@ void Priorities::weigh_locked(const std::int64_t* rows, std::uint64_t n, double*
   intact(sound, kLeaves);
 }
 
-void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weights) const {
+void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses) const {
   check_rows(rows, n, tree_.leaves());
   const Lock guard(*this);
+  if (masses != nullptr) *masses = masses_locked();
   weigh_locked(rows, n, weights);
 }
 
 void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,
-                        std::int64_t* numbers, double* weights) const {
-  draw(key, 0, n, rows, numbers, weights);
+                        std::int64_t* numbers, double* weights, Masses* masses) const {
+  draw(key, 0, n, rows, numbers, weights, masses);
   std::vector<std::int64_t> moved = store.gather(rows, n, store.all(), batch, numbers, nullptr);
   const Deadline deadline;
   std::vector<std::int64_t> again, its_number;
@@ -526,13 +532,15 @@ void Priorities::sample(const Store& store, std::uint64_t key, std::uint64_t n, 
     again.resize(n);
     its_number.resize(n);
     its_weight.resize(n);
-    draw(key, attempt, n, again.data(), its_number.data(), its_weight.data());
+    Masses now;
+    draw(key, attempt, n, again.data(), its_number.data(), its_weight.data(), masses == nullptr ? nullptr : &now);
+    const double scale = masses == nullptr ? 1.0 : std::pow(masses->least / now.least, beta());
     std::vector<std::int64_t> still;
     for (const std::int64_t position : moved) {
       const auto i = static_cast<std::uint64_t>(position);
       rows[i] = again[i];
       numbers[i] = its_number[i];
-      if (weights != nullptr) weights[i] = its_weight[i];
+      if (weights != nullptr) weights[i] = its_weight[i] * scale;
       for (std::uint64_t f = 0; f < memory.size(); ++f) memory[f] = batch[f] + i * store.row_bytes(f);
       if (!store.gather(rows + i, 1, store.all(), memory, numbers + i, nullptr).empty()) still.push_back(position);
     }

@@ -135,16 +135,18 @@ class Priorities : public Index {
   void update(const std::int64_t* rows, const float* priorities, std::uint64_t n, const std::int64_t* expected);
 
   /// Draws n rows, with replacement, with their ticket numbers (-1: just being rewritten) and weights; numbers and weights
-  /// may be null. A pure function of (key, attempt, leaves). Throws NothingLive: all are zero.
+  /// may be null. A pure function of (key, attempt, leaves). `masses`, if not null: of the same moment. Throws NothingLive: all
+  /// are zero.
   void draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers,
-            double* weights) const;
+            double* weights, Masses* masses = nullptr) const;
 
-  /// The weights that draws of these rows would have; 0 for those that cannot be drawn.
-  void weigh(const std::int64_t* rows, std::uint64_t n, double* weights) const;
+  /// The weights that draws of these rows would have; 0 for those that cannot be drawn. `masses` as for draw().
+  void weigh(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses = nullptr) const;
 
-  /// draw(), and the rows themselves; rows that move meanwhile are drawn again. Throws Stalled if that does not end.
+  /// draw(), and the rows themselves; rows that move meanwhile are drawn again. With `masses`, which are those of the first draw, all
+  /// weights are over its smallest leaf: one above 1 is of a row that was drawn again. Throws Stalled if that does not end.
   void sample(const Store& store, std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows,
-              std::int64_t* numbers, double* weights) const;
+              std::int64_t* numbers, double* weights, Masses* masses = nullptr) const;
 
  private:
   /// Held for every look at the tree; puts in order what a dead holder left half done.
@@ -163,6 +165,7 @@ class Priorities : public Index {
   void update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n, const std::int64_t* expected);
   double default_leaf() const;
   void set_leaves();
+  Masses masses_locked() const;
   void weigh_locked(const std::int64_t* rows, std::uint64_t n, double* weights) const;
 
   double alpha_now() const;  // under the lock, checked

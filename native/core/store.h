@@ -31,6 +31,13 @@ using Columns = std::span<const std::byte* const>;
 /// Rows to read: per field a pointer to memory for n rows.
 using Batch = std::span<std::byte* const>;
 
+/// What was true of the rows when some of them were drawn, at the same moment: what exact draws over several stores need.
+struct Masses {
+  double total = 0;        // of all leaves; where each row is equally likely, their number
+  double least = 0;        // the smallest leaf above zero
+  std::uint64_t live = 0;  // rows
+};
+
 class Store {
  public:
   /// `fields` may be empty: then only control memory is kept here and the rows live elsewhere (on a GPU, say).
@@ -143,8 +150,8 @@ class Store {
 
   /// Draws n live rows uniformly, with replacement, and copies them: rows that are not whole, or move, are drawn again.
   /// A pure function of (key, extent, tickets), whatever the number of threads. Throws NothingLive, DiskError.
-  void sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
-                      std::int64_t* numbers_out) const;
+  void sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out, std::int64_t* numbers_out,
+                      Masses* masses = nullptr) const;
 
   /// Copies the live rows of given ranks in row order, ranks[0, n), and puts the rows in their place. One that moves is read
   /// once more; for one that turns out void, as its writer died, or forgotten another live row comes that is not in the batch.

@@ -171,11 +171,15 @@ std::vector<std::int64_t> Store::gather(const std::int64_t* rows, std::uint64_t 
 }
 
 void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std::int64_t* rows_out,
-                           std::int64_t* numbers_out) const {
+                           std::int64_t* numbers_out, Masses* masses) const {
   check(batch.size() == fields_.size(), "another number of outputs than the store has fields");
   look_after_others();
   const Spans spans(control_);
   if (spans.total() == 0) throw NothingLive("no row has been written");
+  if (masses != nullptr) {
+    const std::uint64_t live = spans.total() - std::min(spans.total(), control_.void_rows());
+    *masses = {static_cast<double>(live), 1.0, live};
+  }
   const Random random(key);
   const std::uint64_t block = block_rows(all_);
   std::atomic<bool> impatient{false};

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -14,6 +15,7 @@
 #include "blocks.h"
 #include "core/check.h"
 #include "core/priorities.h"
+#include "core/wait.h"
 #include "expect.h"
 
 using namespace engram;
@@ -193,6 +195,47 @@ TEST(single_and_double_precision_agree) {
   index.priorities->update(rows, values, 2, nullptr);
   EXPECT(std::abs(index.leaves()[0] / 1e60 - 1) < 1e-6);
   EXPECT(std::abs(index.leaves()[1] / 1e-60 - 1) < 1e-6);
+}
+
+TEST(masses_and_weights_of_a_batch_are_of_one_moment) {
+  const Heap heap(geometry(1, 4), {16});
+  Store store = heap.open();
+  Rows rows(heap.fields, 4), batch(heap.fields, 16);
+  for (std::uint64_t i = 0; i < 4; ++i) rows.describe(i, i + 1);
+  store.append(0, 4, rows.in, nullptr);
+  Index index(4, &store.control());
+  const std::int64_t all[] = {0, 1, 2, 3};
+  const double priorities[] = {1, 4, 16, 640};
+  index.priorities->update(all, priorities, 4, nullptr);
+  // The row that nearly all draws find is being written; when the reader waits for that, the smallest leaf becomes smaller.
+  Word& word = store.control().word(3);
+  const std::uint64_t whole = word.load();
+  struct Waits : Kept {
+    explicit Waits(std::function<void()> act) : act(std::move(act)) { kept = this; }
+    void let_go() override {
+      kept = nullptr;
+      act();
+    }
+    std::function<void()> act;
+  } waits([&] {
+    const std::int64_t first[] = {0};
+    const double smaller[] = {0.25};
+    index.priorities->update(first, smaller, 1, nullptr);
+    word.store(whole);
+  });
+  word.store(ticket(number_of(whole), State::writing));
+  std::int64_t drawn[16], numbers[16];
+  double weights[16];
+  Masses masses;
+  index.priorities->sample(store, 7, 16, batch.out, drawn, numbers, weights, &masses);
+  EXPECT(kept == nullptr);  // it has waited
+  EXPECT_EQ(masses.total, 661.0);
+  EXPECT_EQ(masses.least, 1.0);
+  EXPECT_EQ(masses.live, 4u);
+  for (int i = 0; i < 16; ++i) {
+    if (drawn[i] > 0) EXPECT(std::abs(weights[i] * priorities[drawn[i]] - 1) < 1e-12);
+  }
+  EXPECT_EQ(index.tree().sum(), 660.25);
 }
 
 TEST(memory_is_checked_before_it_is_used) {

@@ -1,7 +1,8 @@
 """Stores: rows, tickets, cursors and indexes in one memory. Modules import those above them in this list: keys and memory;
-locks; lifetime; indexes; store; device and readonly; opening.
+blocks; locks; lifetime; indexes; store; device and readonly; opening.
 """
 
+from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, Masses
 from engram.store.device import DeviceStore
 from engram.store.indexes import INDEX_KINDS, Host, Index, check_index_name
 from engram.store.keys import Key, ThreadKey
@@ -19,13 +20,19 @@ from engram.store.opening import create_store, holds_store, moved, open_readonly
 from engram.store.store import Repair, Saved, Store, StoreState
 
 __all__ = [
+    "GENERATION",
+    "INDEX",
     "INDEX_KINDS",
+    "WEIGHT",
     "Block",
+    "BlockLayout",
     "Copied",
     "DeviceStore",
+    "DrawingInto",
     "Host",
     "Index",
     "Key",
+    "Masses",
     "Process",
     "Repair",
     "Saved",

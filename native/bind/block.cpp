@@ -1,0 +1,99 @@
+#include "block.h"
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "tensors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace engram {
+namespace {
+
+constexpr std::uintptr_t kLeastAlign = 8;
+
+thread_local OutputBlock* current_block = nullptr;
+
+// Tensors [n, *shape] around parts of an object's bytes. Where they begin is checked here: it may have been computed from what another process sent.
+nb::list views(nb::handle memory, const Layout& layout, const std::vector<std::uint64_t>& begins, std::int64_t n) {
+  const auto [owner, bytes] = bytes_of_object(memory, false);
+  check(begins.size() == layout.specs().size(), "a beginning for each column");
+  check(n >= 0, "a number of rows that is not negative");
+  nb::list tensors;
+  for (std::size_t i = 0; i < begins.size(); ++i) {
+    const RowSpec& spec = layout.specs()[i];
+    const std::uint64_t size = bytes_of_rows(spec, n);
+    check(begins[i] <= bytes.size() && size <= bytes.size() - begins[i], "columns within the block");
+    check((reinterpret_cast<std::uintptr_t>(bytes.data()) + begins[i]) % kLeastAlign == 0, "columns at multiples of 8 bytes");
+    tensors.append(view_of(spec, bytes.data() + begins[i], n, 0, owner));
+  }
+  return tensors;
+}
+
+}  // namespace
+
+std::pair<nb::object, std::span<std::byte>> bytes_of_object(nb::handle object, bool writable) {
+  nb::object view = nb::steal(PyMemoryView_FromObject(object.ptr()));
+  Py_buffer buffer;
+  if (!view.is_valid() || PyObject_GetBuffer(view.ptr(), &buffer, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) {
+    throw nb::python_error();
+  }
+  const std::span<std::byte> bytes(static_cast<std::byte*>(buffer.buf), static_cast<std::size_t>(buffer.len));
+  PyBuffer_Release(&buffer);  // the view has one of its own
+  return {std::move(view), bytes};
+}
+
+OutputBlock::OutputBlock(nb::object memory) {
+  std::tie(view_, bytes_) = bytes_of_object(memory, true);
+  check(reinterpret_cast<std::uintptr_t>(bytes_.data()) % kAlign == 0, "a block at a multiple of 64 bytes");
+}
+
+OutputBlock* OutputBlock::current() { return current_block; }
+
+void OutputBlock::enter() {
+  check(!std::exchange(entered_, true), "a block that one thread is within, once at a time");
+  outer_ = std::exchange(current_block, this);
+}
+
+void OutputBlock::leave() {
+  current_block = std::exchange(outer_, nullptr);
+  entered_ = false;
+}
+
+std::byte* OutputBlock::take(std::uint64_t bytes) {
+  if (bytes > bytes_.size() - used_) {
+    throw std::invalid_argument("expected a block with room for " + std::to_string(bytes) + " bytes more, got one of " +
+                                std::to_string(bytes_.size()) + " of which " + std::to_string(used_) + " are in use");
+  }
+  std::byte* const taken = bytes_.data() + used_;
+  used_ = std::min<std::uint64_t>(bytes_.size(), (used_ + bytes + kAlign - 1) / kAlign * kAlign);
+  return taken;
+}
+
+void OutputBlock::give_back(const std::byte* taken) {
+  used_ = std::min(used_, static_cast<std::uint64_t>(taken - bytes_.data()));
+}
+
+void bind_block(nb::module_& m) {
+  nb::class_<OutputBlock>(m, "OutputBlock",
+                          "A context manager: within it, the tensors that the core makes on this thread are views of some memory.")
+      .def(nb::init<nb::object>(), "memory"_a)
+      .def("__enter__", [](nb::handle self) {
+        nb::cast<OutputBlock&>(self).enter();
+        return nb::borrow(self);
+      })
+      .def("__exit__", [](OutputBlock& self, nb::handle, nb::handle, nb::handle) { self.leave(); }, "kind"_a.none(), "error"_a.none(),
+           "where"_a.none())
+      .def_prop_ro("used", &OutputBlock::used, "Bytes up to the end of the last column.")
+      .def_prop_ro("masses", [](const OutputBlock& self) {
+        return nb::make_tuple(self.masses.total, self.masses.least, self.masses.live);
+      }, "Of the last draw: sum of all leaves, the smallest above zero, and live rows.");
+  m.def("block_views", &views, "memory"_a, "layout"_a, "begins"_a, "n"_a, "Tensors [n, *shape] around parts of an object's bytes.");
+}
+
+}  // namespace engram

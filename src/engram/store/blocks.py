@@ -1,0 +1,199 @@
+"""Batches as blocks of bytes: one piece of memory holds all columns, and both ends compute where each one begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from engram import _native
+from engram.format.schema import Field, validate_fields
+from engram.store.memory import dlpack_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.types import Entry
+
+#: Rows that were drawn, their tickets, and the weights of draws by priority: what native draws add behind the fields, in this order.
+INDEX = Field(("index",), "int64", ())
+GENERATION = Field(("index_generation",), "int64", ())
+WEIGHT = Field(("priority_weight",), "float32", ())
+
+#: Columns begin at multiples of it.
+ALIGNMENT = 64
+
+
+class Masses(NamedTuple):
+    """What was true of a store when a batch was drawn from it, at the same moment: what exact draws over several stores need."""
+
+    total: float
+    """Sum of all leaves of priorities; of uniform draws the live rows; of an epoch the rows that are left of it."""
+    least: float
+    """The smallest leaf above zero, which weights are over; 1.0 where each row is equally likely."""
+    live: int
+    """Live rows."""
+
+
+class BlockLayout:
+    """Columns of a batch in one block of bytes: in order, each at a multiple of 64 bytes.
+
+    It follows from the columns and a number of rows alone: both ends compute it, and neither has to trust the other.
+
+    Args:
+        fields: dtype and row shape of each column: those of a schema, with :data:`INDEX`, :data:`GENERATION` and
+            :data:`WEIGHT` behind them where a draw has them.
+
+    Raises:
+        ValueError: a dtype or shape that no store has, or two columns of one key.
+
+    >>> layout = BlockLayout([Field(("obs",), "float32", (3,)), INDEX])
+    >>> layout.offsets(10), layout.nbytes(10)
+    ([0, 128], 256)
+    >>> block = layout.empty(10)
+    >>> obs, index = layout.views(block, 10)
+    >>> obs.shape, index.dtype
+    (torch.Size([10, 3]), torch.int64)
+    """
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self.fields = tuple(fields)
+        validate_fields(self.fields, 1)
+        self._row_bytes = [field.row_bytes for field in self.fields]
+        self._native = _native.Layout(dlpack_specs(self.fields))
+
+    @classmethod
+    def of(cls, columns: Mapping[Entry, Tensor], *, ndim: int = 1) -> BlockLayout:
+        """That of a batch whose columns were drawn into a block: in the order in which they lie there.
+
+        Args:
+            columns: by key. They may be those of any sampler; a tensor that lies elsewhere comes somewhere in between.
+            ndim: dimensions of the batch: 2 for windows ``[n, T, ...]``, which count as ``n * T`` rows.
+        """
+        found = sorted(columns.items(), key=lambda item: item[1].data_ptr())
+        return cls(
+            Field(
+                (key,) if isinstance(key, str) else key,
+                str(column.dtype).removeprefix("torch."),
+                (*column.shape[ndim:],),
+            )
+            for key, column in found
+        )
+
+    def offsets(self, rows: int) -> list[int]:
+        """Where each column of so many rows begins."""
+        offsets, at = [], 0
+        for row_bytes in self._row_bytes:
+            offsets.append(at)
+            at += _aligned(row_bytes * rows)
+        return offsets
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes of a block of so many rows: a multiple of 64."""
+        return sum(_aligned(row_bytes * rows) for row_bytes in self._row_bytes)
+
+    def empty(self, rows: int, batches: int = 1) -> NDArray[np.uint8]:
+        """An uninitialised block for so many batches one behind the other, uint8 ``[batches * nbytes(rows)]``, at a multiple of 64."""
+        nbytes = batches * self.nbytes(rows)
+        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
+        begin = -memory.data_ptr() % ALIGNMENT
+        block: NDArray[np.uint8] = memory[begin : begin + nbytes].numpy()
+        return block
+
+    def views(self, block: object, n: int, *, rows: int | None = None, at: int = 0) -> list[Tensor]:
+        """The columns of a batch, ``[n, *row shape]``: views, which keep the block. Views of read-only memory must not be written to.
+
+        Args:
+            block: any object with bytes, of this machine's byte order.
+            n: rows.
+            rows: how many the block has room for, which decides where columns begin. Default ``n``.
+            at: where the batch begins.
+
+        Raises:
+            ValueError: the block is shorter than the layout, or does not begin at a multiple of 8 bytes.
+            TypeError, BufferError: it has no bytes in one piece.
+        """
+        rows = n if rows is None else rows
+        if not 0 <= n <= rows or at < 0:
+            raise ValueError(f"views: expected 0 to {rows} rows, at 0 or behind it, got {n} rows at {at}.")
+        available = memoryview(block).nbytes  # type: ignore[arg-type] # says itself what has no bytes
+        if at + self.nbytes(rows) > available:
+            raise ValueError(
+                f"views: expected {self.nbytes(rows)} bytes for {rows} rows at {at}, got {available} in all."
+            )
+        try:
+            return _native.block_views(block, self._native, [at + offset for offset in self.offsets(rows)], n)
+        except ValueError as error:
+            raise ValueError(f"views: expected {error}.") from error
+
+    def holds(self, block: NDArray[np.uint8], columns: Sequence[Tensor], rows: int, at: int = 0) -> bool:
+        """Whether columns lie in a block where :meth:`views` of so many rows looks for them."""
+        base = block.ctypes.data + at
+        return [c.data_ptr() for c in columns if c.numel()] == [
+            base + offset for offset, c in zip(self.offsets(rows), columns, strict=True) if c.numel()
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockLayout) and self.fields == other.fields
+
+    def __hash__(self) -> int:
+        return hash(self.fields)
+
+
+class DrawingInto:
+    """A context: what the native core draws on this thread goes into a block, one column behind the other.
+
+    The tensors that samplers return are then views of the block, at the offsets of a :class:`BlockLayout` of the fields and of what
+    the draw adds. A batch drawn next in the same block follows the first one.
+
+    Args:
+        block: as of :meth:`BlockLayout.empty`; any writable object whose bytes begin at a multiple of 64.
+
+    Raises:
+        ValueError: the block does not begin at a multiple of 64 bytes; or, when drawing, it is full: nothing was drawn.
+        BufferError: it may not be written to.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> from engram.store import Key
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    >>> _ = rb.extend({"a": torch.arange(4)})
+    >>> store = rb.storage.store
+    >>> layout = BlockLayout((*store.schema.fields, INDEX))
+    >>> block = layout.empty(8)
+    >>> with DrawingInto(block) as drawing:
+    ...     columns = store.sample_uniform(Key.of(1), 8, with_rows=True)
+    >>> layout.holds(block, columns, 8), drawing.masses
+    (True, Masses(total=4.0, least=1.0, live=4))
+    >>> bool((layout.views(block, 8)[0] == columns[0]).all())
+    True
+    """
+
+    def __init__(self, block: object) -> None:
+        self._native = _native.OutputBlock(block)
+
+    def __enter__(self) -> DrawingInto:
+        self._native.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._native.__exit__(kind, error, at)
+
+    @property
+    def used(self) -> int:
+        """Bytes that were drawn into so far: where the next batch begins."""
+        return self._native.used
+
+    @property
+    def masses(self) -> Masses:
+        """Of the last draw that says them: uniform ones, those by priority, and epochs."""
+        return Masses(*self._native.masses)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
