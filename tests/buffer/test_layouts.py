@@ -135,22 +135,6 @@ def test_collectors_name_the_environment_whatever_the_size_of_a_batch(shape, bat
     assert stored(rb, 3) == {lane: steps[-LENGTH:] for lane, steps in expected.items()}
 
 
-def test_environments_that_are_numbered_otherwise():
-    """As many as there are lanes have one each; others are refused."""
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(3 * LENGTH, lanes=3))
-
-    def write(first, *ids):
-        x = torch.arange(first, first + len(ids))
-        rb.extend(TensorDict({"x": x, "collector": {"env_id": torch.tensor(ids)}}, [len(ids)]))
-
-    write(0, 7, 8, 9)
-    write(3, 0, 1, 5)
-    for ids in ([7, 7, 7], [0, 0, 3], [7, 8], [0, 1, 2, 3]):
-        with pytest.raises(RowError, match=r"'env_id'\) names the lanes: lane: expected lanes in \[0, 3\), got"):
-            write(9, *ids)
-    assert stored(rb, 3) == {0: [0, 3], 1: [1, 4], 2: [2, 5]}
-
-
 @dataclass
 class Step:
     x: object

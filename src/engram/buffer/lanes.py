@@ -12,6 +12,7 @@ from torch import Tensor
 from engram import _words, storages
 from engram._checks import as_numbers
 from engram._tensordict import is_tensor_collection
+from engram.buffer.environments import ENV_ID, Environments
 from engram.errors import RowError
 from engram.field_paths import checked_path, public
 from engram.nested import find_field, map_leaves
@@ -31,15 +32,12 @@ if TYPE_CHECKING:
     Lane: TypeAlias = int | Sequence[int] | NDArray[np.integer] | Tensor | Literal["each"] | None
 
 
-#: Where collectors say which environment a step is of.
-_ENV_ID = ("collector", "env_id")
-
-
 class Lanes:
     """The lane that a buffer named for its writes, and what a write may name."""
 
     def __init__(self, wiring: Wiring, named: int | None = None) -> None:
         self._wiring = wiring
+        self._environments = Environments(wiring)
         #: Whether it was logged that no lane was named.
         self.told = False
         #: Where rows go whose write names no lane; None: it must name one of several.
@@ -156,8 +154,8 @@ class Lanes:
         return data, lanes.repeat(steps) if first else lanes.repeat_interleave(steps)
 
     def _by_field(self, data: object, key: object) -> tuple[object, Tensor | None]:
-        """As the values of a field say; without a ``key`` those of collectors, unless they number other environments than the lanes."""
-        storage, path = self._wiring.storage, _ENV_ID if key is None else checked_path(key, "extend: lane_key")
+        """As the values of a field say; without a ``key`` as the environments that collectors number have them."""
+        storage, path = self._wiring.storage, ENV_ID if key is None else checked_path(key, "extend: lane_key")
         if key is None and (not is_tensor_collection(data) or (storage.initialized and storage.structure.root.batch)):
             return data, None
         rows = data if isinstance(data, list) else [data]
@@ -168,34 +166,35 @@ class Lanes:
             raise KeyError(f"extend: lane_key: expected a field of the data, got {key!r}.")
         values = as_numbers("extend: lane_key", named if isinstance(data, list) else named[0]).to("cpu")
         shape = data.batch_size if is_tensor_collection(data) else values.shape[: 1 if isinstance(data, list) else None]
-        if key is None and (
-            values.numel() != shape.numel() or (shape == (storage.lanes,) and self._are_others(values))
-        ):
+        if key is None and values.numel() != shape.numel():
             return data, None
         if len(shape) not in (1, 2) or values.numel() != shape.numel() or storage.ndim > 1:
             raise RuntimeError(
                 f"extend: lane_key: expected a lane for each row, [n] or [n, T], got {list(values.shape)} of {list(shape)} rows."
             )
+        call = f"extend: {public(path)!r} names the lanes"
+        lanes = self._numbers(values.reshape(-1), call)
         try:
-            lanes = self._checked_each(values.reshape(-1), f"extend: {public(path)!r} names the lanes")
+            lanes = self._environments.lanes_of(lanes, call) if key is None else self._inside(lanes, call)
         except RowError as error:
             raise RowError(f"{error} Name them with lane=…") from None
         return data if len(shape) == 1 else map_leaves(data, lambda x: _without_time(x, shape)), lanes
 
-    def _are_others(self, ids: Tensor) -> bool:
-        """Whether as many environments as there are lanes have other numbers than those: each has a lane of its own all the same."""
-        numbers, lanes = {*ids.flatten().tolist()}, self._wiring.storage.lanes
-        return len(numbers) == lanes and numbers != {*range(lanes)}
-
     def _checked_each(self, lanes: Tensor, call: str) -> Tensor:
         """A lane per row. Checked before anything is allocated."""
+        return self._inside(self._numbers(lanes, call), call)
+
+    def _numbers(self, lanes: Tensor, call: str) -> Tensor:
+        """Ints of any dtype as int64 ``[n]``."""
         if lanes.ndim != 1:
             raise RuntimeError(
                 f"{call}: lane: expected an int, or one per row in one dimension, got shape {list(lanes.shape)}. Flatten them."
             )
         if lanes.dtype.is_floating_point or lanes.dtype.is_complex or lanes.dtype is torch.bool:
             raise TypeError(f"{call}: lane: expected ints, one per row, got {lanes.dtype}. Convert them to ints.")
-        lanes = lanes.to(torch.int64)  # first: torch compares no uint16; and what no int64 holds is negative now
+        return lanes.to(torch.int64)  # first: torch compares no uint16; and what no int64 holds is negative now
+
+    def _inside(self, lanes: Tensor, call: str) -> Tensor:
         outside = lanes[(lanes < 0) | (lanes >= self._wiring.storage.lanes)]
         if len(outside):
             raise RowError(f"{call}: lane: expected lanes in [0, {self._wiring.storage.lanes}), got {outside[0]}.")

@@ -208,8 +208,9 @@ class ReplayBuffer:
                 With ``lane=[…]`` of those lanes, in this order.
             lane_key: a field of the data that says the lane of each row, ints ``[n]``, or ``[n, T]``: then every leaf has these two
                 dimensions, and ``n · T`` rows are written. Default, where no lane is named: ``("collector", "env_id")`` of a
-                TensorDict. Where its environments are as many as the lanes, a row each, but numbered otherwise, row ``i`` goes to
-                lane ``i``.
+                TensorDict, which numbers environments: each keeps the lane of its newest row. A new one has the lane of its number,
+                or, if as many are new as lanes are free, the next free one; others are refused. Processes that begin with an empty
+                store at the same moment cannot know that: number environments as the lanes there.
 
         Returns:
             int64 ``[n]`` rows; of more rows than fit, the newest stay and rows repeat. -1 for rows that the writer rejected.
@@ -217,8 +218,9 @@ class ReplayBuffer:
 
         Raises:
             KeyError, RuntimeError, TypeError: as :meth:`add`; an empty batch; one row without batch dimension.
-            RowError: no such lane. RuntimeError: several lanes, of which none was named, and another number of rows than of lanes; with
-                ``layout`` no multiple of it. ValueError: another ``layout``, or ``lane_key`` beside another way to name lanes.
+            RowError: no such lane, or none for an environment. RuntimeError: several lanes, of which none was named, and another number
+                of rows than of lanes; with ``layout`` no multiple of it. ValueError: another ``layout``, or ``lane_key`` beside another
+                way to name lanes.
             NotImplementedError: ``update_priority``.
 
         Cost: O(bytes). Contiguous data is copied with one memcpy per field and chunk. Releases the GIL.
