@@ -31,6 +31,13 @@ def has_dimensions(data: object) -> bool:
     return isinstance(data, Tensor | np.ndarray | np.generic) or is_tensor_collection(data)
 
 
+def is_numbers(data: object) -> bool:
+    """Whether data is a number of Python's or NumPy's, or a list of some, perhaps in each other."""
+    if isinstance(data, list):
+        return bool(data) and all(map(is_numbers, data))
+    return isinstance(data, bool | int | float | np.number | np.bool_)
+
+
 def has_entries(data: object) -> bool:
     """Whether data has entries by name: a dict, TensorDict or tensorclass."""
     return isinstance(data, dict) or is_tensor_collection(data)
@@ -76,8 +83,9 @@ def map_with_paths(
 ) -> Any:
     """The same dicts, tuples, lists and dataclasses around ``change(leaf, path)`` of all that they hold.
 
-    A TensorDict is a leaf, as is everything else. Containers are new; with ``keep`` one in which nothing changed is returned
-    itself, and of another dict a copy with all that its class holds besides. ``entries(dict, path)`` replaces the new dicts.
+    A TensorDict is a leaf, and so is a list of numbers, as is everything else. Containers are new; with ``keep`` one in which nothing
+    changed is returned itself, and of another dict a copy with all that its class holds besides. ``entries(dict, path)`` replaces the
+    new dicts.
     """
     if isinstance(data, dict):
         new = {
@@ -99,7 +107,7 @@ def map_with_paths(
         }
         same = keep and all(new[name] is value for name, value in named.items())
         return data if same else with_fields(copy.copy(data), new)
-    if isinstance(data, tuple | list):
+    if isinstance(data, tuple | list) and not is_numbers(data):
         values = [
             map_with_paths(value, change, (*path, str(i)), keep=keep, entries=entries) for i, value in enumerate(data)
         ]
@@ -110,7 +118,7 @@ def map_with_paths(
 
 
 def map_leaves(data: object, change: Callable[[object], object]) -> Any:
-    """The same dicts, tuples and lists, new, around ``change(leaf)`` of all that they hold; a TensorDict is a leaf."""
+    """The same dicts, tuples and lists, new, around ``change(leaf)`` of all that they hold; a TensorDict is a leaf, and numbers are."""
     return map_with_paths(data, lambda leaf, _: change(leaf))
 
 

@@ -257,8 +257,8 @@ class TestNumbers:
 def test_a_batch_that_is_a_list_is_a_list_of_rows():
     """Also where a row is a list of fields, which it could be taken for."""
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    rb.add([np.float32(1), np.float32(2)])
-    for wrong in ([[1.0, 2.0], [3.0, 4.0]], [np.ones(4, np.float32), np.ones(4, np.float32)]):
+    rb.add([torch.tensor(1.0), torch.tensor(2.0)])
+    for wrong in ([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]], [np.ones(4, np.float32), np.ones(4, np.float32)]):
         with pytest.raises((TypeError, RuntimeError)):
             rb.extend(wrong)
     rb.extend([[np.float32(1), np.float32(2)], [np.float32(3), np.float32(4)]])

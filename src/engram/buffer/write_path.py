@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram import storages
 from engram._tensordict import is_tensor_collection
-from engram.nested import first_leaf, has_dimensions, is_tensordict, map_leaves
+from engram.nested import first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engram.buffer.recipe import Recipe
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
+    from engram.nested import Path
     from engram.storages import Count
 
 #: What the write transforms leave where they hold all rows back.
@@ -79,8 +80,7 @@ class WritePath:
         transform, at = self._wiring.transform, self._wiring.storage.ndim - 1
         if not transform.writes:
             return Arrived(data, batched=False, rows=rows_of(data, at))
-        has_fields = self._wiring.storage.traits.has_fields
-        batch = transform.inv(map_leaves(data, lambda x: _in_batch(x, at, has_fields)))
+        batch = transform.inv(map_with_paths(data, self._in_batch))
         n = 0 if batch is None else _size_of_dim(batch, at)
         if n == 0:
             return None
@@ -89,6 +89,11 @@ class WritePath:
             return Arrived(row, batched=False, rows=rows_of(row, at))
         batch = map_dimensioned(batch, lambda x: _move_dim(x, at))
         return Arrived(batch, batched=True, rows=rows_of(batch, at + 1))
+
+    def _in_batch(self, leaf: object, path: Path) -> object:
+        """A leaf of a row as a leaf of a batch of one: numbers, too, where they become a field."""
+        leaf = self._wiring.storage.number(leaf, path) if is_numbers(leaf) else leaf
+        return _with_dim(leaf, self._wiring.storage.ndim - 1) if has_dimensions(leaf) else leaf
 
     def write_arrived(self, arrived: Arrived, lane: int | None) -> Any:
         """Write what arrived."""
@@ -245,18 +250,11 @@ def rows_of(data: object, dims: int = 1) -> int | None:
     return math.prod(shape[:dims]) if len(shape) >= dims else None
 
 
-def _in_batch(leaf: object, at: int, has_fields: bool) -> object:
-    """A leaf of a row as a leaf of a batch of one: Python's numbers, too, where they become a field."""
-    if has_dimensions(leaf):
-        return _with_dim(leaf, at)
-    return torch.tensor([leaf], device="cpu") if has_fields and isinstance(leaf, bool | int | float) else leaf
-
-
 def _with_dim(x: Any, at: int) -> object:
     """A row as a batch of one: the dimension stands behind a TensorDict's own, or at ``at``."""
     if is_tensor_collection(x):
         return x.unsqueeze(-1)
-    return x.unsqueeze(at) if isinstance(x, Tensor) else np.expand_dims(x, at)
+    return x.unsqueeze(min(at, x.ndim)) if isinstance(x, Tensor) else np.expand_dims(x, at)
 
 
 def _size_of_dim(batch: object, at: int) -> int:

@@ -178,6 +178,10 @@ class Storage(Declared, Dumpable, Port):
                 "Use a LazyTensorStorage or LazyMemmapStorage, and rb.share() before processes are started."
             )
 
+    def number(self, value: object, path: tuple[str, ...]) -> object:
+        """A number of a row, or a list of some, as it is stored under a path."""
+        return value
+
     @property
     def placing(self) -> AbstractContextManager[object]:
         """Held from placing to writing, so that two writers do not choose the same row."""

@@ -6,8 +6,8 @@ either fits completely or changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import sys
 from dataclasses import is_dataclass as is_dataclass_type
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,15 @@ from engram._tensordict import (
     is_non_tensor,
     is_tensor_collection,
     is_tensorclass,
-    is_tensorclass_type,
     tensordict_type,
     transparent_type,
     wrap,
 )
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.nested import attributes, fields_of, first_leaf, is_dataclass, with_fields
+from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with_fields
 from engram.storages._dtypes import NAMES, NO_DTYPES, cast, check_stored
+from engram.storages._row_types import find_types, type_name
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Structure:
             IncompatibleStore: other ``dtypes`` than it has.
         """
         types: dict[str, type] = {}
-        _find_types(schema.structure, types)
+        find_types(schema.structure, types)
         if dtypes:
             check_stored(schema.fields, dtypes)
         return cls(schema.fields, schema.structure, types, dtypes)
@@ -195,14 +195,27 @@ class Structure:
             columns.append(self.column(which[-1], value, batch, single=single, call=call))
         return which, columns
 
+    def number(self, value: object, path: tuple[str, ...]) -> Tensor:
+        """A number, or a list of some, as a tensor: of the dtype of the field under this path, if there is one that can hold it."""
+        for i, field in enumerate(self.fields):
+            if field.key == (path or (SINGLE,)):
+                return self._value(i, value, "add")
+        return as_tensor(value, path, "add")
+
+    def _value(self, i: int, given: object, call: str) -> Tensor:
+        """What is given for a field; numbers as its dtype, if that can hold them."""
+        dtype = self._specs[i][0]
+        value = as_tensor(given, self.fields[i].key, call, dtype)
+        same_kind = (value.dtype is torch.bool) == (dtype is torch.bool)
+        if value.dtype is dtype or not (same_kind and isinstance(given, np.generic | list)):
+            return value
+        return value if (number := cast(value, dtype)) is None else number
+
     def _leaf(self, i: int, value: object, expected: torch.Size, call: str) -> Tensor:
         dtype, _, is_float = self._specs[i]
-        given, value = value, as_tensor(value, self.fields[i].key, call, dtype)
-        if value.dtype is not dtype and value.shape == expected:
-            if i in self.casts:
-                value = self._cast(i, value, call)
-            elif isinstance(given, np.generic) and (value.dtype is torch.bool) == (dtype is torch.bool):
-                value = value if (number := cast(value, dtype)) is None else number  # as one of Python's
+        given, value = value, self._value(i, value, call)
+        if value.dtype is not dtype and value.shape == expected and i in self.casts:
+            value = self._cast(i, value, call)
         if value.dtype is not dtype or value.shape != expected:
             raise RuntimeError(self._mismatch(i, value, expected, call, given))
         if value.is_meta:
@@ -261,7 +274,7 @@ class Structure:
             expected = torch.Size((*batch, *self._specs[node.field][1]))
             found[node.field] = self._leaf(node.field, value, expected, call)
             return
-        given, source = _opened(value)
+        given, source = _opened(value, of_numbers=node.kind == "list")
         if given != node.kind or (node.type and type(value) is not self._types[node.type]):
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}" if node.type else node.kind
@@ -366,11 +379,11 @@ class _Builder:
         batch: tuple[int, ...] = ()
         if is_tensor_collection(value):
             batch = tuple(value.batch_size[1:] if self.batched else value.batch_size)
-        type_name = ""
+        name = ""
         if kind in ("tensorclass", "namedtuple"):
-            type_name = _type_name(type(value))
-            self.types[type_name] = type(value)
-        return Node(kind=kind, children=children, type=type_name, batch=batch)
+            name = type_name(type(value))
+            self.types[name] = type(value)
+        return Node(kind=kind, children=children, type=name, batch=batch)
 
     def _leaf(self, value: object, path: tuple[str, ...]) -> Node:
         key = path or (SINGLE,)
@@ -433,8 +446,8 @@ def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
 # ---- kinds of containers -----------------------------------------------------------------------------------------------
 
 
-def _opened(value: object) -> tuple[Kind | None, Mapping[str, object]]:
-    """Kind and entries of a container; None for other values."""
+def _opened(value: object, *, of_numbers: bool = False) -> tuple[Kind | None, Mapping[str, object]]:
+    """Kind and entries of a container; None for other values, such as a list of numbers, unless ``of_numbers``."""
     if is_non_tensor(value):  # strings and other objects: tensorclasses, and stacks of them
         return None, {}
     if is_tensorclass(value):
@@ -447,7 +460,7 @@ def _opened(value: object) -> tuple[Kind | None, Mapping[str, object]]:
     # One kind: classes with named fields.
     if (isinstance(value, tuple) and hasattr(value, "_asdict")) or is_dataclass(value):
         return "namedtuple", attributes(value)
-    if isinstance(value, tuple | list) and not _is_leaf(value):
+    if isinstance(value, tuple | list) and (of_numbers or not _is_leaf(value)):
         kind: Kind = "tuple" if isinstance(value, tuple) else "list"
         return kind, {str(i): child for i, child in enumerate(value)}
     return None, {}
@@ -463,14 +476,12 @@ def _contained(value: object, path: tuple[str, ...], call: str) -> tuple[Kind, M
 
 
 def _is_leaf(value: object) -> bool:
-    return isinstance(value, Tensor | np.ndarray | np.generic) or _is_numbers(value)
+    return isinstance(value, Tensor | np.ndarray | np.generic) or is_numbers(value)
 
 
-def _is_numbers(value: object) -> bool:
-    """Whether this is a number of Python's, or a list of numbers, perhaps in each other."""
-    if isinstance(value, list):
-        return bool(value) and all(map(_is_numbers, value))
-    return isinstance(value, bool | int | float) and not isinstance(value, np.generic)
+def _are_of_numpy(numbers: object) -> bool:
+    """Of a number or a list of some: whether all of them are NumPy's, and have a dtype."""
+    return all(map(_are_of_numpy, numbers)) if isinstance(numbers, list) else isinstance(numbers, np.generic)
 
 
 #: dtypes of Python's numbers, by the kind that NumPy makes of them.
@@ -480,7 +491,7 @@ _NUMBERS = {"b": torch.bool, "i": torch.int64, "f": torch.float32}
 def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor, or one over the memory of an array where torch can use that.
 
-    Numbers of Python's become ``dtype`` if it can hold them: an int also a float, a float no int.
+    Numbers of Python's become ``dtype`` if it can hold them: an int also a float, a float no int. Lists of NumPy's keep theirs.
     """
     if isinstance(value, Tensor):
         return value
@@ -492,7 +503,7 @@ def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype
         raise TypeError(
             f"{call}: {at(key)}: expected lists of one length, got ragged ones. Use a ListStorage."
         ) from error
-    if array.dtype.kind in _NUMBERS and _is_numbers(value):
+    if array.dtype.kind in _NUMBERS and is_numbers(value) and not _are_of_numpy(value):
         numbers = torch.as_tensor(array, device="cpu")
         wanted = dtype or _NUMBERS[array.dtype.kind]
         holds = torch.can_cast(numbers.dtype, wanted) and (wanted is torch.bool) == (numbers.dtype is torch.bool)
@@ -553,13 +564,24 @@ def device_of(data: object) -> torch.device:
     return first.device if isinstance(first, Tensor) else torch.device("cpu")
 
 
-def stacked(items: Sequence[object], call: str, dtypes: Dtypes = NO_DTYPES) -> Any:
-    """A list of rows as a batch, leaf by leaf. ``dtypes``: as for :meth:`Structure.of`."""
+def stacked(
+    items: Sequence[object], call: str, dtypes: Dtypes, known: Structure | None = None, ignored: Iterable[str] = ()
+) -> Any:
+    """A list of rows as a batch, leaf by leaf.
+
+    ``dtypes``: as for :meth:`Structure.of`. ``known``: the structure of rows that are stored already, if there are any.
+    """
     if not items:
         raise RuntimeError(f"{call}: expected at least one row, got an empty list.")
-    structure = Structure.of(items[0], batched=False, call=call, dtypes=dtypes)
+    if known is not None:
+        with contextlib.suppress(KeyError):  # of other fields: those of the first one tell them apart
+            return _stacked(known, items, call, ignored)
+    return _stacked(Structure.of(items[0], batched=False, call=call, dtypes=dtypes), items, call)
+
+
+def _stacked(structure: Structure, items: Sequence[object], call: str, ignored: Iterable[str] = ()) -> object:
     try:
-        rows = [structure.flatten(item, None, call) for item in items]
+        rows = [structure.flatten(item, None, call, ignored) for item in items]
     except RuntimeError as error:
         raise RuntimeError(f"{error} For rows of several shapes there is ListStorage.") from None
     return structure.unflatten([torch.stack(column) for column in zip(*rows, strict=True)], torch.Size((len(items),)))
@@ -608,43 +630,3 @@ def _note_sizes(data: object, path: tuple[str, ...], sizes: dict[int, tuple[str,
         got = f"{describe(data)}: one row. {_ONE_ROW}" if collection else "a scalar without dimensions"
         raise TypeError(f"{call}: {at(path)}: expected a batch of rows, got {got}. Did you mean add()?")
     sizes.setdefault(int(shape[0]), path)
-
-
-# ---- classes named by a stored structure -------------------------------------------------------------------------------
-
-
-def _type_name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _find_types(node: Node, types: dict[str, type]) -> None:
-    if node.type and node.type not in types:
-        types[node.type] = _find_type(node)
-    for child in node.children.values():
-        _find_types(child, types)
-
-
-def _find_type(node: Node) -> type:
-    """A class that the program has defined already. A name found in a file never makes us import anything."""
-    module_name, _, qualname = node.type.partition(":")
-    found: Any = sys.modules.get(module_name)
-    for part in qualname.split("."):
-        found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
-    fits = isinstance(found, type) and (
-        is_tensorclass_type(found)
-        if node.kind == "tensorclass"
-        else is_dataclass_type(found) or (issubclass(found, tuple) and hasattr(found, "_fields"))
-    )
-    if not fits:
-        raise TypeError(
-            f"open: the rows are of the {node.kind} {qualname!r}, which this program has not defined. "
-            f"Import it first (it was defined in module {module_name!r})."
-        )
-    if node.kind == "namedtuple" and fields_of(found) != tuple(node.children):
-        raise TypeError(
-            f"open: the rows are of the namedtuple {qualname!r} with the fields {list(node.children)}, but in this program it has "
-            f"{list(fields_of(found))}. Define it as it was; rows whose fields are numbers come from before engram kept the names: write "
-            "them again."
-        )
-    cls: type = found
-    return cls

@@ -29,7 +29,7 @@ from engram.storages._columns import (
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home, share_in_place
 from engram.storages._port import Count, Rows
-from engram.storages._structure import Structure, device_of, leading_size, stacked
+from engram.storages._structure import Structure, as_tensor, device_of, leading_size, stacked
 from engram.storages.tensor_state import (
     ENTRIES,
     KeptRows,
@@ -331,7 +331,8 @@ class TensorStorage(Storage):
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
         if batched and isinstance(data, list):
-            data = stacked(data, call, self._geometry.dtypes)
+            known = self.structure if self.memory is not None and self.ndim == 1 else None
+            data = stacked(data, call, self._geometry.dtypes, known, ignored)
         columns: tuple[int, ...] = ()
         if self.ndim > 1:
             data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
@@ -350,6 +351,9 @@ class TensorStorage(Storage):
             if self.memory is None:
                 self._initialize(data, n if batched else None, columns, call)
         return self.written().flatten(data, n if batched else None, call, ignored), n
+
+    def number(self, value: object, path: tuple[str, ...]) -> object:
+        return as_tensor(value, path, "add") if self.memory is None else self.written().number(value, path)
 
     def _forget_fake_row(self) -> bool:
         """Whether this was a storage with a row that says nothing of those to come, and is as before its first write now."""
