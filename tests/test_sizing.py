@@ -164,7 +164,10 @@ def test_what_a_batch_reads_is_the_pages_that_its_rows_lie_in(sizes, share, batc
     """The oracle counts the pages of every row of a store whose rows end with a page."""
     row, rows = {str(i): torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}, 4096
     without = plan(row, rows)
-    assert without.from_disk(batch) == 0
+    with pytest.raises(
+        ValueError, match=r"from_disk: expected a plan .*, got one without\. Use engram.plan\(.*memory=bytes"
+    ):
+        without.from_disk(batch)
     memory = without.resident + int(share * without.nbytes)
     pages = sum((k * size + size - 1) // 4096 - k * size // 4096 + 1 for size in sizes for k in range(rows)) / rows
     missing = 1 - min(1, int(share * without.nbytes) / without.nbytes)

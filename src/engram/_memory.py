@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-#: Of each version of control groups: where its tree is, and the file that says the limit.
-_V1, _V2 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("sys/fs/cgroup", "memory.max")
+
+class _Version(NamedTuple):
+    """Of control groups: where their tree is, and what their files are called."""
+
+    tree: str
+    limit: str
+    usage: str
+    cached: frozenset[str]
+    """Entries of ``memory.stat``, a group's and its groups' files that are cached."""
+
+
+_V1 = _Version(
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    frozenset({"total_active_file", "total_inactive_file"}),
+)
+_V2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", frozenset({"active_file", "inactive_file"}))
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes: what the kernel says is available, and at most the limit of every control group around this process.
+    """Bytes: what the kernel says is available, and at most what every control group around this process has left.
 
-    Files that are cached count as available. 0 where the kernel says nothing, which is not Linux. Cost: some small files are read.
+    Files that are cached count as available, what this process and others use does not. 0 where the kernel says nothing, which is
+    not Linux. Cost: some small files are read.
     """
     return min(_from_kernel(root), *_from_groups(root), sys.maxsize)
 
@@ -30,19 +48,27 @@ def _from_kernel(root: Path) -> int:
 
 
 def _from_groups(root: Path) -> list[int]:
-    """The limits of the process's groups and of those above them. In a container a tree begins at the group."""
-    limits = []
+    """Bytes that the process's groups, and those above them, may still use. In a container a tree begins at the group."""
+    left = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        tree, limit = _V1 if controllers else _V2
+        version = _V1 if controllers else _V2
         at = Path(group.lstrip("/"))
         for folder in (at, *at.parents):
-            said = next(iter(_lines(root / tree / folder / limit)), "max").strip()
-            if said.isdigit():
-                limits.append(int(said))
-    return limits
+            here = root / version.tree / folder
+            limit = _number(here / version.limit)
+            if limit is not None:
+                entries = [entry.split() for entry in _lines(here / "memory.stat")]
+                cached = sum(int(entry[1]) for entry in entries if entry[0] in version.cached)
+                left.append(max(0, limit - max(0, (_number(here / version.usage) or 0) - cached)))
+    return left
+
+
+def _number(path: Path) -> int | None:
+    said = next(iter(_lines(path)), "").strip()
+    return int(said) if said.isdigit() else None
 
 
 def _lines(path: Path) -> list[str]:

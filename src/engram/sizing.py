@@ -45,21 +45,29 @@ class StoragePlan(NamedTuple):
     finals_bytes: int = 0
     """Bytes of the final observations that such a sampler needs."""
     memory: int = 0
-    """Bytes that the store may have in memory, as they were given. 0: all that it needs."""
+    """Bytes that the store may have in memory, as they were given. 0: none were."""
     resident: int = 0
     """Bytes that every draw touches, which must fit into memory: those beside the rows, and the priorities of one sampler."""
 
     def from_disk(self, batch_size: int) -> float:
         """Bytes that a uniform batch reads from disk on average, in whole pages, while memory is full.
 
-        0 without ``memory``, or where all rows fit. Exact for draws that are independent; windows read less, as rows share pages.
+        0 where all rows fit. Exact for draws that are independent; windows read less, as rows share pages.
+
+        Raises:
+            ValueError: the plan was made without ``memory``.
 
         >>> import torch, engram
         >>> found = engram.plan({"a": torch.zeros(10)}, 1_000_000, memory=50_000_000)
         >>> round(found.from_disk(256))
         356092
         """
-        missing = missing_share(max(1, self.nbytes), self.memory, self.resident) if self.memory else 0
+        if not self.memory:
+            raise ValueError(
+                "from_disk: expected a plan that knows how much memory there is, got one without. "
+                "Use engram.plan(example, capacity, memory=bytes)."
+            )
+        missing = missing_share(max(1, self.nbytes), self.memory, self.resident)
         # A row of r bytes begins anywhere in a page, in steps of what r and the page have in common.
         pages = sum((f.row_bytes - math.gcd(f.row_bytes, _PAGE)) / _PAGE + 1 for f in self.fields if f.row_bytes)
         return batch_size * pages * _PAGE * missing
@@ -112,8 +120,9 @@ def plan(
         dtypes: as for the storages.
         sampler: the expander that batches will be drawn with, such as a :class:`FrameStack` around a :class:`NextFromFollowing`:
             the plan is of rows as they are stored then, and shows what storing frames once spares.
-        memory: bytes that the store may have in memory, at least 1. The plan then says what must stay there, and what a batch reads
-            from disk; ``engram doctor DIR`` says how many batches per second that makes.
+        memory: bytes that the store may have in memory, at least 1: what is left beside the program, which takes some hundred MB
+            with torch. The plan then says what must stay there, and what a batch reads from disk; ``engram doctor DIR`` says how
+            many batches per second that makes.
 
     Returns:
         A :class:`StoragePlan` with the fields, and the bytes of a row, of all rows and of the metadata. Its text names the ``dtypes``

@@ -17,6 +17,7 @@ from engram._words import said_bytes
 from engram.format import files, layout
 from engram.format.describe import describe
 from engram.format.verify import read_store
+from engram.store.opening import resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,7 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[tuple[str, str, bo
     schema = read_store(directory)[0] if layout.is_store(directory) else None
     lanes = cast("dict[str, int]", describe(directory)["lanes"]) if schema is not None else {}
     nbytes = 0 if schema is None else schema.capacity * schema.row_bytes
-    needed = 0 if schema is None else layout.tickets_bytes(schema.capacity)
+    needed = 0 if schema is None else resident_bytes(directory, schema.capacity)
     with contextlib.ExitStack() as stack:
         if schema is not None and (most := lanes["most_rows"]):
             starts = range(0, schema.capacity, schema.capacity // schema.lanes)
@@ -70,7 +71,11 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[tuple[str, str, bo
         missing = missing_share(nbytes, memory, needed)
         expected = f"expect {batches / missing:.1f} batches of {_BATCH} rows per second" if missing else "all rows fit"
         lines.append(
-            ("memory", f"{said_bytes(memory)}, tickets need {said_bytes(needed)}: {expected}", memory >= needed)
+            (
+                "memory",
+                f"{said_bytes(memory)} beside what is in use; tickets and priorities need {said_bytes(needed)}: {expected}",
+                memory >= needed,
+            )
         )
     return lines
 

@@ -364,13 +364,18 @@ def _use_files(store: Store, directory: Path) -> None:
     paths = [str(layout.field_path(directory, field.key)) if f in longest else "" for f, field in enumerate(fields)]
     larger = 0 < memory < 2 * capacity * store.schema.row_bytes
     store.core.use_files(paths, larger)
-    indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*/priorities")))
-    needed = layout.tickets_bytes(capacity) + indexes * _native.priority_bytes(capacity, True)
+    needed = resident_bytes(directory, capacity)
     if larger and memory < needed:
         warn(
             f"{str(directory)!r}: tickets and priorities of {capacity} rows need {said_bytes(needed)} of memory, this process can have "
             f"{said_bytes(memory)}: each draw waits for the disk. Give it more, or choose a smaller store."
         )
+
+
+def resident_bytes(directory: Path, capacity: int) -> int:
+    """Of the store in a folder: bytes that every draw touches."""
+    indexes = len(list((directory / layout.FOLDER / layout.INDEXES).glob("*/priorities")))
+    return layout.tickets_bytes(capacity) + indexes * _native.priority_bytes(capacity, True)
 
 
 def _attach_first(store: Store, directory: Path, unclean: str) -> None:
