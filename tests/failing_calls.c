@@ -74,6 +74,7 @@ WRAP("preadv", -1, ssize_t, preadv, (int fd, const struct iovec* pieces, int n, 
 WRAP("preadv", -1, ssize_t, preadv64, (int fd, const struct iovec* pieces, int n, off64_t at), fd, pieces, n, at)
 WRAP("pwritev", -1, ssize_t, pwritev, (int fd, const struct iovec* pieces, int n, off_t at), fd, pieces, n, at)
 WRAP("pwritev", -1, ssize_t, pwritev64, (int fd, const struct iovec* pieces, int n, off64_t at), fd, pieces, n, at)
+WRAP("sync_file_range", -1, int, sync_file_range, (int fd, off64_t at, off64_t size, unsigned how), fd, at, size, how)
 WRAP("read", -1, ssize_t, read, (int fd, void* data, size_t size), fd, data, size)
 WRAP("fsync", -1, int, fsync, (int fd), fd)
 WRAP("fdatasync", -1, int, fdatasync, (int fd), fd)

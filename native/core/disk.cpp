@@ -18,7 +18,7 @@ namespace engram {
 namespace {
 
 constexpr std::uint64_t kGap = 16 * 1024;         // bytes between two rows that are read as one piece: less than what a request costs
-constexpr std::uint64_t kDirty = 8 << 20;         // bytes written before the kernel is asked to write them out
+constexpr std::uint64_t kDirty = 4 << 20;         // bytes of a file written before the kernel is to write them out
 constexpr std::uint64_t kAnnounced = 128 * 1024;  // bytes: of a longer piece the kernel may take the beginning only
 constexpr std::size_t kPieces = 64;               // rows of one system call
 
@@ -135,8 +135,14 @@ std::optional<DiskError> Disk::read(const Field& field, std::uint64_t number, st
   std::array<iovec, kPieces> pieces;
   for (std::uint64_t i = 0, next = 0; i < rows.size(); i = next) {
     std::size_t count = 0;
-    for (next = i; next < rows.size() && count < kPieces && (next == i || rows[next] == rows[next - 1] + 1); ++next) {
-      pieces[count++] = {out + at[next] * bytes, bytes};
+    for (next = i; next < rows.size() && (next == i || rows[next] == rows[next - 1] + 1); ++next) {
+      if (next > i && at[next] == at[next - 1] + 1) {
+        pieces[count - 1].iov_len += bytes;
+      } else if (count < kPieces) {
+        pieces[count++] = {out + at[next] * bytes, bytes};
+      } else {
+        break;
+      }
     }
     if (auto error = move_pieces(preadv, "read", files_[number], static_cast<std::uint64_t>(rows[i]) * bytes, {pieces.data(), count})) {
       return error;
@@ -148,6 +154,11 @@ std::optional<DiskError> Disk::read(const Field& field, std::uint64_t number, st
 void Disk::write(const Field& field, std::uint64_t number, std::uint64_t first, std::uint64_t n, const std::byte* from,
                  const std::int64_t* pick) const {
   const std::uint64_t bytes = field.row_bytes;
+  const File& file = files_[number];
+  struct stat found {};  // a call would write past the end of a file that was truncated
+  if (fstat(file.descriptor, &found) != 0 || static_cast<std::uint64_t>(found.st_size) < (first + n) * bytes) {
+    throw DiskError(0, file.path, "write at byte " + std::to_string(first * bytes));
+  }
   std::array<iovec, kPieces> pieces;
   for (std::uint64_t i = 0; i < n;) {
     const std::uint64_t offset = (first + i) * bytes;
@@ -159,13 +170,16 @@ void Disk::write(const Field& field, std::uint64_t number, std::uint64_t first, 
     for (; i < n && count < kPieces; ++i) {
       pieces[count++] = {const_cast<std::byte*>(from) + static_cast<std::uint64_t>(pick[i]) * bytes, bytes};
     }
-    if (auto error = move_pieces(pwritev, "write", files_[number], offset, {pieces.data(), count})) throw *error;
+    if (auto error = move_pieces(pwritev, "write", file, offset, {pieces.data(), count})) throw *error;
   }
   counters_.writes.fetch_add(1, std::memory_order_relaxed);
   counters_.bytes_written.fetch_add(n * bytes, std::memory_order_relaxed);
-  if (dirty_.fetch_add(n * bytes, std::memory_order_relaxed) + n * bytes < kDirty) return;
-  dirty_.store(0, std::memory_order_relaxed);
-  sync_file_range(files_[number].descriptor, 0, 0, SYNC_FILE_RANGE_WRITE);  // advice, as announce()
+  if (file.dirty.fetch_add(n * bytes, std::memory_order_relaxed) + n * bytes < kDirty) return;
+  file.dirty.store(0, std::memory_order_relaxed);
+  // Waits for what the call before has begun, so that no write waits for much. What a disk could not take is lost once the kernel
+  // forgets it, and this alone says so.
+  if (sync_file_range(file.descriptor, 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE) == 0) return;
+  if (errno == EIO || errno == ENOSPC) throw DiskError(errno, file.path, "write out rows of earlier calls, before byte " + std::to_string(first * bytes));
 }
 
 }  // namespace engram

@@ -96,8 +96,8 @@ class Disk {
   std::optional<DiskError> read(const Field& field, std::uint64_t number, std::span<const std::int64_t> rows,
                                 const std::uint32_t* at, std::byte* out) const;
 
-  /// Writes n rows to the rows first … of a field: those at `from`, or, of rows that begin there, the ones that `pick` names. Lets the
-  /// kernel begin to write them out before there are many. Throws DiskError.
+  /// Writes n rows to the rows first … of a field: those at `from`, or, of rows that begin there, the ones that `pick` names. Waits
+  /// for the disk where much was written before. Throws DiskError, also if the file ends before these rows do.
   void write(const Field& field, std::uint64_t number, std::uint64_t first, std::uint64_t n, const std::byte* from,
              const std::int64_t* pick) const;
 
@@ -114,6 +114,7 @@ class Disk {
     dev_t device = 0;
     ino_t inode = 0;  // of the file that is mapped: at its path another one may lie by now
     mutable std::atomic<int> descriptor{-1};
+    mutable std::atomic<std::uint64_t> dirty{0};  // bytes that the kernel was not yet told to write out
   };
   static int open_file(const File& file);
   template <class Call>
@@ -123,7 +124,6 @@ class Disk {
   bool larger_;
   std::deque<File> files_;
   mutable Counters counters_;
-  mutable std::atomic<std::uint64_t> dirty_{0};  // bytes that the kernel was not yet told to write out
 };
 
 }  // namespace engram

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -213,6 +214,16 @@ TEST(a_file_that_ends_early_is_an_error_that_says_where_and_passes) {
   }
   EXPECT_THROWS(DiskError, store->sample_uniform(1, 100, batch.out, nullptr, nullptr));
   EXPECT(store->gather(at, 1, store->all(), batch.out, nullptr, nullptr).empty());
+  try {
+    store->append(0, 100, rows.in, nullptr);
+    EXPECT(false);
+  } catch (const DiskError& error) {
+    EXPECT_EQ(error.path, files.paths[1]);
+    EXPECT_EQ(std::string(error.what()), "write at byte 0: expected more rows, the file ends there");
+  }
+  struct stat found {};
+  EXPECT_EQ(stat(files.paths[1].c_str(), &found), 0);
+  EXPECT_EQ(found.st_size, 50 * 4096 + 100);
   EXPECT_EQ(truncate(files.paths[1].c_str(), 100 * 4096), 0);
   store->append(0, 100, rows.in, nullptr);
   EXPECT(store->gather(at, 2, store->all(), batch.out, nullptr, nullptr).empty());

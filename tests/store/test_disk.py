@@ -301,6 +301,16 @@ def machine(tmp_path, *, available="9000 kB", cgroup="", **limits):
     return available_memory(tmp_path)
 
 
+V2_USED = {
+    "sys/fs/cgroup/a/memory.max": "5000\n",
+    "sys/fs/cgroup/a/memory.current": "3000\n",
+    "sys/fs/cgroup/a/memory.stat": "anon 2000\nfile 900\nactive_file 700\ninactive_file 50\n",
+}
+V1_USED = {
+    "sys/fs/cgroup/memory/job/one/memory.limit_in_bytes": "4096\n",
+    "sys/fs/cgroup/memory/job/one/memory.usage_in_bytes": "1000\n",
+    "sys/fs/cgroup/memory/job/one/memory.stat": "active_file 3\ntotal_active_file 10\ntotal_inactive_file 20\n",
+}
 V1 = "9:name=systemd:/\n4:cpu,memory:/job/one\n0::/\n"
 
 
@@ -312,9 +322,13 @@ V1 = "9:name=systemd:/\n4:cpu,memory:/job/one\n0::/\n"
         ("0::/../elsewhere\n", {"sys/fs/cgroup/memory.max": "77\n"}, 77),
         (V1, {"sys/fs/cgroup/memory/job/one/memory.limit_in_bytes": "4096\n"}, 4096),
         (V1, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}, 9000 * 1024),
+        ("0::/a\n", V2_USED, 5000 - (3000 - 700 - 50)),
+        ("0::/a\n", V2_USED | {"sys/fs/cgroup/a/memory.current": "9000\n"}, 0),
+        ("0::/a\n", V2_USED | {"sys/fs/cgroup/a/memory.current": "600\n"}, 5000),
+        (V1, V1_USED, 4096 - (1000 - 30)),
     ],
 )
-def test_the_memory_is_what_the_kernel_has_and_groups_allow(tmp_path, cgroup, limits, expected):
+def test_the_memory_is_what_the_kernel_has_and_groups_have_left(tmp_path, cgroup, limits, expected):
     assert machine(tmp_path, cgroup=cgroup, **limits) == expected
 
 
@@ -336,6 +350,10 @@ def test_a_file_that_is_truncated_beneath_a_store_is_an_error_that_names_it(disk
         with pytest.raises(OSError, match=r"read at byte \d+: expected more rows, the file ends there") as raised:
             rb.sample()
         assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(path))
+    with pytest.raises(OSError, match=r"write at byte 0: expected more rows, the file ends there") as raised:
+        rb.extend(rows)
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(path))
+    assert path.stat().st_size == 50 * 40_000
     os.truncate(path, 100 * 40_000)
     rb.extend(rows)
     assert set(rb.sample()["frame"][:, 4_999].tolist()) == set(range(100))
@@ -374,6 +392,14 @@ FAILS = """
     print(fails(b"preadv", errno.EIO, lambda: check(rb.sample())))
     print(fails(b"pwritev", errno.ENOSPC, lambda: (rb.extend(some), check(rb.sample()))))
     print(fails(b"pwritev", errno.EIO, lambda: rb.__setitem__(torch.arange(0, 18, 2), some)))
+    control.failing_calls_arm(b"sync_file_range", 1, errno.EIO)
+    try:
+        for _ in range(2 * (4 << 20) // rows["frame"].nbytes):
+            rb.extend(rows)
+        raise AssertionError("bytes that the disk did not take")
+    except OSError as error:
+        assert error.errno == errno.EIO and "write out rows of earlier calls" in str(error), error
+        assert error.filename.endswith("frame.memmap"), error.filename
     rb.extend(rows)
     assert len(rb) == 64
     check(rb[:])
