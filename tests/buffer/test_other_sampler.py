@@ -124,6 +124,26 @@ def test_priorities_of_another_alpha_are_computed_again(ram):
 
 
 @HOWS
+@pytest.mark.parametrize("capacity", [40, 30], ids=["as it was", "smaller"])
+@pytest.mark.parametrize("around", [lambda it: it, lambda it: NStep(it, 1, 0.9)], ids=["alone", "within returns"])
+def test_a_sampler_of_the_same_class_computes_them_again_too(ram, how, capacity, around):
+    source = buffer(around(prioritized()))
+    source.update_priority(torch.arange(STEPS), torch.arange(STEPS).double() ** 2)
+    load = saved(source, how, ram)
+    rb = buffer(around(PrioritizedSampler(capacity, 0.5, 0.3, eps=0.0)), capacity=capacity, rows=3)
+    with pytest.raises(
+        IncompatibleCheckpoint, match="alpha: expected 0.5 as here, got 1.0" if capacity == 40 else "expected"
+    ):
+        load(rb)
+    assert len(rb) == 3
+    load(rb, convert=True)
+    assert rb.sampler.alpha == 0.5
+    assert_proportional(counts(rb), range(STEPS))
+    rb.update_priority(torch.tensor([0]), 23.0**2)
+    assert counts(rb)[0] > 0
+
+
+@HOWS
 def test_a_prioritized_buffer_becomes_uniform(ram, how):
     source = buffer(prioritized())
     source.update_priority(torch.arange(STEPS), torch.arange(STEPS).double())

@@ -63,6 +63,11 @@ class Conversion(NamedTuple):
     """As :attr:`~engram.types.BufferLoad.converted`."""
 
 
+def _with_parameters_of(own: dict[str, object], theirs: dict[str, object], where: str) -> dict[str, object]:
+    """Priorities that were saved, as they are with the ``alpha`` and ``eps`` here."""
+    return priorities.with_parameters(theirs, real(own, "alpha", where), real(own, "eps", where))
+
+
 def converted(
     states: dict[str, dict[str, object]],
     found: Mapping[str, SavedPart],
@@ -81,6 +86,8 @@ def converted(
         states = {**states, "writer": saved(wiring.writer, "_writer")}
     same_class, users = found["sampler"].type == kinds["sampler"], wiring.source is not wiring.sampler
     if same_class and (users or own.keys() == theirs.keys()):
+        if "leaves" in own and not users:
+            states = {**states, "sampler": _with_parameters_of(own, theirs, where)}
         return Conversion(states)
     if users:
         raise IncompatibleCheckpoint(
@@ -90,10 +97,7 @@ def converted(
     ours = parts.reset_epoch(own, 0)
     what = "its epoch begins" if "visited" in own else ""
     if "leaves" in own and "leaves" in theirs:
-        ours = {
-            **priorities.with_parameters(theirs, real(own, "alpha", where), real(own, "eps", where)),
-            "beta": own["beta"],
-        }
+        ours = {**_with_parameters_of(own, theirs, where), "beta": own["beta"]}
         what = "their priorities were taken"
     elif "leaves" in own:
         what = "rows without priorities have the default one"

@@ -264,12 +264,13 @@ class Saving:
             reader = saved_parts.open_storage(checkpoint, rank)
             found = saved_parts.read_parts(checkpoint, rank)
             states = other_sampler.checked_states(found, checkpoint.shard_folder(rank), self._kinds(), convert=convert)
+            own = self._of_the_sampler(states, convert=convert)
             if saved_parts.INDEX in states["sampler"]:
                 states["sampler"] = saved_parts.index_state(reader, states["sampler"])
             if resize:
                 rows = self._prepare_conversion(reader, states)
             else:
-                rows = self._wiring.storage.prepare_part(reader, close_open=close_open)
+                rows = self._wiring.storage.prepare_part(reader, close_open=close_open, without=own)
             made = self._converted(states, found, where, convert=convert)
             return self._prepare(self._state_of_parts(made.states, where), rows, made, default_rng=default_rng)
 
@@ -293,7 +294,6 @@ class Saving:
         placed = made.rows(rank, env_offset)
         where = str(checkpoint.shard_folder(made.leader))
         with read_from(where):
-            rows = self._wiring.storage.prepare_rows(placed.state, placed.source)
             seed = seed_of(checkpoint, len(made.targets), rank)
             generator = torch.Generator().manual_seed(seed).get_state()
             shard = checkpoint.shard_folder(made.leader)
@@ -301,13 +301,23 @@ class Saving:
             read = other_sampler.checked_states(found, shard, self._kinds(), convert=convert)
             self._state_of_parts(read, where)  # they have what is replaced
             states = {part: saved_parts.reset(part, state, seed, generator) for part, state in read.items()}
+            own, priorities_of = self._of_the_sampler(states, convert=convert), placed.state["priorities"]
+            others = {name: of for name, of in priorities_of.items() if name not in own}
+            rows = self._wiring.storage.prepare_rows({**placed.state, "priorities": others}, placed.source)
             if saved_parts.INDEX in states["sampler"]:
-                states["sampler"] = placed.state["priorities"][states["sampler"][saved_parts.INDEX]]
+                states["sampler"] = priorities_of[states["sampler"][saved_parts.INDEX]]
             conversion = self._converted(states, found, where, convert=convert)
             state = self._state_of_parts(conversion.states, where)
             state["_rng"] = None if self._wiring.generator is None else [generator, "cpu"]
             state["_lane"] = self._lanes.saved  # that of another rank says nothing here
             return self._prepare(state, rows, conversion, default_rng=default_rng)
+
+    def _of_the_sampler(self, states: dict[str, State], *, convert: bool) -> list[str]:
+        """Names of priorities that the sampler loads, with the parameters here if ``convert``: not as the rows have them."""
+        named = states["sampler"].get(saved_parts.INDEX)
+        return (
+            [name for name, kind in self._own_indexes() if (name, kind) == (named, priorities.KIND)] if convert else []
+        )
 
     def _converted(
         self, states: dict[str, State], found: Mapping[str, SavedPart], where: str, *, convert: bool

@@ -393,8 +393,8 @@ class Checkpointer:
             allow_partial: also load a checkpoint that lacks shards, as a job leaves it of which ranks died. ``missing`` of the report
                 names their ranks.
             default_rng: as for ``loads``.
-            convert: another sampler may have saved it, with its buffer class: as for ``loads``, whose other conversions need nothing
-                here.
+            convert: another sampler may have saved it, with its buffer class, or one with another ``alpha`` or ``eps``: as for ``loads``,
+                whose other conversions need nothing here.
 
         Returns:
             A :class:`RestoreReport`.

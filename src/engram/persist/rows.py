@@ -28,7 +28,7 @@ from engram.persist.roles import boundary_fields, roles_of
 from engram.persist.trajectory_table import Marks, count_kinds, find_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -328,15 +328,18 @@ def _any(flags: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_] | None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_rows_state(reader: PartReader, *, close_open: bool = False) -> dict[str, Any]:
+def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Collection[str] = ()) -> dict[str, Any]:
     """The storage's state without rows, from its part; every block of it is checked.
 
-    ``close_open``: a row that holds nothing follows the trajectories that go on, so they end there.
+    ``close_open``: a row that holds nothing follows the trajectories that go on, so they end there. ``without``: names of priorities
+    that are left out.
 
     Raises:
         CorruptCheckpoint: a block has another sum, or a table says what no store does.
     """
     state: dict[str, Any] = read_state(reader)
+    for name in without:
+        state["priorities"].pop(name, None)
     geometry = reader.geometry
     if geometry is None:
         return state

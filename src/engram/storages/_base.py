@@ -20,7 +20,7 @@ from engram.storages._port import Count, Port, Rows
 from engram.types import Declared, Form, SampledStorage, Traits, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from engram.format.parts import PartReader
@@ -248,10 +248,11 @@ class Storage(Declared, Dumpable, Port):
     #: Classes whose dumps can be loaded here, beside its own.
     _loads: tuple[str, ...] = ()
 
-    def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> StorageLoad:
+    def prepare_part(self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()) -> StorageLoad:
         """Check a part. Rows are read when it is committed, if nothing is stored here; else their blocks are checked before, too.
 
-        ``close_open``: the trajectories that go on at the ends of lanes end there; the next row of such a lane is left out.
+        ``close_open``: the trajectories that go on at the ends of lanes end there; the next row of such a lane is left out. ``without``:
+        names of priorities that the caller loads.
 
         Raises: as :meth:`loads`. Nothing is changed.
         """

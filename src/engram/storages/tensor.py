@@ -633,9 +633,11 @@ class TensorStorage(Storage):
     def lineage(self) -> object:
         return None if self.memory is None else (weakref.ref(self.memory), self.memory.replaced)
 
-    def prepare_part(self, reader: PartReader, *, close_open: bool = False) -> StorageLoad:
+    def prepare_part(self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()) -> StorageLoad:
         self._check_kind(reader)
-        load = self.prepare_rows(read_rows_state(reader, close_open=close_open), SavedRowsSource(reader))
+        load = self.prepare_rows(
+            read_rows_state(reader, close_open=close_open, without=without), SavedRowsSource(reader)
+        )
         if len(self):
             check_blocks(reader)
         return load
