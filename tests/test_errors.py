@@ -10,6 +10,7 @@ BUILTINS = {
     "NoSampleable": RuntimeError,
     "PriorityError": ValueError,
     "WriterStalled": TimeoutError,
+    "RateLimited": TimeoutError,
     "ReadOnlyStore": RuntimeError,
     "StoreInUse": RuntimeError,
     "ForkedHandle": RuntimeError,

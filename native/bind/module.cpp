@@ -14,6 +14,7 @@
 #include "../core/permutation.h"
 #include "../core/pool.h"
 #include "../core/random.h"
+#include "../core/row_limits.h"
 #include "../core/wait.h"
 #include "block.h"
 #include "epoch.h"
@@ -114,6 +115,20 @@ NB_MODULE(_core, m) {
         "The exception of shared memory that says what no store says, from now on.");
   m.def("raise_readonly_as", &raise_as<engram::ReadOnly>, "kind"_a, "The exception of writes to a store that is only read, from now on.");
   m.def("raise_nothing_live_as", &raise_as<engram::NothingLive>, "kind"_a, "The exception of draws without a live row, from now on.");
+  m.def(
+      "raise_limited_as",
+      [](const nb::type_object& kind) {
+        nb::register_exception_translator(
+            [](const std::exception_ptr& error, void* raised) {
+              try {
+                std::rethrow_exception(error);
+              } catch (const engram::Limited& known) {
+                PyErr_SetObject(static_cast<PyObject*>(raised), nb::int_(known.rows).ptr());
+              }
+            },
+            kind.inc_ref().ptr());
+      },
+      "kind"_a, "The exception of rows that are not admitted now, from now on: it is given their number.");
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   engram::bind_hold(m);
   engram::bind_intake(m);

@@ -292,6 +292,7 @@ void bind_store(nb::module_& m) {
   bind_reads(type);
   bind_draws(type);
   bind_disk(type);
+  bind_limits(type);
   bind_store_control(m, type);
 }
 

@@ -57,6 +57,7 @@ void bind_sharing(nb::class_<Store>& type) {
           "reset_locks",
           [](Store& self, bool clean) {
             self.control().writable().lock_page().placing.format();
+            self.limits().forget_waits();
             if (clean) self.control().lock_page().pause.store(0);  // else recover() has to know
           },
           "clean"_a, "For the only process that has the store open.")

@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "fence.h"
+#include "row_limits.h"
 #include "wait.h"
 
 namespace engram {
@@ -23,13 +24,13 @@ constexpr std::uint64_t kMost = std::uint64_t{1} << 56;  // tickets and position
 constexpr int kLongestHolders = 12;  // waits of those that a claim is waited for
 constexpr std::uint64_t kLockPageAt = kPage;
 constexpr std::uint64_t kCountersAt = 2 * kPage, kCountersBytes = 2048;
-// Nothing writes there yet, all is zero: how fast rows may come and go, and words that processes sleep on until they change,
-// each on a cache line of its own.
+// Zero: rows may come and go as they like, and nothing waits.
 constexpr std::uint64_t kLimitsAt = kCountersAt + kCountersBytes, kLimitsBytes = 1024;
 constexpr std::uint64_t kWaitsAt = kLimitsAt + kLimitsBytes, kWaitsBytes = 1024;
 constexpr std::uint64_t kParticipantsAt = kWaitsAt + kWaitsBytes, kParticipantsBytes = kParticipants * sizeof(Participant);
 constexpr std::uint64_t kLanesAt = kParticipantsAt + kParticipantsBytes;
 static_assert(sizeof(LockPage) <= kPage && sizeof(Counters) <= kCountersBytes);
+static_assert(sizeof(LimitsPage) <= kLimitsBytes && sizeof(WaitsPage) <= kWaitsBytes);
 static_assert(kLimitsAt % 64 == 0 && kWaitsAt % 64 == 0 && kParticipantsAt % 64 == 0 && kLanesAt % 64 == 0);
 
 // The directory of a block with that many lanes: what it says of sizes follows from them alone.
@@ -154,6 +155,8 @@ Control::Control(std::span<std::byte> control, std::span<std::byte> tickets) {
   participants_count_ = header.participants;
   lock_page_ = reinterpret_cast<LockPage*>(control.data() + kLockPageAt);
   counters_ = reinterpret_cast<Counters*>(control.data() + kCountersAt);
+  limits_ = reinterpret_cast<LimitsPage*>(control.data() + kLimitsAt);
+  waits_ = reinterpret_cast<WaitsPage*>(control.data() + kWaitsAt);
   participants_ = reinterpret_cast<Participant*>(control.data() + kParticipantsAt);
   lanes_ = reinterpret_cast<Lane*>(control.data() + kLanesAt);
   tickets_ = reinterpret_cast<Word*>(tickets.data());
@@ -270,6 +273,7 @@ void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
   const std::uint64_t n = copied(claim.n), steps = static_cast<std::uint64_t>(kEmptying) - static_cast<std::uint64_t>(copied(claim.lane));
   const std::uint64_t first = std::min(steps / 2, geometry_.lanes);
   // Before a lane is empty: what is written to an empty store counts.
+  if (steps == 0) Limits(*this).restart(0);
   if (claim.p0 == 0) counters_->write_count.store(0, std::memory_order_relaxed);
   step();
   claim.p0 = 1;
@@ -333,6 +337,13 @@ void Control::copy_state(const Control& from) const {
   take(counters_->redraws, from.counters_->redraws);
   take(counters_->patches, from.counters_->patches);
   take(counters_->patches_dropped, from.counters_->patches_dropped);
+  for (std::uint64_t i = 0; i < kLimitSlots; ++i) {
+    LimitSlot &to = limits_->slots[i], &slot = from.limits_->slots[i];
+    take(to.ratio, slot.ratio), take(to.tolerance, slot.tolerance), take(to.min_size, slot.min_size);
+    take(to.most_in_flight, slot.most_in_flight), take(to.level, slot.level), take(to.samples, slot.samples);
+    take(to.in_flight, slot.in_flight), take(to.inserts, slot.inserts);
+  }
+  take(limits_->current, from.limits_->current);
 }
 
 void Control::read_lanes(LaneState* lanes) const {
@@ -461,6 +472,7 @@ Control::Repair Control::recover() const {
   }
   counters_->void_rows.store(void_rows, std::memory_order_release);
   lock_page_->pause.store(0, std::memory_order_release);
+  Limits(*this).forget_waits();
   return repair;
 }
 

@@ -145,9 +145,40 @@ struct Lane {
   Word high;                // positions below it are live whatever the cursor says (written by number); only grows
 };
 
+/// The rules of one moment and their counts: row_limits.h. Numbers that are not whole lie there as bits.
+struct LimitSlot {
+  alignas(64) Word ratio;
+  Word tolerance;
+  Word min_size;
+  Word most_in_flight;
+  alignas(64) Word level;
+  Word samples;
+  alignas(64) Word in_flight;
+  Word inserts;
+};
+constexpr std::uint64_t kLimitSlots = 4;
+
+/// Section "limits".
+struct LimitsPage {
+  alignas(64) Word current;  // how often limits were set, which names a slot << 1 | whether there are any
+  LimitSlot slots[kLimitSlots];
+};
+
+/// Section "waits": what waits until it is admitted, by side.
+struct WaitsPage {
+  struct Side {
+    alignas(64) std::atomic<std::uint32_t> event;  // a futex: another one when those that wait are to look again
+    std::atomic<std::uint32_t> waiting;
+    Word want_level;      // bits of a level that lets the first of them go on; 0: none
+    Word want_in_flight;  // as many rows, and one more
+    Word waits;
+    Word waited_ns;
+  } sides[2];  // insert, sample
+};
+
 static_assert(sizeof(Section) == 32 && offsetof(Header, directory) == 96 && sizeof(Header) <= kPage);
 static_assert(sizeof(Claim) == 32 && sizeof(Participant) == 128 && sizeof(Lane) == 64);
-static_assert(sizeof(Counters) == 128);
+static_assert(sizeof(Counters) == 128 && sizeof(LimitSlot) == 192 && sizeof(WaitsPage) == 128);
 
 struct Geometry {
   std::uint64_t capacity, lanes, lane_length;
@@ -218,6 +249,8 @@ class Control {
   Lane& lane(std::uint64_t lane) const { return lanes_[lane]; }
   Counters& counters() const { return *counters_; }
   LockPage& lock_page() const { return *lock_page_; }
+  LimitsPage& limits_page() const { return *limits_; }
+  WaitsPage& waits_page() const { return *waits_; }
   /// Throws std::invalid_argument beyond the table.
   Participant& participant(std::uint64_t i) const;
   std::uint64_t participants() const { return participants_count_; }
@@ -302,6 +335,8 @@ class Control {
   std::uint64_t schema_sum_ = 0;
   LockPage* lock_page_ = nullptr;
   Counters* counters_ = nullptr;
+  LimitsPage* limits_ = nullptr;
+  WaitsPage* waits_ = nullptr;
   Participant* participants_ = nullptr;
   std::uint64_t participants_count_ = 0;
   Lane* lanes_ = nullptr;

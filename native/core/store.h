@@ -21,6 +21,7 @@
 #include "disk.h"
 #include "gather.h"
 #include "index.h"
+#include "row_limits.h"
 #include "participants.h"
 #include "random.h"
 
@@ -67,6 +68,8 @@ class Store {
   Disk* disk() const { return disk_.get(); }
 
   const Control& control() const { return control_; }
+  /// How fast rows may come and go. Appended rows, and those that are written by number to grow, are admitted first, or refused: Limited.
+  Limits limits() const { return Limits(control_); }
   /// Whether reading, or writing, n whole rows is over before another thread has been woken: they lie in memory, and are few and
   /// small. Measured: benchmarks/bench_threads.py.
   bool reads_briefly(std::uint64_t n) const { return in_memory_ && !control_.only_reads() && n <= kBriefReads && n * row_bytes_ <= kBriefBytes; }
@@ -212,6 +215,7 @@ class Store {
   bool goes_to_files(std::span<const std::uint64_t> which, std::uint64_t n, RowOf&& row) const;
   void put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick, bool to_file) const;
   void grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& claim);
+  void check_live(const std::int64_t* rows, std::uint64_t n) const;
   bool holds_earlier_lap(std::uint64_t row, const Place& place) const;
   Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   bool mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);

@@ -114,6 +114,7 @@ void Store::begin_replacing(bool keep_write_count) {
 void Store::replaced(std::uint64_t clock, const Control::LaneState* lanes, const std::int64_t* numbers) {
   check(control_.lock_page().pause.load(std::memory_order_acquire) == (own_pause() | kReplacing), "rows replaced that were not begun with");
   control_.put_state(clock, lanes, numbers);
+  limits().restart(control_.size());
 }
 
 void Store::end_replacing() const {

@@ -216,6 +216,7 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
 std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out) {
   check(lane < control_.lanes(), "a lane outside the store");
   check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  AdmittedInsert admitted(control_, n);
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
@@ -233,7 +234,7 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
         if (control_.lane(lane).base.load(std::memory_order_acquire) > p0) forget_outside(rows_out, n, t0);
       },
       [&](Index& index) { index.written(rows_out, n, t0); });
-  control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
+  admitted.written();
   return t0;
 }
 
@@ -243,6 +244,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   for (std::uint64_t i = 0; i < n; ++i) {
     check(static_cast<std::uint64_t>(lane_of[i]) < control_.lanes(), "a lane outside the store");
   }
+  AdmittedInsert admitted(control_, n);
   look_after_others();
   struct Run {
     std::uint64_t lane, begin, end, p0;
@@ -280,7 +282,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
         if (emptied) forget_outside(rows_out, n, t0);
       },
       [&](Index& index) { index.written(rows_out, n, t0); });
-  control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
+  admitted.written();
   return t0;
 }
 
@@ -328,6 +330,17 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
   if (number != 0) claim.forget_note();
 }
 
+// One that is being written is waited for; one outside the extent is just being forgotten.
+void Store::check_live(const std::int64_t* rows, std::uint64_t n) const {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const State state = state_of(control_.word(row).load(std::memory_order_acquire));
+    if ((state != State::committed && state != State::writing) || !control_.inside(row)) {
+      throw std::out_of_range("row " + std::to_string(rows[i]) + " is not live");
+    }
+  }
+}
+
 std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
                              Columns columns, bool grow, const std::int64_t* pick, std::uint64_t of) {
   check(columns.size() == which.size(), "another number of columns than fields named");
@@ -346,6 +359,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
   };
   const std::uint64_t chunk = std::clamp<std::uint64_t>(kChunkBytes / std::max<std::uint64_t>(1, row_bytes_), 1, kScattered);
   for (std::uint64_t i = 0; i < std::min(n, chunk); ++i) ask_for(rows[i]);
+  AdmittedInsert admitted(control_, grow ? n : 0);
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
@@ -357,14 +371,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       throw;
     }
   } else {
-    for (std::uint64_t i = 0; i < n; ++i) {
-      const auto row = static_cast<std::uint64_t>(rows[i]);
-      const State state = state_of(control_.word(row).load(std::memory_order_acquire));
-      // One that is being written is waited for; one outside the extent is just being forgotten.
-      if ((state != State::committed && state != State::writing) || !control_.inside(row)) {
-        throw std::out_of_range("row " + std::to_string(rows[i]) + " is not live");
-      }
-    }
+    check_live(rows, n);
   }
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
@@ -403,7 +410,7 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
       index.edited(rows, n, t0, which, scatter);
     }
   });
-  if (grow) control_.counters().write_count.fetch_add(n, std::memory_order_relaxed);
+  if (grow) admitted.written();
   return t0;
 }
 

@@ -25,6 +25,7 @@ from engram.errors import IncompatibleStore as IncompatibleStore
 from engram.errors import NoSampleable as NoSampleable
 from engram.errors import PriorityError as PriorityError
 from engram.errors import RankFailed as RankFailed
+from engram.errors import RateLimited as RateLimited
 from engram.errors import ReadOnlyStore as ReadOnlyStore
 from engram.errors import RowError as RowError
 from engram.errors import StoreInUse as StoreInUse

@@ -47,7 +47,7 @@ from engram._core import (
     uniform,
     wait_limit,
 )
-from engram.errors import CorruptStore, NoSampleable, ReadOnlyStore, WriterStalled
+from engram.errors import CorruptStore, NoSampleable, RateLimited, ReadOnlyStore, WriterStalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +64,7 @@ __all__ = [
     "Intake",
     "Layout",
     "Marks",
+    "NotAdmitted",
     "OutputBlock",
     "Participants",
     "Priorities",
@@ -97,10 +98,23 @@ __all__ = [
     "wait_limit",
 ]
 
+
+class NotAdmitted(RateLimited):
+    """A number of rows that the limits of a store refuse for now: buffers wait and try again."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.rows = rows
+
+    def __str__(self) -> str:
+        return f"the limits of the store do not admit {self.rows} more rows now. Write through a buffer, which waits."
+
+
 _core.raise_stalled_as(WriterStalled)
 _core.raise_damaged_as(CorruptStore)
 _core.raise_nothing_live_as(NoSampleable)
 _core.raise_readonly_as(ReadOnlyStore)
+_core.raise_limited_as(NotAdmitted)
 
 #: Whether tensors can be looked at natively; if not, everything works and writes are slower.
 HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)

@@ -7,6 +7,7 @@
     ├── NoSampleable       RuntimeError   nothing can be drawn
     ├── PriorityError      ValueError     a priority that is negative, not finite or too large
     ├── WriterStalled      TimeoutError   a wait for another writer, or for a row that keeps changing, timed out
+    ├── RateLimited        TimeoutError   the limits of the store did not admit rows in time
     ├── ReadOnlyStore      RuntimeError   a write to a store that was opened with readonly=True
     ├── StoreInUse         RuntimeError   another process has the directory open, or 256 processes have
     ├── ForkedHandle       RuntimeError   a store that a forked child could not share with its parent
@@ -38,6 +39,7 @@ __all__ = [
     "NoSampleable",
     "PriorityError",
     "RankFailed",
+    "RateLimited",
     "ReadOnlyStore",
     "RowError",
     "StoreInUse",
@@ -64,6 +66,10 @@ class PriorityError(EngramError, ValueError):
 
 class WriterStalled(EngramError, TimeoutError):
     """A wait timed out: another writer holds the row, or the row was rewritten at every attempt."""
+
+
+class RateLimited(EngramError, TimeoutError):
+    """The limits of the store did not admit rows within the timeout. Nothing was written or drawn."""
 
 
 class ReadOnlyStore(EngramError, RuntimeError):
