@@ -28,6 +28,7 @@ NAMES = [
     "Checkpointer",
     "Compose",
     "ConditionalUpdateResult",
+    "ConsumingSampler",
     "CorruptCheckpoint",
     "CorruptStore",
     "DEFAULT_DONE_KEYS",

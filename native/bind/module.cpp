@@ -17,6 +17,7 @@
 #include "../core/row_limits.h"
 #include "../core/wait.h"
 #include "block.h"
+#include "consumption.h"
 #include "epoch.h"
 #include "expand.h"
 #include "hold.h"
@@ -134,6 +135,7 @@ NB_MODULE(_core, m) {
   engram::bind_intake(m);
   engram::bind_store(m);
   engram::bind_epoch(m);
+  engram::bind_consumption(m);
   engram::bind_priorities(m);
   engram::bind_ranking(m);
   engram::bind_trajectories(m);

@@ -38,6 +38,7 @@ from engram.expanders import NStep as NStep
 from engram.expanders import RewardToGo as RewardToGo
 from engram.loader import DeviceLoader as DeviceLoader
 from engram.ranks import Ranks as Ranks
+from engram.samplers import ConsumingSampler as ConsumingSampler
 from engram.samplers import PrioritizedSampler as PrioritizedSampler
 from engram.samplers import PrioritizedSliceSampler as PrioritizedSliceSampler
 from engram.samplers import RandomSampler as RandomSampler

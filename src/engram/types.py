@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 
     import numpy as np
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from engram.consumption import ConsumptionIndex
     from engram.format.checkpoints import Checkpoint
     from engram.persist.parts import Snapshot
     from engram.priorities import PriorityConfig, PriorityIndex
@@ -139,14 +140,18 @@ class Write(NamedTuple):
 
     #: int64 ``[n]``; -1 for a rejected row. Of a row that is named twice the last entry stays.
     rows: Tensor
-    #: Ticket number of the first row that was written; the others follow.
+    #: Ticket number of the first row that was written; the others follow, unless ``numbers`` has them.
     first: int
+    #: int64 ``[n]``: the ticket numbers, where rows were written in more than one step.
+    numbers: Tensor | None = None
 
     @property
     def tickets(self) -> Tensor:
         """int64 ``[n]`` ticket numbers: larger is newer, never reused; -1 for a rejected row."""
         import torch
 
+        if self.numbers is not None:
+            return self.numbers
         written = self.rows >= 0
         return torch.where(written, self.first - 1 + written.cumsum(0), -1)
 
@@ -216,6 +221,10 @@ class Traits(NamedTuple):
     # ---- writers, too: new ones stand last, as calls name them by place
     #: ``write_of`` places and writes data in one native call, where it can, in place of :meth:`Writer.place`.
     places_natively: bool = False
+    # ---- samplers, too
+    #: Rows are used up: those of a draw count when it is made. It may have fewer than were asked for, and no others are drawn in place
+    #: of those that move before they are read.
+    consumes: bool = False
 
     @property
     def reads_windows(self) -> bool:
@@ -322,6 +331,9 @@ class SampledStorage(Protocol):
     def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
         """The priorities of that name, and whether they were made by this call; None: nothing was ever written."""
 
+    def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
+        """The counts of that name, of rows that are drawn ``most`` times; None: nothing was ever written."""
+
 
 class Changes(NamedTuple):
     """Rows written or edited since some ticket. Made by the store, for samplers that need the writes of other processes."""
@@ -372,8 +384,9 @@ class Checkpointable(Protocol):
 
     closed: bool
 
-    def __len__(self) -> int:
-        """Rows."""
+    @property
+    def storage(self) -> Sized:
+        """Its rows."""
 
     @property
     def form(self) -> Form:

@@ -191,7 +191,6 @@ LATER = {
     "sample_unit": (object(), "expander"),
     "dim_extend": (1, "storage"),
     "checkpointer": (object(), "layouts for dumps"),
-    "consume_after_n_samples": (2, "ConsumingSampler"),
     "compilable": (True, "compile"),
     "delayed_init": (True, "remote"),
     "service_backend": ("ray", "remote"),

@@ -287,7 +287,7 @@ BROKEN = [
     (("_batch_size",), "4", TypeError),
     (("_lane",), 1, ValueError),
     (("_iterating",), None, TypeError),
-    (("_consume_after_n_samples",), 2, TypeError),
+    (("_consume_after_n_samples",), "2", TypeError),
     (("_rng",), torch.zeros(3), TypeError),
     (("_rng",), [torch.zeros(3, dtype=torch.uint8), "cpu"], ValueError),
     (("_rng",), [torch.zeros(3), "cpu"], TypeError),

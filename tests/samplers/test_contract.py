@@ -6,6 +6,7 @@ import pickle
 import torch
 
 from engram import (
+    ConsumingSampler,
     Draw,
     FrameStack,
     NStep,
@@ -32,6 +33,13 @@ class TestRandomSampler(Contract):
 class TestSamplerWithoutReplacement(Contract):
     def make(self, capacity):
         return SamplerWithoutReplacement()
+
+
+class TestConsumingSampler(Contract):
+    ends_epochs = True
+
+    def make(self, capacity):
+        return ConsumingSampler(50)
 
 
 class TestPrioritizedSampler(Contract):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class TorchRLArguments(TypedDict, total=False):
+class LaterArguments(TypedDict, total=False):
     """Keywords of TorchRL's buffers that must be off here, None or False, each with what will carry it."""
 
     sample_unit: Annotated[object, "expanders"]
@@ -17,7 +17,6 @@ class TorchRLArguments(TypedDict, total=False):
     checkpointer: Annotated[
         object, "a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)"
     ]
-    consume_after_n_samples: Annotated[object, "a ConsumingSampler"]
     compilable: Annotated[object, "tracing through torch.compile"]
     delayed_init: Annotated[object, "remote buffers"]
     service_backend: Annotated[object, "remote buffers"]
@@ -26,14 +25,20 @@ class TorchRLArguments(TypedDict, total=False):
     transport_options: Annotated[object, "remote buffers"]
 
 
+class TorchRLArguments(LaterArguments, total=False):
+    """Keywords of TorchRL's buffers, of the constructor and of ``open``."""
+
+    consume_after_n_samples: int | None
+
+
 class Arguments(TorchRLArguments, total=False):
     """Keywords of the constructor that have TorchRL's defaults."""
 
     shared: bool
 
 
-#: What will carry each of :class:`TorchRLArguments`.
-NOT_YET = {name: known.__metadata__[0] for name, known in get_type_hints(TorchRLArguments, include_extras=True).items()}
+#: What will carry each of :class:`LaterArguments`.
+NOT_YET = {name: known.__metadata__[0] for name, known in get_type_hints(LaterArguments, include_extras=True).items()}
 
 
 def constant(value: object, doc: str) -> property:

@@ -95,7 +95,7 @@ def converted(
             "cannot be converted to: load the rows into a buffer with one of engram's, then set_sampler."
         )
     ours = parts.reset_epoch(own, 0)
-    what = "its epoch begins" if "visited" in own else ""
+    what = "its epoch begins" if "visited" in own else "none was drawn yet" if "counts" in own else ""
     if "leaves" in own and "leaves" in theirs:
         ours = {**_with_parameters_of(own, theirs, where), "beta": own["beta"]}
         what = "their priorities were taken"

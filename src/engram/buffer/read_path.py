@@ -10,7 +10,9 @@ from torch import Tensor
 from engram import collate, samplers
 from engram._tensordict import is_lazy_stack, is_plain_tensordict, put
 from engram.buffer.write_path import map_dimensioned
+from engram.errors import NoSampleable
 from engram.field_paths import public
+from engram.retries import Retries
 from engram.samplers.redraw import Redraw
 from engram.store import ThreadKey
 from engram.types import Draw
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.wiring import Wiring
     from engram.store import Key
-    from engram.types import Entry, Shown
+    from engram.types import Entry, Info, Shown
 
 
 class ReadPath:
@@ -155,12 +157,44 @@ class ReadPath:
         if tracks and not chosen:  # so that the generation is that of what was read
             draw = draw._replace(tickets=storage.tickets_of(draw.rows))
         columns, moved = storage.read(draw.rows, draw.tickets)
+        if moved and wiring.of_sampler.consumes:
+            return self._draw_others(draw, columns, moved, key)
         if moved:
             draw = self.read_again(draw, columns, moved, "sample", key=key, chosen=chosen)
         info = dict(draw.info)
         if tracks:
             info["index_generation"] = draw.tickets
         return columns, draw.rows, info
+
+    def _draw_others(self, draw: Draw, columns: object, moved: list[int], key: int) -> tuple[object, Tensor, Info]:
+        """Others in place of rows that moved, of a sampler that counts what it draws; where none are left, the batch is shorter.
+
+        Raises:
+            NoSampleable: no row of the draw is left, and no other one.
+            WriterStalled: rows moved at every try.
+        """
+        storage, source, retries = self._wiring.storage, self._wiring.source, Retries()
+        assert draw.tickets is not None  # a row that was written since was not counted
+        rows, tickets = draw.rows.clone(), draw.tickets.clone()
+        while moved:
+            retries.again(rows, moved)
+            try:
+                fresh = source.draw(storage.extent(), len(moved), retries.key_of(key))
+            except NoSampleable:
+                if len(moved) == len(rows):
+                    raise
+                break
+            assert fresh.tickets is not None
+            places, rest = moved[: len(fresh.rows)], moved[len(fresh.rows) :]
+            rows[places], tickets[places] = fresh.rows, fresh.tickets
+            values, still = storage.read(fresh.rows, fresh.tickets)
+            storage.patch(columns, places, values)
+            moved = [places[i] for i in still] + rest
+        if moved:
+            left = [i for i in range(len(rows)) if i not in set(moved)]
+            columns = storage.some(columns, left)
+            rows, tickets = rows[left], tickets[left]
+        return columns, rows, {"index_generation": tickets} if self._wiring.of_writer.tracks_tickets else {}
 
     def read_again(
         self, draw: Draw, columns: object, moved: list[int], call: str, *, key: int | None = None, chosen: bool = False

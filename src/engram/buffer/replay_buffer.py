@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from engram import _fork, samplers, storages, writers
+from engram import _fork, storages, writers
 from engram._closing import end
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
@@ -25,7 +25,7 @@ from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
 from engram.buffer.settings import Settings
-from engram.buffer.wiring import Wiring, checked_generator, component, first_storage
+from engram.buffer.wiring import Wiring, checked_generator, component, first_sampler, first_storage
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
 from engram.pinning import pinning_for
@@ -72,6 +72,7 @@ class ReplayBuffer:
             copy; ``info`` has arrays, too. ``"namedtuple"``: attributes, ``batch.obs``, ``batch.next.reward``; a name that cannot be one is
             a ``ValueError`` of :meth:`sample`. Tuples and single tensors stay such. Rows by number, ``rb[i]``, stay as they are.
         shared: as :meth:`share`.
+        consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.
 
     Raises:
         TypeError: a component of the wrong kind, or an argument of TorchRL's that is not supported yet (named); ``transform`` and
@@ -117,6 +118,7 @@ class ReplayBuffer:
         **torchrl: Unpack[Arguments],
     ) -> None:
         call, shared = type(self).__name__, torchrl.pop("shared", False)
+        consume_after = torchrl.pop("consume_after_n_samples", None)
         reject_unsupported(call, torchrl, NOT_YET, type(self))
         if transform_factory is not None and not callable(transform_factory):
             raise TypeError(
@@ -137,7 +139,7 @@ class ReplayBuffer:
         )
         self._shut_down = False
         self._wiring.connect(
-            component(sampler, Sampler, "sampler", samplers.RandomSampler),
+            first_sampler(sampler, consume_after, call),
             component(writer, Writer, "writer", self._default_writer),
             batch_size,
         )
@@ -450,7 +452,7 @@ class ReplayBuffer:
     # ---- rows by number ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._wiring.storage)
+        return self._wiring.source.drawable(self._wiring.storage)
 
     def __getitem__(self, index: Any) -> Any:
         """Rows by number, after collating and read transforms.
@@ -973,8 +975,8 @@ class ReplayBuffer:
         >>> reader[:].tolist()
         [0, 1, 2, 3]
         """
-        reject_unsupported("open", torchrl, NOT_YET, cls.open)
         given = {
+            "consume_after_n_samples": torchrl.pop("consume_after_n_samples", None),
             "sampler": sampler,
             "writer": writer,
             "collate_fn": collate_fn,
@@ -985,6 +987,7 @@ class ReplayBuffer:
             "generator": generator,
             "output": output,
         }
+        reject_unsupported("open", torchrl, NOT_YET, cls.open)
         asked = cls.__name__ if cls._prioritized else None
         rb: ReplayBuffer = open_buffer(directory, unclean, io, given, readonly=readonly, prioritized=asked)
         return rb

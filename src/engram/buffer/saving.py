@@ -160,7 +160,7 @@ class Saving:
             "_batch_size": self._settings.batch_size,
             "_lane": self._lanes.saved,
             "_iterating": self._settings.iterating,
-            "_consume_after_n_samples": None,
+            "_consume_after_n_samples": wiring.source.draws_of_a_row,
             "_rng": None if wiring.generator is None else [wiring.generator.get_state(), "cpu"],
             "_default_rng": torch.default_generator.get_state(),
             "_prefetch_state": batches,
@@ -436,8 +436,9 @@ class Saving:
             )
         lane = self._lanes.checked_saved(state, kind)
         iterating = typed(state, "_iterating", bool, kind)
-        if state["_consume_after_n_samples"] is not None:
-            raise TypeError(f"{kind}: _consume_after_n_samples: expected None: a ConsumingSampler will carry it.")
+        draws = state["_consume_after_n_samples"]
+        if not isinstance(draws, int | None):  # the sampler says how many, too
+            raise TypeError(f"{kind}: _consume_after_n_samples: expected an int or None, got a {type(draws).__name__}.")
         rng = _checked_rng(state["_rng"], f"{kind}: _rng")
         default = _checked_generator(state["_default_rng"], f"{kind}: _default_rng")
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")

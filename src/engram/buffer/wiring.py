@@ -85,8 +85,12 @@ class Wiring:
         self.draws_natively = fields and self.of_sampler.draws_uniformly
         #: What draws and reads in one native call; None: nothing does.
         self.sample_natively = self.source.sample_natively if fields and self.of_sampler.reads_natively else None
+        #: Whether rows that are used up are written over first.
+        self.refills = (
+            self.of_sampler.consumes and self.of_writer.appends and self.storage.ndim == self.storage.lanes == 1
+        )
         #: Whether rows go behind the last one of their lane, without asking the writer.
-        self.appends = fields and self.of_writer.appends
+        self.appends = fields and self.of_writer.appends and not self.refills
         #: What places and writes in one native call; None: nothing does.
         self.write_of = self.placer.write_of if fields and self.of_writer.places_natively else None
         #: Whether a batch is not yet what was gathered.
@@ -144,7 +148,7 @@ class Wiring:
 
     def __getstate__(self) -> dict[str, object]:
         derived = ("source", "of_sampler", "placer", "of_writer", "generator")
-        paths = ("draws_natively", "sample_natively", "appends", "write_of", "collates")
+        paths = ("draws_natively", "sample_natively", "refills", "appends", "write_of", "collates")
         state = {name: value for name, value in self.__dict__.items() if name not in (*derived, *paths)}
         # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
         state["generator_state"] = None if self.generator is None else self.generator.get_state().numpy()
@@ -186,6 +190,26 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
             f"{name}: expected a {kind.__name__} or a callable that makes one, got {got}.{_remedy(made, kind)}"
         )
     return made
+
+
+def first_sampler(given: object, draws: int | None, call: str) -> Sampler:
+    """The sampler of a new buffer. ``draws``: of a row, ``consume_after_n_samples``; None: as the sampler says.
+
+    Raises:
+        TypeError: it is none, or ``draws`` is no int. ValueError: ``draws`` is below 1, or the sampler draws rows another number of times.
+    """
+    sampler: Sampler = component(given, Sampler, "sampler", samplers.RandomSampler)
+    if draws is None:
+        return sampler
+    what = f"{call}: consume_after_n_samples"
+    draws, source = check_count(what, draws), samplers.declared(sampler)
+    if source.traits.draws_uniformly:
+        return samplers.ConsumingSampler(draws)
+    if source.draws_of_a_row != draws:
+        raise ValueError(
+            f"{what}: expected the default sampler or a ConsumingSampler(max_sample_count={draws}), got {sampler!r}. Leave one of them out."
+        )
+    return sampler
 
 
 def _remedy(made: object, kind: type) -> str:

@@ -217,11 +217,38 @@ class WritePath:
         if not self._recipe.noted:
             self._recipe.note()
         with storage.placing:
+            if self._wiring.refills:
+                return self._refill(prepared, n)
             if plan is None or len(storage):  # another process may have written first
                 plan = place(n)
             write: Write = storage.write(plan, prepared, n)
             placer.written(plan, write)
         return write
+
+    def _refill(self, prepared: object, n: int) -> Write:
+        """Write over rows that are used up, and append the others: as few places of the ring as then all rows have one of their own.
+
+        Of the used rows, those that the ring comes to meanwhile are not written by number.
+        """
+        storage = self._wiring.storage
+        used = self._wiring.source.used_rows(n)
+        if 0 < len(used) < n:
+            extent = storage.extent()
+            away, order = ((used - extent.seam[0]) % extent.capacity).sort()
+            met = away - torch.arange(len(used), device="cpu") <= n - len(used)
+            used = used[order[int(met.sum()) :]]
+        k = len(used)
+        written: list[Write] = []
+        for plan, which, count in (
+            (WritePlan(rows=used), slice(k), k),
+            (WritePlan(lane=0), slice(k, None), n - k),
+        ):
+            if count:
+                written.append(storage.write(plan, storage.some(prepared, which) if count < n else prepared, count))
+        if len(written) == 1:
+            return written[0]
+        rows, numbers = (torch.cat(both) for both in zip(*((one.rows, one.tickets) for one in written), strict=True))
+        return Write(rows, written[0].first, numbers)
 
 
 # ---- dimensions of nested data -----------------------------------------------------------------------------------------

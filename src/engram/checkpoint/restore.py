@@ -135,9 +135,9 @@ class _Load:
         self._open()
         checkpoint = self._checkpoint
         if not self._targets:
-            self._checks_blocks &= not len(buffer)  # a buffer that holds rows checks its shard itself
+            self._checks_blocks &= not len(buffer.storage)  # a buffer that holds rows checks its shard itself
             self._commit_on_all(None)
-            dealt, steps = None, len(buffer)
+            dealt, steps = None, len(buffer.storage)
             given_up = max(0, checkpoint.shard(rank).totals.steps - steps)
         else:
             made = self._plan()
@@ -190,7 +190,9 @@ class _Load:
             and self._fits(checkpoint)
         )
         buffer = self._job.buffer
-        return checkpoint, json.dumps([same, len(buffer) > 0, buffer.form.lanes, buffer.form.lane_length]).encode()
+        return checkpoint, json.dumps(
+            [same, len(buffer.storage) > 0, buffer.form.lanes, buffer.form.lane_length]
+        ).encode()
 
     def _fits(self, checkpoint: Checkpoint) -> bool:
         """Whether this rank's shard is of a storage like the one here."""

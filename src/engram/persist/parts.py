@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from engram.errors import IncompatibleCheckpoint
 from engram.format.problems import corrupt
 from engram.persist.components import SavedPart, check_kind, read_state, write_part
@@ -131,7 +133,9 @@ def reset(part: str, state: dict[str, object], seed: int, generator: object) -> 
 
 
 def reset_epoch(state: dict[str, object], seed: int) -> dict[str, object]:
-    """The state of a sampler, of which a pass over rows or trajectories begins again. ``seed``: of its order."""
+    """The state of a sampler for rows that were moved: an epoch begins again, and no row was drawn. ``seed``: of the epoch's order."""
+    if "counts" in state:
+        return {**state, "counts": torch.zeros(0, dtype=torch.int32, device="cpu"), "ran_out": False}
     if "visited" not in state:
         return state
     begin = {name: 0 for name in _OF_AN_EPOCH if name in state}

@@ -1,6 +1,7 @@
 """Samplers say which rows to read."""
 
 from engram.samplers._base import check_drawable, declared
+from engram.samplers.consuming import ConsumingSampler
 from engram.samplers.epoch import SamplerWithoutReplacement
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prioritized_slices import PrioritizedSliceSampler
@@ -11,6 +12,7 @@ from engram.samplers.window_spec import WindowSpec
 
 __all__ = [
     "KNOWN",
+    "ConsumingSampler",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
@@ -26,6 +28,7 @@ __all__ = [
 KNOWN = {
     cls.__name__: cls
     for cls in (
+        ConsumingSampler,
         RandomSampler,
         SamplerWithoutReplacement,
         PrioritizedSampler,

@@ -39,6 +39,8 @@ class DeclaredSampler(Component):
     ran_out = False
     #: Whether rows that do not fill a batch are skipped at the end of an epoch.
     drop_last = False
+    #: After how many draws a row is used up; None: never.
+    draws_of_a_row: int | None = None
     #: Keys of the fields that ``draw`` is handed; None: it is handed none.
     reads: object = None
     #: Keys of the entries of :meth:`sample_natively`'s info that are fields of the batch, too, and whether ``[B, 1]`` is ``[B]`` there.
@@ -75,9 +77,17 @@ class DeclaredSampler(Component):
     def mark_update(self, index: object) -> None:
         """Rows were rewritten: they get the default priority again. No effect: this sampler has no priorities."""
 
+    def drawable(self, storage: SampledStorage) -> int:
+        """How many rows may be drawn."""
+        return len(storage)
+
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Whether a draw of this size would succeed now."""
         return len(storage) > 0 and batch_size > 0
+
+    def used_rows(self, n: int) -> Tensor:
+        """int64: live rows that will never be drawn again, ``n`` at most. Asked of one that ``consumes``."""
+        raise NotImplementedError
 
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from engram import _fork, _words
 from engram._checks import as_numbers
 from engram._closing import end
+from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.persist.components import Dumpable, check_kind, read_state
 from engram.storages._port import Count, Port, Rows
@@ -281,6 +282,14 @@ class Storage(Declared, Dumpable, Port):
         raise IncompatibleCheckpoint(f"expected a storage of tensors, got a {type(self).__name__}.")
 
     # ---- what is saved ---------------------------------------------------------------------------------------------------
+
+    def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
+        """As :class:`~engram.types.SampledStorage` has it."""
+        return None if self.memory is None else ConsumptionIndex.of_store(self.memory, name, most)
+
+    def some(self, columns: list[Tensor], which: slice | list[int]) -> list[Tensor]:
+        """Some rows of what :meth:`read` returned or :meth:`prepare` made."""
+        return [column[which] for column in columns]
 
     def priorities_in_use(self, name: str) -> dict[str, object] | None:
         """The state of the priorities of that name, as far as rows are in use; None: as the sampler says it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from engram._devices import existing_device
 from engram._tensordict import detached, is_tensor_collection, is_tensorclass
 from engram._unsupported import reject_unsupported
+from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.nested import find
 from engram.packing import pack, unpack
@@ -71,6 +72,7 @@ class ListStorage(Storage):
         self._cursor = 0
         self._write_count = 0
         self._priorities: dict[str, PriorityIndex] = {}
+        self._counts: dict[str, ConsumptionIndex] = {}
 
     def bound(self, size: int) -> None:
         """Take a buffer's size as the limit of a storage that has none."""
@@ -161,6 +163,8 @@ class ListStorage(Storage):
             written = torch.tensor(rows, dtype=torch.int64, device="cpu")  # perhaps none
             for index in self._priorities.values():
                 index.written(written)
+            for counts in self._counts.values():
+                counts.written(written, first)
         return Write(written, first)
 
     def _put(self, rows: list[int], items: list[object]) -> int:
@@ -181,7 +185,10 @@ class ListStorage(Storage):
         if self._inherited:
             self.check_inherited()
         with self._lock:
-            return Write(where.rows, self._put(where.rows.tolist(), prepared))
+            first = self._put(where.rows.tolist(), prepared)
+            for counts in self._counts.values():
+                counts.edited(where.rows, first)
+            return Write(where.rows, first)
 
     def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[object], list[int]]:
         items, wanted = self._items, rows.tolist()
@@ -209,6 +216,9 @@ class ListStorage(Storage):
         for place, item in zip(places, fresh, strict=True):
             columns[place] = item
 
+    def some(self, columns: list[object], which: slice | list[int]) -> list[object]:  # type: ignore[override]
+        return columns[which] if isinstance(which, slice) else [columns[i] for i in which]
+
     def pack(self, columns: list[object], where: Rows, extra: dict[str, Tensor] | None = None) -> object:
         if extra is not None:
             columns = [
@@ -229,6 +239,8 @@ class ListStorage(Storage):
                 self._write_count = 0
             for index in self._priorities.values():
                 index.emptied()
+            for counts in self._counts.values():
+                counts.emptied()
 
     def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:
         check_index_name(name)
@@ -240,6 +252,25 @@ class ListStorage(Storage):
             index = self._priorities[name] = PriorityIndex.of_list(self.max_size, config)
             index.written(torch.arange(len(self._items), device="cpu"))
             return index, True
+
+    def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
+        """Raises ``ValueError``, too: the list has no bound."""
+        check_index_name(name)
+        if self._max_size is None:
+            raise ValueError(
+                "ConsumingSampler: expected a storage with a bound, got a list without. Use ListStorage(max_size=…)."
+            )
+        with self._lock:
+            if name not in self._counts:
+                self._counts[name] = ConsumptionIndex.of_list(self.max_size, most)
+                self._tell_counts()
+            return self._counts[name].checked(name, most)
+
+    def _tell_counts(self) -> None:
+        """Each item was not drawn yet. The lock is held."""
+        for row, number in enumerate(self._numbers[: len(self._items)]):
+            for counts in self._counts.values():
+                counts.written(torch.tensor([row], device="cpu"), number)
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -363,6 +394,7 @@ class _ItemsLoad(NamedTuple):
                 index.written(torch.arange(len(self.items), device="cpu"))
             for name, (_, entries) in self.priorities.items():
                 storage._priorities[name].restore(entries)
+            storage._tell_counts()
 
 
 def _with_entries(item: object, entries: dict[str, Tensor]) -> object:

@@ -1,0 +1,139 @@
+// Counts of draws, for Python. Memory and tickets are kept alive by the object handed over with their addresses.
+
+#include "consumption.h"
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "../core/consumption.h"
+#include "../core/store.h"
+#include "interpreter.h"
+#include "memory.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace engram {
+namespace {
+
+constexpr std::uint64_t kBrief = 256;  // rows
+
+/// An index with its own view of the tickets: it must not hold the store, which holds it.
+struct Tickets {
+  explicit Tickets(const Store* store) : control(store == nullptr ? nullptr : std::make_unique<const Control>(store->control())) {}
+  std::unique_ptr<const Control> control;
+};
+
+class BoundConsumption : private Tickets, public Consumption {
+ public:
+  BoundConsumption(std::span<std::byte> memory, const Store* store) : Tickets(store), Consumption(memory, control.get()) {}
+};
+
+nb::object claim(BoundConsumption& self, std::uint64_t key, std::uint64_t n) {
+  check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+  std::uint64_t taken;
+  OutputBuffers buffers;
+  {
+    const WithoutInterpreter running(n <= kBrief);
+    n = std::min(n, self.rows());
+    buffers.add(kNumbers, static_cast<std::int64_t>(n));
+    buffers.add(kNumbers, static_cast<std::int64_t>(n));
+    taken = self.claim(key, n, buffers.at<std::int64_t>(0), buffers.at<std::int64_t>(1));
+  }
+  return std::move(buffers).tensors(static_cast<std::int64_t>(taken));
+}
+
+nb::object used_rows(BoundConsumption& self, std::uint64_t n) {
+  std::uint64_t found;
+  OutputBuffers buffers;
+  {
+    const WithoutInterpreter running(n <= kBrief);
+    n = std::min(n, self.used());
+    buffers.add(kNumbers, static_cast<std::int64_t>(n));
+    found = self.used_rows(n, buffers.at<std::int64_t>(0));
+  }
+  return std::move(buffers).tensors(static_cast<std::int64_t>(found))[0];
+}
+
+void bind_memory(nb::module_& m) {
+  m.def("consumption_bytes", &Consumption::bytes, "rows"_a, "Bytes of the counts of that many rows.");
+  m.def(
+      "format_consumption",
+      [](Address memory, std::uint64_t bytes, std::uint64_t rows, std::uint64_t most) { Consumption::format(block(memory, bytes), rows, most); },
+      "memory"_a, "bytes"_a, "rows"_a, "most"_a, "Writes the header into zeroed memory.");
+  m.def(
+      "copy_consumption",
+      [](Address from, Address to, std::uint64_t bytes) {
+        nb::gil_scoped_release release;
+        Consumption::copy(block(from, bytes), block(to, bytes));
+      },
+      "source"_a, "to"_a, "nbytes"_a, "Copies memory that other processes may be changing; the copy's mutex is free.");
+  m.def(
+      "reset_consumption_mutex", [](Address memory, std::uint64_t bytes) { Consumption::reset_mutex(block(memory, bytes)); }, "memory"_a,
+      "bytes"_a, "Before anything else, by the only process that uses this memory now.");
+}
+
+}  // namespace
+
+void bind_consumption(nb::module_& m) {
+  bind_memory(m);
+  nb::class_<BoundConsumption, Index>(m, "Consumption", nb::is_weak_referenceable(), "Counts of draws, in memory that `keep` keeps alive.")
+      .def(
+          "__init__",
+          [](BoundConsumption* self, Address memory, std::uint64_t bytes, const Store* store, nb::handle) {
+            new (self) BoundConsumption(block(memory, bytes), store);
+          },
+          "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
+      .def_prop_ro("rows", [](const BoundConsumption& self) { return self.rows(); })
+      .def_prop_ro("most", [](const BoundConsumption& self) { return self.most(); }, "Draws of a row.")
+      .def_prop_ro("drawable", [](const BoundConsumption& self) { return self.drawable(); }, "Rows that can be drawn.")
+      .def_prop_ro("used", [](const BoundConsumption& self) { return self.used(); }, "Rows that are used up.")
+      .def("claim", &claim, "key"_a, "n"_a, "Draws up to n rows, and counts them: [rows, ticket numbers].")
+      .def("used_rows", &used_rows, "n"_a, "The first n rows that are used up.")
+      .def(
+          "counts",
+          [](BoundConsumption& self, Address out, std::uint64_t n) {
+            const WithoutInterpreter running(n <= kBrief);
+            self.copy_counts(at<std::int32_t>(out), n);
+          },
+          "out"_a, "n"_a, "Copies how often rows [0, n) were drawn, int32.")
+      .def(
+          "restore",
+          [](BoundConsumption& self, Address counts, std::uint64_t n) {
+            const WithoutInterpreter running(self.rows() <= kBrief);
+            self.restore(at<const std::int32_t>(counts), n);
+          },
+          "counts"_a, "n"_a)
+      .def(
+          "reset",
+          [](BoundConsumption& self, Address rows, std::uint64_t n) {
+            const WithoutInterpreter running(n <= kBrief);
+            self.reset(at<const std::int64_t>(rows), n);
+          },
+          "rows"_a, "n"_a, "Live rows count as not drawn yet.")
+      .def(
+          "written",
+          [](BoundConsumption& self, Address rows, std::uint64_t n, std::uint64_t first) {
+            const WithoutInterpreter running(n <= kBrief);
+            self.written(at<const std::int64_t>(rows), n, first);
+          },
+          "rows"_a, "n"_a, "first"_a, "For rows without tickets: they hold new items, of the numbers first, first + 1, ...")
+      .def(
+          "edited",
+          [](BoundConsumption& self, Address rows, std::uint64_t n, std::uint64_t first) {
+            const WithoutInterpreter running(n <= kBrief);
+            self.edited(at<const std::int64_t>(rows), n, first, {}, 0);
+          },
+          "rows"_a, "n"_a, "first"_a, "The same for rows that were edited: they keep their counts.")
+      .def("scan", &BoundConsumption::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("put_in_order", &BoundConsumption::put_in_order, nb::call_guard<nb::gil_scoped_release>())
+      .def("emptied", &BoundConsumption::emptied, nb::call_guard<nb::gil_scoped_release>())
+      .def("after_fork", &BoundConsumption::after_fork);
+}
+
+}  // namespace engram

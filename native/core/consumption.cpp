@@ -1,0 +1,286 @@
+#include "consumption.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+#include "check.h"
+#include "random.h"
+#include "wait.h"
+
+namespace engram {
+namespace {
+
+constexpr char kMagic[8] = {'e', 'n', 'g', 'c', 'o', 'n', 's', '\1'};
+constexpr std::uint64_t kMostRows = std::uint64_t{1} << 32;
+constexpr std::uint64_t kMostDraws = std::uint64_t{1} << 31;
+
+std::uint64_t sets_at(std::uint64_t rows) { return kPage + (rows * sizeof(std::uint64_t) + 63) / 64 * 64; }
+
+ConsumptionHeader* header_in(std::span<std::byte> memory) {
+  check(memory.size() >= kPage, "counts of draws in memory too small for their header");
+  auto* header = reinterpret_cast<ConsumptionHeader*>(memory.data());
+  check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0, "no counts of draws, or of another format");
+  check(memory.size() == Consumption::bytes(copied(header->rows)), "counts of draws in memory of another size");
+  return header;
+}
+
+}  // namespace
+
+class Consumption::Lock {
+ public:
+  /// `news`: 1 if the next holder of the mutex must look at all rows in case this one waits in vain.
+  explicit Lock(Consumption& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
+    const bool missed = self.header_->missed.load(std::memory_order_acquire) != 0;
+    if (!missed && self.header_->redo.load(std::memory_order_relaxed) == 0) [[likely]] return;
+    let_go();
+    missed ? self.look_at_all() : self.make_sets();  // who wrote what is not known yet will tell it, but for those who could not
+  } catch (const Stalled&) {
+    self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
+  }
+
+ private:
+  SharedLock lock_;
+};
+
+// A killed process leaves what it executed, in program order.
+class Consumption::Change {
+ public:
+  explicit Change(Consumption& self) : self_(self) {
+#ifndef ENGRAM_WITHOUT_REDO  // the tests of death must fail then: make negative-controls
+    self_.header_->redo.store(1, std::memory_order_relaxed);
+#endif
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  }
+  void done() {
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    self_.header_->drawable.store(self_.drawable_.size(), std::memory_order_release);
+    self_.header_->used.store(self_.used_.size(), std::memory_order_release);
+    self_.header_->redo.store(0, std::memory_order_relaxed);
+  }
+
+ private:
+  Consumption& self_;
+};
+
+std::uint64_t Consumption::bytes(std::uint64_t rows) {
+  check(rows > 0 && rows < kMostRows, "counts of draws: expected a store of 1 to 2^32 - 1 rows");
+  return sets_at(rows) + 2 * RowSet::bytes(rows) + rows * sizeof(std::uint32_t);
+}
+
+void Consumption::format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t most) {
+  check(memory.size() == bytes(rows), "counts of draws in memory of another size");
+  check(most > 0 && most < kMostDraws, "counts of draws: expected 1 to 2^31 - 1 draws of a row");
+  auto* header = new (memory.data()) ConsumptionHeader{};
+  header->rows = rows;
+  header->most = most;
+  header->mutex.format();
+  std::memcpy(header->magic, kMagic, sizeof kMagic);
+}
+
+void Consumption::reset_mutex(std::span<std::byte> memory) { header_in(memory)->mutex.format(); }
+
+void Consumption::copy(std::span<std::byte> from, std::span<std::byte> to) {
+  header_in(from);
+  check(from.size() == to.size(), "counts of draws in memory of another size");
+  std::memcpy(to.data(), from.data(), from.size());
+  reset_mutex(to);
+  header_in(to)->redo.store(1, std::memory_order_relaxed);
+}
+
+Consumption::Consumption(std::span<std::byte> memory, const Control* tickets)
+    : header_(header_in(memory)),
+      rows_(copied(header_->rows)),
+      most_(copied(header_->most)),
+      numbers_(reinterpret_cast<std::uint64_t*>(memory.data() + kPage)),
+      counts_(reinterpret_cast<std::uint32_t*>(memory.data() + sets_at(rows_) + 2 * RowSet::bytes(rows_))),
+      drawable_(memory.data() + sets_at(rows_), rows_),
+      used_(memory.data() + sets_at(rows_) + RowSet::bytes(rows_), rows_),
+      tickets_(tickets) {
+  check(most_ > 0 && most_ < kMostDraws, "counts of draws: expected 1 to 2^31 - 1 draws of a row");
+  check(tickets == nullptr || tickets->capacity() == rows_, "counts of draws of a store of another capacity");
+}
+
+// What the row's ticket says; of a list's row what was noted.
+std::uint64_t Consumption::word_of(std::uint64_t row) const {
+  if (tickets_ != nullptr) return tickets_->word(row).load(std::memory_order_acquire);
+  return ticket(numbers_[row], numbers_[row] == 0 ? State::unused : State::committed);
+}
+
+// Whether the row is whole, and its count is of what it holds.
+bool Consumption::is_known(std::uint64_t row) const {
+  const std::uint64_t word = word_of(row);
+  return is_committed(word) && number_of(word) == numbers_[row];
+}
+
+// The row belongs into one set, or into none.
+void Consumption::place(std::uint64_t row) {
+  const bool live = numbers_[row] != 0, left = count_of(row) < most_;
+  live && left ? drawable_.insert(row) : drawable_.erase(row);
+  live && !left ? used_.insert(row) : used_.erase(row);
+}
+
+// The count first: if the process dies behind it, the row is not known, and its news come again.
+void Consumption::note(std::uint64_t row, std::uint64_t number, std::uint32_t count) {
+  counts_[row] = count;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  numbers_[row] = number;
+  place(row);
+}
+
+// A row that holds nothing loses its count; one of another number than is noted has been written.
+void Consumption::look_at(std::uint64_t row) {
+  const std::uint64_t word = word_of(row);
+  const bool gone = !is_committed(word) && state_of(word) != State::writing;
+  if (is_committed(word) ? numbers_[row] == number_of(word) : !gone || numbers_[row] == 0) return;
+  counts_[row] = 0;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  numbers_[row] = gone ? 0 : number_of(word);
+}
+
+void Consumption::make_sets() {
+  Change change(*this);
+  drawable_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) < most_; });
+  used_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) >= most_; });
+  change.done();
+}
+
+void Consumption::look_at_all() {
+  Change change(*this);
+  header_->missed.store(0, std::memory_order_relaxed);
+  for (std::uint64_t row = 0; row < rows_; ++row) look_at(row);
+  make_sets();
+}
+
+void Consumption::put_in_order() {
+  const Lock guard(*this);
+  look_at_all();
+}
+
+std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers) {
+  const Random random(key);
+  const Lock guard(*this);
+  Change change(*this);
+  looked_at_.clear();
+  std::uint64_t taken = 0;
+  for (std::uint64_t i = 0, left = drawable_.size(); taken < n && left > 0; ++i, --left) {
+    const std::uint64_t row = drawable_.at(random.below(left, i));
+    drawable_.erase(row);
+    looked_at_.push_back(row);
+    if (!is_known(row)) continue;
+    rows[taken] = static_cast<std::int64_t>(row);
+    numbers[taken++] = static_cast<std::int64_t>(numbers_[row]);
+    counts_[row] = (counts_[row] | kClaimed) + 1;
+  }
+  for (const std::uint64_t row : looked_at_) place(row);
+  change.done();
+  return taken;
+}
+
+std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {
+  const Lock guard(*this);
+  std::uint64_t found = 0;
+  for (std::uint64_t i = 0, size = used_.size(); i < size && found < n; ++i) {
+    const std::uint64_t row = used_.at(i);
+    if (is_known(row)) rows[found++] = static_cast<std::int64_t>(row);
+  }
+  return found;
+}
+
+void Consumption::copy_counts(std::int32_t* out, std::uint64_t n) {
+  check(n <= rows_, "more counts than there are rows");
+  const Lock guard(*this);
+  for (std::uint64_t row = 0; row < n; ++row) out[row] = is_known(row) ? static_cast<std::int32_t>(count_of(row)) : 0;
+}
+
+void Consumption::restore(const std::int32_t* counts, std::uint64_t n) {
+  check(n <= rows_, "more counts than there are rows");
+  const Lock guard(*this);
+  Change change(*this);
+  for (std::uint64_t row = 0; row < rows_; ++row) {
+    look_at(row);
+    if (numbers_[row] != 0) counts_[row] = row < n ? static_cast<std::uint32_t>(counts[row]) & ~kClaimed : 0;
+  }
+  make_sets();
+}
+
+void Consumption::reset(const std::int64_t* rows, std::uint64_t n) {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    if (rows[i] != -1) check_row(rows[i], rows_);
+  }
+  const Lock guard(*this);
+  Change change(*this);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    if (rows[i] != -1 && is_known(row)) note(row, numbers_[row], 0);
+  }
+  change.done();
+}
+
+void Consumption::scan(std::uint64_t begin, std::uint64_t end) {
+  if (begin > end || end > rows_) throw std::out_of_range("a scan of rows that there are not");
+  const Lock guard(*this);
+  Change change(*this);
+  for (std::uint64_t row = begin; row < end; ++row) {
+    look_at(row);
+    place(row);
+  }
+  change.done();
+}
+
+// A row that has another number already was edited or written since, or is being written: its writer tells that, too, before this
+// call or after it. If it was an edit, and told before, it has left the row the count of the earlier step: no longer, unless the
+// row was drawn in between.
+void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
+  check_rows(rows, n, rows_);
+  const Lock guard(*this, 1);
+  Change change(*this);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const std::uint64_t number = t0 + i, word = tickets_ == nullptr ? ticket(number, State::committed) : word_of(row);
+    if (is_committed(word) && numbers_[row] == number_of(word)) {
+      if (number != numbers_[row] && (counts_[row] & kClaimed) == 0) note(row, numbers_[row], 0);
+    } else {
+      note(row, is_committed(word) || state_of(word) == State::writing ? number : 0, 0);
+    }
+  }
+  change.done();
+}
+
+void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {
+  check_rows(rows, n, rows_);
+  const Lock guard(*this, 1);
+  Change change(*this);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const bool holds = tickets_ == nullptr ? numbers_[row] != 0 : word_of(row) == ticket(t0 + i, State::committed);
+    if (holds && numbers_[row] != t0 + i) note(row, t0 + i, count_of(row));
+  }
+  change.done();
+}
+
+void Consumption::lost(const std::int64_t* rows, std::uint64_t n) {
+  check_rows(rows, n, rows_);
+  const Lock guard(*this, 1);
+  Change change(*this);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const std::uint64_t word = word_of(row);
+    if (!is_committed(word) && state_of(word) != State::writing) note(row, 0, 0);
+  }
+  change.done();
+}
+
+// But for rows that others have written since: their call may have come before.
+void Consumption::emptied() {
+  const Lock guard(*this, 1);
+  if (tickets_ == nullptr) std::fill_n(numbers_, rows_, 0);
+  look_at_all();
+}
+
+void Consumption::after_fork() {
+  if (header_->mutex.held()) header_->mutex.format();  // its owner does not exist here
+}
+
+}  // namespace engram

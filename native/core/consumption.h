@@ -1,0 +1,116 @@
+// How often each row was drawn: an index of a store, for draws that take a row a limited number of times.
+//
+//   memory   ConsumptionHeader, padded to a page · numbers u64[rows] · the set of drawable rows · that of used-up ones · counts u32[rows]
+//
+// A count belongs to what a row holds: to the ticket number that stands beside it. A row whose ticket says another number was
+// written or edited just now, and is not drawn before the index has been told of that. So no count is taken for another's.
+//
+// The sets follow from numbers and counts: who finds that a change was left half done makes them again. One mutex, held for
+// microseconds.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "control.h"
+#include "index.h"
+#include "row_set.h"
+#include "shared_mutex.h"
+
+namespace engram {
+
+struct ConsumptionHeader {
+  char magic[8];  // "engcons\1"
+  std::uint64_t rows;
+  std::uint64_t most;    // draws of a row
+  Word drawable, used;   // sizes of the sets, for looks without the mutex
+  Word redo;             // 1: numbers, counts and sets are being changed
+  Word missed;           // 1: the mutex was held for too long to note what was written
+  SharedMutex mutex;
+};
+static_assert(sizeof(ConsumptionHeader) <= kPage);
+
+class Consumption : public Index {
+ public:
+  /// Throws std::invalid_argument: more rows than a set can have.
+  static std::uint64_t bytes(std::uint64_t rows);
+
+  /// Writes the header into zeroed memory of bytes(). `most`: draws of a row, at least one.
+  static void format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t most);
+
+  /// As Priorities::reset_mutex.
+  static void reset_mutex(std::span<std::byte> memory);
+
+  /// Copies formatted memory that other processes may be changing into other memory of that size. Its mutex is free, and its sets
+  /// are made again by the first call.
+  static void copy(std::span<std::byte> from, std::span<std::byte> to);
+
+  /// A view of formatted memory, which must outlive it. `tickets`: the store's words; null: rows of a list, which are live as long as
+  /// they have a number. Throws std::invalid_argument: not such memory.
+  Consumption(std::span<std::byte> memory, const Control* tickets);
+
+  std::uint64_t most() const { return most_; }
+  std::uint64_t rows() const { return rows_; }
+  /// Rows that can be drawn, and rows that are used up: looked at without the mutex.
+  std::uint64_t drawable() const { return header_->drawable.load(std::memory_order_acquire); }
+  std::uint64_t used() const { return header_->used.load(std::memory_order_acquire); }
+
+  /// Draws up to n rows, each once, uniformly among those that can be drawn; they are counted as drawn when this returns. Puts the
+  /// rows, and the ticket numbers that they must still have when they are read. Fewer than n where there are no more; those that are
+  /// just being written are passed over. A pure function of the key and of which rows can be drawn. O(n log rows).
+  std::uint64_t claim(std::uint64_t key, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers);
+
+  /// The first n live rows that are used up, or fewer; nothing changes. For a writer that keeps others from choosing rows meanwhile.
+  std::uint64_t used_rows(std::uint64_t n, std::int64_t* rows);
+
+  /// How often each of the rows [0, n) was drawn. Throws std::invalid_argument for more than there are.
+  void copy_counts(std::int32_t* out, std::uint64_t n);
+  /// Live rows [0, n) were drawn so often, and others not yet.
+  void restore(const std::int32_t* counts, std::uint64_t n);
+
+  /// Live rows count as not drawn yet. Row -1 is passed over. Throws std::out_of_range, and nothing changed.
+  void reset(const std::int64_t* rows, std::uint64_t n);
+
+  /// Of rows [begin, end): live ones that are not known become drawable. As Priorities::scan.
+  void scan(std::uint64_t begin, std::uint64_t end);
+  /// After a recovery of the rows: what is noted of them is compared with their tickets. O(rows).
+  void put_in_order();
+
+  void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
+  /// A row keeps its count under its new number.
+  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
+              std::uint64_t scatter) override;
+  void lost(const std::int64_t* rows, std::uint64_t n) override;
+  void emptied() override;
+
+  void after_fork();
+
+ private:
+  /// Held for every look at the sets; puts in order what a dead holder left half done.
+  class Lock;
+  /// Around every change, noted in the memory.
+  class Change;
+
+  static constexpr std::uint32_t kClaimed = std::uint32_t{1} << 31;  // beside a count: drawn under this very number
+
+  std::uint64_t word_of(std::uint64_t row) const;
+  bool is_known(std::uint64_t row) const;
+  std::uint32_t count_of(std::uint64_t row) const { return counts_[row] & ~kClaimed; }
+  void note(std::uint64_t row, std::uint64_t number, std::uint32_t count);
+  void place(std::uint64_t row);
+  void look_at(std::uint64_t row);
+  void look_at_all();
+  void make_sets();
+
+  ConsumptionHeader* header_;
+  std::uint64_t rows_, most_;  // copies: the memory may be shared
+  std::uint64_t* numbers_;     // 0: the row holds nothing
+  std::uint32_t* counts_;
+  RowSet drawable_, used_;
+  const Control* tickets_;
+  std::vector<std::uint64_t> looked_at_;  // of the call under way
+};
+
+}  // namespace engram

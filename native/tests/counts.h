@@ -1,0 +1,58 @@
+// Counts of draws beside a store, in memory that children share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "blocks.h"
+#include "core/consumption.h"
+#include "core/store.h"
+#include "expect.h"
+
+/// A store of one lane with rows of a word, and the counts of their draws.
+class Counted {
+ public:
+  Counted(std::uint64_t rows, std::uint64_t most)
+      : pages_((8 << 20) + engram::Consumption::bytes(rows)), layout_(pages_.data(), geometry(1, rows), {8}) {
+    engram::Control::format(layout_.control, layout_.geometry, 0);
+    counts_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Consumption::bytes(rows)};
+    engram::Consumption::format(counts_, rows, most);
+  }
+  const Blocks& blocks() const { return layout_; }
+  std::span<std::byte> counts() const { return counts_; }
+
+ private:
+  SharedPages pages_;
+  Layout layout_;
+  std::span<std::byte> counts_;
+};
+
+/// A process that uses both.
+struct Consumer {
+  explicit Consumer(const Counted& shared, std::uint64_t participant = 0)
+      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.counts(), &control) {
+    store.attach(index);
+  }
+  std::vector<std::int64_t> claim(std::uint64_t key, std::uint64_t n) {
+    std::vector<std::int64_t> rows(n), numbers(n);
+    rows.resize(index.claim(key, n, rows.data(), numbers.data()));
+    return rows;
+  }
+  void append(std::uint64_t n) {
+    const std::vector<std::byte> data(8 * n);
+    const std::byte* column = data.data();
+    store.append(0, n, {&column, 1}, nullptr);
+  }
+  std::vector<std::int32_t> drawn() {
+    std::vector<std::int32_t> counts(index.rows());
+    index.copy_counts(counts.data(), counts.size());
+    return counts;
+  }
+
+  engram::Store store;
+  engram::Control control;
+  engram::Consumption index;
+};

@@ -1,0 +1,183 @@
+// Counts of draws against a model, and in threads; and the set of rows that they are drawn from.
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "blocks.h"
+#include "counts.h"
+#include "core/row_set.h"
+#include "expect.h"
+
+using namespace engram;
+
+TEST(a_set_says_how_many_it_has_and_which_is_the_rth) {
+  Dice dice(1);
+  for (const std::uint64_t rows : {1, 2, 63, 64, 65, 4095, 4097, 270'000}) {
+    std::vector<std::uint64_t> memory(RowSet::bytes(rows) / 8);
+    auto* at = reinterpret_cast<std::byte*>(memory.data());
+    RowSet set(at, rows);
+    std::set<std::uint64_t> model;
+    for (int i = 0; i < 2000; ++i) {
+      const std::uint64_t row = dice.below(rows);
+      if (dice.below(3) > 0) set.insert(row), model.insert(row);
+      else set.erase(row), model.erase(row);
+      EXPECT_EQ(set.has(row), model.contains(row));
+      EXPECT_EQ(set.size(), model.size());
+    }
+    std::uint64_t r = 0;
+    for (const std::uint64_t row : model) EXPECT_EQ(set.at(r++), row);
+    std::vector<std::uint64_t> again(memory.size(), ~std::uint64_t{0});
+    RowSet other(reinterpret_cast<std::byte*>(again.data()), rows);
+    other.assign([&](std::uint64_t row) { return model.contains(row); });
+    EXPECT_EQ(other.size(), model.size());
+    for (r = 0; r < model.size(); ++r) EXPECT_EQ(other.at(r), set.at(r));
+    std::fill(memory.begin(), memory.end(), ~std::uint64_t{0});
+    EXPECT_THROWS(Damaged, set.size());
+    if (rows > 64) EXPECT_THROWS(Damaged, set.at(~std::uint64_t{0} >> 1));
+  }
+}
+
+TEST(each_row_is_drawn_so_often_until_it_is_written_again) {
+  Dice dice(2);
+  for (int round = 0; round < 200; ++round) {
+    const std::uint64_t rows = 1 + dice.below(100), most = 1 + dice.below(3);
+    const Counted shared(rows, most);
+    Consumer one(shared), other(shared, 1);
+    std::map<std::int64_t, std::uint64_t> counts;  // of live rows
+    std::uint64_t cursor = 0;
+    const auto left = [&] {
+      return static_cast<std::uint64_t>(std::count_if(counts.begin(), counts.end(), [&](const auto& it) { return it.second < most; }));
+    };
+    for (std::uint64_t i = 0; i < 60; ++i) {
+      Consumer& who = dice.below(2) == 0 ? one : other;
+      const std::uint64_t n = 1 + dice.below(rows);
+      switch (dice.below(6)) {
+        case 0:
+          who.append(n);
+          // The other process's index is this one's memory: it need not be told.
+          for (std::uint64_t k = 0; k < n; ++k) counts[static_cast<std::int64_t>(cursor++ % rows)] = 0;
+          break;
+        case 1: {  // an edit
+          if (counts.empty()) break;
+          const std::int64_t row = std::next(counts.begin(), static_cast<std::ptrdiff_t>(dice.below(counts.size())))->first;
+          const std::uint64_t word = 7, which = 0;
+          const auto* column = reinterpret_cast<const std::byte*>(&word);
+          who.store.scatter(&row, 1, {&which, 1}, {&column, 1}, false);
+          break;
+        }
+        case 2: {  // by number
+          const auto row = static_cast<std::int64_t>(dice.below(counts.size() + 1) % rows);
+          const std::uint64_t word = 7, which = 0;
+          const auto* column = reinterpret_cast<const std::byte*>(&word);
+          if (row == static_cast<std::int64_t>(counts.size())) break;
+          who.store.scatter(&row, 1, {&which, 1}, {&column, 1}, true);
+          counts[row] = 0;
+          break;
+        }
+        case 3:
+          if (dice.below(8) > 0) break;
+          who.store.empty(false);
+          counts.clear();
+          cursor = 0;
+          break;
+        default: {
+          const std::uint64_t there = left();
+          const std::vector<std::int64_t> drawn = who.claim(i, n);
+          EXPECT_EQ(drawn.size(), std::min(n, there));
+          EXPECT_EQ(std::set<std::int64_t>(drawn.begin(), drawn.end()).size(), drawn.size());
+          for (const std::int64_t row : drawn) EXPECT(counts.contains(row) && ++counts[row] <= most);
+        }
+      }
+      EXPECT_EQ(one.index.drawable(), left());
+      EXPECT_EQ(one.index.used(), counts.size() - left());
+      std::vector<std::int64_t> used(rows);
+      used.resize(other.index.used_rows(rows, used.data()));
+      for (const std::int64_t row : used) EXPECT_EQ(counts[row], most);
+      EXPECT_EQ(used.size(), counts.size() - left());
+      const std::vector<std::int32_t> said = one.drawn();
+      for (const auto& [row, count] : counts) EXPECT_EQ(static_cast<std::uint64_t>(said[static_cast<std::size_t>(row)]), count);
+      if (dice.below(10) == 0) {
+        other.index.restore(said.data(), said.size());
+        EXPECT_EQ(one.index.drawable(), left());
+      }
+      if (dice.below(10) == 0) one.index.put_in_order(), EXPECT_EQ(other.index.drawable(), left());
+    }
+  }
+}
+
+// An edit that is told before the write that it edits, and after it, in all orders with a draw in between.
+TEST(no_row_is_lost_or_drawn_too_often_whatever_is_told_first) {
+  std::vector<int> order{0, 1, 2};
+  do {
+    for (const bool used : {false, true}) {
+      const Counted shared(1, 1);
+      Consumer consumer(shared);
+      consumer.append(1);
+      if (used) EXPECT_EQ(consumer.claim(1, 1).size(), 1u);
+      // Rows are written, and then edited, by others who have not told it yet.
+      const std::int64_t row = 0;
+      consumer.control.word(0).store(ticket(6, State::committed));
+      consumer.control.counters().next_ticket.store(7);
+      std::uint64_t drawn = 0;
+      for (const int what : order) {
+        if (what == 0) consumer.index.written(&row, 1, 5);
+        if (what == 1) consumer.index.edited(&row, 1, 6, {}, 0);
+        if (what == 2) drawn += consumer.claim(2, 1).size();
+      }
+      drawn += consumer.claim(3, 1).size();
+      EXPECT(drawn <= 1);
+      EXPECT(drawn == 1 || order == (std::vector<int>{1, 2, 0}));
+    }
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+TEST(threads_share_rows_out_while_others_write) {
+  constexpr std::uint64_t kRows = 512, kBatches = 300, kMost = 2;
+  const Counted shared(kRows, kMost);
+  std::vector<std::vector<std::int64_t>> numbers(3);
+  std::atomic<bool> over = false;
+  std::vector<std::thread> threads;
+  for (std::uint64_t t = 0; t < numbers.size(); ++t) {
+    threads.emplace_back([&, t] {
+      Consumer consumer(shared, t + 1);
+      std::vector<std::int64_t> rows(16), tickets(16);
+      for (std::uint64_t key = t << 32;; ++key) {
+        const bool last = over;
+        const std::uint64_t n = consumer.index.claim(key, 16, rows.data(), tickets.data());
+        numbers[t].insert(numbers[t].end(), tickets.begin(), tickets.begin() + static_cast<std::ptrdiff_t>(n));
+        if (n == 0 && last) return;
+      }
+    });
+  }
+  {
+    Consumer writer(shared);
+    for (std::uint64_t i = 0; i < kBatches; ++i) writer.append(1 + i % 40);
+  }
+  over = true;
+  for (std::thread& thread : threads) thread.join();
+  std::map<std::int64_t, std::uint64_t> counts;
+  for (const auto& some : numbers) {
+    for (const std::int64_t number : some) ++counts[number];
+  }
+  for (const auto& [number, count] : counts) EXPECT(count <= kMost);
+  const Consumer last(shared, 5);
+  for (std::uint64_t row = 0; row < kRows; ++row) {  // what is there now was drawn as often as it may be
+    EXPECT_EQ(counts[static_cast<std::int64_t>(number_of(last.control.word(row).load()))], kMost);
+  }
+}
+
+TEST(memory_that_is_no_counts_is_refused) {
+  std::vector<std::byte> memory(Consumption::bytes(10));
+  EXPECT_THROWS(std::invalid_argument, Consumption(memory, nullptr));
+  EXPECT_THROWS(std::invalid_argument, Consumption::format(memory, 11, 1));
+  EXPECT_THROWS(std::invalid_argument, Consumption::format(memory, 10, 0));
+  EXPECT_THROWS(std::invalid_argument, Consumption::bytes(std::uint64_t{1} << 32));
+  Consumption::format(memory, 10, 1);
+  EXPECT_THROWS(std::invalid_argument, Consumption(std::span(memory).first(memory.size() - 1), nullptr));
+  reinterpret_cast<ConsumptionHeader*>(memory.data())->rows = 1 << 20;
+  EXPECT_THROWS(std::invalid_argument, Consumption(memory, nullptr));
+}

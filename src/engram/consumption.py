@@ -1,0 +1,138 @@
+"""How often each row was drawn: one index of a store, whichever samplers draw by it.
+
+The index belongs to the rows' storage under a name, and every write keeps it: a row that is written again was not drawn yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engram import _fork, _native
+from engram.errors import IncompatibleStore
+from engram.store import INDEX_KINDS, Store, check_index_name, private_block
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.store import Block, Host
+
+#: Names the kind of index in a store's folder: never changes.
+KIND = "draws"
+
+
+class ConsumptionIndex:
+    """How often each row of one store, or of a list, was drawn. Made by :meth:`of_store` and :meth:`of_list`."""
+
+    def __init__(self, block: Block, host: Host | None) -> None:
+        """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
+        keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
+        try:
+            self.core = _native.Consumption(block.address, block.nbytes, None if host is None else host.core, keep)
+        except ValueError as error:
+            raise IncompatibleStore(f"index: {error}.") from error
+        self.block = block
+        """Its memory."""
+        if host is None or host.directory is None:  # as that of priorities
+            _fork.registered(self.core)
+
+    @staticmethod
+    def free_lock(block: Block) -> None:
+        """As :meth:`PriorityIndex.free_lock`."""
+        try:
+            _native.reset_consumption_mutex(block.address, block.nbytes)
+        except ValueError as error:
+            raise IncompatibleStore(f"index: {error}.") from error
+
+    @staticmethod
+    def copied(memory: Tensor) -> Block:
+        """As :meth:`PriorityIndex.copied`."""
+        block = private_block(memory.numel())
+        try:
+            _native.copy_consumption(memory.data_ptr(), block.address, block.nbytes)
+        except ValueError as error:
+            raise IncompatibleStore(f"index: {error}.") from error
+        return block
+
+    def put_in_order(self) -> None:
+        """After a recovery of the rows: rows that hold nothing lose their count. O(rows)."""
+        self.core.put_in_order()
+
+    @classmethod
+    def of_store(cls, store: Store, name: str, most: int) -> ConsumptionIndex:
+        """The index of that name, of rows that are drawn ``most`` times. A new index scans the tickets once.
+
+        Raises:
+            ValueError: not a name of an index, or a store of 2^32 rows.
+            IncompatibleStore: the rows of that index are drawn another number of times.
+            OSError: no space for its file.
+        """
+        check_index_name(name)
+
+        def make(block: Block) -> None:
+            _native.format_consumption(block.address, block.nbytes, store.capacity, most)
+
+        index: ConsumptionIndex = store.indexes.lasting(name, KIND, _native.consumption_bytes(store.capacity), make)[0]
+        return index.checked(name, most)
+
+    @classmethod
+    def of_list(cls, rows: int, most: int) -> ConsumptionIndex:
+        """Counts of a list's items, which are live as long as the index knows a ticket of theirs."""
+        block = private_block(_native.consumption_bytes(rows))
+        _native.format_consumption(block.address, block.nbytes, rows, most)
+        return cls(block, None)
+
+    def checked(self, name: str, most: int) -> ConsumptionIndex:
+        """The index itself. Raises ``IncompatibleStore``: its rows are drawn another number of times."""
+        if self.core.most != most:
+            raise IncompatibleStore(
+                f"index {name!r}: expected max_sample_count={self.core.most}, as the store's index of that name has, got {most}. Give "
+                "it another name: index=…."
+            )
+        return self
+
+    def __getstate__(self) -> NDArray[np.uint8]:
+        """The memory of a list's counts, copied. (Those of a store are copied with the store.)"""
+        return self.block.tensor.numpy().copy()  # by value: a tensor would be gone before a spawned process looks
+
+    def __setstate__(self, memory: NDArray[np.uint8]) -> None:
+        self.__init__(self.copied(torch.from_numpy(memory)), None)  # type: ignore[misc]
+
+    def claim(self, key: int, n: int) -> tuple[Tensor, Tensor]:
+        """Draw up to ``n`` rows, each once, and count them: int64 rows, and the tickets that they must still have. Perhaps none."""
+        rows, numbers = self.core.claim(key, n)
+        return rows, numbers
+
+    def counts(self, n: int) -> Tensor:
+        """int32 ``[n]``: how often the first rows were drawn. A copy."""
+        out = torch.empty(n, dtype=torch.int32, device="cpu")
+        self.core.counts(out.data_ptr(), n)
+        return out
+
+    def restore(self, counts: Tensor) -> None:
+        """Take over :meth:`counts`. Rows that it says nothing of were not drawn yet."""
+        self.core.restore(counts.data_ptr(), len(counts))
+
+    def reset(self, rows: Tensor) -> None:
+        """Let live rows be drawn as often as new ones. Raises ``IndexError``: a row outside the store."""
+        self.core.reset(rows.data_ptr(), rows.numel())
+
+    # ---- what a list calls, which has no native write path ------------------------------------------------------------
+
+    def written(self, rows: Tensor, first: int) -> None:
+        """Rows of a list hold new items, under the tickets ``first``, ``first + 1``, …"""
+        self.core.written(rows.data_ptr(), rows.numel(), first)
+
+    def edited(self, rows: Tensor, first: int) -> None:
+        """Items of a list were replaced, and have these tickets now."""
+        self.core.edited(rows.data_ptr(), rows.numel(), first)
+
+    def emptied(self) -> None:
+        """A list was emptied."""
+        self.core.emptied()
+
+
+INDEX_KINDS[KIND] = ConsumptionIndex
