@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import keyword
 import operator
+from collections import namedtuple
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -13,7 +16,7 @@ from torch import Tensor
 from engram._tensordict import is_non_tensor, is_tensor_collection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
     from tensordict import TensorDictBase
@@ -186,3 +189,27 @@ def flatten(data: Any, path: Path = ()) -> Iterator[tuple[Path, object]]:
             yield from flatten(value, (*path, name))
         else:
             yield (*path, name), value
+
+
+# ---- named tuples ------------------------------------------------------------------------------------------------------
+
+
+def can_be_attribute(name: str) -> bool:
+    """Whether a named tuple can have a field of this name."""
+    return name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
+
+
+def batch_of(names: tuple[str, ...], values: Iterable[object]) -> object:
+    """A batch with these attributes. Pickles of one call this."""
+    made: Callable[..., object] = class_of(names)
+    return made(*values)
+
+
+@functools.cache
+def class_of(names: tuple[str, ...]) -> type[object]:
+    """The class of all batches with these names."""
+
+    def reduced(batch: Iterable[object]) -> tuple[object, ...]:
+        return batch_of, (names, tuple(batch))
+
+    return type("Batch", (namedtuple("Batch", names),), {"__slots__": (), "__reduce__": reduced})

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram import DeviceLoader, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
+from tests.fresh import run
 
 
 @dataclasses.dataclass
@@ -172,9 +173,54 @@ def test_a_directory_names_the_class(tmp_path, monkeypatch):
         TypeError, match=r"'Plain' with the fields \['obs', 'next', 't'\], but in this program it has \['t', 'obs'"
     ):
         ReplayBuffer.open(tmp_path / "a")
-    monkeypatch.delitem(globals(), "Plain")
-    with pytest.raises(TypeError, match="'Plain', which this program has not defined"):
-        ReplayBuffer.open(tmp_path / "a")
+
+
+#: A program that has not defined the class.
+ELSEWHERE = """
+import copy, pickle, warnings
+import numpy as np
+import torch
+from engram import Checkpointer, LazyTensorStorage, ReplayBuffer
+
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    rb = ReplayBuffer.open(folder)
+    again = ReplayBuffer.open(folder, readonly=True)
+print([str(warning.message) for warning in said])
+batch = rb.sample()
+print(type(batch).__name__, batch._fields, batch.next._fields, batch.obs.shape, again[0].t == rb[0].t)
+rb.add(rb[3])
+rb.extend(batch)
+print(len(rb), rb[20].obs.tolist() == rb[3].obs.tolist())
+print(pickle.loads(pickle.dumps(batch)).t.tolist() == batch.t.tolist(), pickle.loads(pickle.dumps(rb))[20].t == rb[20].t)
+there = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=4)
+there.loads(dump)
+print(len(there), copy.deepcopy(there)[3].next.reward == there[3].next.reward, pickle.loads(pickle.dumps(there))[3].t == 3)
+try:
+    rb.add({"obs": np.zeros(3, np.float32)})
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_a_program_without_the_class_has_named_tuples(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(64, scratch_dir=tmp_path / "a"), batch_size=4)
+    rb.extend(rows())
+    rb.dumps(tmp_path / "dump")
+    rb.close()
+    lines = run(ELSEWHERE, folder=str(tmp_path / "a"), dump=str(tmp_path / "dump")).splitlines()
+    assert lines[0].count("which this program has not defined: here they are named tuples with its fields, ") == 2
+    assert "the class 'Plain' of module 'tests.storages.test_dataclasses'" in lines[0]
+    assert lines[1:5] == [
+        "Batch ('obs', 'next', 't') ('reward', 'done') torch.Size([4, 3]) tensor(True)",
+        "25 True",
+        "True tensor(True)",
+        "20 tensor(True) tensor(True)",
+    ]
+    assert "expected a namedtuple Plain as in the first row, got dict" in lines[5]
+    rb = ReplayBuffer.open(tmp_path / "a")  # where it is defined
+    assert len(rb) == 25
+    assert type(rb[20]) is Plain
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import keyword
-from collections import namedtuple
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from torch import Tensor
@@ -12,10 +9,10 @@ from torch import Tensor
 from engram._devices import existing_device
 from engram._tensordict import is_non_tensor, is_tensor_collection
 from engram.field_paths import public
-from engram.nested import map_leaves, map_tensors, map_with_paths
+from engram.nested import batch_of, can_be_attribute, map_leaves, map_tensors, map_with_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import torch
 
@@ -100,24 +97,9 @@ def _as_it_is(leaf: object, path: Path) -> object:  # noqa: ARG001 - as for arra
 
 def _as_tuple(entries: dict[str, object], path: Path) -> object:
     for name in entries:
-        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        if not can_be_attribute(name):
             raise ValueError(
                 f"sample: output='namedtuple': field {public((*path, name))!r}: expected a name that can be an attribute, got {name!r}. "
                 "Store it under another one, or rename it with RenameTransform."
             )
     return batch_of(tuple(entries), entries.values())
-
-
-def batch_of(names: tuple[str, ...], values: Iterable[object]) -> object:
-    """A batch with these attributes. Pickles of one call this."""
-    return _class_of(names)(*values)
-
-
-@functools.cache
-def _class_of(names: tuple[str, ...]) -> Callable[..., object]:
-    """The class of all batches with these names."""
-
-    def reduced(batch: Iterable[object]) -> tuple[object, ...]:
-        return batch_of, (names, tuple(batch))
-
-    return type("Batch", (namedtuple("Batch", names),), {"__slots__": (), "__reduce__": reduced})

@@ -937,7 +937,8 @@ class ReplayBuffer:
 
         Buffer class, sampler, writer, batch size, prefetch, output and dtypes are those of the buffer that last began to write rows or
         priorities to it; an argument replaces one. If its process died, rows that were half written are set aside and that is logged.
-        Within one process, a store that is open already is attached to.
+        Within one process, a store that is open already is attached to. Of rows of a dataclass or named tuple that this program has not
+        defined it makes named tuples with its fields, and warns once.
 
         Args:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.

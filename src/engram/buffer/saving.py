@@ -264,7 +264,7 @@ class Saving:
             reader = saved_parts.open_storage(checkpoint, rank)
             found = saved_parts.read_parts(checkpoint, rank)
             states = other_sampler.checked_states(found, checkpoint.shard_folder(rank), self._kinds(), convert=convert)
-            own = self._of_the_sampler(states, convert=convert)
+            own = self._of_the_sampler(states) if convert else []
             if saved_parts.INDEX in states["sampler"]:
                 states["sampler"] = saved_parts.index_state(reader, states["sampler"])
             if resize:
@@ -301,7 +301,8 @@ class Saving:
             read = other_sampler.checked_states(found, shard, self._kinds(), convert=convert)
             self._state_of_parts(read, where)  # they have what is replaced
             states = {part: saved_parts.reset(part, state, seed, generator) for part, state in read.items()}
-            own, priorities_of = self._of_the_sampler(states, convert=convert), placed.state["priorities"]
+            own = self._of_the_sampler(states) if convert else []
+            priorities_of = placed.state["priorities"]
             others = {name: of for name, of in priorities_of.items() if name not in own}
             rows = self._wiring.storage.prepare_rows({**placed.state, "priorities": others}, placed.source)
             if saved_parts.INDEX in states["sampler"]:
@@ -312,12 +313,10 @@ class Saving:
             state["_lane"] = self._lanes.saved  # that of another rank says nothing here
             return self._prepare(state, rows, conversion, default_rng=default_rng)
 
-    def _of_the_sampler(self, states: dict[str, State], *, convert: bool) -> list[str]:
-        """Names of priorities that the sampler loads, with the parameters here if ``convert``: not as the rows have them."""
+    def _of_the_sampler(self, states: dict[str, State]) -> list[str]:
+        """Names of priorities that the sampler loads, with the parameters that it has here, and not the rows."""
         named = states["sampler"].get(saved_parts.INDEX)
-        return (
-            [name for name, kind in self._own_indexes() if (name, kind) == (named, priorities.KIND)] if convert else []
-        )
+        return [name for name, kind in self._own_indexes() if (name, kind) == (named, priorities.KIND)]
 
     def _converted(
         self, states: dict[str, State], found: Mapping[str, SavedPart], where: str, *, convert: bool

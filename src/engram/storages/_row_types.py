@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from engram._tensordict import is_tensorclass_type
-from engram.nested import fields_of
+from engram._words import warn
+from engram.nested import can_be_attribute, class_of, fields_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engram.format.schema import Node
 
 
@@ -19,7 +23,12 @@ def type_name(cls: type) -> str:
 
 
 def find_types(node: Node, types: dict[str, type]) -> None:
-    """Add the classes that a structure names to ``types``. Raises ``TypeError``: this program has not defined one."""
+    """Add the classes that a structure names to ``types``. A named tuple of the same fields stands for a dataclass or named tuple that this
+    program has not defined.
+
+    Raises:
+        TypeError: a tensorclass that it has not defined, or a class that has other fields now.
+    """
     if node.type and node.type not in types:
         types[node.type] = _find_type(node)
     for child in node.children.values():
@@ -37,6 +46,8 @@ def _find_type(node: Node) -> type:
         if node.kind == "tensorclass"
         else is_dataclass(found) or (issubclass(found, tuple) and hasattr(found, "_fields"))
     )
+    if not fits and node.kind == "namedtuple" and all(map(can_be_attribute, node.children)):
+        return _stand_in(node.type, tuple(node.children))
     if not fits:
         raise TypeError(
             f"open: the rows are of the {node.kind} {qualname!r}, which this program has not defined. "
@@ -50,3 +61,18 @@ def _find_type(node: Node) -> type:
         )
     cls: type = found
     return cls
+
+
+@functools.cache
+def _stand_in(name: str, fields: tuple[str, ...]) -> type[object]:
+    module_name, _, qualname = name.partition(":")
+    warn(
+        f"open: the rows are of the class {qualname!r} of module {module_name!r}, which this program has not defined: here they are named "
+        f"tuples with its fields, {', '.join(fields)}. Define or import it before to have it."
+    )
+    return class_of(fields)
+
+
+def of_users(types: Mapping[str, type[object]]) -> dict[str, type[object]]:
+    """Those of the classes that the user has defined."""
+    return {name: cls for name, cls in types.items() if cls.__module__ != class_of.__module__}

@@ -30,7 +30,7 @@ from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with_fields
 from engram.storages._dtypes import NAMES, NO_DTYPES, cast, check_stored
-from engram.storages._row_types import find_types, type_name
+from engram.storages._row_types import find_types, of_users, type_name
 from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Structure:
     @property
     def is_described(self) -> bool:
         """Whether a schema says all of it: it has no types of the user's own."""
-        return not self._types
+        return not of_users(self._types)
 
     @cached_property
     def intake(self) -> _native.Intake | None:
@@ -101,10 +101,12 @@ class Structure:
         return ("object" if is_dataclass_type(kind) else node.kind, kind, list(node.children), trees)
 
     def __getstate__(self) -> dict[str, object]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_layout", "intake")}
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_layout", "intake")}
+        return {**state, "_types": of_users(self._types)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
+        find_types(self.root, self._types)
         self._layout = _native.Layout(dlpack_specs(self.fields))
 
     # ---- from the first data -----------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ class Structure:
         """The structure of a stored schema. ``dtypes``: those of fields to which values of others are cast.
 
         Raises:
-            TypeError: it names a tensorclass or namedtuple that this program has not defined.
+            TypeError: as :func:`find_types`.
             IncompatibleStore: other ``dtypes`` than it has.
         """
         types: dict[str, type] = {}
