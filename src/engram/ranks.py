@@ -28,6 +28,8 @@ T = TypeVar("T")
 _FINE, _FAILED = b"+", b"-"
 #: Seconds between two looks at what others said: the first, and the longest; and how much longer each is than the one before.
 _SOON, _LATER, _LONGER = 0.0005, 0.05, 1.25
+#: Of the seconds that have passed, the share of the longest pause between two looks at files, and the longest one of all.
+_SHARE, _LATEST = 0.1, 1.0
 #: Seconds for those that live to say so, once something failed that does not say who did.
 _ROLL_CALL_S = 3.0
 
@@ -246,10 +248,10 @@ class Ranks(abc.ABC):
         """Release connections. Repeatable."""
 
 
-def looks(timeout: float) -> Iterator[float]:
+def looks(timeout: float, *, at_files: bool = False) -> Iterator[float]:
     """When to look at something that others do: at once, after pauses that become longer, and when the time is over.
 
-    Gives the seconds that have passed.
+    Gives the seconds that have passed. ``at_files``: all ranks ask one server, so the pauses become longer yet.
     """
     began, pause = time.monotonic(), _SOON
     while True:
@@ -258,7 +260,7 @@ def looks(timeout: float) -> Iterator[float]:
         if passed >= timeout:
             return
         time.sleep(min(pause, max(timeout - passed, 0.0)))
-        pause = min(pause * _LONGER, _LATER)
+        pause = min(pause * _LONGER, max(_LATER, min(_SHARE * passed, _LATEST)) if at_files else _LATER)
 
 
 def _names(ranks: Sequence[int]) -> str:

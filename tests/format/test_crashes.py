@@ -11,11 +11,12 @@ import pytest
 
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint
+from engram.format.dumps import standing
 from engram.format.parts import PartWriter
 from engram.format.verify import verify
 from tests import stress
 from tests.format import checkpoint_folders as made
-from tests.format.system_calls import ERRORS, Disk, counted, failing_at, killed_at, settled
+from tests.format.system_calls import ERRORS, Disk, Shim, counted, failing_at, killed_at, settled
 
 
 class Dump:
@@ -287,19 +288,80 @@ def test_nobody_waits_for_the_removal_of_the_old_dump(tmp_path, monkeypatch):
     assert len(removed) == 2, "each once"
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
-def test_where_two_names_cannot_be_exchanged_a_dump_is_not_replaced(tmp_path, monkeypatch, code):
-    def fail(*_):
-        raise OSError(code, "no")
+class DumpInTurns(Dump):
+    """``dumps`` to a path where a dump lies, on a file system that cannot exchange two names."""
 
+    def check(self, folder, *, done=False):
+        found = standing(folder / "d")
+        assert found == folder / "d" or not done
+        assert verify(found).problems == []
+        with Checkpoint(found) as checkpoint:
+            assert checkpoint.manifest.user["seed"] in ((2,) if done else (1, 2))
+
+
+@pytest.fixture(params=[errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def no_exchange(request, monkeypatch):
+    real = disk._rename
+
+    def fail(old, new, flag):
+        if flag == disk._EXCHANGE:
+            raise OSError(request.param, "no")
+        real(old, new, flag)
+
+    monkeypatch.setattr(disk, "_rename", fail)
+
+
+def test_where_two_names_cannot_be_exchanged_a_dump_is_replaced_in_turns(tmp_path, no_exchange):
+    case = DumpInTurns()
+    (tmp_path / "before").mkdir()
+    case.prepare(tmp_path / "before")
+    folder, calls = fresh(tmp_path), []
+    with Shim(lambda number, name: calls.append((number, name))).installed():
+        case.act(folder)
+    case.check(folder, done=True)
+    renames = [number for number, name in calls if name == "rename"]
+    aside = 0
+    for number in range(renames[0], min(renames[-1] + 2, len(calls) + 1)):
+        folder = fresh(tmp_path)
+        assert killed_at(number, lambda: case.act(folder))
+        case.check(folder)
+        aside += standing(folder / "d") != folder / "d"
+        case.afterwards(folder)
+    assert aside, "no kill hit the moment between the names"
+
+
+def test_a_dump_that_is_put_back_by_another_process_is_replaced_nevertheless(tmp_path, no_exchange, monkeypatch):
+    """It took the one that replaces the dump for dead."""
     made.write_dump(tmp_path / "d", seed=1)
-    monkeypatch.setattr(disk, "exchange", fail)
-    with pytest.raises(OSError, match="Dump to a new name") as caught:
+    rename, back = disk.rename, []
+
+    def put_back(old, new):
+        rename(old, new)
+        if ".d.was-" in str(new) and not back:
+            back.append(new)
+            rename(new, old)
+
+    monkeypatch.setattr(disk, "rename", put_back)
+    made.write_dump(tmp_path / "d", seed=2)
+    DumpInTurns().check(tmp_path, done=True)
+    assert settled(tmp_path) == ["d"]
+
+
+def test_a_dump_stays_where_it_cannot_be_replaced(tmp_path, no_exchange, monkeypatch):
+    made.write_dump(tmp_path / "d", seed=1)
+    rename = disk.rename
+
+    def fail(old, new):
+        if ".d.tmp-" in str(old) and new == tmp_path / "d":
+            raise OSError(errno.EIO if (tmp_path / "d").exists() is False else errno.ENOTEMPTY, "no")
+        rename(old, new)
+
+    monkeypatch.setattr(disk, "rename", fail)
+    with pytest.raises(OSError, match="no") as caught:
         made.write_dump(tmp_path / "d", seed=2)
-    assert caught.value.errno == code
+    assert caught.value.errno == errno.EIO
     Dump().check(tmp_path)
-    assert os.listdir(tmp_path) == ["d"]
-    made.write_dump(tmp_path / "e", seed=2)
+    assert settled(tmp_path) == ["d"]
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "link", "store", "series", "someone else's manifest"])

@@ -821,7 +821,7 @@ class ReplayBuffer:
         self._saving.prepare_state(state_dict, default_rng=default_rng).commit()
 
     def dumps(self, path: str | os.PathLike[str], *, prefetch: str = "save") -> None:
-        """Save the buffer as a folder, which in one step replaces one that was saved there.
+        """Save the buffer as a folder, which in one step replaces one that was saved there; on NFS and the like in two.
 
         All of :meth:`state_dict`, a folder per component; ``TensorDict.load_memmap(path / "storage")`` reads the rows of a tensor
         storage. Of rows that were never written nothing is saved. What is saved is as it was at one moment, for which writers, of all

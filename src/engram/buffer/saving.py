@@ -17,7 +17,7 @@ from engram.buffer.prefetching import prepare_batches
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk, series
 from engram.format.checkpoints import Checkpoint
-from engram.format.dumps import finish_dump, replacing
+from engram.format.dumps import finish_dump, replacing, standing
 from engram.persist import parts as saved_parts
 from engram.persist.components import check_blocks
 from engram.persist.foreign import foreign_format
@@ -205,7 +205,7 @@ class Saving:
 
     def loads(self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool) -> None:
         """As :meth:`ReplayBuffer.loads`."""
-        folder = Path(path)
+        folder = standing(Path(path))
         foreign = foreign_format(folder)
         if foreign is not None:
             if convert:

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from engram.errors import RankFailed
-from engram.format import series
+from engram.format import disk, series
 from engram.ranks import looks
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engram.format.checkpoints import Manifest
     from engram.ranks import Ranks
 
-#: Seconds after which ranks other than 0, which does it at once, try to decide: it may be dead.
+#: Seconds after which a rank tries to decide without rank 0, which may be dead, or without all votes, of which one may be against.
 _TRY_S = 2.0
 #: Seconds that they leave rank 0 at the deadline, to give up for all.
 _GRACE_S = 2.0
@@ -123,9 +123,10 @@ class Attempts:
         if name is None:
             raise RankFailed(f"save: expected the name of an attempt from rank 0, got {said['name']!r:.100}.")
         folder = self.root / str(name)
-        for _ in looks(started + timeout - time.monotonic()):
+        for _ in looks(started + timeout - time.monotonic(), at_files=True):
             if os.path.lexists(folder / series.ATTEMPT):
                 return folder
+            disk.look_again(self.root, folder)
         raise RankFailed(
             f"save: rank {self.ranks.rank}: expected {folder}, which rank 0 made, found none in {timeout:g} s. Is it a file "
             "system that all ranks share?"
@@ -137,17 +138,19 @@ class Attempts:
         Raises:
             RuntimeError: a later incarnation of the job has taken over.
         """
-        first, asked, when = self.ranks.rank == 0, 0.0, looks(math.inf)
-        made: Manifest | None = None
-        while made is None:
+        world, asked, when = self.ranks.world, 0.0, looks(math.inf, at_files=True)
+        missing = [] if self.ranks.rank else [*range(world)]
+        while (made := series.decision(folder)) is None:
             passed = next(when)
-            late = passed > timeout + (0 if first else _GRACE_S)
-            made = series.decision(folder)
-            if made is None and (first or late or passed - asked > _TRY_S):
+            late = passed > timeout + (_GRACE_S if self.ranks.rank else 0)
+            while missing and series.has_voted(folder, missing[-1], world):
+                missing.pop()
+            if late or passed - asked > _TRY_S or not (missing or self.ranks.rank):
                 asked = passed
-                made = series.decide(
-                    folder, self.epoch, give_up=f"after {timeout:g} s" if late else None, known=self.known
-                )
+                give_up = f"after {timeout:g} s" if late else None
+                made = series.decide(folder, self.epoch, give_up=give_up, known=self.known)
+                if made is not None:
+                    break
         return made
 
 

@@ -172,14 +172,17 @@ class Watchdog:
                 attempt=agreed.attempt,
             )
         except FileExistsError:
-            if not any(os.path.lexists(folder / series.ATTEMPT) for _ in looks(self._grace)):
-                raise
+            for _ in looks(self._grace, at_files=True):
+                disk.look_again(root, folder)
+                if os.path.lexists(folder / series.ATTEMPT):
+                    return folder
+            raise
         return folder
 
     def _decide(self, folder: Path) -> None:
         """Wait for those that live; commit if all voted."""
         missing: set[int] = set()
-        for _ in looks(self._grace):
+        for _ in looks(self._grace, at_files=True):
             made = series.decide(folder, self._attempts.epoch, known=self._attempts.known)
             if made is not None:
                 _log.warning("saved %s: %s", folder.name, made.status)
@@ -210,6 +213,7 @@ class Watchdog:
                 self.save("another rank failed")
             if self._ranks.world > 1 and time.monotonic() - beat >= _BEAT_S:
                 beat = time.monotonic()
+                disk.look_again(self._attempts.root)
                 self._look_for_life()
 
     def _look_for_life(self) -> None:

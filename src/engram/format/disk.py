@@ -33,15 +33,24 @@ if TYPE_CHECKING:
     StrPath = str | os.PathLike[str]
 
 _AT_FDCWD = -2 if sys.platform == "darwin" else -100
+#: Waits for bytes or names to be on disk. What the first one leaves out is when a file or a folder was changed.
+_SYNC = "fdatasync" if hasattr(os, "fdatasync") else "fsync"
 _START, _THROUGH = 2, 7  # SYNC_FILE_RANGE_WRITE; and to wait before and after
 _libc = ctypes.CDLL(None, use_errno=True)
 _sync_file_range = getattr(_libc, "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_ONCE = 4 if sys.platform == "darwin" else 1  # RENAME_EXCL of macOS and RENAME_NOREPLACE of Linux
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS
+_statx = getattr(_libc, "statx", None)
+_FORCE_SYNC, _EMPTY_PATH, _ALL_STATS, _STATX_BYTES = 0x2000, 0x1000, 0xFFF, 256
 #: What a file system says that cannot do a thing at all.
 _CANNOT = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EBADF, errno.EPERM, errno.EACCES})
-_NO_LINK = frozenset({errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS})
+_NO_LINK = frozenset({errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+#: What it says of a file that is not there, or that another machine has removed.
+_GONE = frozenset({errno.ENOENT, errno.ESTALE})
+#: What it says of two names that it cannot exchange.
+NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -191,22 +200,17 @@ def batched_fsync() -> Iterator[None]:
 
 
 def _wait(fds: _Batch) -> None:
-    sync = _sync()
+    sync = getattr(os, _SYNC)
     work_off([[functools.partial(sync, fd)] for fd in fds], THREADS)
     while fds:
         fds.pop()  # closes it
-
-
-def _sync() -> Callable[[int], None]:
-    # A folder too: what fdatasync leaves out is when it was changed.
-    return os.fdatasync if hasattr(os, "fdatasync") else os.fsync
 
 
 def _wait_for(fd: files.Descriptor, *, now: bool = False) -> None:
     """Wait until this file or folder is on disk, and close it; inside of a :func:`batched_fsync`, at its end."""
     batch = None if now else _waiting.batch()
     if batch is None:
-        _sync()(fd)
+        getattr(os, _SYNC)(fd)
         fd.close()
     else:
         batch.append(fd)
@@ -265,17 +269,62 @@ def publish(path: StrPath, raw: bytes) -> bool:
 
     Returns:
         False: the name was taken. Read what the other one wrote.
+
+    Raises:
+        OSError: no space, or an I/O error; or a file system without hard links that cannot rename without replacing, either.
     """
+    folder = os.path.dirname(path) or "."
     temporary = f"{os.fspath(path)}.{secrets.token_hex(4)}.tmp"
     put(temporary, raw, now=True)
     try:
         os.link(temporary, path, follow_symlinks=False)
         return True
     except FileExistsError:
-        return False
+        look_again(folder)
+        # A server whose answer was lost is asked again, and finds what it has made itself.
+        return os.path.samefile(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return _rename_once(temporary, os.fspath(path))
     finally:
-        os.unlink(temporary)
-        sync_folder(os.path.dirname(path) or ".")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        sync_folder(folder)
+
+
+def _rename_once(old: str, new: str) -> bool:
+    """Rename a file; False: the name was taken. Raises ``OSError``: this file system cannot tell."""
+    try:
+        _rename(old, new, _ONCE)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_EXCHANGE:
+            raise
+        raise OSError(
+            error.errno,
+            f"{os.strerror(error.errno or 0)}: expected a file system with hard links, or one that renames without replacing, got "
+            "one with neither: two processes could each make a file of this name. Keep checkpoints on another one",
+            new,
+        ) from error
+    return True
+
+
+def check_names_once(folder: StrPath) -> None:
+    """Raise ``OSError`` where :func:`publish` could not tell whether a name is taken."""
+    probe = f"{os.fspath(folder)}/.once-{secrets.token_hex(4)}"
+    create(probe, 0).close()
+    try:
+        os.link(probe, f"{probe}-", follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        _rename_once(probe, f"{probe}-")
+    finally:
+        for name in (probe, f"{probe}-"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
 
 
 def replace(path: StrPath, raw: bytes) -> None:
@@ -300,7 +349,7 @@ def link(name: str, folder: int, target: StrPath) -> bool:
     try:
         os.link(name, target, src_dir_fd=folder, follow_symlinks=False)
     except OSError as error:
-        if error.errno in _NO_LINK:
+        if error.errno in _NO_LINK | _GONE:
             return False
         raise
     return True
@@ -317,15 +366,20 @@ def exchange(one: Path, other: Path) -> None:
     Raises:
         OSError: the file system or the platform cannot (ENOSYS, EINVAL, EOPNOTSUPP …). Both are as they were.
     """
+    _rename(one, other, _EXCHANGE)
+
+
+def _rename(old: StrPath, new: StrPath, flag: int) -> None:
+    """``renameat2``, which Python does not have."""
     name = "renameatx_np" if sys.platform == "darwin" else "renameat2"
     function = getattr(_libc, name, None)
     code = errno.ENOSYS
     if function is not None:
         function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-        if function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+        if function(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag) == 0:
             return
         code = ctypes.get_errno()
-    raise OSError(code, os.strerror(code), str(one), None, str(other))
+    raise OSError(code, os.strerror(code), str(old), None, str(new))
 
 
 def remove(path: StrPath) -> None:
@@ -371,6 +425,23 @@ def lock(folder: int, *, wait: bool = False) -> bool:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
+def look_again(*folders: StrPath | int) -> None:
+    """Ask the file system which names are in folders now: paths, each below the one before it or elsewhere, or open ones.
+
+    On a network's file system a machine believes for up to a minute that a name is missing, and what a listing said. Then it looks
+    again. Does nothing for a folder that is not there, and where the system call is missing.
+
+    Cost: a system call for each; on a network's file system a request.
+    """
+    if _statx is not None:
+        for folder in folders:
+            found = ctypes.create_string_buffer(_STATX_BYTES)
+            if isinstance(folder, int):
+                _statx(folder, b"", _FORCE_SYNC | _EMPTY_PATH, _ALL_STATS, found)
+            else:
+                _statx(_AT_FDCWD, os.fsencode(folder), _FORCE_SYNC, _ALL_STATS, found)
+
+
 def open_folder(path: StrPath) -> files.Descriptor:
     """A descriptor of a folder, which may be reached through links."""
     return files.Descriptor.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -380,7 +451,11 @@ def open_below(folder: int, relative: str) -> files.Descriptor:
     """A descriptor of a folder below an open one. Raises ``OSError`` where there is none, or a link is on the way."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     first, _, rest = relative.partition("/")
-    here = files.Descriptor.open(first, flags, dir_fd=folder)
+    try:
+        here = files.Descriptor.open(first, flags, dir_fd=folder)
+    except FileNotFoundError:
+        look_again(folder)
+        here = files.Descriptor.open(first, flags, dir_fd=folder)
     return open_below(here, rest) if rest else here
 
 
@@ -392,7 +467,12 @@ def open_file(folder: int, relative: str) -> files.Descriptor:
     """
     parents, _, name = relative.rpartition("/")
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = files.Descriptor.open(name, flags, dir_fd=open_below(folder, parents) if parents else folder)
+    above = open_below(folder, parents) if parents else folder
+    try:
+        fd = files.Descriptor.open(name, flags, dir_fd=above)
+    except FileNotFoundError:
+        look_again(above)
+        fd = files.Descriptor.open(name, flags, dir_fd=above)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         fd.close()
         raise _irregular(relative)
@@ -412,7 +492,11 @@ def sizes(folder: int, names: Iterable[str]) -> list[int | OSError]:
         try:
             if parents != here:  # the one before closes when it is dropped
                 here, opened = parents, open_below(folder, parents) if parents else folder
-            status = os.stat(name, dir_fd=opened, follow_symlinks=False)
+            try:
+                status = os.stat(name, dir_fd=opened, follow_symlinks=False)
+            except FileNotFoundError:
+                look_again(opened)
+                status = os.stat(name, dir_fd=opened, follow_symlinks=False)
         except OSError as error:
             found.append(error)
         else:
@@ -437,10 +521,18 @@ def _irregular(relative: str) -> OSError:
 
 
 def read(fd: int, into: memoryview, offset: int) -> int:
-    """Fill ``into`` from ``offset``. Returns how many bytes were read: fewer only at the end of the file."""
+    """Fill ``into`` from ``offset``. Returns how many bytes were read: fewer only at the end of the file.
+
+    A file that another machine has removed ends where reading has come to.
+    """
     done = 0
     while done < len(into):
-        count = os.preadv(fd, [into[done:]], offset + done)
+        try:
+            count = os.preadv(fd, [into[done:]], offset + done)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            break
         if count == 0:
             break
         done += count
@@ -449,6 +541,7 @@ def read(fd: int, into: memoryview, offset: int) -> int:
 
 def entries(folder: int) -> Iterator[tuple[str, bool]]:
     """Everything below an open folder: the relative path, and whether it is a folder. A folder comes before its entries."""
+    look_again(folder)
     for name in sorted(os.listdir(folder)):
         is_folder = stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
         yield name, is_folder

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from engram.format.part_writer import PartInfo
 
 #: Behind the name of a dump: folders of writers, which a killed one leaves.
-_LEFT = re.compile(r"(tmp|trash)-[0-9a-f]{16}")
+_LEFT = re.compile(r"(tmp|trash|was)-[0-9a-f]{16}")
+#: One of them: a dump that is being replaced, where two names cannot be exchanged.
+_ASIDE = re.compile(r"was-[0-9a-f]{16}")
 
 
 def finish_dump(
@@ -75,11 +77,18 @@ def replacing(path: Path) -> Iterator[Path]:
     For ``dumps`` of a buffer (``finish_dump`` in it) and of one component (a part in it). Until then, and after an exception,
     ``path`` is what it was. What was replaced is removed in the background; what a killed process left beside it, first.
 
+    Where the file system cannot exchange two names, as on NFS, a dump is away for a moment while it is replaced: see
+    :func:`standing`.
+
     Raises:
         FileExistsError: ``path`` is neither free, nor an empty folder, nor a dump of the same kind.
-        OSError: no space; or a dump is to be replaced where two names cannot be exchanged in one step.
+        OSError: no space, or an I/O error.
     """
     path = Path(os.path.abspath(path))
+    before = standing(path)
+    if before != path:  # a process was killed while it replaced the dump
+        with contextlib.suppress(OSError):  # or another one does, just now
+            disk.rename(before, path)
     _check_target(path)
     _sweep(path)
     for parent in reversed(path.parents):
@@ -134,13 +143,44 @@ def _take_place(temporary: Path, path: Path) -> None:
         try:
             disk.exchange(temporary, path)
         except OSError as why:
-            raise OSError(
-                why.errno,
-                f"{os.strerror(why.errno or 0)}: this file system cannot exchange two names in one step, and a dump is "
-                "never away while it is replaced. Dump to a new name",
-                str(path),
-            ) from why
+            if why.errno not in disk.NO_EXCHANGE:
+                raise
+            _take_turns(temporary, path)
     disk.sync_folder(path.parent)
+
+
+def _take_turns(temporary: Path, path: Path) -> None:
+    """Exchange two names in steps. Between them ``path`` is free, and :func:`standing` finds what was there."""
+    aside = path.with_name(f".{path.name}.was-{secrets.token_hex(8)}")
+    with disk.open_folder(path) as fd:
+        disk.lock(fd)  # others see that it is in use
+        while True:
+            disk.rename(path, aside)
+            try:
+                disk.rename(temporary, path)
+                break
+            except BaseException:
+                try:
+                    disk.rename(aside, path)
+                except FileNotFoundError:
+                    continue  # another process took this one for dead, and put it back
+                raise
+        with contextlib.suppress(OSError):
+            disk.rename(aside, temporary)
+
+
+def standing(path: Path) -> Path:
+    """Where the dump of a name lies: there; or beside it, while it is replaced where two names cannot be exchanged.
+
+    It stays there if the process that replaces it is killed just then. The next ``dumps`` to that name puts it back.
+    """
+    if not os.path.lexists(path):
+        with contextlib.suppress(OSError):
+            ours = f".{path.name}."
+            for name in os.listdir(path.parent):
+                if name.startswith(ours) and _ASIDE.fullmatch(name, len(ours)):
+                    return path.with_name(name)
+    return path
 
 
 def _check_target(path: Path) -> None:

@@ -46,7 +46,7 @@ def problem_of(error: CorruptCheckpoint) -> Problem:
 def no_file(error: OSError, nbytes: int | None = None) -> str:
     """Describes why a file does not open. Raises ``error`` again if that is no damage: no permission, an I/O error."""
     size = "" if nbytes is None else f" of {nbytes} bytes"
-    if error.errno == errno.ENOENT:
+    if error.errno in (errno.ENOENT, errno.ESTALE):
         return f"expected a file{size}, found none"
     if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENOTSUP, errno.ENXIO):
         return f"expected a regular file{size}, got something else"

@@ -17,6 +17,7 @@ later epoch than its own decides nothing and removes nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import itertools
@@ -73,6 +74,7 @@ __all__ = [
     "claim_epoch",
     "decide",
     "decision",
+    "has_voted",
     "is_partial",
     "is_series",
     "latest",
@@ -175,25 +177,28 @@ class Known:
 
 def newest_epoch(root: Path) -> int:
     """The latest incarnation of the job that began in this folder; 0: none did."""
-    return max((int(found[1]) for name in os.listdir(root) if (found := _EPOCH.fullmatch(name))), default=0)
+    disk.look_again(root)
+    return max([int(found[1]) for name in os.listdir(root) if (found := _EPOCH.fullmatch(name))], default=0)
 
 
 def claim_epoch(root: Path) -> int:
     """Begin an incarnation of the job. From now on, earlier ones can neither commit nor remove anything.
 
     Removes temporary files that killed processes left.
+
+    Raises:
+        OSError: no space, no permission, or an I/O error; or a file system of which two processes could each make a file of one name.
     """
     for name in os.listdir(root):
         if LEFTOVER.fullmatch(name):
             disk.remove(root / name)
-    while True:
-        epoch = newest_epoch(root) + 1
-        try:
+    disk.check_names_once(root)
+    for epoch in itertools.count(newest_epoch(root) + 1):
+        with contextlib.suppress(FileExistsError):
             disk.create(root / f"EPOCH-{epoch:08d}", 0).close()
-        except FileExistsError:
-            continue
-        disk.sync_folder(root)
-        return epoch
+            break
+    disk.sync_folder(root)
+    return epoch
 
 
 def _check_epoch(root: Path, epoch: int) -> None:
@@ -387,13 +392,13 @@ def votes(folder: Path, attempt: Attempt | None = None, known: Known | None = No
 
 def _vote(folder: Path, fd: int, attempt: Attempt, rank: int, contents: Contents) -> Vote:
     own = rank_folder(rank, attempt.world)
+    if not has_voted(folder, rank, attempt.world):
+        return Vote(rank, None, None, None)
     try:
         if os.path.lexists(f"{folder}/{own}/{REFUSAL}"):
             path = folder / own / REFUSAL
             refusal = strict.decode(read_small(folder, fd, f"{own}/{REFUSAL}", strict.MAX_BYTES), path, Refusal)
             return Vote(rank, None, None, refusal.error)
-        if not os.path.lexists(f"{folder}/{own}/{SHARD}"):
-            return Vote(rank, None, None, None)
         shard, entry = read_shard(folder, fd, f"{own}/{SHARD}", contents)
         said = (shard.attempt, shard.epoch, shard.rank, shard.world)
         if said != (attempt.attempt, attempt.epoch, rank, attempt.world):
@@ -403,16 +408,28 @@ def _vote(folder: Path, fd: int, attempt: Attempt, rank: int, contents: Contents
     return Vote(rank, shard, entry, None)
 
 
+def has_voted(folder: Path, rank: int, world: int) -> bool:
+    """Whether a rank has voted for an attempt or against it."""
+    own = f"{folder}/{rank_folder(rank, world)}"
+    if os.path.lexists(f"{own}/{SHARD}") or os.path.lexists(f"{own}/{REFUSAL}"):
+        return True
+    disk.look_again(folder, own)
+    return os.path.lexists(f"{own}/{SHARD}") or os.path.lexists(f"{own}/{REFUSAL}")
+
+
 def decision(folder: Path) -> Manifest | None:
     """The decision on an attempt; None: there is none yet.
 
     Raises:
         CorruptCheckpoint: the manifest is damaged.
     """
-    if not os.path.lexists(f"{folder}/{MANIFEST}"):
-        return None
+    path = f"{folder}/{MANIFEST}"
+    if not os.path.lexists(path):
+        disk.look_again(folder)
+        if not os.path.lexists(path):
+            return None
     with _open(folder) as fd:
-        return Manifest.decode(read_small(folder, fd, MANIFEST, strict.MAX_BYTES), f"{folder}/{MANIFEST}")
+        return Manifest.decode(read_small(folder, fd, MANIFEST, strict.MAX_BYTES), path)
 
 
 def decide(folder: Path, epoch: int, *, give_up: str | None = None, known: Known | None = None) -> Manifest | None:
@@ -526,7 +543,9 @@ def is_series(root: Path) -> bool:
 
 def names(root: Path) -> list[Name]:
     """All attempts, the newest first, decided or not."""
-    return sorted(filter(None, map(Name.parse, os.listdir(root))), reverse=True)
+    disk.look_again(root)
+    found = [Name.parse(text) for text in os.listdir(root) if text.startswith("ckpt-")]
+    return sorted(filter(None, found), reverse=True)
 
 
 def recover(root: Path, epoch: int) -> list[str]:
@@ -697,10 +716,17 @@ def retire(root: Path, keep: int, epoch: int, known: Known | None = None) -> lis
 
 
 def sweep(root: Path) -> None:
-    """Remove what :func:`retire` renamed, also in processes that were killed. Raises ``OSError``: something cannot be removed."""
+    """Remove what :func:`retire` renamed, also in processes that were killed. Raises ``OSError``: something cannot be removed.
+
+    Of files that a process of this machine has open, NFS keeps the bytes under other names: a later call removes those.
+    """
     for left in sorted(os.listdir(root)):
         if left.startswith("trash-") and Name.parse(left.removeprefix("trash-")):
-            disk.remove(root / left)
+            try:
+                disk.remove(root / left)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+                    raise
 
 
 def _superfluous(root: Path, keep: int, epoch: int, known: Known) -> list[Name]:

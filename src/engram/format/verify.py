@@ -46,6 +46,7 @@ def kind_of(path: Path) -> Kind:
         FileNotFoundError: nothing of ours.
         OSError: no folder, or no permission.
     """
+    disk.look_again(path)
     lies = set(os.listdir(path))
     hidden = set(os.listdir(path / layout.FOLDER)) if layout.FOLDER in lies else set()
     if ATTEMPT in lies or any(name.startswith("rank-") for name in lies):

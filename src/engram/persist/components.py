@@ -11,7 +11,7 @@ import torch
 
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk
-from engram.format.dumps import replacing
+from engram.format.dumps import replacing, standing
 from engram.format.parts import PartReader, PartWriter
 from engram.format.problems import corrupt
 from engram.format.schema import DTYPES
@@ -126,7 +126,7 @@ class Dumpable(Stateful):
             CorruptCheckpoint: damaged; names file and byte.
             IncompatibleCheckpoint: of another kind of component. Otherwise as ``load_state_dict``. Nothing is changed.
         """
-        with PartReader.open(Path(path)) as reader:
+        with PartReader.open(standing(Path(path))) as reader:
             self.prepare_part(reader).commit()
 
     dump = save = dumps
