@@ -138,6 +138,27 @@ def test_every_write_is_refused(folder):
     assert len(rb) == 33
 
 
+def test_a_write_of_other_fields_is_one_to_a_store_that_is_only_read(folder):
+    """That is said first: no transform runs, and no field is looked at."""
+    writer = prioritized(folder, n=31)
+    for transforms in ([], [lambda rows: 1 / 0]):
+        rb = ReplayBuffer.open(folder, readonly=True, batch_size=8)
+        for transform in transforms:
+            rb.append_transform(transform, invert=True)
+        wrong = TensorDict({"other": torch.zeros(())}, [])
+        for call in (
+            lambda rb=rb: rb.add(wrong),
+            lambda rb=rb: rb.extend(wrong.expand(2)),
+            lambda rb=rb: rb.extend([wrong]),
+            lambda rb=rb: rb.__setitem__(3, wrong),
+            lambda rb=rb: rb.__setitem__("other", torch.zeros(31)),
+            lambda rb=rb: rb.set_at_("other", torch.zeros(1), [3]),
+        ):
+            with pytest.raises(ReadOnlyStore, match=r"opened with readonly=True.* Open it without readonly=True\."):
+                call()
+    assert len(writer) == 31
+
+
 def test_saves_and_loads_are_refused(folder, tmp_path):
     writer = prioritized(folder)
     writer.dumps(tmp_path / "dump")

@@ -344,6 +344,20 @@ def test_without_a_test_runner():
         Broken().run_all()
 
 
+def test_a_note_names_the_test_that_failed():
+    class Overflows(RandomSampler):
+        def draw(self, extent, batch_size, key):
+            raise OverflowError("exp of the rewards")
+
+    class Case(SamplerContract):
+        def make(self, capacity):
+            return Overflows()
+
+    with pytest.raises(OverflowError, match="exp of the rewards") as raised:
+        Case().run_all()
+    assert raised.value.__notes__ == ["in Case.test_draws_live_rows"]
+
+
 def test_a_contract_says_what_to_make():
     for contract in (SamplerContract, WriterContract, StorageContract, TransformContract):
         assert issubclass(contract, Contract)

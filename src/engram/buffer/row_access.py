@@ -188,6 +188,7 @@ class RowAccess:
         wiring = self._wiring
         if wiring.of_writer.read_only:
             raise RuntimeError(f"{call}: the buffer is read-only ({type(wiring.writer).__name__}).")
+        wiring.storage.check_writable()
         if self._prefetching is not None:
             self._prefetching.materialize()
 

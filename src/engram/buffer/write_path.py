@@ -80,6 +80,7 @@ class WritePath:
         transform, at = self._wiring.transform, self._wiring.storage.ndim - 1
         if not transform.writes:
             return Arrived(data, batched=False, rows=rows_of(data, at))
+        self._wiring.storage.check_writable()
         batch = transform.inv(map_with_paths(data, self._in_batch))
         n = 0 if batch is None else _size_of_dim(batch, at)
         if n == 0:
@@ -137,6 +138,7 @@ class WritePath:
             self._prefetching.materialize()
         transform, dims = self._wiring.transform, self._wiring.storage.ndim
         if transform.writes and rows_of(data, dims) != 0:
+            self._wiring.storage.check_writable()
             data = transform.inv(new_containers(data))
             if rows_of(data, dims) == 0:
                 return HELD_BACK
@@ -178,6 +180,7 @@ class WritePath:
     def _write(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
         wiring = self._wiring
         storage = wiring.storage
+        storage.check_writable()
         if wiring.of_writer.read_only:
             wiring.placer.place(storage.extent(), 0, 0, data)  # refuses
         lane = self._lanes.default if lane is None else lane

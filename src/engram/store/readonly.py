@@ -88,6 +88,12 @@ class ReaderStore(Store):
         left = torch.tensor([self.core.left_behind(row) for row in rows.tolist()], dtype=torch.bool, device="cpu")
         return super().hold_nothing(rows) | left
 
+    def check_writable(self) -> None:
+        raise ReadOnlyStore(
+            f"expected a store that may be written to, got the one in {str(self._folder)!r}, which was opened with readonly=True: its rows "
+            "and all that belongs to them stay as they are. Open it without readonly=True."
+        )
+
     def remove(self) -> bool:
         raise ReadOnlyStore(
             f"cleanup: the store in {str(self._folder)!r} was opened with readonly=True: its files stay. Open it without readonly=True."

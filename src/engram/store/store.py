@@ -488,6 +488,9 @@ class Store:
             "field_updates_dropped": self.core.patches_dropped,
         }
 
+    def check_writable(self) -> None:
+        """Raise ``ReadOnlyStore`` if every write is refused."""
+
     def extent(self) -> Extent:
         """What is live now. Cost: O(lanes); O(capacity) while rows left by a dead writer have not been overwritten."""
         filled, seam = self.core.extent()

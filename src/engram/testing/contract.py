@@ -28,10 +28,17 @@ class Contract:
     copies: ClassVar[Sequence[Callable[[object], object]]] = [copy.deepcopy]
 
     def run_all(self) -> None:
-        """Run every test of the contract, for use without a test runner. Raises ``AssertionError`` at the first that fails."""
+        """Run every test of the contract, for use without a test runner.
+
+        Raises ``AssertionError`` at the first that fails, or what the component raised there. A note of the error names the test.
+        """
         classes = type(self).__mro__
         for name in dict.fromkeys(name for cls in classes for name in vars(cls) if name.startswith("test_")):
-            getattr(type(self)(), name)()
+            try:
+                getattr(type(self)(), name)()
+            except Exception as error:
+                error.add_note(f"in {type(self).__name__}.{name}")
+                raise
 
     def _copies(self, it: T) -> list[T]:
         return [how(it) for how in self.copies]  # type: ignore[misc]
