@@ -49,6 +49,32 @@ void bind_disk(nb::class_<Store>& type) {
           "way"_a, "'auto': as a look at a few rows says; 'map': through the mapping; 'read': by calls that read and write the files, "
           "which are opened now. Rows that have no files are always read and written where they are. Raises OSError.")
       .def(
+          "refill",
+          [](const Store& self, std::uint64_t field, std::uint64_t first, std::uint64_t n, std::uintptr_t from) {
+            check(field < self.fields() && first + n <= self.control().capacity(), "rows of a field of the store");
+            return self.refill(field, first, n, reinterpret_cast<const std::byte*>(from));
+          },
+          "field"_a, "first"_a, "n"_a, "address"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Writes rows of a store that is being replaced to the field's file. False: write them to the mapping. Raises OSError.")
+      .def(
+          "in_memory",
+          [](const Store& self, std::uint64_t field, std::uint64_t first, std::uint64_t n) {
+            check(field < self.fields() && first + n <= self.control().capacity(), "rows of a field of the store");
+            std::vector<unsigned char> pages;
+            if (self.disk() != nullptr) pages = self.disk()->in_memory(self.field(field), field, first, n);
+            return nb::bytes(pages.data(), pages.size());
+          },
+          "field"_a, "first"_a, "n"_a, "Which pages of rows are in memory, a byte each; of a store that is not larger than memory, none.")
+      .def(
+          "forget",
+          [](const Store& self, std::uint64_t field, std::uint64_t first, const nb::bytes& before) {
+            if (before.size() == 0) return;
+            self.disk()->open({&field, 1});
+            const auto* pages = reinterpret_cast<const unsigned char*>(before.data());
+            if (self.disk()->is_open(field)) self.disk()->forget(self.field(field), field, first, {pages, before.size()});
+          },
+          "field"_a, "first"_a, "before"_a, "Lets the kernel forget the pages that in_memory said were not there, of the same rows.")
+      .def(
           "io_state",
           [](const Store& self) {
             static const Disk none({}, false);

@@ -47,6 +47,7 @@ void Residency::look(const Field& field, std::int64_t row) {
 }
 
 Disk::Disk(const std::vector<std::string>& paths, bool larger) : larger_(larger) {
+  if (larger) reads.expect_cold(), writes.expect_cold();
   for (const std::string& path : paths) {
     File& file = files_.emplace_back();
     struct statfs where {};
@@ -106,6 +107,24 @@ void Disk::announce(const Field& field, std::uint64_t number, std::span<const st
       posix_fadvise(files_[number].descriptor, static_cast<off_t>(begin), static_cast<off_t>(std::min(kAnnounced, end - begin)),
                     POSIX_FADV_WILLNEED);
     }
+  }
+}
+
+std::vector<unsigned char> Disk::in_memory(const Field& field, std::uint64_t number, std::uint64_t first, std::uint64_t n) const {
+  if (!larger_ || !has(number) || n == 0) return {};
+  const std::uint64_t begin = first * field.row_bytes / page() * page(), end = (first + n) * field.row_bytes;
+  std::vector<unsigned char> pages((end - begin + page() - 1) / page());
+  if (mincore(field.data + begin, end - begin, pages.data()) != 0) return {};
+  return pages;
+}
+
+void Disk::forget(const Field& field, std::uint64_t number, std::uint64_t first, std::span<const unsigned char> before) const {
+  const std::uint64_t begin = first * field.row_bytes / page() * page();
+  for (std::uint64_t i = 0, next = 0; i < before.size(); i = next) {
+    for (next = i + 1; next < before.size() && (before[next] & 1) == (before[i] & 1);) ++next;
+    if ((before[i] & 1) != 0) continue;
+    posix_fadvise(files_[number].descriptor, static_cast<off_t>(begin + i * page()), static_cast<off_t>((next - i) * page()),
+                  POSIX_FADV_DONTNEED);
   }
 }
 

@@ -48,6 +48,8 @@ class Residency {
     }
     return is_cold();
   }
+  /// What is to be taken for granted until a look says something else.
+  void expect_cold() { cold_.store(true, std::memory_order_relaxed); }
   /// What was decided last.
   bool is_cold() const {
     const Way chosen = way();
@@ -100,6 +102,13 @@ class Disk {
   /// for the disk where much was written before. Throws DiskError, also if the file ends before these rows do.
   void write(const Field& field, std::uint64_t number, std::uint64_t first, std::uint64_t n, const std::byte* from,
              const std::int64_t* pick) const;
+
+  /// Of the pages of n rows of a field: whether each is in memory. Nothing, where that is not known, or does not matter as the store is
+  /// not larger than memory.
+  std::vector<unsigned char> in_memory(const Field& field, std::uint64_t number, std::uint64_t first, std::uint64_t n) const;
+
+  /// Lets the kernel forget what in_memory() said was not there, of the same rows. Their file is open.
+  void forget(const Field& field, std::uint64_t number, std::uint64_t first, std::span<const unsigned char> before) const;
 
   Residency reads, writes;
 

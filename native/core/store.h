@@ -129,6 +129,10 @@ class Store {
   /// Ends a replacement that failed midway: the store is empty.
   void end_replacing() const;
 
+  /// Writes n rows to the rows first … of a field, past the mapping; false: they are to be written to the mapping. Only while the store
+  /// is being replaced. Throws DiskError.
+  bool refill(std::uint64_t field, std::uint64_t first, std::uint64_t n, const std::byte* from) const;
+
   /// The rows are there, as Control::put_state; what indexes are to say of them may be told them before resume().
   void replaced(std::uint64_t clock, const Control::LaneState* lanes, const std::int64_t* numbers);
 

@@ -157,6 +157,13 @@ void Store::put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std
   for (std::uint64_t i = 0; i < n; ++i) copy_to_shared(to + i * bytes, from + static_cast<std::uint64_t>(pick[i]) * bytes, bytes);
 }
 
+bool Store::refill(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from) const {
+  if (disk_ == nullptr || !disk_->has(f) || !disk_->writes.is_cold()) return false;
+  disk_->open({&f, 1});
+  if (disk_->is_open(f)) disk_->write(fields_[f], f, first, n, from, nullptr);
+  return disk_->is_open(f);
+}
+
 // The rows at positions p0 … of a lane. `pick`, if not null, names for each of them its place in rows_out.
 void Store::place_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, const std::int64_t* pick,
                        std::int64_t* rows_out) const {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+    from collections.abc import Callable, Collection, Mapping, Sized
 
     import numpy as np
     import torch
@@ -372,11 +372,18 @@ class StorageLoad(Commit, Protocol):
         """Take the memory that it needs, if there is none yet: the commit does so otherwise. Raises ``OSError``: no space."""
 
 
+class RowsTarget(tuple["Tensor", ...]):
+    """The tensors of a store whose rows are replaced, ``[capacity, *shape]``, one per field."""
+
+    #: Writes rows of a field from one on, past its mapping: ``(number, first, rows)``. None: write to the tensors.
+    put: Callable[[int, int, Tensor], None] | None = None
+
+
 class RowsSource(Protocol):
     """Where the rows of a load come from."""
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Fill the tensors of a store, ``[capacity, *shape]``, one per field."""
+    def fill(self, tensors: RowsTarget) -> None:
+        """Fill the tensors of a store."""
 
 
 class Checkpointable(Protocol):

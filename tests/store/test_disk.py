@@ -34,8 +34,11 @@ from engram import (
 from engram._memory import available_memory
 from engram.format import disk as format_disk
 from engram.format import part_writer
+from engram.persist import rows as persist_rows
+from engram.storages import tensor_state
 from engram.store import opening
 from tests import fresh
+from tests.migrate.torchrl_dumps import make_dump
 
 DTYPES = (
     torch.uint8,
@@ -271,6 +274,68 @@ def test_a_dump_of_a_store_that_is_larger_than_memory_leaves_its_memory_to_rows(
         other.close()
 
 
+@pytest.mark.parametrize("save", [lambda rb, to: rb.dumps(to), lambda rb, to: Checkpointer(to, rb).save(1)])
+def test_saves_of_a_larger_store_leave_in_memory_what_was_there(disk, monkeypatch, save):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(600, scratch_dir=disk / "store"))
+    rb.extend({"frame": torch.randint(0, 255, (600, 5000), dtype=torch.uint8)})
+    rb.close()
+    del rb
+    gc.collect()  # nothing maps the file any more
+    if not drop(path := disk / "store" / "frame.memmap"):
+        pytest.skip("this file system keeps files in memory that it is told to drop")
+    monkeypatch.setattr(opening, "available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(persist_rows, "_PIECE", 1 << 18)
+    monkeypatch.setattr(tensor_state, "_COPIED", 0)  # few rows are copied at once
+    rb = ReplayBuffer.open(disk / "store")
+    rb[torch.arange(100, 150)]
+    before = in_memory(path)
+    assert 50 < sum(before) < 70
+    save(rb, disk / "saved")
+    assert [page for page, (then, now) in enumerate(zip(before, in_memory(path), strict=True)) if now > then] == []
+    rb.close()
+
+
+LOADS = {
+    "dump": (600, lambda rb, folder: rb.loads(folder / "dump")),
+    "checkpoint": (600, lambda rb, folder: Checkpointer(folder / "series", rb).restore()),
+    "conversion": (650, lambda rb, folder: rb.loads(folder / "dump", convert=True)),
+    "state": (600, lambda rb, folder: rb.load_state_dict(ReplayBuffer.open(folder / "store").state_dict())),
+    "TorchRL": (600, lambda rb, folder: rb.loads(folder / "theirs")),
+}
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_loads_into_a_larger_store_write_to_its_files(disk, monkeypatch, kind):
+    """The oracle is a load through the mapping."""
+    frames = torch.randint(0, 255, (600, 5000), dtype=torch.uint8)
+    done = (torch.arange(600) % 7 == 6)[:, None]
+    rb = ReplayBuffer(storage=LazyMemmapStorage(600, scratch_dir=disk / "store"))
+    data = TensorDict({"frame": frames, "a": torch.arange(600), "next": {"done": done}}, [600])
+    rb.extend(data)
+    rb.dumps(disk / "dump")
+    Checkpointer(disk / "series", rb).save(1)
+    rb.close()
+    make_dump(disk / "theirs", {"frame": frames, "a": torch.arange(600), "next": {"done": done}}, 600)
+    monkeypatch.setattr(persist_rows, "_PIECE", 1 << 18)
+    found = []
+    monkeypatch.setattr(opening, "available_memory", lambda: 1_000_000)
+    for io in ("map", "auto"):
+        capacity, load = LOADS[kind]
+        rb = ReplayBuffer(storage=LazyMemmapStorage(capacity, scratch_dir=disk / io, io=io))
+        rb.extend(data[:2])
+        written = rb.stats()["file_bytes_written"]
+        load(rb, disk)
+        batch = rb[:]
+        order = batch["a"].argsort()
+        columns = [batch[key][order] for key in ("frame", "a", ("next", "done"))]
+        found.append((rb.stats()["file_bytes_written"] - written, *columns))
+        rb.close()
+    (none, *mapped), (everything, *read) = found
+    assert (none, everything) == (0, 600 * 5009)
+    assert all(map(torch.equal, mapped, read))
+    assert torch.equal(read[0][-599:], frames[1:])  # the oldest may mark where the last trajectory ends
+
+
 def test_what_is_not_on_disk_is_not_forgotten(disk, monkeypatch):
     def fails(fd, offset, nbytes, flags):
         ctypes.set_errno(errno.EIO)
@@ -362,14 +427,15 @@ def test_a_file_that_is_truncated_beneath_a_store_is_an_error_that_names_it(disk
 
 FAILS = """
     import ctypes, errno, sys, torch
-    from engram import LazyMemmapStorage, ReplayBuffer, SamplerWithoutReplacement
+    from engram import LazyMemmapStorage, ReplayBuffer, SliceSampler
     control = ctypes.CDLL(None)
     rb = ReplayBuffer(storage=LazyMemmapStorage(64, scratch_dir=sys.argv[1] + "/store", io="read"), batch_size=8)
     rows = {"a": torch.arange(64), "frame": torch.arange(64)[:, None].expand(64, 700).contiguous()}
+    rows["done"] = (torch.arange(64) % 8 == 7)[:, None]
     some = {key: column[:9] for key, column in rows.items()}
     def check(batch):
         assert bool((batch["frame"] == batch["a"][:, None]).all())
-    def fails(call, code, act):
+    def fails(call, code, act, is_right=lambda: check(rb.sample()) is None):
         found = 0
         for n in range(1, 100):
             rb.extend(rows)
@@ -386,12 +452,19 @@ FAILS = """
                 return found
             assert raised.errno == code and raised.filename.endswith(".memmap") and "at byte" in str(raised), raised
             found += 1
-            check(rb.sample())
+            assert is_right()
     rb.extend(rows)
     torch.set_num_threads(1)
     print(fails(b"preadv", errno.EIO, lambda: check(rb.sample())))
     print(fails(b"pwritev", errno.ENOSPC, lambda: (rb.extend(some), check(rb.sample()))))
     print(fails(b"pwritev", errno.EIO, lambda: rb.__setitem__(torch.arange(0, 18, 2), some)))
+    windows = ReplayBuffer(storage=rb.storage, sampler=SliceSampler(slice_len=4, end_key="done"), batch_size=8)
+    print(fails(b"preadv", errno.EIO, lambda: check(windows.sample())))
+    rb.extend(rows)
+    rb.dumps(sys.argv[1] + "/dump")
+    print(fails(b"pwritev", errno.EIO, lambda: rb.loads(sys.argv[1] + "/dump"), lambda: len(rb) == 0))
+    rb.loads(sys.argv[1] + "/dump")
+    check(rb[:])
     control.failing_calls_arm(b"sync_file_range", 1, errno.EIO)
     try:
         for _ in range(2 * (4 << 20) // rows["frame"].nbytes):

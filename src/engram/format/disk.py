@@ -41,6 +41,8 @@ _sync_file_range = getattr(_libc, "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _ONCE = 4 if sys.platform == "darwin" else 1  # RENAME_EXCL of macOS and RENAME_NOREPLACE of Linux
+#: Bytes that are announced together: of more the kernel may take the beginning only.
+_ANNOUNCED = 128 << 10
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS
 _statx = getattr(_libc, "statx", None)
 _FORCE_SYNC, _EMPTY_PATH, _ALL_STATS, _STATX_BYTES = 0x2000, 0x1000, 0xFFF, 256
@@ -153,6 +155,20 @@ def forget(fd: int, offset: int, nbytes: int) -> None:
             return
         raise OSError(code, os.strerror(code))
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def announce(fd: int, offset: int, nbytes: int) -> None:
+    """Let the kernel begin to read bytes, and from now on nothing behind those that are asked for."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        for at in range(offset, offset + nbytes, _ANNOUNCED):
+            os.posix_fadvise(fd, at, min(_ANNOUNCED, offset + nbytes - at), os.POSIX_FADV_WILLNEED)
+
+
+def drop(fd: int, offset: int, nbytes: int) -> None:
+    """Let the kernel forget bytes that were read."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 class _Batch(list[files.Descriptor]):

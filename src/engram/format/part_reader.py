@@ -59,6 +59,8 @@ class PartReader:
         # What was opened last, by name; both close when others take their places.
         self._file: tuple[str, files.Descriptor] | None = None
         self._checked: dict[str, bytearray] = {}
+        #: What is read does not stay in the kernel's memory, where rows are that others draw.
+        self.behind = False
         self._below: tuple[str, files.Descriptor] | None = None
         try:
             self.folder_fd = disk.open_folder(folder) if folder_fd is None else folder_fd
@@ -104,7 +106,9 @@ class PartReader:
 
     def again(self) -> Self:
         """Another one of the same part, for another thread."""
-        return type(self)(self.folder, None, files.Descriptor.copy_of(self.folder_fd), self.listing)
+        other = type(self)(self.folder, None, files.Descriptor.copy_of(self.folder_fd), self.listing)
+        other.behind = self.behind
+        return other
 
     def __enter__(self) -> Self:
         return self
@@ -272,6 +276,8 @@ class PartReader:
         except OSError as error:
             raise corrupt(self.folder / name, no_file(error, nbytes)) from error
         read = disk.read(fd, view, offset)
+        if self.behind:
+            disk.drop(fd, offset, read)
         if read != len(view):
             raise corrupt(self.folder / name, f"expected {nbytes} bytes, the file ends here", offset + read)
 

@@ -131,6 +131,8 @@ class FileWriter:
             disk.write(own, chunk, self._position + at)
 
     def _copy(self, fd: int, offset: int, nbytes: int, own: int) -> None:
+        if self._behind:
+            disk.announce(fd, offset, nbytes)
         copied = disk.copy(fd, offset, own, self._position, nbytes)
         chunk = memoryview(bytearray(min(_CHUNK, nbytes)))
         for at in range(0, nbytes, _CHUNK):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from engram.persist.roles import Roles
     from engram.persist.snapshot import RowsSnapshot
     from engram.store import Store
+    from engram.types import RowsTarget
 
 _HERE = Path()
 #: What a ticket says of a row that is whole, and of one of which nothing was saved.
@@ -45,6 +46,8 @@ _COMMITTED, _VOID = 2, 3
 #: Bytes that are copied from an accelerator, or to it, at a time; and that a thread reads into memory of the processor: more, as
 #: blocks at both ends are checked beside it.
 _PIECE, _LONG_PIECE = 16 << 20, 128 << 20
+#: Bytes that a file system shares between files, or a multiple of them.
+_BLOCK = 4096
 #: Rows whose marks are looked at together.
 _MARKED = 1 << 20
 #: Tickets that are looked at together.
@@ -93,8 +96,7 @@ class RowsWriter:
 
     def __init__(self, folder: Path, snapshot: RowsSnapshot, roles: Roles | None) -> None:
         schema = snapshot.store.schema
-        larger, *_ = snapshot.store.core.io_state()
-        self.part = PartWriter(folder, "storage", snapshot.kind, behind=bool(larger))
+        self.part = PartWriter(folder, "storage", snapshot.kind, behind=snapshot.store.larger)
         self.boundaries = Boundaries(schema, own := roles_of(schema.fields, roles))
         self.geometry, self.fields = described(schema, own)
         self._snapshot = snapshot
@@ -160,7 +162,7 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
     there = np.concatenate([[False], numbers != 0, [False]])
     borders = (there[1:] != there[:-1]).nonzero()[0].tolist()
     stretches = list(zip(borders[::2], borders[1::2], strict=True))
-    for field, tensor in zip(store.schema.fields, copied or store.tensors, strict=True):
+    for number, (field, tensor) in enumerate(zip(store.schema.fields, copied or store.tensors, strict=True)):
         size = field.row_bytes
         name = layout.field_path(_HERE, field.key).as_posix()
         with contextlib.ExitStack() as stack:
@@ -170,7 +172,9 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
             for begin, end in stretches:
                 file.skip((begin - at) * size)
                 if source is not None:
-                    file.copy_from(source, begin * size, (end - begin) * size)
+                    for first, n in _steps(begin, end, size if store.larger else 0):
+                        with store.traceless([number], first, n):
+                            file.copy_from(source, first * size, n * size)
                 elif copied and tensor.is_cpu:
                     file.write(bytes_of(tensor[begin:end]))
                 else:
@@ -182,6 +186,14 @@ def _write_flat(part: PartWriter, store: Store, numbers: NDArray[np.int64], copi
     for path, raw in layout.meta_files(_HERE, flat).items():
         with part.file(path.as_posix(), len(raw)) as file:
             file.write(raw)
+
+
+def _steps(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """Rows in pieces, of whole blocks where these are short: a file system shares no others. 0 bytes each: all at once."""
+    step, blocks = max(1, _PIECE // size) if size else end - begin, _BLOCK // math.gcd(_BLOCK, size)
+    step = step // blocks * blocks or step
+    for first in range(begin, end, step):
+        yield first, min(step, end - first)
 
 
 def bytes_of(rows: Tensor) -> memoryview:
@@ -446,10 +458,10 @@ class SavedRowsSource:
         self._reader = reader
         self._free: list[PartReader] = []  # a reader is for one thread at a time
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
+    def fill(self, tensors: RowsTarget) -> None:
         """Read into tensors ``[capacity, *shape]``."""
         here = all(tensor.is_cpu for tensor in tensors)
-        most = _LONG_PIECE if here else _PIECE
+        most = _LONG_PIECE if here and tensors.put is None else _PIECE
         pieces = [
             it._replace(offset=it.offset + (begin - it.begin) * size, begin=begin, end=min(begin + step, it.end))
             for it in stretches(self._reader)
@@ -460,18 +472,20 @@ class SavedRowsSource:
         with contextlib.ExitStack() as stack:
             more = min(READERS if here else 1, len(pieces)) - 1
             self._free = [self._reader, *(stack.enter_context(self._reader.again()) for _ in range(more))]
-            parallel_read([[partial(self._read_piece, it, tensors[it.field])] for it in pieces], tensors)
+            parallel_read([[partial(self._read_piece, it, tensors)] for it in pieces], tensors)
 
-    def _read_piece(self, it: Stretch, tensor: Tensor) -> None:
+    def _read_piece(self, it: Stretch, tensors: RowsTarget) -> None:
         reader = self._free.pop()
         try:
-            _read_rows(reader, it, tensor[it.begin : it.end])
+            _read_rows(reader, it, tensors[it.field][it.begin : it.end], tensors.put)
         finally:
             self._free.append(reader)
 
 
-def _read_rows(reader: PartReader, it: Stretch, into: Tensor) -> None:
-    rows = into if into.is_cpu else torch.empty_like(into, device="cpu")
+def _read_rows(reader: PartReader, it: Stretch, into: Tensor, put: Callable[[int, int, Tensor], None] | None) -> None:
+    rows = into if into.is_cpu and put is None else torch.empty_like(into, device="cpu")
     reader.read(it.file, it.offset, rows.reshape(-1).view(torch.uint8).numpy().data)
-    if rows is not into:
+    if put is not None:
+        put(it.field, it.begin, rows)
+    elif rows is not into:
         into[:] = rows.to(into.device)

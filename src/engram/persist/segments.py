@@ -137,7 +137,11 @@ class _Rows:
             columns.append(room[offset:end].view(n, field.row_bytes))
         rows = torch.arange(it.begin, it.end, device="cpu")
         expected = torch.from_numpy(np.where(numbers != 0, numbers, -1))
-        moved = self._store.copy_rows(rows, expected, columns)
+        if self._store.larger:
+            with self._store.traceless(range(len(columns)), it.begin, n):
+                moved = self._store.copy_rows(rows, expected, columns)
+        else:
+            moved = self._store.copy_rows(rows, expected, columns)
         for column in columns:
             column[moved] = 0
         numbers[moved] = 0

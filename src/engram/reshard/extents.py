@@ -12,7 +12,7 @@ from engram.format.sums import BLOCK
 from engram.reshard.plan import within
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -107,3 +107,11 @@ def put(source: Tensor, begin: int, extents: Extents, tensor: Tensor) -> None:
     at, to = (torch.from_numpy(column) for column in _pairs(near, begin, end))
     flat = tensor.reshape(len(tensor), -1).view(torch.uint8)
     flat.index_copy_(0, to.to(tensor.device), source.index_select(0, at - begin).to(tensor.device))
+
+
+def put_by_run(source: Tensor, begin: int, extents: Extents, write: Callable[[int, Tensor], None]) -> None:
+    """As :func:`put`, with a call that writes rows from one on: each run of rows that stay together by itself."""
+    end = begin + len(source)
+    for first, target, rows in zip(*(column.tolist() for column in extents.near(begin, end)), strict=True):
+        skipped = max(begin - first, 0)
+        write(target + skipped, source[first + skipped - begin : min(first + rows, end) - begin])

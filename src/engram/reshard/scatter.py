@@ -15,7 +15,7 @@ from engram.format.problems import corrupt
 from engram.persist.parallel_read import parallel_read
 from engram.persist.roles import boundary_fields
 from engram.persist.rows import Stretch, checked_numbers, dtype_of, stretches
-from engram.reshard.extents import Extents, put, windows, zeroed_window
+from engram.reshard.extents import Extents, put, put_by_run, windows, zeroed_window
 from engram.reshard.plan import within
 from engram.reshard.shards import TRUNCATED, fields_of, lanes_of
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.reshard.plan import ReshardPlan, Source
     from engram.reshard.shards import SavedShard
+    from engram.types import RowsTarget
 
 #: Rows whose fields are rewritten at a time.
 _REWRITTEN = 1 << 18
@@ -138,7 +139,7 @@ class Scatter:
             self._fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane"
         )
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
+    def fill(self, tensors: RowsTarget) -> None:
         """Read the rows into the fields of the store: each file once and in pieces, several shards at once, every block checked.
 
         Fields whose role says so are rewritten: ``env_id`` to the lane, ``traj_id`` to the number of the trajectory, ``position``
@@ -149,13 +150,17 @@ class Scatter:
         )
         self._rewrite(tensors)
 
-    def _placed(self, which: int, tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
+    def _placed(self, which: int, tensors: RowsTarget) -> Iterator[Callable[[], None]]:
         fields, reader, extents = self._fields, self._shards[which].reader, self._extents(which)
         memory = zeroed_window(max((field.row_bytes for field in fields), default=0))
         for stretch in stretches(reader):
             field, tensor = fields[stretch.field], tensors[stretch.field]
             for low, raw in windows(reader, stretch, extents, field.row_bytes, memory):
-                yield partial(put, raw.reshape(-1, field.row_bytes), low, extents, tensor)
+                rows = raw.reshape(-1, field.row_bytes)
+                if tensors.put is None:
+                    yield partial(put, rows, low, extents, tensor)
+                else:
+                    yield partial(put_by_run, rows, low, extents, partial(tensors.put, stretch.field))
 
     def _rewrite(self, tensors: Sequence[Tensor]) -> None:
         plan = self._plan

@@ -635,6 +635,7 @@ class TensorStorage(Storage):
 
     def prepare_part(self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()) -> StorageLoad:
         self._check_kind(reader)
+        reader.behind = self.memory is not None and self.memory.larger
         load = self.prepare_rows(
             read_rows_state(reader, close_open=close_open, without=without), SavedRowsSource(reader)
         )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engram.persist.snapshot import StorageSnapshot
     from engram.priorities import PriorityConfig
     from engram.store import Store
-    from engram.types import RowsSource
+    from engram.types import RowsSource, RowsTarget
 
 #: Entries of a state, but for the rows.
 ENTRIES = ("schema", "lanes", "numbers", "clock", "write_count", "priorities", "passes", "windows")
@@ -239,9 +239,12 @@ class KeptRows(NamedTuple):
 
     columns: list[Tensor]
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        for to, column in zip(tensors, self.columns, strict=True):
-            to[: len(column)] = column
+    def fill(self, tensors: RowsTarget) -> None:
+        for number, (to, column) in enumerate(zip(tensors, self.columns, strict=True)):
+            if tensors.put is None:
+                to[: len(column)] = column
+            else:
+                tensors.put(number, 0, column.cpu().contiguous())
 
 
 class Loaded(Protocol):

@@ -362,10 +362,10 @@ def _use_files(store: Store, directory: Path) -> None:
     stored = [f for f, field in enumerate(fields) if field.row_bytes]
     longest = {*sorted(stored, key=lambda f: fields[f].row_bytes)[-_MOST_FILES:]}
     paths = [str(layout.field_path(directory, field.key)) if f in longest else "" for f, field in enumerate(fields)]
-    larger = 0 < memory < 2 * capacity * store.schema.row_bytes
-    store.core.use_files(paths, larger)
+    store.larger = 0 < memory < 2 * capacity * store.schema.row_bytes
+    store.core.use_files(paths, store.larger)
     needed = resident_bytes(directory, capacity)
-    if larger and memory < needed:
+    if store.larger and memory < needed:
         warn(
             f"{str(directory)!r}: tickets and priorities of {capacity} rows need {said_bytes(needed)} of memory, this process can have "
             f"{said_bytes(memory)}: each draw waits for the disk. Give it more, or choose a smaller store."

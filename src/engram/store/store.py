@@ -33,10 +33,10 @@ from engram.store.memory import (
     private_field,
     torch_dtype,
 )
-from engram.types import Changes, Extent, Write
+from engram.types import Changes, Extent, RowsTarget, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -118,6 +118,8 @@ class Store:
     """
 
     device = torch.device("cpu")
+    #: Whether the rows are more than fits into memory.
+    larger = False
     #: Whether the core moves all fields, and can make tensors.
     is_native = True
     #: Whether every write is refused.
@@ -377,8 +379,8 @@ class Store:
         self.core.read_numbers(clock, lanes.data_ptr(), numbers.ctypes.data, len(numbers))
         return numbers
 
-    def replace(self, state: StoreState, fill: Callable[[Sequence[Tensor]], object]) -> None:
-        """Replace all rows: ``fill(tensors)`` may write to the :attr:`tensors` directly, while the store is empty and paused.
+    def replace(self, state: StoreState, fill: Callable[[RowsTarget], object]) -> None:
+        """Replace all rows: ``fill(target)`` may write to the :attr:`tensors` directly, while the store is empty and paused.
 
         Afterwards the rows are live as the state says, under new ticket numbers in the old order, so no earlier draw matches any
         more; indexes give them default priorities. Whatever is raised inside, or the process's death, leaves an empty store: also
@@ -401,11 +403,28 @@ class Store:
         _native.check_state(self.lane_length, state.clock, lanes.data_ptr(), self.lanes, numbers.data_ptr())
         # No plan of a writer that looks first may outlive the rows it is about.
         with self.placing(), self.paused(), self.core.replacing():
-            fill(self.tensors)
+            target = RowsTarget(self.tensors)
+            if self.core.io_state()[2]:  # rows are not in memory, and are written to their files
+                target.put = self._refill
+            fill(target)
             self._refilled()
             self.core.replaced(state.clock, lanes.data_ptr(), numbers.data_ptr())
             self.core.write_count = state.write_count
             self.indexes.rescan()
+
+    def _refill(self, field: int, first: int, rows: Tensor) -> None:
+        if not self.core.refill(field, first, len(rows), rows.data_ptr()):
+            self.tensors[field][first : first + len(rows)] = rows
+
+    @contextlib.contextmanager
+    def traceless(self, which: Iterable[int], first: int, n: int) -> Iterator[None]:
+        """For reads of rows of some fields: what a larger store then has in memory is what it had before."""
+        before = [(field, self.core.in_memory(field, first, n)) for field in which]
+        try:
+            yield
+        finally:
+            for field, pages in before:
+                self.core.forget(field, first, pages)
 
     def _refilled(self) -> None:
         """The rows were replaced, past the core."""

@@ -32,6 +32,8 @@ from engram.persist.foreign import DumpedPriorities
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from engram.types import RowsTarget
+
 #: Bytes that are read at a time.
 _PIECE = 16 << 20
 
@@ -205,15 +207,17 @@ class DumpedRows(NamedTuple):
     dump: TorchRLDump
     schema: Schema
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
+    def fill(self, tensors: RowsTarget) -> None:
         """Read them into the fields of a store, ``[capacity, *shape]`` each."""
-        for field, tensor in zip(self.schema.fields, tensors, strict=True):
+        for number, (field, tensor) in enumerate(zip(self.schema.fields, tensors, strict=True)):
             step = max(1, _PIECE // max(1, field.row_bytes))
             for first in range(0, self.dump.length, step):
                 rows = tensor[first : min(first + step, self.dump.length)]
-                piece = rows if rows.is_cpu else torch.empty_like(rows, device="cpu")
+                piece = rows if rows.is_cpu and tensors.put is None else torch.empty_like(rows, device="cpu")
                 self.dump.read_rows(field.key, piece, first)
-                if piece is not rows:
+                if tensors.put is not None:
+                    tensors.put(number, first, piece)
+                elif piece is not rows:
                     rows.copy_(piece)
 
 
