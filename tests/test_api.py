@@ -97,6 +97,7 @@ NAMES = [
     "find_start_stop_traj",
     "num_threads",
     "plan",
+    "serve",
     "set_num_threads",
 ]
 

@@ -47,6 +47,7 @@ from engram.samplers import SliceSampler as SliceSampler
 from engram.samplers import SliceSamplerWithoutReplacement as SliceSamplerWithoutReplacement
 from engram.samplers import WindowSpec as WindowSpec
 from engram.samplers.field_reader import FieldReader as FieldReader
+from engram.serving import serve as serve
 from engram.sizing import StoragePlan as StoragePlan
 from engram.sizing import plan as plan
 from engram.storages import LazyMemmapStorage as LazyMemmapStorage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -56,3 +56,17 @@ def _arguments_of(taker: Callable[..., object] | Iterable[str]) -> list[str]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     signatures = [inspect.signature(call).parameters.values() for call in calls if inspect.isroutine(call)]
     return [parameter.name for parameters in signatures for parameter in parameters if parameter.kind in named]
+
+
+def refused(call: str, instead: str) -> RuntimeError:
+    """The error of a call that needs rows here which are on a server."""
+    return RuntimeError(f"{call}: the rows are on a server, and this needs them here. {instead}")
+
+
+def refusing(call: str, instead: str) -> Callable[..., NoReturn]:
+    """A method that raises :func:`refused`."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise refused(call, instead)
+
+    return refuse

@@ -225,6 +225,8 @@ class Traits(NamedTuple):
     #: Rows are used up: those of a draw count when it is made. It may have fewer than were asked for, and no others are drawn in place
     #: of those that move before they are read.
     consumes: bool = False
+    #: Of a storage: its rows are on a server.
+    is_remote: bool = False
 
     @property
     def reads_windows(self) -> bool:

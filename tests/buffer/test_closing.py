@@ -120,6 +120,7 @@ OTHERS = {
     "open",
     "open_arguments",
     "open_or_create",
+    "connect",
     "update_if_present",  # takes names: below
     "snapshot",
     "prepare_load",

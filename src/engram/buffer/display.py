@@ -50,7 +50,9 @@ class Display:
 
     def _facts(self) -> list[tuple[str, str]]:
         wiring, settings = self._wiring, self._settings
-        facts = [("storage", repr(wiring.storage))] if wiring.storage.closed else self._facts_of_storage()
+        storage = wiring.storage  # a text does not ask a server
+        aside = storage.closed or storage.traits.is_remote
+        facts = [("storage", repr(storage))] if aside else self._facts_of_storage()
         facts += [("sampler", repr(wiring.sampler)), ("writer", repr(wiring.writer))]
         if len(wiring.transform):
             facts.append(("transform", repr(wiring.transform)))

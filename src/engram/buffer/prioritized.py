@@ -12,6 +12,7 @@ from engram.buffer.recipe import register
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.buffer.wiring import checked_size, component
+from engram.types import Declared
 
 __all__ = [
     "PrioritizedReplayBuffer",
@@ -103,11 +104,13 @@ def _sampler(
     """The buffer's sampler. ``ReplayBuffer.open`` hands over the one that the store noted."""
     given = kwargs.pop("sampler", None)
     if given is not None:
-        if not isinstance(given, samplers.PrioritizedSampler) or alpha is not None or beta is not None:
+        drawn = isinstance(given, Declared) and given.traits.reads_natively and given.traits.prioritized
+        if not drawn or given.traits.draws_windows or alpha is not None or beta is not None:
             raise TypeError(
                 f"{name}: sampler: its sampler is a PrioritizedSampler made of alpha and beta. Use a ReplayBuffer."
             )
-        return given
+        made: samplers.PrioritizedSampler = given
+        return made
     if alpha is None or beta is None:
         asked = "".join(meant(key, ("alpha", "beta")) for key in kwargs)
         raise TypeError(f"{name}: expected alpha and beta, got alpha={alpha}, beta={beta}.{asked}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping
 
+    from engram.buffer.replay_buffer import ReplayBuffer
     from engram.buffer.wiring import Wiring
     from engram.store import Store
 
@@ -131,14 +132,12 @@ def open_buffer(
     )
     _announce_repair(storage)  # before anything else can fail
     try:
-        kind = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
-        if kind is None:
-            raise TypeError(f"open: the store was used by an unknown buffer class {noted.get('buffer')!r}.")
+        kind = kind_of(noted, "open")
         arguments = {name: value for name, value in given.items() if value is not None}
         for name, known in (("sampler", _SAMPLERS), ("writer", _WRITERS)):
             if name not in arguments:
                 arguments[name] = _made_again(noted.get(name), known, name)
-        rb = kind(storage=storage, **(_noted_settings(noted) | arguments), **kind.open_arguments(noted))
+        rb = kind(storage=storage, **(noted_settings(noted) | arguments), **kind.open_arguments(noted))
         if prioritized and not samplers.declared(rb.sampler).traits.prioritized:
             raise TypeError(
                 f"open: {str(path)!r}: expected a store that a buffer with priorities wrote to, got one of a {kind.__name__} with "
@@ -254,7 +253,16 @@ def _noted_dtypes(noted: dict[str, object]) -> storages.Dtypes:
         raise CorruptStore(f"open: the recorded {error}") from error
 
 
-def _noted_settings(noted: dict[str, object]) -> dict[str, Any]:
+def kind_of(noted: dict[str, object], call: str) -> type[ReplayBuffer]:
+    """The buffer class that was noted. Raises ``TypeError``: it is not known."""
+    kind: type[ReplayBuffer] | None = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
+    if kind is None:
+        raise TypeError(f"{call}: the store was used by an unknown buffer class {noted.get('buffer')!r}.")
+    return kind
+
+
+def noted_settings(noted: dict[str, object]) -> dict[str, Any]:
+    """The arguments of the constructor that were noted, besides the components. Raises ``CorruptStore``: they are none."""
     settings: dict[str, Any] = {name: noted[name] for name in ("batch_size", "prefetch", "output") if name in noted}
     try:
         Settings("what was recorded", **{"batch_size": None, "prefetch": None, **settings})

@@ -66,6 +66,8 @@ class Wiring:
         Raises:
             ValueError: it has ``drop_last``, and no batch size is known. What the sampler raises to refuse the storage.
         """
+        if self.storage.traits.is_remote:
+            self.storage.admit(sampler, "set_sampler")
         source = samplers.declared(sampler)
         if source.drop_last and batch_size is None:
             raise ValueError(f"{type(sampler).__name__}: drop_last needs ReplayBuffer(batch_size=…).")
@@ -74,6 +76,8 @@ class Wiring:
 
     def take_writer(self, writer: Writer) -> None:
         """Place rows with this writer from now on. Raises what the writer raises to refuse the storage."""
+        if self.storage.traits.is_remote:
+            self.storage.admit(writer, "set_writer")
         placer = writers.declared(writer)
         placer.register_storage(self.storage)
         self.writer, self.placer, self.of_writer = writer, placer, placer.traits

@@ -1,4 +1,4 @@
-"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``verify``, ``reshard``.
+"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``verify``, ``reshard``, ``serve``.
 
 It starts without torch; each command imports what it needs.
 """
@@ -217,6 +217,66 @@ def reshard(source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, *
         _usable(lambda: act(source, target, ranks, lanes, dry_run=dry_run, **how))
     except EngramError as error:
         raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--listen",
+    default="unix:",
+    help="unix: (a socket in a folder of your own), unix:/PATH, or HOST:PORT, where port 0 is any free one.",
+)
+@click.option(
+    "--token", type=click.Path(dir_okay=False), help="File of mode 0600 with the word that clients must know."
+)
+@click.option("--tls-cert", type=click.Path(dir_okay=False), help="Certificate of the server, PEM.")
+@click.option("--tls-key", type=click.Path(dir_okay=False), help="Its key, PEM.")
+@click.option("--insecure", is_flag=True, help="Listen on TCP without a token, or beyond this machine without TLS.")
+def serve(
+    directory: Path, listen: str, token: str | None, tls_cert: str | None, tls_key: str | None, insecure: bool
+) -> None:
+    """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
+
+    Prints the address when clients may come. On SIGTERM or Ctrl-C it finishes what is under way, and tells clients that it leaves.
+    Several servers may serve one store: a client that knows both goes on at the other.
+
+    TCP needs a token; an address that other machines reach needs a certificate, too.
+
+    Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY is missing.
+    """
+    from engram.errors import EngramError
+
+    try:
+        from engram.serving.listening import listening
+        from engram.serving.run import run
+
+        at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
+        run(directory, at, lambda address: click.echo(str(address)))
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f'serve needs {error.name}: pip install "engram[serve]"') from error
+    except (EngramError, OSError, ValueError, TypeError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@click.argument("address")
+@click.option("--token", type=click.Path(dir_okay=False), help="File of mode 0600 with the server's word.")
+@click.option("--tls-root", type=click.Path(dir_okay=False), help="Certificate that signs the server's, PEM.")
+def health(address: str, token: str | None, tls_root: str | None) -> None:
+    """Ask the server at ADDRESS whether it answers.
+
+    Exit code: 0 if it does, 1 if not.
+    """
+    try:
+        from engram.remote.addresses import addresses_of
+        from engram.remote.connection import Access, Connection
+
+        Connection(Access(tuple(addresses_of(address, "health")), token, tls_root, 0.0)).close()
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f'health needs {error.name}: pip install "engram[serve]"') from error
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo("ok")
 
 
 def _usable(act: Callable[[], T]) -> T:

@@ -1,0 +1,169 @@
+"""The parts of a buffer whose rows are on a server, in place of those that have them."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from engram import _fork
+from engram._checks import check_path
+from engram._unsupported import refused, refusing
+from engram.buffer.row_access import RowAccess
+from engram.errors import NoSampleable
+from engram.format.dumps import replacing
+from engram.store import Key
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import Tensor
+
+    from engram.buffer.lanes import Lanes
+    from engram.buffer.prefetching import Prefetching
+    from engram.buffer.read_path import ReadPath
+    from engram.buffer.recipe import Recipe
+    from engram.buffer.saving import Saving
+    from engram.buffer.settings import Settings
+    from engram.buffer.wiring import Wiring
+    from engram.persist.roles import Roles
+    from engram.remote.storage import Drawn
+
+
+class RequestsUnderWay:
+    """Batches that a server was asked for before they are: as many messages as ``prefetch`` says, each of several small batches.
+
+    An epoch is asked for one message at a time, as its end is not known.
+    """
+
+    def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath) -> None:
+        self._wiring, self._reading, self._depth = wiring, reading, settings.prefetch
+        assert settings.batch_size is not None  # the settings checked it
+        self._rows = settings.batch_size
+        self._each = wiring.storage.batches_in_message(self._rows)
+        #: Of batches that are to be drawn again, before others.
+        self._keys: deque[int] = deque()
+        #: Keys of the messages under way.
+        self._asked: deque[list[int]] = deque()
+        #: Batches that came, with their keys.
+        self._ready: deque[tuple[int, Drawn]] = deque()
+        self._key = Key()
+        self._lock = _fork.rlock()
+
+    def rewired(self) -> None:
+        """The components are others. What was drawn stays: it is as the server sent it."""
+
+    def sample(self, batch_size: int, return_info: bool) -> object:  # noqa: ARG002 - the settings checked it
+        """The next batch: what ``ReplayBuffer.sample`` returns."""
+        with self._lock:
+            batch = self._next()
+        if batch.last:
+            self._wiring.source.ran_out = True
+        return self._reading.finish(batch.columns, batch.rows, cast("dict[object, object]", batch.info), return_info)
+
+    def _next(self) -> Drawn:
+        wiring = self._wiring
+        has_epochs = wiring.of_sampler.has_epochs
+        depth = 1 if has_epochs else self._depth
+        while True:
+            while len(self._asked) < depth and not (has_epochs and self._ready):
+                self._ask()
+            if self._ready:
+                return self._ready.popleft()[1]
+            try:
+                batches = wiring.storage.answer()
+            except NoSampleable:  # there may be something when it is asked for again
+                self.discard("sample")
+                raise
+            except BaseException:
+                self._put_back(self._asked.popleft()[1:])
+                raise
+            keys = self._asked.popleft()
+            self._put_back(keys[len(batches) :])
+            self._ready.extend(zip(keys, batches, strict=False))
+
+    def _ask(self) -> None:
+        keys = [self._keys.popleft() if self._keys else self._drawn_key() for _ in range(self._each)]
+        self._asked.append(keys)
+        try:
+            self._wiring.storage.ask_for(keys, self._rows)
+        except BaseException:
+            self._put_back(self._asked.pop())
+            raise
+
+    def _drawn_key(self) -> int:
+        self._reading.draw_key(self._key)
+        return self._key.value
+
+    def _put_back(self, keys: list[int]) -> None:
+        """Draw the batches of these keys before others."""
+        self._keys.extendleft(reversed(keys))
+
+    def __len__(self) -> int:
+        return len(self._ready) + sum(map(len, self._asked))
+
+    def materialize(self) -> None:
+        """What is under way is drawn before what comes now."""
+        with self._lock:
+            self._wiring.storage.settle()
+
+    wait = materialize
+
+    def discard(self, call: str, *, keys: bool = True) -> None:  # noqa: ARG002 - as of batches that threads make
+        """Forget batches. ``keys``: draw them again."""
+        with self._lock:
+            self._put_back([*(key for key, _ in self._ready), *(key for asked in self._asked for key in asked)])
+            self._ready.clear()
+            self._asked.clear()
+            if not keys:
+                self._keys.clear()
+            self._wiring.storage.forget_asked()
+
+    def close(self, timeout: float | None = None) -> None:  # noqa: ARG002 - there are no threads
+        """Drop them."""
+        with self._lock:
+            self._ready.clear()
+            self._asked.clear()
+
+
+class ConnectedRowAccess(RowAccess):
+    """Rows by number are refused. Trajectories end on the server."""
+
+    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+        if roles is not None:
+            raise refused("end_trajectory(roles=…)", "Call it where the store is.")
+        if self._prefetching is not None:
+            self._prefetching.materialize()
+        newest: Tensor = self._wiring.storage.end_trajectories(lanes, terminated=terminated)
+        return newest
+
+
+class ConnectedSaving:
+    """Saves what a server sends. Everything else about states is refused."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        settings: Settings,
+        lanes: Lanes,
+        reading: ReadPath,
+        prefetching: Prefetching | None,
+        recipe: Recipe,
+    ) -> None:
+        del settings, lanes, reading, prefetching, recipe
+        self._wiring = wiring
+
+    def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
+        """As :meth:`ReplayBuffer.dumps`: the server dumps, and its files are written here. Batches under way are not in it."""
+        if prefetch not in ("save", "drop"):
+            raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        with replacing(Path(check_path("dumps", path))) as folder:
+            self._wiring.storage.fetch_dump(folder)
+
+    _refuse = refusing("state_dict, loads and checkpoints", "Save with dumps(path), or use them where the store is.")
+    state_dict = prepare_state = snapshot = loads = prepare_load = prepare_placed = _refuse
+    form = property(_refuse)
+
+
+#: In place of what accesses rows, saves, and prefetches.
+CONNECTED = (ConnectedRowAccess, cast("type[Saving]", ConnectedSaving), cast("type[Prefetching]", RequestsUnderWay))

@@ -1,0 +1,85 @@
+"""A buffer over a connection to a server."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from engram.buffer.recipe import kind_of, noted_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engram.buffer.replay_buffer import ReplayBuffer
+
+    Path = str | os.PathLike[str] | None
+
+_ARGUMENTS = (
+    "collate_fn",
+    "transform",
+    "transform_factory",
+    "batch_size",
+    "prefetch",
+    "pin_memory",
+    "generator",
+    "output",
+)
+
+
+def connect_buffer(
+    asked: type[ReplayBuffer],
+    address: object,
+    token: Path,
+    tls_root: Path,
+    patience: float,
+    arguments: Mapping[str, object],
+) -> ReplayBuffer:
+    """The buffer that a served store notes, over a connection.
+
+    Args:
+        asked: the class whose ``connect`` was called.
+        address: of the servers.
+        token, tls_root: paths, or None.
+        patience: seconds.
+        arguments: of the constructor.
+
+    Raises: as ``ReplayBuffer.connect``.
+    """
+    for name in arguments:
+        if name not in _ARGUMENTS:
+            raise TypeError(
+                f"connect: {name}: a connection takes {', '.join(_ARGUMENTS)}. The storage, the sampler and the writer are those of the "
+                "server."
+            )
+    try:
+        from engram.remote.addresses import addresses_of
+        from engram.remote.components import RemoteSampler, RemoteWriter
+        from engram.remote.connection import Access, Connection
+        from engram.remote.storage import RemoteStorage
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'connect: needs {error.name}: pip install "engram[serve]".', name=error.name
+        ) from error
+    paths = [None if path is None else os.fspath(path) for path in (token, tls_root)]
+    connection = Connection(Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(patience)))
+    try:
+        served, noted = connection.served, connection.served.recipe
+        kind = kind_of(noted, "connect")
+        sampler = RemoteSampler(served)
+        if asked._prioritized and not sampler.traits.prioritized:  # noqa: SLF001 - of the facade
+            raise TypeError(
+                f"connect: expected a store that a buffer with priorities wrote to, got one of a {kind.__name__} with {sampler!r}. "
+                "Use ReplayBuffer.connect."
+            )
+        settings = {**noted_settings(noted), **{name: value for name, value in arguments.items() if value is not None}}
+        rb: ReplayBuffer = kind(
+            storage=RemoteStorage(connection),
+            sampler=sampler,
+            writer=RemoteWriter(served),
+            **settings,
+            **kind.open_arguments(noted),
+        )
+        return rb
+    except BaseException:
+        connection.close()
+        raise

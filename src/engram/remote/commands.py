@@ -1,0 +1,168 @@
+"""What may be asked of a server, and how errors come back: JSON of at most 4 KiB, against a closed table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import msgspec
+
+from engram import errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: A client and a server must have the same number.
+PROTOCOL = 1
+MAX_COMMAND = 4096
+#: Batches in one message at most, and the bytes that more than one may have.
+MAX_BATCHES = 8
+COALESCED_BYTES = 256 << 10
+#: Bytes of one message at most.
+MAX_MESSAGE = 1 << 30
+
+#: What a server says last on a stream: it did nothing of what came since.
+LEAVING = b"{}"
+
+T = TypeVar("T")
+Stream = Literal["learn", "write"]
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="sample"):
+    """Draw a batch for each key: one message with all their rows comes back."""
+
+    rows: int
+    """Of each batch."""
+    keys: list[int]
+    """64 bits for each batch, from which its draw follows."""
+
+
+class Prioritize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="prioritize"):
+    """New priorities: columns ``row``, ``priority`` and ``ticket``, which is -1 where any will do. Nothing comes back."""
+
+
+class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="append"):
+    """Write the rows of this message: column ``row``, their numbers, comes back. Column ``:lane`` says where each goes, if there are
+    several lanes.
+    """
+
+
+class Describe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is served, which :class:`Served` says. Raises where the protocols differ."""
+
+    protocol: int
+    engram: str
+
+
+class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Numbers of the store: :class:`State`."""
+
+
+class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether the server answers: ``{}``."""
+
+
+class CanSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether a batch of so many rows could be drawn now: ``true`` or ``false``."""
+
+    rows: int
+
+
+class Empty(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Forget all rows: ``{}``."""
+
+    keep_write_count: bool
+
+
+class EndTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """End the newest step of these lanes: the list of rows that became ends, -1 where nothing changed."""
+
+    lanes: list[int]
+    terminated: bool = False
+
+
+#: Actions by name. Streams take :class:`Sample`, :class:`Prioritize` (``learn``) and :class:`Append` (``write``).
+ACTIONS: Mapping[str, type[msgspec.Struct]] = {
+    "describe": Describe,
+    "stats": Stats,
+    "health": Health,
+    "can_sample": CanSample,
+    "empty": Empty,
+    "end_trajectory": EndTrajectory,
+}
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What a server says of its store."""
+
+    protocol: int
+    engram: str
+    store: str
+    """Equal for all servers of one store."""
+    schema: str
+    """``store.json``."""
+    recipe: dict[str, object]
+    """What the store notes of its buffer: class, sampler, writer, batch size …"""
+    sampler: str
+    writer: str
+    traits_of_sampler: list[str]
+    """Names of :class:`Traits` that hold."""
+    traits_of_writer: list[str]
+    computed_keys: list[tuple[list[str], bool]]
+    requested_size: int
+
+
+class State(msgspec.Struct, frozen=True):
+    """Numbers of the store at this moment."""
+
+    size: int
+    write_count: int
+    counters: dict[str, int]
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """What a message of batches says beside its rows."""
+
+    sizes: list[list[int]]
+    """The shape of each batch's rows."""
+    last: bool
+    """An epoch ended with the last of them."""
+
+
+def decoded(kind: type[T], raw: bytes, call: str) -> T:
+    """A command, checked. Raises ``ValueError``: too long, no JSON, or not what is expected."""
+    if len(raw) > MAX_COMMAND:
+        raise ValueError(f"{call}: expected a command of at most {MAX_COMMAND} bytes, got {len(raw)}.")
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{call}: {error}.") from error
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An error on its way to the client."""
+
+    error: str
+    message: str
+
+
+_BUILTIN = (KeyError, IndexError, ValueError, TypeError, NotImplementedError, TimeoutError, OSError, RuntimeError)
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """An error that a client can raise again: its class, or the nearest one that both sides know."""
+    known = [*(getattr(errors, name) for name in errors.__all__), *_BUILTIN]
+    kind = next((base for base in error.__class__.__mro__ if base in known), RuntimeError)
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return Refusal(kind.__name__, text[: MAX_COMMAND // 2])
+
+
+def raised(refusal: Refusal) -> Exception:
+    """The error again. A class that is no exception of engram's or a builtin one is a ``RuntimeError``."""
+    kind = getattr(errors, refusal.error, None) if refusal.error in errors.__all__ else None
+    if kind is None:
+        kind = next((one for one in _BUILTIN if one.__name__ == refusal.error), RuntimeError)
+    made: Exception = kind(refusal.message)
+    return made

@@ -1,0 +1,142 @@
+"""The sampler and the writer of a buffer whose rows are on a server: the server's do the work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engram._checks import as_numbers
+from engram._unsupported import refused, refusing
+from engram.errors import PriorityError, RowError
+from engram.remote.storage import OfServer, RemoteStorage
+from engram.samplers._base import DeclaredSampler
+from engram.samplers.prioritized import rows_of
+from engram.types import Traits
+from engram.writers._base import NativeWriter
+
+if TYPE_CHECKING:
+    from engram.remote.commands import Served
+    from engram.store import Key
+    from engram.types import NativeBatch, SampledStorage, Shown
+
+
+def _traits(names: list[str], **own: bool) -> Traits:
+    known = {name: name in names for name in Traits._fields}
+    return Traits(**{**known, **own})
+
+
+_REFUSED = refusing("sampler.alpha and sampler.beta", "They are the store's: look at them, and set them, where it is.")
+
+
+class RemoteSampler(OfServer, DeclaredSampler):
+    """Draws by the sampler of a server."""
+
+    traits = Traits()
+
+    def __init__(self, served: Served) -> None:
+        self.traits = _traits(
+            served.traits_of_sampler, draws_uniformly=False, reads_natively=True, can_rewind=False, listens=False
+        )
+        self.computed_keys = {key[0] if len(key) == 1 else tuple(key): flat for key, flat in served.computed_keys}
+        self._text = served.sampler
+        self._storage: RemoteStorage | None = None
+
+    def bind(self, storage: SampledStorage) -> None:
+        if not isinstance(storage, RemoteStorage):
+            raise refused("set_storage", "Make a buffer of its own for the storage.")
+        self._storage = storage
+
+    def _bound(self) -> RemoteStorage:
+        if self._storage is None:
+            raise RuntimeError("sampler: expected a buffer that it draws for, got none. Use ReplayBuffer.connect.")
+        return self._storage
+
+    def sample_natively(
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+    ) -> NativeBatch:
+        """A batch of the server."""
+        del numbered, shown  # all comes along
+        assert isinstance(storage, RemoteStorage)  # it was bound to one
+        batch = storage.draw(key.value, n)
+        if batch.last:
+            self.ran_out = True
+        return batch.columns, batch.rows, batch.info
+
+    draw = refusing("sampler.draw", "Use the buffer's sample.")
+    mark_update = refusing("mark_update", "Rows that are written get the default priority.")
+    state_dict = refusing("state_dict", "Save with dumps(path).")
+    prepare_load = refusing("load_state_dict", "Load where the store is.")
+    alpha = property(_REFUSED, _REFUSED, doc="Of the server.")
+    beta = property(_REFUSED, _REFUSED, doc="Of the server.")
+
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:  # noqa: ARG002 - it has one
+        return self._bound().can_sample(batch_size)
+
+    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+        """Send new priorities, and do not wait: what is drawn later is drawn by them.
+
+        Raises as ``PrioritizedSampler.update_priority``. Nothing is sent then.
+        """
+        if not self.traits.takes_priorities:
+            super().update_priority(index, priority, generation=generation)
+            return
+        storage, rows = self._bound(), rows_of(index, "update_priority")
+        outside = rows[(rows < -1) | (rows >= storage.max_size)]
+        if len(outside):
+            raise RowError(f"update_priority: expected rows in [-1, {storage.max_size}), got {int(outside[0])}.")
+        tickets = None if generation is None else rows_of(generation, "update_priority: generation")
+        if tickets is not None and len(tickets) != len(rows):
+            raise RuntimeError(f"update_priority: generation: expected one per row, {len(rows)}, got {len(tickets)}.")
+        storage.prioritize(rows, _priorities(priority, len(rows)), tickets)
+
+    def check_priority(self, priority: object, n: int) -> None:
+        _priorities(priority, n)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _priorities(priority: object, n: int) -> Tensor:
+    """float64 ``[n]``, as a server takes it. Raises as ``PrioritizedSampler.update_priority``."""
+    value = (
+        priority if isinstance(priority, Tensor) else as_numbers("update_priority: priority", priority, torch.float64)
+    )
+    if value.is_complex():
+        raise TypeError(f"update_priority: expected real priorities, got {value.dtype}.")
+    value = value.detach().to("cpu", torch.float64)
+    if value.ndim == 0:
+        value = value.expand(n)
+    if value.ndim > 1 and value.shape[0] == n:
+        value = value.reshape(n, -1).amax(1)
+    if value.numel() != n:
+        raise RuntimeError(f"update_priority: expected one priority per row, {n}, got {list(value.shape)}.")
+    value = value.reshape(-1).contiguous()
+    bad = value[~((value >= 0) & torch.isfinite(value))]
+    if len(bad):
+        raise PriorityError(f"update_priority: expected finite priorities of at least 0, got {float(bad[0])}.")
+    return value
+
+
+class RemoteWriter(OfServer, NativeWriter):
+    """Writes by the writer of a server."""
+
+    traits = Traits()
+
+    def __init__(self, served: Served) -> None:
+        super().__init__()
+        self.traits = _traits(
+            served.traits_of_writer, appends=True, places_natively=False, read_only=False
+        )  # the server refuses
+        self._text = served.writer
+
+    def register_storage(self, storage: object) -> None:
+        if not isinstance(storage, RemoteStorage):
+            raise refused("set_storage", "Make a buffer of its own for the storage.")
+        super().register_storage(storage)
+
+    place = refusing("writer.place", "Use the buffer's add and extend.")
+
+    def __repr__(self) -> str:
+        return self._text

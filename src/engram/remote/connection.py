@@ -1,0 +1,363 @@
+"""A connection to the servers of one store: commands, and streams that go on at another server when theirs is gone."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+import pyarrow as pa
+from pyarrow import flight
+
+from engram import _fork
+from engram._version import __version__
+from engram.remote.addresses import Address, token_in
+from engram.remote.commands import LEAVING, PROTOCOL, Describe, Refusal, Served, raised
+
+if TYPE_CHECKING:
+    from engram.remote.commands import Stream
+
+T = TypeVar("T")
+
+#: Errors of a server that is gone, or of the way to it.
+GONE = (
+    flight.FlightUnavailableError,
+    flight.FlightInternalError,
+    flight.FlightCancelledError,
+    flight.FlightTimedOutError,
+    OSError,
+    StopIteration,
+)
+#: Streams of one client that break in a row, without an answer in between.
+_MOST_FAILURES = 20
+#: For how long a server may take to answer the first command.
+_FIRST_ANSWER_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
+#: A peer that does not answer for so long is gone, also where the network says nothing.
+_KEEPALIVE_MS = 10_000
+#: Of a file in a dump.
+_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
+
+
+class Access(NamedTuple):
+    """Where servers are and how they are reached: all that a pickled buffer takes along. It holds no secret."""
+
+    addresses: tuple[Address, ...]
+    token: str | None
+    """The path of the file."""
+    root_certificates: str | None
+    """The path of the file."""
+    patience_s: float
+    """For how long servers that are gone are looked for."""
+
+
+class Connection:
+    """Servers of one store, of which one is asked at a time."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self._lock = _fork.rlock()
+        _fork.registered(self)
+        self._client: flight.FlightClient | None = None
+        self._options: flight.FlightCallOptions | None = None
+        self._next = 0
+        self._forked = self._closed = False
+        #: What the first server said. Others must say the same.
+        self.served = self._open()
+
+    def _open(self, known: Served | None = None) -> Served:
+        """Connect to the first server that answers. Raises as ``ReplayBuffer.connect``."""
+        token = token_in(self.access.token, "connect")
+        deadline = time.monotonic() + self.access.patience_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            why: Exception | None = None
+            for _ in self.access.addresses:
+                address = self.access.addresses[self._next % len(self.access.addresses)]
+                try:
+                    return self._opened(address, known, token)
+                except PermissionError:
+                    raise
+                except GONE as error:
+                    why = error
+                    self._next += 1
+            if time.monotonic() + pause > deadline:
+                raise ConnectionError(
+                    f"connect: no server answered within {self.access.patience_s:g} s at {', '.join(map(str, self.access.addresses))}: "
+                    f"{_short(why)} Start one with engram serve, or pass another address."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _opened(self, address: Address, known: Served | None, token: bytes) -> Served:
+        access = self.access
+        headers = [(b"authorization", b"Bearer " + token)] if token else []
+        more = {}
+        if address.scheme == "grpc+tls" and access.root_certificates is not None:
+            more["tls_root_certs"] = Path(access.root_certificates).read_bytes()
+        client = flight.connect(
+            address.uri,
+            generic_options=[
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+                ("grpc.enable_http_proxy", 0),
+                ("grpc.use_local_subchannel_pool", 1),
+            ],
+            **more,
+        )
+        options = flight.FlightCallOptions(headers=headers)
+        first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_S)
+        try:
+            raw = _answer(client, first, "describe", Describe(PROTOCOL, __version__), "connect")
+            served = msgspec.json.decode(raw, type=Served)
+            if known is not None and served.store != known.store:
+                raise ValueError(
+                    f"connect: {address} serves another store than the servers before. A buffer of several stores is not supported "
+                    "yet: connect to each."
+                )
+        except BaseException:
+            client.close()
+            raise
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+            self._client, self._options = client, options
+        return served
+
+    def again(self, broken: flight.FlightClient) -> None:
+        """Connect to a server that answers, if the one of this client is gone. Raises ``ConnectionError``: none does."""
+        with self._lock:
+            self._check()
+            if self._client is broken or self._client is None:
+                self._next += 1
+                self._open(self.served)
+
+    def _check(self) -> None:
+        if self._forked:
+            raise RuntimeError(
+                "this process was forked from the one that connected, whose connection it cannot use. Connect again, or start processes "
+                "by spawn."
+            )
+        if self._closed:
+            raise RuntimeError("the connection was closed. Connect again.")
+
+    def client(self) -> flight.FlightClient:
+        """Of Arrow Flight."""
+        with self._lock:
+            self._check()
+            if self._client is None:
+                self._open(self.served)
+            return self._client
+
+    def ask(self, name: str, command: msgspec.Struct, kind: type[T]) -> T:
+        """Do an action that may be done twice. Raises what the server does, and ``ConnectionError``: none answers."""
+        while True:
+            client = self.client()
+            try:
+                return msgspec.json.decode(_answer(client, self._options, name, command, name), type=kind)
+            except GONE:
+                self.again(client)
+
+    def exchange(
+        self, stream: Stream
+    ) -> tuple[flight.FlightClient, flight.FlightStreamWriter, flight.FlightStreamReader]:
+        """Begin a stream: the client that it is of, its writer and its reader."""
+        client = self.client()
+        writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(stream.encode()), self._options)
+        return client, writer, reader
+
+    def fetch_dump(self, folder: Path) -> None:
+        """Write the files of a dump that the server makes. Raises ``ValueError``: a name leads out of the folder."""
+        reader = self.client().do_get(flight.Ticket(b"dump"), self._options)
+        for chunk in reader:
+            for name, data in zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True):
+                path = folder / name
+                if not _NAME.fullmatch(name) or ".." in name.split("/"):
+                    raise ValueError(f"dumps: the server sent a file {name!r:.80}, which is no place in the folder.")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(data)
+
+    def close(self) -> None:
+        """Repeatable."""
+        with self._lock:
+            self._closed = True
+            client, self._client = self._client, None
+        if client is not None and not self._forked:
+            client.close()
+        _fork.dropped(self)
+
+    def after_fork(self) -> None:
+        """In a child: gRPC's threads are not there."""
+        self._forked = True
+
+    def __getstate__(self) -> Access:
+        return self.access
+
+    def __setstate__(self, access: Access) -> None:
+        Connection.__init__(self, access)
+
+
+def _answer(
+    client: flight.FlightClient, options: flight.FlightCallOptions, name: str, command: msgspec.Struct, call: str
+) -> bytes:
+    try:
+        raw: bytes = b"".join(
+            part.body.to_pybytes()
+            for part in client.do_action(flight.Action(name, msgspec.json.encode(command)), options)
+        )
+    except flight.FlightUnauthenticatedError:
+        raise PermissionError(
+            f"{call}: the server refused the token, or expects one: pass token= the path of the file that the server was given."
+        ) from None
+    refuse(raw)
+    return raw
+
+
+def refuse(raw: bytes) -> None:
+    """Raise the error that an answer is, if it is one."""
+    if raw.startswith(b'{"error":'):
+        raise raised(msgspec.json.decode(raw, type=Refusal))
+
+
+def _short(error: object) -> str:
+    return f"{str(error).splitlines()[0]:.200}." if str(error) else f"{type(error).__name__}."
+
+
+class Message(NamedTuple):
+    """To a server."""
+
+    command: bytes
+    rows: pa.RecordBatch | None = None
+    """A record batch, or None."""
+    again: bool = True
+    """Whether it is sent once more where its server is gone before it answered."""
+
+
+class Answer(NamedTuple):
+    """Of a server."""
+
+    said: bytes
+    rows: pa.RecordBatch
+
+
+class Exchange:
+    """A stream of messages, answered in order. Its server may change between two of them."""
+
+    def __init__(self, connection: Connection, stream: Stream) -> None:
+        self._connection, self._stream = connection, stream
+        #: Held by the thread that sends, or waits for an answer.
+        self.lock = _fork.rlock()
+        self._client: flight.FlightClient | None = None
+        self._writer: flight.FlightStreamWriter | None = None
+        self._reader: flight.FlightStreamReader | None = None
+        self._schema: pa.Schema | None = None
+        self._failures = 0
+        #: Sent, and to be answered.
+        self.waiting: deque[Message] = deque()
+        #: Answers, in order.
+        self._came: deque[Answer] = deque()
+
+    def send(self, message: Message, *, answered: bool = True) -> None:
+        """Send a message. Raises ``ConnectionError``: no server answers, or it was not to be sent again."""
+        if answered:
+            self.waiting.append(message)
+        try:
+            self._put(message)
+        except GONE as error:
+            self._resume(error)
+
+    def receive(self) -> Answer:
+        """The answer to the oldest message that waits for one. Raises what the server did; ``ConnectionError``: none answers."""
+        if not self._came:
+            self._read()
+        answer = self._came.popleft()
+        refuse(answer.said)
+        return answer
+
+    def settle(self) -> None:
+        """Wait for the answers to all messages. Raises ``ConnectionError``: no server answers."""
+        while self.waiting:
+            self._read()
+
+    def forget(self) -> None:
+        """Drop the answers that came."""
+        self._came.clear()
+
+    def _read(self) -> None:
+        """Wait for an answer. An interrupt loses none: what waits is sent again, by a new stream."""
+        while True:
+            try:
+                if self._writer is None:
+                    for message in self.waiting:
+                        self._put(message)
+                assert self._reader is not None  # it was begun, or was not ended
+                chunk = self._reader.read_chunk()
+                said = chunk.app_metadata.to_pybytes()
+                if said == LEAVING:
+                    raise StopIteration
+            except GONE as error:
+                self._resume(error)
+                continue
+            except BaseException:
+                self._drop()
+                raise
+            self._failures = 0
+            self.waiting.popleft()
+            self._came.append(Answer(said, chunk.data))
+            return
+
+    def _put(self, message: Message) -> None:
+        if self._writer is None:
+            self._client, self._writer, self._reader = self._connection.exchange(self._stream)
+            self._schema = None
+        if message.rows is None:
+            self._writer.write_metadata(message.command)
+            return
+        if self._schema is None:
+            self._schema = message.rows.schema
+            self._writer.begin(self._schema)
+        self._writer.write_with_metadata(message.rows, message.command)
+
+    def _resume(self, error: BaseException) -> None:
+        """Go on at a server that answers, with all messages that wait. One that left said so, and did none of them."""
+        left = isinstance(error, StopIteration)
+        if not left and any(not message.again for message in self.waiting):
+            self._drop()
+            self.waiting.clear()
+            raise ConnectionError(
+                "extend: the server was lost before it acknowledged the rows: they may be written or not. Look at write_count."
+            ) from error
+        while True:
+            self._drop()
+            self._failures += 1
+            if self._failures > _MOST_FAILURES:
+                self.waiting.clear()
+                raise ConnectionError(
+                    f"the server broke the stream {_MOST_FAILURES} times in a row: {_short(error)}"
+                ) from error
+            self._connection.again(self._client)
+            try:
+                for message in self.waiting:
+                    self._put(message)
+            except GONE as again:
+                error = again
+                continue
+            return
+
+    def _drop(self) -> None:
+        writer, self._writer, self._reader = self._writer, None, None
+        if writer is not None:
+            try:
+                writer.close()
+            except (*GONE, pa.ArrowException):
+                pass
+
+    def close(self) -> None:
+        """Repeatable."""
+        self._drop()
+        self.waiting.clear()
+        self._came.clear()

@@ -1,0 +1,319 @@
+"""The storage of a buffer whose rows are on a server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import msgspec
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from engram._unsupported import refused, refusing
+from engram.format.schema import decode
+from engram.remote import wire
+from engram.remote.commands import (
+    COALESCED_BYTES,
+    MAX_BATCHES,
+    MAX_MESSAGE,
+    Append,
+    CanSample,
+    Empty,
+    EndTrajectory,
+    Prioritize,
+    Sample,
+    Sampled,
+    State,
+    Stats,
+)
+from engram.remote.connection import Exchange, Message
+from engram.storages import Storage, check_count, leading_size
+from engram.storages._columns import rows_of_batch, rows_of_slot
+from engram.storages._structure import Structure, stacked
+from engram.types import Traits, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from engram.format.schema import Schema
+    from engram.remote.connection import Answer, Connection
+    from engram.storages import Count
+    from engram.store import Store
+    from engram.types import Info, WritePlan
+
+#: Columns of new priorities.
+_PRIORITIES = wire.arrow_schema(
+    [wire.Column("row", "int64", ()), wire.Column("priority", "float64", ()), wire.Column("ticket", "int64", ())]
+)
+
+
+#: So many bytes fit into the buffers of a connection whose server does not read.
+_UNREAD = 32 << 10
+
+
+class OfServer:
+    """A component that asks a server."""
+
+
+class Memory(NamedTuple):
+    """What readers of a store look at, of one that is elsewhere."""
+
+    schema: Schema
+    place: str
+    directory: None = None
+    is_native: bool = True
+    closed: bool = False
+
+
+class Drawn(NamedTuple):
+    """A batch that a server drew."""
+
+    columns: list[Tensor]
+    rows: Tensor
+    info: Info
+    last: bool
+    """An epoch ended with it."""
+
+
+_BY_NUMBER = "Sample them, or use ReplayBuffer.open(directory) where the store is."
+
+
+class RemoteStorage(Storage):
+    """A store that a server has open. Whatever needs its rows here refuses, and says what to do instead."""
+
+    traits = Traits(has_fields=True, is_remote=True)
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connect(connection)
+
+    def _connect(self, connection: Connection) -> None:
+        served = connection.served
+        self.connection = connection
+        self._schema = schema = decode(served.schema.encode(), "connect")
+        self.structure = Structure.from_schema(schema)
+        place = f"at {', '.join(map(str, connection.access.addresses))}"
+        self.memory = cast("Store", Memory(schema, place))  # as far as readers look at it
+        self.ndim = 1 + len(schema.columns)
+        self._written = wire.arrow_schema(wire.written_columns(schema))
+        self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
+        self._columns: tuple[pa.Schema, list[wire.Column]] = (None, [])
+        #: Bytes of priorities that were sent since all batches under way had come.
+        self._unread = 0
+
+    # ---- what it is ----------------------------------------------------------------------------------------------------
+
+    initialized = True
+    device = torch.device("cpu")
+    shared = True
+
+    @property
+    def max_size(self) -> int:
+        return self._schema.capacity
+
+    @property
+    def requested_size(self) -> int:
+        return self.connection.served.requested_size
+
+    @property
+    def lanes(self) -> int:
+        return self._schema.lanes
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return self._schema.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self._schema.row_bytes * self._schema.capacity
+
+    def _state(self) -> State:
+        state: State = self.connection.ask("stats", Stats(), State)
+        return state
+
+    def __len__(self) -> int:
+        return self._state().size
+
+    @property
+    def write_count(self) -> int:
+        return self._state().write_count
+
+    def counters(self) -> dict[str, int]:
+        return self._state().counters
+
+    def admit(self, component: object, call: str) -> None:
+        """Raise to refuse a sampler or a writer that a buffer is to take, in this call."""
+        if not isinstance(component, OfServer):
+            raise refused(
+                call, "The store is drawn from and written to as its server does: change it where the store is."
+            )
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def batches_in_message(self, rows: int) -> int:
+        """How many batches of so many rows one message asks for."""
+        return min(MAX_BATCHES, max(1, COALESCED_BYTES // max(1, rows * self._schema.row_bytes)))
+
+    def ask_for(self, keys: Sequence[int], rows: int) -> None:
+        """Ask for a batch of each key, in one message, and do not wait for it.
+
+        Raises ``ValueError``: a batch is larger than a message may be.
+        """
+        if rows * self._schema.row_bytes > MAX_MESSAGE:
+            raise ValueError(
+                f"sample: batch_size: expected batches of at most {MAX_MESSAGE} bytes over a connection, got {rows} rows of "
+                f"{self._schema.row_bytes} bytes."
+            )
+        command = Sample(rows, [key & (1 << 64) - 1 for key in keys])
+        with self._learning.lock:
+            self._learning.send(Message(msgspec.json.encode(command)))
+
+    def answer(self) -> list[Drawn]:
+        """The batches of the message that was asked for first. Raises what drawing the first raised."""
+        with self._learning.lock:
+            return self._batches(self._learning.receive())
+
+    def settle(self) -> None:
+        """Wait until all that was asked for is drawn."""
+        with self._learning.lock:
+            self._learning.settle()
+
+    def forget_asked(self) -> None:
+        """Drop what was asked for."""
+        with self._learning.lock:
+            self._learning.settle()
+            self._learning.forget()
+
+    def draw(self, key: int, rows: int) -> Drawn:
+        """A batch, in one request. Nothing else may be under way."""
+        with self._learning.lock:
+            self.ask_for([key], rows)
+            return self.answer()[0]
+
+    def _batches(self, answer: Answer) -> list[Drawn]:
+        said = msgspec.json.decode(answer.said, type=Sampled)
+        schema = answer.rows.schema
+        if self._columns[0] is not schema:
+            self._columns = (schema, wire.columns_in(schema))
+        columns = self._columns[1]
+        tensors = wire.tensors_in(answer.rows, columns)
+        batches, start, fields = [], 0, len(self._schema.fields)
+        for number, shape in enumerate(said.sizes):
+            n = torch.Size(shape).numel()
+            flat = len(shape) == 1
+            parts = tensors if len(said.sizes) == 1 else [tensor[start : start + n] for tensor in tensors]
+            start += n
+            laid_out = parts if flat else [part.reshape(*shape, *part.shape[1:]) for part in parts]
+            info: Info = {
+                wire.entry_of(it.name): part
+                for it, part in zip(columns[fields + 1 :], laid_out[fields + 1 :], strict=True)
+            }
+            # Storages put columns together themselves: rows of windows lie one after the other.
+            last = said.last and number == len(said.sizes) - 1
+            batches.append(Drawn(laid_out[:fields], laid_out[fields], info, last))
+        return batches
+
+    def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
+        """Send new priorities. Of what was asked for before, none is drawn by them; all that is asked for later is."""
+        numbers = torch.full_like(rows, -1) if tickets is None else tickets
+        batch = wire.record_batch(_PRIORITIES, [rows, priorities, numbers], len(rows))
+        with self._learning.lock:
+            self._unread += batch.nbytes
+            if self._unread > _UNREAD:  # a server that waits for us to read its batches does not read
+                self._learning.settle()
+                self._unread = batch.nbytes
+            self._learning.send(Message(msgspec.json.encode(Prioritize()), batch, again=False), answered=False)
+
+    def can_sample(self, rows: int) -> bool:
+        """Whether a batch of so many rows could be drawn now."""
+        return bool(self.connection.ask("can_sample", CanSample(rows), bool))
+
+    # ---- writing -------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
+    ) -> tuple[list[Tensor], int]:
+        if batched and isinstance(data, list):
+            data = stacked(data, call, self.structure.dtypes)
+        if self.ndim > 1:
+            data, columns = (rows_of_batch if batched else rows_of_slot)(data, self.ndim, call)
+            batched = True
+            if columns != self.columns:
+                raise RuntimeError(f"{call}: expected columns {self.columns} as in the first write, got {columns}.")
+        n = leading_size(data, call) if batched else 1
+        check_count(call, count, n)
+        return self.structure.flatten(data, n if batched else None, call, ignored), n
+
+    def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
+        if n * self._schema.row_bytes > MAX_MESSAGE:
+            raise ValueError(
+                f"extend: expected at most {MAX_MESSAGE} bytes at once over a connection. Write fewer rows."
+            )
+        columns, lane = prepared, plan.lane
+        if self.lanes > 1:
+            columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
+        batch = wire.record_batch(self._written, columns, n)
+        with self._writing.lock:
+            self._writing.send(Message(msgspec.json.encode(Append()), batch, again=False))
+            answer = self._writing.receive()
+        (rows,) = wire.tensors_in(answer.rows, wire.columns_in(answer.rows.schema))
+        return Write(rows, 0)
+
+    def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:
+        """There is no short path."""
+
+    def append_of(self, data: object, lane: object) -> None:
+        """There is no short path."""
+
+    def empty(self, *, keep_write_count: bool) -> None:
+        self.connection.ask("empty", Empty(keep_write_count), dict)
+
+    def end_trajectories(self, lanes: Tensor, *, terminated: bool) -> Tensor:
+        """What ``ReplayBuffer.end_trajectory`` does."""
+        rows = self.connection.ask("end_trajectory", EndTrajectory(lanes.tolist(), terminated), list[int])
+        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+    # ---- reading -------------------------------------------------------------------------------------------------------
+
+    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> object:
+        return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device)
+
+    def fetch_dump(self, folder: Path) -> None:
+        """Write the files of a dump that the server makes into a new folder."""
+        self.connection.fetch_dump(folder)
+
+    # ---- what needs the rows here ----------------------------------------------------------------------------------------
+
+    extent = refusing("extent", _BY_NUMBER)
+    tickets_of = refusing("rb[index]", _BY_NUMBER)
+    hold_nothing = refusing("rb[index]", _BY_NUMBER)
+    field = refusing("rb[key]", _BY_NUMBER)
+    settled = refusing("sampler", _BY_NUMBER)
+    locate = resolve = read = patch = pack = get = refusing("rb[index]", _BY_NUMBER)
+    edit = edit_fields = patch_fields = refusing("rb[index] = value", "Edit them where the store is.")
+    next_number = refusing("state_dict", "Save with dumps(path), which streams them.")
+    state_dict = state_without_rows = prepare_load = refusing(
+        "state_dict", "Save with dumps(path), which streams them."
+    )
+
+    priorities = refusing("priorities", "Rows are drawn by them where the store is.")
+
+    # ---- life ----------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"connection": self.connection}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        Storage.__init__(self)
+        self._connect(cast("Connection", state["connection"]))
+
+    def close(self) -> None:
+        exchanges, connection = (self._learning, self._writing), self.connection
+        super().close()
+        for exchange in exchanges:
+            exchange.close()
+        connection.close()
+
+    def __repr__(self) -> str:
+        return f"RemoteStorage({', '.join(map(str, self.connection.access.addresses))})"

@@ -1,0 +1,128 @@
+"""Rows as Arrow record batches: a column of fixed-size binaries per field, whose metadata say dtype and shape."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from engram.format.schema import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engram.format.schema import Schema
+
+#: Names of columns that are no fields begin with it.
+MARK = ":"
+_NAME_OF = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+
+
+class Column(NamedTuple):
+    """One column of a message."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of one row."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of one row."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+    def field(self) -> pa.Field:
+        """As a field of an Arrow schema."""
+        said = {"dtype": self.dtype, "shape": json.dumps(self.shape)}
+        return pa.field(self.name, pa.binary(self.nbytes), nullable=False, metadata=said)
+
+
+def fields_of(schema: Schema) -> list[Column]:
+    """The columns of a store's rows: field ``k`` is called ``k:`` and its key."""
+    return [Column(f"{k}{MARK}{'/'.join(it.key)}", it.dtype, it.shape) for k, it in enumerate(schema.fields)]
+
+
+def written_columns(schema: Schema) -> list[Column]:
+    """The columns of rows on their way into a store: their lanes, too, where there are several."""
+    lanes = [Column(f"{MARK}lane", "int64", ())] if schema.lanes > 1 else []
+    return [*fields_of(schema), *lanes]
+
+
+def entry_name(key: str | tuple[str, ...]) -> str:
+    """The name of the column of an entry of ``info``."""
+    return MARK + json.dumps(key)
+
+
+def entry_of(name: str) -> str | tuple[str, ...]:
+    """The entry of ``info`` that a column is. Raises ``ValueError``: it is none."""
+    key = json.loads(name.removeprefix(MARK))
+    return key if isinstance(key, str) else tuple(key)
+
+
+def column_of(name: str, tensor: Tensor, dims: int) -> Column:
+    """The column of a tensor ``[*batch, *shape]``, whose batch has so many dimensions."""
+    return Column(name, _NAME_OF[tensor.dtype], tuple(tensor.shape[dims:]))
+
+
+def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
+    """The schema of messages with these columns."""
+    return pa.schema([column.field() for column in columns])
+
+
+def columns_in(schema: pa.Schema) -> list[Column]:
+    """The columns that a schema says, before anything is allocated. Raises ``ValueError``: it says no such columns."""
+    return [_column_in(field) for field in schema]
+
+
+def _column_in(field: pa.Field) -> Column:
+    said = field.metadata or {}
+    try:
+        shape = [operator.index(size) for size in json.loads(said[b"shape"])]
+        column = Column(field.name, said[b"dtype"].decode(), tuple(shape))
+        good = min(shape, default=0) >= 0 and field.type == pa.binary(column.nbytes)
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"column {field.name!r:.80}: expected a dtype and a shape, got {said!r:.80}.") from error
+    if not good:
+        raise ValueError(
+            f"column {field.name!r:.80}: expected {column.nbytes} bytes a row, as its dtype and shape say, got {field.type}."
+        )
+    return column
+
+
+def record_batch(schema: pa.Schema, tensors: Sequence[Tensor], rows: int) -> pa.RecordBatch:
+    """A message around contiguous tensors, without a copy."""
+    arrays = []
+    for field, tensor in zip(schema, tensors, strict=True):
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        arrays.append(pa.FixedSizeBinaryArray.from_buffers(field.type, rows, [None, pa.py_buffer(raw.numpy())]))
+    return pa.record_batch(arrays, schema=schema)
+
+
+def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor]:
+    """The columns of a message, ``[rows, *shape]`` each, in one block of memory of their own: one copy.
+
+    Raises ``ValueError``: its buffers are not what its schema says.
+    """
+    rows, places, total = batch.num_rows, [], 0
+    for column, array in zip(columns, batch.columns, strict=True):
+        nbytes = column.nbytes * rows
+        raw = array.buffers()[1]
+        if array.null_count or array.offset or (nbytes and (raw is None or raw.size < nbytes)):
+            raise ValueError(f"column {column.name!r:.80}: expected {nbytes} bytes for {rows} rows, without nulls.")
+        places.append((total, nbytes, raw))
+        total += -(-nbytes // 64) * 64
+    block = torch.empty(total, dtype=torch.uint8, device="cpu")
+    target = block.numpy()
+    tensors = []
+    for column, (start, nbytes, raw) in zip(columns, places, strict=True):
+        if nbytes:
+            target[start : start + nbytes] = np.frombuffer(raw, np.uint8, nbytes)
+        dtype = getattr(torch, column.dtype)
+        tensors.append(block[start : start + nbytes].view(dtype).view(rows, *column.shape))
+    return tensors

@@ -1,0 +1,42 @@
+"""The process that serves a store: ``engram serve``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from engram.buffer.prioritized import ReplayBuffer
+from engram.remote.addresses import Address
+from engram.serving.server import Server
+from engram.serving.service import Service
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engram.serving.listening import Listening
+
+_ENDS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(directory: Path, at: Listening, ready: Callable[[Address], None]) -> None:
+    """Serve the store in a directory until SIGTERM or SIGINT, then finish what is under way. Does not return.
+
+    ``ready`` is told the address when clients may come. Raises what opening the store and listening raise.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # before there are threads, which inherit it
+    rb = ReplayBuffer.open(directory)
+    server = Server(Service(rb), at.address, token=at.token, tls=at.tls)
+    address = at.address
+    if address.scheme == "unix":
+        os.chmod(address.host, 0o600)
+    else:
+        address = address._replace(port=server.port)
+    ready(address)
+    signal.sigwait(_ENDS)
+    server.drain()
+    rb.close()
+    if address.scheme == "unix":
+        os.unlink(address.host)
+    os._exit(0)  # gRPC would wait for clients to leave

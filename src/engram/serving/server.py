@@ -1,0 +1,230 @@
+"""An Arrow Flight server of one store."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import threading
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import pyarrow as pa
+import torch
+from pyarrow import flight
+
+from engram.remote import wire
+from engram.remote.commands import (
+    ACTIONS,
+    LEAVING,
+    MAX_MESSAGE,
+    Append,
+    Prioritize,
+    Sample,
+    decoded,
+    refusal_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engram.remote.addresses import Address
+    from engram.serving.service import Service
+
+_ROW = [wire.Column("row", "int64", ())]
+_PRIORITIES = [
+    wire.Column("row", "int64", ()),
+    wire.Column("priority", "float64", ()),
+    wire.Column("ticket", "int64", ()),
+]
+_LEARN = cast("type[Sample | Prioritize]", Sample | Prioritize)
+_FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
+#: Streams at a time: each holds a thread.
+MAX_STREAMS = 1024
+
+
+#: Errors that Flight knows.
+refusal, broken, away = flight.FlightUnauthenticatedError, flight.FlightServerError, flight.FlightUnavailableError
+
+
+class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Lets calls in that bring the token."""
+
+    def __init__(self, token: bytes) -> None:
+        super().__init__()
+        self._expected = b"Bearer " + token
+
+    def start_call(self, info: object, headers: dict[str, list[str | bytes]]) -> None:  # noqa: ARG002 - all calls need it
+        given = next(
+            (value for name, values in headers.items() if name.lower() == "authorization" for value in values), b""
+        )
+        raw = given.encode(errors="replace") if isinstance(given, str) else given
+        if not hmac.compare_digest(raw, self._expected):
+            raise refusal("expected the server's token")
+
+
+class Server(flight.FlightServerBase):  # type: ignore[misc]
+    """Answers until :meth:`drain`. Rows and commands are checked before anything is done."""
+
+    def __init__(
+        self, service: Service, address: Address, *, token: bytes = b"", tls: tuple[bytes, bytes] | None = None
+    ) -> None:
+        self._service = service
+        self._lock = threading.Lock()
+        self._streams: dict[int, _Stream] = {}
+        self._draining = False
+        super().__init__(
+            address.uri,
+            middleware={"token": _Token(token)} if token else None,
+            **({} if tls is None else {"tls_certificates": [tls]}),
+        )
+
+    # ---- actions -------------------------------------------------------------------------------------------------------
+
+    def do_action(self, context: object, action: flight.Action) -> Iterator[bytes]:  # noqa: ARG002 - Flight's
+        """One of :data:`ACTIONS`: JSON in, JSON out."""
+        try:
+            kind = ACTIONS.get(action.type)
+            if kind is None:
+                raise ValueError(f"expected one of the commands {', '.join(ACTIONS)}, got {action.type!r:.40}.")
+            command = decoded(kind, action.body.to_pybytes() or b"{}", action.type)
+            answer = self._service.do(action.type, command)
+        except Exception as error:  # noqa: BLE001 - the client raises it
+            answer = refusal_of(error)
+        return iter([msgspec.json.encode(answer)])
+
+    def list_actions(self, context: object) -> list[tuple[str, str]]:  # noqa: ARG002 - Flight's
+        """The commands, and what they do."""
+        return [(name, kind.__doc__ or "") for name, kind in ACTIONS.items()]
+
+    # ---- streams -------------------------------------------------------------------------------------------------------
+
+    def do_exchange(
+        self,
+        context: object,  # noqa: ARG002 - Flight's
+        descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.MetadataRecordBatchWriter,
+    ) -> None:
+        """A stream of batches that are drawn (``learn``), or of rows that are written (``write``)."""
+        kind = {b"learn": _Learning, b"write": _Writing}.get(descriptor.command)
+        if kind is None:
+            raise broken(f"expected a stream learn or write, got {descriptor.command!r:.40}.")
+        stream = kind(self._service, reader, writer)
+        with self._lock:
+            if self._draining or len(self._streams) >= MAX_STREAMS:
+                raise away("the server leaves, or has as many streams as it takes")
+            self._streams[id(stream)] = stream
+        try:
+            stream.run()
+        finally:
+            with self._lock:
+                del self._streams[id(stream)]
+
+    def do_get(self, context: object, ticket: flight.Ticket) -> flight.FlightDataStream:  # noqa: ARG002 - Flight's
+        """The files of a dump."""
+        if ticket.ticket != b"dump":
+            raise broken(f"expected the ticket dump, got {ticket.ticket!r:.40}.")
+        return flight.GeneratorStream(_FILES, self._service.dump_files(_FILES))
+
+    def drain(self) -> None:
+        """Finish the commands under way, take no others, and tell every client that the server leaves."""
+        with self._lock:
+            self._draining = True
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.leave()
+
+
+class _Stream:
+    """One client's messages, in order."""
+
+    def __init__(
+        self, service: Service, reader: flight.MetadataRecordBatchReader, writer: flight.MetadataRecordBatchWriter
+    ) -> None:
+        self.service = service
+        self._reader, self._writer = reader, writer
+        self._schema: tuple[pa.Schema, list[wire.Column]] | None = None
+        #: Held while a message is worked on.
+        self._working = threading.Lock()
+        self._left = False
+        #: The schema of messages, which was checked.
+        self._known: pa.Schema | None = None
+
+    def run(self) -> None:
+        """Answer until the client or the server leaves."""
+        while True:
+            try:
+                chunk = self._reader.read_chunk()
+            except StopIteration:
+                return
+            with self._working:
+                if self._left:
+                    return
+                try:
+                    self.answer(chunk)
+                except flight.FlightError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - the client raises it
+                    self._writer.write_metadata(msgspec.json.encode(refusal_of(error)))
+
+    def leave(self) -> None:
+        """Say so, behind what is being worked on."""
+        with self._working:
+            self._left = True
+            with contextlib.suppress(flight.FlightError, OSError):  # the client has left already
+                self._writer.write_metadata(LEAVING)
+
+    def answer(self, chunk: flight.FlightStreamChunk) -> None:
+        """Do what a message says."""
+        raise NotImplementedError
+
+    def put(self, said: bytes, columns: list[wire.Column], tensors: list[torch.Tensor], rows: int) -> None:
+        """Answer with rows."""
+        if self._schema is None:
+            self._schema = wire.arrow_schema(columns), columns
+            self._writer.begin(self._schema[0])
+        if columns != self._schema[1]:
+            raise broken("the columns of batches have changed: begin another stream")
+        self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), said)
+
+    def rows_of(self, chunk: flight.FlightStreamChunk, expected: list[wire.Column], call: str) -> list[torch.Tensor]:
+        """The rows of a message. Raises ``ValueError``: it has none, others, or too many."""
+        batch = chunk.data
+        if batch is None:
+            raise ValueError(f"{call}: expected rows in the message, got none.")
+        if batch.nbytes > MAX_MESSAGE:
+            raise ValueError(f"{call}: expected at most {MAX_MESSAGE} bytes, got {batch.nbytes}.")
+        if self._known is not batch.schema:
+            got = wire.columns_in(batch.schema)
+            if got != expected:
+                raise ValueError(f"{call}: expected the columns {_said(expected)}, got {_said(got)}.")
+            self._known = batch.schema
+        batch.validate()
+        return wire.tensors_in(batch, expected)
+
+
+class _Learning(_Stream):
+    def answer(self, chunk: flight.FlightStreamChunk) -> None:
+        said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
+        command = decoded(_LEARN, said, "learn")
+        if isinstance(command, Sample):
+            batches = self.service.sample(command)
+            self.put(msgspec.json.encode(batches.said), batches.columns, batches.tensors, len(batches.tensors[0]))
+            return
+        try:
+            self.service.prioritize(*self.rows_of(chunk, _PRIORITIES, "prioritize"))
+        except Exception as error:  # nothing comes back
+            raise broken(f"prioritize: {error}") from error
+
+
+class _Writing(_Stream):
+    def answer(self, chunk: flight.FlightStreamChunk) -> None:
+        said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
+        decoded(Append, said, "write")
+        columns = self.rows_of(chunk, self.service.written, "append")
+        rows = self.service.append(columns, chunk.data.num_rows)
+        self.put(b'{"ok":1}', _ROW, [rows], len(rows))
+
+
+def _said(columns: list[wire.Column]) -> str:
+    return ", ".join(f"{it.name} {it.dtype} {list(it.shape)}" for it in columns)[:400]

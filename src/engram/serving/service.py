@@ -1,0 +1,226 @@
+"""What a server does with its store: the commands, without a word on how they come."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pyarrow as pa
+import torch
+
+from engram._version import __version__
+from engram.buffer.read_path import ReadPath
+from engram.buffer.wiring import Wiring
+from engram.errors import IncompatibleStore, NoSampleable
+from engram.format import layout
+from engram.format.schema import encode
+from engram.remote import wire
+from engram.remote.commands import (
+    COALESCED_BYTES,
+    MAX_BATCHES,
+    MAX_MESSAGE,
+    PROTOCOL,
+    CanSample,
+    Describe,
+    Empty,
+    EndTrajectory,
+    Health,
+    Sample,
+    Sampled,
+    Served,
+    State,
+    Stats,
+)
+from engram.store import Key
+from engram.transforms import Compose
+from engram.types import WritePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import msgspec
+    from torch import Tensor
+
+    from engram.buffer import ReplayBuffer
+    from engram.remote.wire import Column
+
+
+#: Of files, in one message.
+_PART_BYTES = 4 << 20
+
+
+class Batches(NamedTuple):
+    """Batches for one message."""
+
+    said: Sampled
+    columns: list[Column]
+    tensors: list[Tensor]
+
+
+class Service:
+    """The commands over an open buffer, for any number of threads."""
+
+    def __init__(self, rb: ReplayBuffer) -> None:
+        self._rb = rb
+        self._wiring = Wiring(rb.storage, Compose.of(None), collate_fn=None, pinning=None, generator=None)
+        self._wiring.connect(rb.sampler, rb.writer, rb.batch_size)
+        self._reading = ReadPath(self._wiring)
+        store = rb.storage.memory
+        assert store is not None  # it was opened
+        assert store.directory is not None
+        self._schema = store.schema
+        self._folder = Path(store.directory)
+        self._fields = wire.fields_of(self._schema)
+        #: The columns of rows on their way in.
+        self.written = wire.written_columns(self._schema)
+        self._actions: Mapping[str, Callable[..., object]] = {
+            "describe": self._describe,
+            "stats": self._stats,
+            "health": self._health,
+            "can_sample": self._can_sample,
+            "empty": self._empty,
+            "end_trajectory": self._end_trajectory,
+        }
+
+    # ---- actions -------------------------------------------------------------------------------------------------------
+
+    def do(self, name: str, command: msgspec.Struct) -> object:
+        """An action: what is answered, as JSON will say it. Raises what it raises."""
+        return self._actions[name](command)
+
+    def _describe(self, command: Describe) -> Served:
+        if command.protocol != PROTOCOL:
+            raise IncompatibleStore(
+                f"connect: expected protocol {PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
+                f"{command.engram:.40}. Use the same version on both sides."
+            )
+        wiring, folder = self._wiring, self._folder
+        recipe = json.loads((folder / layout.FOLDER / layout.BUFFER).read_bytes())
+        computed = [
+            ([key] if isinstance(key, str) else list(key), flat) for key, flat in wiring.source.computed_keys.items()
+        ]
+        return Served(
+            PROTOCOL,
+            __version__,
+            str(folder.resolve()),
+            encode(self._schema).decode(),
+            recipe,
+            repr(self._rb.sampler),
+            repr(self._rb.writer),
+            [name for name, holds in wiring.of_sampler._asdict().items() if holds],
+            [name for name, holds in wiring.of_writer._asdict().items() if holds],
+            computed,
+            wiring.storage.requested_size,
+        )
+
+    def _stats(self, _: Stats) -> State:
+        storage = self._wiring.storage
+        return State(len(storage), self._rb.write_count, storage.counters())
+
+    def _health(self, _: Health) -> dict[str, object]:
+        return {}
+
+    def _can_sample(self, command: CanSample) -> bool:
+        return self._wiring.source.can_sample(self._wiring.storage, command.rows)
+
+    def _empty(self, command: Empty) -> dict[str, object]:
+        self._rb.empty(empty_write_count=not command.keep_write_count)
+        return {}
+
+    def _end_trajectory(self, command: EndTrajectory) -> list[int]:
+        rows: list[int] = self._rb.end_trajectory(command.lanes, terminated=command.terminated).tolist()
+        return rows
+
+    def dump_files(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """The files of a dump as record batches of name and data."""
+        with tempfile.TemporaryDirectory(prefix="engram-dump-") as folder:
+            made = Path(folder) / "dump"
+            self._rb.dumps(made, prefetch="drop")
+            for path in sorted(made.rglob("*")):
+                if path.is_file():
+                    yield from _parts_of(path, str(path.relative_to(made)), schema)
+
+    # ---- streams -------------------------------------------------------------------------------------------------------
+
+    def sample(self, command: Sample) -> Batches:
+        """Draw batches. Fewer come where an epoch ends, or where there is nothing more to draw.
+
+        Raises ``ValueError``: too many, or too large ones. What drawing the first one raises.
+        """
+        bytes_each = command.rows * self._schema.row_bytes
+        most = MAX_BATCHES if bytes_each * len(command.keys) <= COALESCED_BYTES else 1
+        if command.rows < 1 or not 1 <= len(command.keys) <= most or bytes_each > MAX_MESSAGE:
+            raise ValueError(
+                f"sample: expected 1 to {MAX_BATCHES} batches of at most {COALESCED_BYTES} bytes together, or one of at most "
+                f"{MAX_MESSAGE}, got {len(command.keys)} of {bytes_each}."
+            )
+        batches, last = [], False
+        for key in command.keys:
+            try:
+                batches.append(self._drawn(key, command.rows))
+            except NoSampleable:
+                if not batches:
+                    raise
+                break
+            last = self._ended()
+            if last:
+                break
+        _, columns, _ = batches[0]
+        tensors = [
+            torch.cat(same) if len(same) > 1 else same[0] for same in zip(*(it[2] for it in batches), strict=True)
+        ]
+        return Batches(Sampled([list(shape) for shape, _, _ in batches], last), columns, tensors)
+
+    def _ended(self) -> bool:
+        source = self._wiring.source
+        ended = self._wiring.of_sampler.has_epochs and source.ran_out
+        if ended:
+            source.ran_out = False
+        return ended
+
+    def _drawn(self, key: int, rows: int) -> tuple[torch.Size, list[Column], list[Tensor]]:
+        """The shape of a batch's rows, its columns, and those flat, ``[n, ...]``."""
+        columns, index, info = self._reading.read(Key.of(key & (1 << 64) - 1), rows, "beside")
+        assert index is not None  # beside
+        shape, tensors = index.shape, [*columns, index]
+        # Not as they are stored: stacks of frames are wider.
+        said = [wire.column_of(it.name, tensor, len(shape)) for it, tensor in zip(self._fields, columns, strict=True)]
+        said.append(wire.Column(f"{wire.MARK}row", "int64", ()))
+        for name, value in info.items():
+            if isinstance(value, torch.Tensor):
+                said.append(wire.column_of(wire.entry_name(name), value, len(shape)))
+                tensors.append(value)
+        return shape, said, [tensor.reshape(index.numel(), *tensor.shape[len(shape) :]) for tensor in tensors]
+
+    def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> None:
+        """New priorities; a ticket of -1 is any."""
+        known = tickets >= 0
+        for mask in (known, ~known) if bool(known.any()) and not bool(known.all()) else (slice(None),):
+            generation = tickets[mask] if bool(known[mask].all()) else None
+            self._rb.update_priority(rows[mask], priorities[mask], generation=generation)
+
+    def append(self, columns: Sequence[Tensor], n: int) -> Tensor:
+        """Write rows: their numbers. Raises as ``ReplayBuffer.extend``."""
+        wiring = self._wiring
+        storage = wiring.storage
+        lane = columns[-1] if storage.lanes > 1 else 0
+        columns = columns[: len(self._fields)]
+        if not wiring.appends:
+            return self._rb.extend(storage.batch(columns, (n,)), lane=lane)
+
+        write = storage.write(WritePlan(lane=lane), list(columns), n)
+        storage.notify(write, None)
+        rows: Tensor = write.rows
+        return rows
+
+
+def _parts_of(path: Path, name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """A file, and an empty one, too."""
+    with path.open("rb") as file:
+        while True:
+            part = file.read(_PART_BYTES)
+            yield pa.record_batch([[name], [part]], schema=schema)
+            if len(part) < _PART_BYTES:
+                return
