@@ -92,7 +92,7 @@ EXTRAS_bench := bench
 # An ordinary install, not an editable one: what runs is what a user would get. build/ keeps the object files, so that
 # a reinstall after an edit takes seconds.
 $(VENV)/.engram-%: $(VENV)/.build-tools $(SOURCES)
-	@echo "==> Compiling and installing engram[$(EXTRAS_$*)]"
+	@echo "==> Compiling and installing engram-replay[$(EXTRAS_$*)]"
 	@$(PIP) install --no-build-isolation --config-settings=cmake.define.ENGRAM_WERROR=$(WERROR) \
 	  -c $(VENV)/constraints.txt '.[$(EXTRAS_$*)]'
 	@touch $@

@@ -42,7 +42,7 @@ def test_the_demo_says_which_package_it_lacks(missing, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, missing, None)
     result = click.testing.CliRunner().invoke(main, ["demo"])
     assert result.exit_code == 1
-    assert result.output.strip() == f'Error: the demo needs {missing}: pip install "engram[demo]"'
+    assert result.output.strip() == f'Error: the demo needs {missing}: pip install "engram-replay[demo]"'
     assert not list(tmp_path.iterdir())
 
 

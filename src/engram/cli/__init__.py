@@ -84,7 +84,7 @@ def demo(steps: int, directory: Path | None, seed: int, sampler: str, actors: in
     try:
         code = run.run(steps=steps, directory=directory, seed=seed, sampler=sampler, actors=actors)
     except ModuleNotFoundError as error:
-        raise click.ClickException(f'the demo needs {error.name}: pip install "engram[demo]"') from error
+        raise click.ClickException(f'the demo needs {error.name}: pip install "engram-replay[demo]"') from error
     except FileExistsError as error:
         raise click.ClickException(str(error)) from error
     sys.exit(code)
