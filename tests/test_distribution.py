@@ -9,6 +9,8 @@ import tomllib
 from importlib.metadata import metadata, packages_distributions, version
 from pathlib import Path
 
+import pytest
+
 import engram
 
 ROOT = Path(__file__).parents[1]
@@ -67,29 +69,48 @@ def test_the_extension_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def configured(folder, **environment):
+@pytest.fixture
+def configure(tmp_path):
+    """What CMake says, in one folder, when it is run with a compiler and options."""
     scripts = Path(sysconfig.get_path("scripts"))
-    command = [scripts / "cmake", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", "-S", ROOT, "-B", folder]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    return " ".join(done.stderr.split())
+    command = [
+        scripts / "cmake",
+        "-G",
+        "Ninja",
+        f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
+
+    def run(path, *options, **environment):
+        done = subprocess.run(
+            [*command, *options, "-S", ROOT, "-B", tmp_path / "build"],
+            env={"PATH": str(path), **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode != 0
+        return " ".join(done.stderr.split())
+
+    return run
 
 
-def test_without_a_compiler_the_build_says_what_to_install(tmp_path):
-    assert (
-        "engram needs a C++20 compiler and found none: install one (Debian, Ubuntu: apt install g++) or name yours"
-        in (configured(tmp_path / "build", PATH=str(tmp_path)))
-    )
-
-
-def test_a_compiler_of_an_older_language_is_named(tmp_path):
+def test_a_build_that_lacks_something_says_what_to_install(configure, tmp_path):
+    """And looks for it again: pip keeps the folder of the build."""
+    needs = "engram needs a C++20 compiler, found"
+    remedy = "install one (Debian, Ubuntu: apt install g++) or name it (CXX=clang++)."
+    assert f"{needs} NOTFOUND: {remedy}" in configure(tmp_path)
     older = tmp_path / "older"
     older.write_text(
         '#!/bin/sh\nexec c++ -U__GNUC__ -D__GNUC__=7 "$@"\n'
     )  # CMake concludes from it what the compiler knows
     older.chmod(0o755)
-    said = configured(tmp_path / "build", PATH=os.environ["PATH"], CXX=str(older))
-    assert f"engram needs a C++20 compiler, and {older} is none: name a newer one (CXX=g++-12)." in said
+    path = os.environ["PATH"]
+    assert f"{needs} {older}: {remedy}" in configure(path, CXX=str(older))
+    said = configure(path, "-DPython_INCLUDE_DIR=/nonexistent")
+    assert (
+        f"the headers of {sys.executable} are missing: install them (Debian, Ubuntu: apt install python3-dev)." in said
+    )
 
 
 def test_on_windows_the_build_says_where_engram_runs():
