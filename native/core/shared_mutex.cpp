@@ -11,6 +11,13 @@
 
 #include "wait.h"
 
+#ifdef __GLIBC__  // wheels are compiled with glibc 2.28, which lacks this, and run with later ones, which have it
+#if !__GLIBC_PREREQ(2, 30)
+extern "C" int pthread_mutex_clocklock(pthread_mutex_t*, clockid_t, const timespec*);
+#endif
+#pragma weak pthread_mutex_clocklock
+#endif
+
 namespace engram {
 namespace {
 
@@ -24,22 +31,28 @@ constexpr bool kRobust = true;
 constexpr bool kRobust = false;
 #endif
 
+// Null where the C library has none.
+int (*const kClockLock)(pthread_mutex_t*, clockid_t, const timespec*) =
+#if defined(__GLIBC__) && !defined(ENGRAM_TSAN)
+    &pthread_mutex_clocklock;
+#else
+    nullptr;
+#endif
+
 // Waits for the kernel to wake the thread where that goes by a clock that cannot be set; else looks again and again. In slices:
 // if a thread is killed just when it was woken to take the mutex, and another one was faster, those behind it stay asleep.
 int lock_slice(pthread_mutex_t* mutex) {
-#if defined(__GLIBC__) && !defined(ENGRAM_TSAN)
-#if __GLIBC_PREREQ(2, 30)
+  if (kClockLock == nullptr) {
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    return pthread_mutex_trylock(mutex);
+  }
   constexpr long kSecond = 1'000'000'000;
   timespec until{};
   clock_gettime(CLOCK_MONOTONIC, &until);
   until.tv_nsec += std::chrono::nanoseconds(std::min(kSlice, wait_limit.load())).count();
   until.tv_sec += until.tv_nsec / kSecond;
   until.tv_nsec %= kSecond;
-  return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
-#endif
-#endif
-  std::this_thread::sleep_for(std::chrono::microseconds(20));
-  return pthread_mutex_trylock(mutex);
+  return kClockLock(mutex, CLOCK_MONOTONIC, &until);
 }
 
 int lock_within(pthread_mutex_t* mutex) {
