@@ -58,7 +58,7 @@ def connect_buffer(
         from engram.remote.storage import RemoteStorage
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'connect: needs {error.name}: pip install "engram[serve]".', name=error.name
+            f'connect: needs {error.name}: pip install "engram-replay[serve]".', name=error.name
         ) from error
     paths = [None if path is None else os.fspath(path) for path in (token, tls_root)]
     connection = Connection(Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(patience)))

@@ -1080,7 +1080,7 @@ class ReplayBuffer:
         Raises:
             ConnectionError: no server answers. PermissionError: no token or another one, or a token file that others may read.
             IncompatibleStore: the server speaks another protocol. ValueError: no address; servers of several stores.
-            TypeError: an argument that a connection does not take. ModuleNotFoundError: ``engram[serve]`` is not installed.
+            TypeError: an argument that a connection does not take. ModuleNotFoundError: ``engram-replay[serve]`` is not installed.
 
         Cost: a request takes about 0.1 ms by a Unix socket, and a copy of the batch on each side.
         """

@@ -253,7 +253,7 @@ def serve(
         at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
         run(directory, at, lambda address: click.echo(str(address)))
     except ModuleNotFoundError as error:
-        raise click.ClickException(f'serve needs {error.name}: pip install "engram[serve]"') from error
+        raise click.ClickException(f'serve needs {error.name}: pip install "engram-replay[serve]"') from error
     except (EngramError, OSError, ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
 
@@ -273,7 +273,7 @@ def health(address: str, token: str | None, tls_root: str | None) -> None:
 
         Connection(Access(tuple(addresses_of(address, "health")), token, tls_root, 0.0)).close()
     except ModuleNotFoundError as error:
-        raise click.ClickException(f'health needs {error.name}: pip install "engram[serve]"') from error
+        raise click.ClickException(f'health needs {error.name}: pip install "engram-replay[serve]"') from error
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     click.echo("ok")

@@ -41,7 +41,7 @@ class serve:  # noqa: N801 - used as a function
         TypeError: no buffer or directory; a buffer whose rows are in memory of this process alone, or a list.
         RuntimeError: nothing was ever written, so that no store exists; the server ended, with what it said.
         ValueError: an address, token or certificate that is missing or unsafe. FileNotFoundError: no store there.
-        ModuleNotFoundError: ``engram[serve]`` is not installed.
+        ModuleNotFoundError: ``engram-replay[serve]`` is not installed.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer, serve
