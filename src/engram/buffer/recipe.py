@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from engram import expanders, samplers, storages, writers
 from engram._checks import check_path
 from engram.buffer.settings import Settings
-from engram.errors import CorruptStore, IncompatibleStore
+from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ class Recipe:
             "batch_size": self._settings.batch_size,
             "prefetch": self._settings.prefetch,
         }
+        holder, finals = _finals_in(entries["sampler"]), expanders.finals_of(self._wiring.sampler)
+        if holder is not None and finals is not None:
+            holder["finals"] = finals.note(store.directory)
         if self._settings.output != "torch":
             entries["output"] = self._settings.output
         if dtypes := self._wiring.storage.structure.dtypes:
@@ -131,12 +134,20 @@ def open_buffer(
         path, unclean=unclean, dtypes=_noted_dtypes(noted), readonly=readonly, io=io
     )
     _announce_repair(storage)  # before anything else can fail
+    opened: list[storages.Storage] = [storage]
     try:
         kind = kind_of(noted, "open")
         arguments = {name: value for name, value in given.items() if value is not None}
+        holder = None if "sampler" in arguments else _finals_in(noted.get("sampler"))
+        if holder is not None:
+            holder["finals"] = again = _noted_finals(holder["finals"], path, unclean=unclean, readonly=readonly, io=io)
+            opened.append(again.storage)
         for name, known in (("sampler", _SAMPLERS), ("writer", _WRITERS)):
             if name not in arguments:
                 arguments[name] = _made_again(noted.get(name), known, name)
+        finals = expanders.finals_of(arguments["sampler"])
+        if finals is not None and not {"transform", "transform_factory"} & arguments.keys():
+            arguments["transform"] = finals
         rb = kind(storage=storage, **(noted_settings(noted) | arguments), **kind.open_arguments(noted))
         if prioritized and not samplers.declared(rb.sampler).traits.prioritized:
             raise TypeError(
@@ -145,7 +156,8 @@ def open_buffer(
             )
         return rb
     except BaseException:
-        storage.close()
+        for one in opened:
+            one.close()
         raise
 
 
@@ -243,6 +255,24 @@ def _made_again(noted: object, known: dict[str, Any], kind: str) -> object:
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         why = str(error).removesuffix(".")
         raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {why}.") from error
+
+
+def _finals_in(noted: object) -> dict[str, object] | None:
+    """The arguments of an expander, among those of a sampler, that hold final observations; None: no expander has some."""
+    while isinstance(noted, dict) and isinstance(config := noted.get("config"), dict):
+        if "finals" in config:
+            return config
+        noted = config.get("sampler")
+    return None
+
+
+def _noted_finals(noted: object, base: Path, *, unclean: str, readonly: bool, io: str) -> expanders.FinalObservations:
+    try:
+        return expanders.FinalObservations.of_note(noted, base, unclean=unclean, readonly=readonly, io=io)
+    except EngramError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CorruptStore(f"open: cannot make the recorded final observations again: {error}.") from error
 
 
 def _noted_dtypes(noted: dict[str, object]) -> storages.Dtypes:

@@ -3,7 +3,7 @@
 from engram.expanders._base import Expander
 from engram.expanders.frame_stack import FrameStack
 from engram.expanders.n_step import NStep
-from engram.expanders.next_from_following import FinalObservations, NextFromFollowing
+from engram.expanders.next_from_following import FinalObservations, NextFromFollowing, finals_of
 from engram.expanders.reward_to_go import RewardToGo
 
-__all__ = ["Expander", "FinalObservations", "FrameStack", "NStep", "NextFromFollowing", "RewardToGo"]
+__all__ = ["Expander", "FinalObservations", "FrameStack", "NStep", "NextFromFollowing", "RewardToGo", "finals_of"]

@@ -34,11 +34,8 @@ class Following:
 
     def check(self, memory: Store) -> None:
         """Raise ``RuntimeError`` unless every process of the store can read the final observations."""
-        if memory.directory is not None and not self._finals.storage.shared:
-            raise RuntimeError(
-                "sample: NextFromFollowing: the buffer is one that processes share, but the storage of final observations is "
-                "not. Use a LazyMemmapStorage for it, or storage.share()."
-            )
+        if memory.directory is not None:
+            self._finals.check_shared()
 
     def columns(self, others: list[Column]) -> list[Column]:
         """The next observations, stacked as the observations are, then what comes after the observed row, for :meth:`complete`."""

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engram._checks import check_path
 from engram._tensordict import is_tensor_collection, tensordict_type
 from engram.expanders._base import Expander
 from engram.expanders.following import Following
 from engram.expanders.reading import MARK
-from engram.field_paths import as_paths, public
+from engram.field_paths import as_paths, plain, public
+from engram.format.layout import is_store
 from engram.nested import find
 from engram.samplers.trajectory_tables import END_KEYS
-from engram.state import Stateful, check_keys, typed
-from engram.storages import TensorStorage
+from engram.state import Stateful, check_keys, integer, typed
+from engram.storages import LazyMemmapStorage, TensorStorage
+from engram.storages.memmap import check_io
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Self
 
     from torch import Tensor
 
@@ -45,7 +50,7 @@ class FinalObservations(Stateful):
         keys: the observations, which rows have under ``k`` and ``("next", k)``.
         storage: a ``LazyTensorStorage`` or ``LazyMemmapStorage`` for final observations, with one row per episode
             in the buffer. The oldest are overwritten. If processes share the buffer, they must share this storage:
-            memory-mapped, or after ``share()``.
+            memory-mapped, or after ``share()``. :meth:`open_or_create` makes one in a directory.
         end_keys: fields that are nonzero at the last step of an episode; those that do not exist are skipped.
             Default: ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``.
 
@@ -83,6 +88,81 @@ class FinalObservations(Stateful):
         self.keys = given
         self.storage = storage
         self.end_keys = as_paths(end_keys, "FinalObservations: end_keys") or END_KEYS
+
+    @classmethod
+    def open_or_create(
+        cls,
+        keys: object,
+        directory: str | os.PathLike[str],
+        max_size: int,
+        *,
+        end_keys: object = None,
+        unclean: str = "refuse",
+        io: str = "auto",
+    ) -> Self:
+        """Go on with the final observations in a directory, or make it: for a script that may be killed and started again, beside
+        :meth:`ReplayBuffer.open_or_create`. Another folder than the buffer's.
+
+        Args:
+            keys, end_keys: as for the constructor.
+            directory: the folder. It appears with the first end of an episode.
+            max_size: as many as the buffer has episodes.
+            unclean, io: as for :meth:`ReplayBuffer.open`.
+
+        Raises: as :meth:`ReplayBuffer.open_or_create`.
+
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from engram import FinalObservations
+        >>> folder = tempfile.mkdtemp() + "/finals"
+        >>> rows = {"obs": np.ones(1), "next": {"obs": np.ones(1), "done": np.ones(1, bool)}}
+        >>> for start in range(2):
+        ...     finals = FinalObservations.open_or_create(["obs"], folder, 100)
+        ...     _ = finals.inv(rows)
+        ...     print(len(finals.storage))
+        ...     finals.storage.close()
+        1
+        2
+        """
+        call = f"{cls.__name__}.open_or_create"
+        folder = check_path(f"{call}: directory", directory)
+        storage = LazyMemmapStorage.open_or_create(folder, max_size, 1, 1, None, unclean=unclean, io=check_io(call, io))
+        return cls(keys, storage, end_keys=end_keys)
+
+    @classmethod
+    def of_note(cls, note: object, base: Path, *, unclean: str, readonly: bool, io: str) -> Self:
+        """What the store in ``base`` noted by :meth:`note`.
+
+        Raises: as :meth:`ReplayBuffer.open`. ``KeyError``, ``TypeError``, ``ValueError``: it is no such note.
+        """
+        noted = typed({"finals": note}, "finals", dict, cls.__name__)
+        check_keys(noted, ("keys", "end_keys", "max_size", "directory"), cls.__name__)
+        folder = Path(os.path.normpath(base / typed(noted, "directory", str, cls.__name__)))
+        keys, ends = noted["keys"], noted["end_keys"]
+        if not readonly and not is_store(folder):  # no episode has ended yet
+            size = integer(noted, "max_size", 1, 1 << 62, cls.__name__)
+            return cls.open_or_create(keys, folder, size, end_keys=ends, unclean=unclean, io=io)
+        storage = LazyMemmapStorage.open(folder, unclean=unclean, readonly=readonly, io=io)
+        return cls(keys, storage, end_keys=ends)
+
+    def note(self, base: Path) -> dict[str, object]:
+        """What is written down in the store in ``base``."""
+        keys = {"keys": plain(self.keys), "end_keys": plain(self.end_keys), "max_size": self.storage.max_size}
+        assert self.folder is not None  # else it is not recordable
+        return {**keys, "directory": os.path.relpath(self.folder, base)}
+
+    @property
+    def folder(self) -> Path | None:
+        """Where :attr:`storage` lies; None: in memory."""
+        return self.storage.scratch_dir if isinstance(self.storage, LazyMemmapStorage) else None
+
+    def check_shared(self) -> None:
+        """Raise ``RuntimeError`` unless every process of a buffer that is shared can read them."""
+        if not self.storage.shared:
+            raise RuntimeError(
+                "NextFromFollowing: the buffer is one that processes share, but the storage of final observations is not. Use "
+                "FinalObservations.open_or_create(keys, directory, size), a LazyMemmapStorage, or storage.share()."
+            )
 
     def inv(self, data: Any) -> Any:
         """Rows as they are stored. The argument is not changed."""
@@ -174,8 +254,8 @@ class NextFromFollowing(Expander):
             windows with a ``draw`` of its own: these cannot draw another row or window.
         KeyError: when drawing: rows were written without the transform.
         RuntimeError: when drawing: a final observation was overwritten (its storage is too small), or is in another
-            storage; an episode ends, by its id, at a row without end flag; the buffer is shared and ``finals.storage``
-            is not.
+            storage; an episode ends, by its id, at a row without end flag. When a buffer takes it, or when drawing: the
+            buffer is shared and ``finals.storage`` is not.
         NoSampleable: no row has a next observation yet.
 
     Cost: that of a plain sample of rows that store both, and another read for rows that end an episode.
@@ -257,13 +337,28 @@ class NextFromFollowing(Expander):
         observations = sum(field.row_bytes for field in stored if field.key in self.finals.keys)
         return self.finals.storage.max_size * (observations + 8)  # and a tag
 
+    def bind(self, storage: SampledStorage) -> None:
+        """As for every expander. Raises ``RuntimeError``: ``storage`` is shared, and that of final observations is not."""
+        if isinstance(storage, TensorStorage) and storage.shared:
+            self.finals.check_shared()
+        super().bind(storage)
+
     @property
     def recordable(self) -> bool:
-        """No: the storage of final observations is not noted in a store. Give the sampler to ``ReplayBuffer.open``."""
-        return False
+        """Whether final observations lie in a directory, which a store can note."""
+        return self.finals.folder is not None and super().recordable
+
+    def config(self) -> dict[str, object]:
+        return {**super().config(), "finals": self.finals}
 
     def __repr__(self) -> str:
         return f"NextFromFollowing({self.sampler!r}, {self.finals!r})"
+
+
+def finals_of(sampler: object) -> FinalObservations | None:
+    """Those that a sampler reads. None: it reads none."""
+    chain = sampler.chain if isinstance(sampler, Expander) else ()
+    return next((one.finals for one in chain if isinstance(one, NextFromFollowing)), None)
 
 
 def _column(flag: object) -> Tensor:

@@ -328,8 +328,8 @@ def occupied(directory: Path, existing: Path) -> str:
     if existing.name == layout.FOLDER:
         return (
             f"LazyMemmapStorage: scratch_dir={str(directory)!r} already holds a store. Use ReplayBuffer.open({str(directory)!r}) "
-            f"to go on with it. ReplayBuffer.open_or_create({str(directory)!r}, size) does so in a script that is started again. "
-            "(existsok=True erases it, with all its rows.)"
+            f"to go on with it. ReplayBuffer.open_or_create({str(directory)!r}, size) does so in a script that is started again, and "
+            "FinalObservations.open_or_create(keys, folder, size) for final observations. (existsok=True erases it, with all its rows.)"
         )
     return (
         f"LazyMemmapStorage: scratch_dir={str(directory)!r}: expected a folder without data of the same name, found "
