@@ -107,7 +107,6 @@ CALLS = {
     "load_state_dict": lambda rb: (rb.state_dict(),),
     "dumps": lambda rb: ("never made",),
     "loads": lambda rb: ("never made",),
-    "snapshot": lambda rb: (),
     "stats": lambda rb: (),
     "synchronize": lambda rb: (),
     "shutdown": lambda rb: (),
@@ -121,10 +120,8 @@ OTHERS = {
     "open_arguments",
     "open_or_create",
     "connect",
+    "follow",
     "update_if_present",  # takes names: below
-    "snapshot",
-    "prepare_load",
-    "prepare_placed",
 }
 OTHERS |= {"dump", "save", "load"}  # other names of those above
 #: What goes on.

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _OTHERS = ("sampler", "buffer", "writer")
 #: Writers whose state says nothing, and that place rows alike.
 _RINGS = ("RoundRobinWriter", "TensorDictRoundRobinWriter")
+#: The writer of buffers that only read, whatever wrote.
+_READS = "FollowingWriter"
 #: Where a state has no ``convert``.
 INSTEAD = " A buffer with another sampler takes the rows by dumps and loads(convert=True)."
 _ADVICE = " With convert=True its rows are taken, and drawn by the sampler here."
@@ -30,7 +32,7 @@ def checked_states(
 ) -> dict[str, dict[str, object]]:
     """As :func:`parts.checked_states`; ``convert``: the sampler may be another one, with the buffer and the ring that go with it."""
     others = {name: found[name].type for name in _OTHERS if name in found}
-    if {others.get("writer"), kinds["writer"]} - set(_RINGS):
+    if kinds["writer"] != _READS and {others.get("writer"), kinds["writer"]} - set(_RINGS):
         others.pop("writer", None)
     if convert:
         return parts.checked_states(found, shard, {**kinds, **others})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from engram.buffer.compat import NOT_YET, Arguments, TorchRLArguments, alias, co
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
 from engram.buffer.display import Display
+from engram.buffer.following import Nothing, follow_buffer
 from engram.buffer.lanes import Lanes
 from engram.buffer.output import View, moved
 from engram.buffer.prefetching import Prefetching
@@ -41,13 +42,9 @@ if TYPE_CHECKING:
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output
     from engram.env.recording import Names
-    from engram.format.checkpoints import Checkpoint
-    from engram.persist.parts import Snapshot
     from engram.persist.roles import Roles
-    from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.types import BufferLoad
 
 E = TypeVar("E")
 
@@ -101,6 +98,7 @@ class ReplayBuffer:
     _prioritized = False
     #: Whether :meth:`close` was called.
     closed = False
+    _following = Nothing()
 
     def __init__(
         self,
@@ -681,6 +679,7 @@ class ReplayBuffer:
         ([0, 1, 2], True)
         """
         if shared and not self.shared:
+            self._following.refuse("share")
             self._materialize()
             self._wiring.storage.share()
         return self
@@ -781,6 +780,7 @@ class ReplayBuffer:
             self._prefetching.materialize()
 
     def _discard_prefetched(self, call: str, *, keys: bool = True) -> None:
+        self._following.refuse(call)
         if self._prefetching is not None:
             self._prefetching.discard(call, keys=keys)
 
@@ -821,6 +821,7 @@ class ReplayBuffer:
 
         Cost: O(bytes of the rows), which are copied.
         """
+        self._following.refuse("load_state_dict")
         self._saving.prepare_state(state_dict, default_rng=default_rng).commit()
 
     def dumps(self, path: str | os.PathLike[str], *, prefetch: str = "save") -> None:
@@ -875,6 +876,7 @@ class ReplayBuffer:
                 they are read, and nothing is stored if that fails.
             OSError: no space for the rows, or an I/O error. The buffer is empty then, if it was not already.
         """
+        self._following.refuse("loads")
         self._saving.loads(path, convert=convert, default_rng=default_rng)
 
     dump = save = dumps
@@ -884,36 +886,11 @@ class ReplayBuffer:
 
     form = alias("_saving.form", "How the buffer keeps its rows, as far as a checkpoint must know.")
 
-    def snapshot(self, *, prefetched: Literal["save", "drop"] = "save") -> Snapshot:
-        """All that a checkpoint saves, as it is now. Writers wait for a copy of 8 bytes per row and priority.
-
-        ``prefetched``: ``"drop"`` leaves out batches that were drawn ahead.
-        """
-        return self._saving.snapshot(prefetched)
-
-    def prepare_load(
-        self, checkpoint: Checkpoint, rank: int, *, default_rng: bool, close_open: bool, convert: bool
-    ) -> BufferLoad:
-        """Check the shard of a rank of a checkpoint, which must stay open until the load is committed.
-
-        ``close_open``: trajectories that go on end where they are. ``convert``: another sampler may have saved it.
-
-        Raises: as :meth:`loads`. Nothing is changed.
-        """
-        return self._saving.prepare_load(
-            checkpoint, rank, default_rng=default_rng, close_open=close_open, convert=convert
-        )
-
-    def prepare_placed(
-        self, checkpoint: Checkpoint, made: Reshard, rank: int, *, env_offset: int, default_rng: bool, convert: bool
-    ) -> BufferLoad:
-        """Check what a plan gives to a rank of a checkpoint, which must stay open until the load is committed.
-
-        Raises: as :meth:`loads`. Nothing is changed.
-        """
-        return self._saving.prepare_placed(
-            checkpoint, made, rank, env_offset=env_offset, default_rng=default_rng, convert=convert
-        )
+    snapshot = alias("_saving.snapshot", "All that a checkpoint saves, as it is now: as ``Checkpointable`` has it.")
+    prepare_load = alias(
+        "_saving.prepare_load", "Check the shard of a rank of a checkpoint: as ``Checkpointable`` has it."
+    )
+    prepare_placed = alias("_saving.prepare_placed", "Check what a plan gives to a rank: as ``Checkpointable`` has it.")
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -1048,6 +1025,10 @@ class ReplayBuffer:
             cls, directory, (size, lanes, ndim), dtypes, unclean, io, arguments, tensordicts=tensordicts
         )
 
+    follow = classmethod(follow_buffer)
+    refresh = alias("_following.refresh", "Of a buffer that :meth:`follow` made: take a newer checkpoint now.")
+    followed = alias("_following.followed", "The checkpoint that :meth:`follow` holds; None: nothing is followed.")
+
     @classmethod
     def connect(
         cls,
@@ -1100,6 +1081,7 @@ class ReplayBuffer:
         ``prefetch`` the batches ahead are dropped, and the threads end, which is waited for but for seconds at most. A save in the
         background that was begun is finished. Files and locks are let go when the buffer is collected or the program ends, too.
         """
+        self._following.close()
         prefetching, wiring = self._prefetching, self._wiring
         storage = wiring.storage
         if prefetching is not None:
@@ -1145,6 +1127,7 @@ class ReplayBuffer:
             self._prefetching.close(timeout)
 
     def __getstate__(self) -> dict[str, object]:
+        self._following.refuse("copy")
         storage = self._wiring.storage
         if _fork.is_spawning():
             self._materialize()
@@ -1189,13 +1172,14 @@ class ReplayBuffer:
     def stats(self) -> dict[str, float]:
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes``, when bounded ``capacity``
         and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``, ``priority_updates_dropped``, ``field_updates`` and
-        ``field_updates_dropped``.
+        ``field_updates_dropped``; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
+        ``followed_damaged``, those that were passed over.
 
         A process that dies just as it counts a void row may leave ``void_rows`` one too high, and so ``len(rb)`` one too low, until
         the next process that opens the store alone counts them again. No row is hidden by that: draws and ``rb[:]`` see all.
         """
         prefetched = 0 if self._prefetching is None else len(self._prefetching)
-        return Display(self._wiring, self._settings).stats(prefetched)
+        return Display(self._wiring, self._settings).stats(prefetched) | self._following.stats()
 
     def __repr__(self) -> str:
         return Display(self._wiring, self._settings).text()

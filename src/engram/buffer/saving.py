@@ -114,7 +114,7 @@ class Saving:
             infos = [rows.info, *saved_parts.write_parts(folder, parts)]
             finish_dump(folder, infos, rows.shard)
 
-    def snapshot(self, prefetched: Literal["save", "drop"]) -> Snapshot:
+    def snapshot(self, *, prefetched: Literal["save", "drop"] = "save") -> Snapshot:
         """As :meth:`~engram.types.Checkpointable.snapshot`."""
         storage, drop = self._wiring.storage, prefetched == "drop"
         self._parts(None, drop_prefetched=drop)  # raises what cannot be saved, and reads batches, before writers wait
@@ -246,6 +246,7 @@ class Saving:
         close_open: bool = False,
         convert: bool = False,
         resize: bool = False,
+        prefetched: bool = True,
     ) -> BufferLoad:
         """As :meth:`~engram.types.Checkpointable.prepare_load`.
 
@@ -256,13 +257,15 @@ class Saving:
             close_open: trajectories that go on end where they are.
             convert: to the sampler here.
             resize: to the capacity and lanes here.
+            prefetched: False: batches that were saved with it are left out.
 
         Raises: as :meth:`ReplayBuffer.loads`. Nothing is changed.
         """
         where = str(checkpoint.shard_folder(rank))
         with read_from(where):
             reader = saved_parts.open_storage(checkpoint, rank)
-            found = saved_parts.read_parts(checkpoint, rank)
+            without = (saved_parts.STORAGE,) if prefetched else (saved_parts.STORAGE, "prefetch")
+            found = saved_parts.read_parts(checkpoint, rank, without=without)
             states = other_sampler.checked_states(found, checkpoint.shard_folder(rank), self._kinds(), convert=convert)
             own = self._of_the_sampler(states) if convert else []
             if saved_parts.INDEX in states["sampler"]:

@@ -416,6 +416,28 @@ def _remove_folder(path: str) -> None:
     os.rmdir(path)
 
 
+def touch(path: StrPath) -> None:
+    """Note that a file was changed now, by the clock of the file system. Raises ``OSError``."""
+    os.utime(path)
+
+
+def now(folder: StrPath) -> float:
+    """The time by the clock of the file system. Raises ``OSError``: nothing can be written to the folder."""
+    path = f"{os.fspath(folder)}/now.{secrets.token_hex(4)}.tmp"
+    try:
+        with create(path, 0) as fd:
+            return os.fstat(fd).st_mtime
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def changed(folder: int, name: str) -> float:
+    """When a file below an open folder was changed last, by the clock of the file system. Raises as :func:`open_file`."""
+    with open_file(folder, name) as fd:
+        return os.fstat(fd).st_mtime
+
+
 def run_in_background(work: Callable[[], object]) -> None:
     """Run slow work such as removing files in a thread. The interpreter ends after it."""
     if THREADS > 1:

@@ -31,7 +31,7 @@ import msgspec
 
 from engram._words import count
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import disk, files, strict
+from engram.format import disk, files, leases, strict
 from engram.format.checkpoints import (
     ATTEMPT,
     LEFTOVER,
@@ -685,7 +685,8 @@ def retire(root: Path, keep: int, epoch: int, known: Known | None = None) -> lis
     """Rename old checkpoints and failed attempts, so that no process finds half a one: :func:`sweep` removes them.
 
     Kept are: the ``keep`` newest good checkpoints, by step and by epoch; whatever is of a later epoch, or of a later step than
-    the newest good one; the newest crash attempt; and undecided attempts of this epoch, which may be under way.
+    the newest good one; the newest crash attempt; undecided attempts of this epoch, which may be under way; and what other
+    processes read, as their leases say.
 
     Args:
         root: of the series.
@@ -741,4 +742,6 @@ def _superfluous(root: Path, keep: int, epoch: int, known: Known) -> list[Name]:
     kept |= set([name for name in every if name.attempt.startswith("crash")][:1])
     kept |= {name for name in every if name.epoch > epoch or name.step > newest[0].step}
     kept |= {name for name in every if name.epoch == epoch and not os.path.lexists(f"{root}/{name}/{MANIFEST}")}
-    return [name for name in every if name not in kept]
+    left = [name for name in every if name not in kept]
+    leased = leases.leased(root) if left else ()
+    return [name for name in left if str(name) not in leased]
