@@ -159,7 +159,7 @@ def forget(fd: int, offset: int, nbytes: int) -> None:
 
 def announce(fd: int, offset: int, nbytes: int) -> None:
     """Let the kernel begin to read bytes, and from now on nothing behind those that are asked for."""
-    if hasattr(os, "posix_fadvise"):
+    if _sync_file_range is not None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for at in range(offset, offset + nbytes, _ANNOUNCED):
             os.posix_fadvise(fd, at, min(_ANNOUNCED, offset + nbytes - at), os.POSIX_FADV_WILLNEED)
@@ -167,7 +167,7 @@ def announce(fd: int, offset: int, nbytes: int) -> None:
 
 def drop(fd: int, offset: int, nbytes: int) -> None:
     """Let the kernel forget bytes that were read."""
-    if hasattr(os, "posix_fadvise"):
+    if _sync_file_range is not None:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 

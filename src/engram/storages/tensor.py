@@ -636,9 +636,8 @@ class TensorStorage(Storage):
     def prepare_part(self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()) -> StorageLoad:
         self._check_kind(reader)
         reader.behind = self.memory is not None and self.memory.larger
-        load = self.prepare_rows(
-            read_rows_state(reader, close_open=close_open, without=without), SavedRowsSource(reader)
-        )
+        state = read_rows_state(reader, close_open=close_open, without=without)
+        load = self.prepare_rows(state, SavedRowsSource(reader))
         if len(self):
             check_blocks(reader)
         return load
