@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "random.h"
+#include "row_limits.h"
 #include "wait.h"
 
 namespace engram {
@@ -162,6 +163,7 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
   const Random random(key);
   const Lock guard(*this);
   Change change(*this);
+  const std::uint64_t before = drawable_.size();
   looked_at_.clear();
   std::uint64_t taken = 0;
   for (std::uint64_t i = 0, left = drawable_.size(); taken < n && left > 0; ++i, --left) {
@@ -175,6 +177,7 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
   }
   for (const std::uint64_t row : looked_at_) place(row);
   change.done();
+  fewer_drawable(before);
   return taken;
 }
 
@@ -203,6 +206,7 @@ void Consumption::restore(const std::int32_t* counts, std::uint64_t n) {
     if (numbers_[row] != 0) counts_[row] = row < n ? static_cast<std::uint32_t>(counts[row]) & ~kClaimed : 0;
   }
   make_sets();
+  fewer_drawable(drawable_.size() + used_.size());  // all counted as drawable until now
 }
 
 void Consumption::reset(const std::int64_t* rows, std::uint64_t n) {
@@ -236,6 +240,7 @@ void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64
   check_rows(rows, n, rows_);
   const Lock guard(*this, 1);
   Change change(*this);
+  const std::uint64_t before = drawable_.size();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t number = t0 + i, word = tickets_ == nullptr ? ticket(number, State::committed) : word_of(row);
@@ -246,6 +251,12 @@ void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64
     }
   }
   change.done();
+  fewer_drawable(before + n);  // each was to become one that can be drawn; those that it replaced could be
+}
+
+// Rows can be drawn no longer: as many more may be inserted, where the store limits them.
+void Consumption::fewer_drawable(std::uint64_t before) const {
+  if (tickets_ != nullptr && before > drawable_.size()) Limits(*tickets_).consumed(before - drawable_.size());
 }
 
 void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {

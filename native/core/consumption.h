@@ -102,6 +102,7 @@ class Consumption : public Index {
   void place(std::uint64_t row);
   void look_at(std::uint64_t row);
   void look_at_all();
+  void fewer_drawable(std::uint64_t before) const;
   void make_sets();
 
   ConsumptionHeader* header_;

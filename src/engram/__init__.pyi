@@ -36,6 +36,9 @@ from engram.expanders import FrameStack as FrameStack
 from engram.expanders import NextFromFollowing as NextFromFollowing
 from engram.expanders import NStep as NStep
 from engram.expanders import RewardToGo as RewardToGo
+from engram.limits import MaxInFlight as MaxInFlight
+from engram.limits import MinSize as MinSize
+from engram.limits import SamplesPerInsert as SamplesPerInsert
 from engram.loader import DeviceLoader as DeviceLoader
 from engram.ranks import Ranks as Ranks
 from engram.samplers import ConsumingSampler as ConsumingSampler

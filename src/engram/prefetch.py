@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import weakref
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from engram import _fork
+from engram._native import NotAdmitted
 from engram.errors import NoSampleable
 from engram.format.workers import begin
 from engram.store import Key
@@ -19,6 +21,8 @@ from engram.store import Key
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+
+    from engram.limits import Room
 
 #: For how long a program that ends or forks, and a buffer that closes, waits for what threads have begun.
 LEAVE_S = 5.0
@@ -33,8 +37,11 @@ class BatchStages(Protocol):
     def read(self, key: Key) -> tuple[object, dict[str, object] | None]:
         """Draw rows and copy them, one batch after the other: what was read, and what takes the rows back to their epoch.
 
-        Raises ``NoSampleable``: not now.
+        Raises ``NoSampleable``, ``NotAdmitted``: not now.
         """
+
+    def room(self) -> Room | None:
+        """What the thread that is to read next sleeps on, if it is not admitted; None: there are no limits."""
 
     def finish(self, raw: object) -> object:
         """From what was read to what is handed out. Called by several threads at a time."""
@@ -49,7 +56,21 @@ class BatchStages(Protocol):
 class _Batch:
     """One that was asked for."""
 
-    __slots__ = ("before", "drawn", "error", "key", "last", "made", "making", "mode", "raw", "reading", "there")
+    __slots__ = (
+        "before",
+        "drawn",
+        "error",
+        "key",
+        "last",
+        "made",
+        "making",
+        "mode",
+        "raw",
+        "reading",
+        "room",
+        "there",
+        "unwanted",
+    )
 
     def __init__(self, key: Key) -> None:
         self.key = key
@@ -58,6 +79,9 @@ class _Batch:
         self.made: object = None
         self.error: BaseException | None = None
         self.drawn = self.last = False
+        #: What its thread sleeps on, while the limits of the store do not admit it; and whether the thread is to give it up.
+        self.room: Room | None = None
+        self.unwanted = False
         #: Whether it needs nothing any more: it is made, or its error is what the caller gets.
         self.there = False
         #: Held while a thread is to read it.
@@ -68,6 +92,7 @@ class _Batch:
 
     def hand_over(self) -> None:
         """From now on a thread has it, which sees the gradient mode of this call."""
+        self.unwanted = False
         self.reading, self.making = threading.Lock(), threading.Lock()
         self.reading.acquire()
         self.making.acquire()
@@ -87,7 +112,7 @@ class _Batch:
 
     def fail(self, error: BaseException) -> None:
         """Where there was nothing to draw, there may be when its turn comes."""
-        self.error, self.there = error, self.drawn or not isinstance(error, NoSampleable)
+        self.error, self.there = error, self.drawn or not isinstance(error, NoSampleable | NotAdmitted)
 
     def was_read(self) -> None:
         held, self.reading = self.reading, None
@@ -101,23 +126,37 @@ class _Batch:
         if held is not None:
             held.release()
 
-    def wait(self, limit_s: float = -1) -> None:
-        _wait_for(self.making, limit_s)
+    def wait(self, limit_s: float = -1) -> bool:
+        """Whether no thread has it any more."""
+        return _wait_for(self.making, limit_s)
+
+    def withdraw(self) -> None:
+        """If its thread waits for the limits of the store it gives it up."""
+        self.unwanted = True
+        room = self.room
+        if room is not None:
+            room.wake()
 
 
-def _wait_for(held: threading.Lock | None, limit_s: float = -1) -> None:
-    if held is not None and held.acquire(timeout=limit_s):
-        held.release()
+def _wait_for(held: threading.Lock | None, limit_s: float = -1) -> bool:
+    if held is None:
+        return True
+    if not held.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
+        return False
+    held.release()
+    return True
 
 
 class _Workers:
     """Threads. While they have nothing to do they hold neither the prefetcher nor the stages, so that both can be collected."""
 
     def __init__(self, size: int) -> None:
-        self.tasks: queue.SimpleQueue[tuple[_Batch, BatchStages] | None] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[tuple[_Batch, weakref.ref[BatchStages]] | None] = queue.SimpleQueue()
         #: Held by the thread that waits for something to read, or reads.
         self.turn = threading.Lock()
         self.stopped = False
+        #: The batch whose thread waits for the limits of the store.
+        self.waiting: _Batch | None = None
         self.threads = [
             threading.Thread(target=_work, args=(self,), name=f"engram-prefetch-{i}", daemon=True) for i in range(size)
         ]
@@ -130,13 +169,16 @@ class _Workers:
             self.stop()
 
     def hand(self, batch: _Batch, stages: BatchStages) -> None:
-        self.tasks.put((batch, stages))
+        self.tasks.put((batch, weakref.ref(stages)))
         if self.stopped:  # meanwhile, so perhaps no thread looks any more
             self.stop()
 
     def stop(self) -> None:
         """Threads end when they are done with what they are at; the rest is let go. Repeatable."""
         self.stopped = True
+        waiting = self.waiting
+        if waiting is not None:
+            waiting.withdraw()
         try:
             while True:
                 task = self.tasks.get_nowait()
@@ -165,16 +207,17 @@ def _work_once(workers: _Workers) -> bool:
         task = workers.tasks.get()
         if task is None:
             return False
-        batch, stages = task
-        try:
-            with batch.mode():
-                batch.read(stages)
-        except BaseException as error:  # noqa: BLE001 - the call that takes the batch raises it
-            batch.fail(error)
-        finally:
-            batch.was_read()
+        batch, known = task
+        stages = known()
+        while stages is not None and not _read_once(batch, stages):
+            workers.waiting = batch
+            del stages  # a buffer that nothing else refers to ends meanwhile
+            again = _waited(batch, workers)
+            workers.waiting = batch.room = None
+            stages = known() if again else None
+        batch.was_read()
     try:
-        if batch.drawn and not batch.there:
+        if stages is not None and batch.drawn and not batch.there:
             with batch.mode():
                 batch.finish(stages)
     except BaseException as error:  # noqa: BLE001
@@ -182,6 +225,31 @@ def _work_once(workers: _Workers) -> bool:
     finally:
         batch.let_go()
     return True
+
+
+def _read_once(batch: _Batch, stages: BatchStages) -> bool:
+    """Read a batch. False: the limits of the store do not admit it now. Writes of this buffer do not wait for it then."""
+    batch.room = stages.room()
+    try:
+        with batch.mode():
+            batch.read(stages)
+    except NotAdmitted as error:
+        batch.fail(NotAdmitted(error.rows))  # without the stages, which a traceback holds
+        batch.was_read()
+        return False
+    except BaseException as error:  # noqa: BLE001 - the call that takes the batch raises it
+        batch.fail(error)
+    else:
+        batch.error = None
+    batch.room = None
+    return True
+
+
+def _waited(batch: _Batch, workers: _Workers) -> bool:
+    """Sleep until the limits of the store may admit a batch, a second at most. False: it is to be given up."""
+    if batch.room is not None and not (workers.stopped or batch.unwanted):
+        batch.room.wait()
+    return not (workers.stopped or batch.unwanted)
 
 
 def _leave(workers: _Workers) -> None:
@@ -244,21 +312,26 @@ class Prefetcher:
 
     # ---- taking --------------------------------------------------------------------------------------------------------
 
-    def next(self, stages: BatchStages) -> Any:
+    def next(self, stages: BatchStages, deadline: float = math.inf) -> Any:
         """The next batch. An interrupt while it is waited for loses nothing.
 
         Raises:
+            NotAdmitted: the limits of the store do not admit it; or did not until the deadline, and a thread waits for them.
             RuntimeError: it was closed; or a step asks for a batch that waits for the step.
             NoSampleable: there is nothing to draw.
             BaseException: what a step raised while this batch was made.
         """
         self._check_outside("sample")
-        with self._lock:
-            self._making = True
-            try:
-                head = self._take(stages)
-            finally:
-                self._making = False
+        while True:
+            with self._lock:
+                self._making = True
+                try:
+                    head, taken = self._take(stages)
+                finally:
+                    self._making = False
+            if taken:
+                break
+            self._wait_for_head(head, deadline)
         self._spare.append(head.key)
         if head.last:
             stages.over()
@@ -270,7 +343,19 @@ class Prefetcher:
                 del error, head  # which its traceback holds
         return head.made
 
-    def _take(self, stages: BatchStages) -> _Batch:
+    @staticmethod
+    def _wait_for_head(head: _Batch, deadline: float) -> None:
+        """Until no thread has it any more. The lock is free: writes that it waits for may need it."""
+        error = head.error
+        if head.making is None and isinstance(error, NotAdmitted):
+            raise NotAdmitted(error.rows)
+        while not head.wait(max(0.01, deadline - monotonic())):
+            error = head.error
+            if isinstance(error, NotAdmitted):
+                raise NotAdmitted(error.rows)
+
+    def _take(self, stages: BatchStages) -> tuple[_Batch, bool]:
+        """The next batch, and whether it was taken. Else a thread has it, or it is not admitted."""
         self._check_open()
         ahead = self._ahead
         fresh = not ahead
@@ -283,14 +368,15 @@ class Prefetcher:
             while len(ahead) <= self.depth and self._may_begin(ahead[-1], stages):
                 self._begin(stages)
         head = ahead[0]
-        head.wait()
-        self._check_open()
-        if not (head.there or (fresh and head.error is not None)):
-            self._make(head, stages)
+        if head.making is None and not (head.there or (fresh and head.error is not None)):
+            make = self._have_made if isinstance(head.error, NotAdmitted) else self._make
+            make(head, stages)
+        if head.making is not None or (isinstance(head.error, NotAdmitted) and not head.there):
+            return head, False
         self._check_open()
         ahead.popleft()
         self.lazy = bool(self.turns) and not ahead
-        return head
+        return head, True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -331,6 +417,9 @@ class Prefetcher:
         """Make another batch, or have it made."""
         batch = _Batch(self.turns.popleft() if self.turns else self._asked(stages))
         self._ahead.append(batch)
+        self._have_made(batch, stages)
+
+    def _have_made(self, batch: _Batch, stages: BatchStages) -> None:
         workers = self._called_workers() if self._threaded else None
         if workers is None:
             self._make(batch, stages)
@@ -382,10 +471,14 @@ class Prefetcher:
         self._wait_for_threads()
 
     def _wait_for_threads(self) -> None:
-        """Until they have read what they were given."""
+        """Until they have read what they were given, but for what the limits of the store do not admit, and what comes behind that."""
         pending = self._pending
-        if pending is not None:
-            _wait_for(pending.reading)
+        if pending is None or pending.reading is None:
+            return
+        for batch in list(self._ahead):
+            _wait_for(batch.reading)
+            if isinstance(batch.error, NotAdmitted):
+                return
 
     def discard(self, call: str, *, keys: bool = True) -> dict[str, object] | None:
         """Drop what is ahead. The random bits it was made of come again, so that all later ones are those of any other depth;
@@ -409,9 +502,14 @@ class Prefetcher:
         self._pending, self._threaded, self.lazy, self.slow = None, False, False, 0
 
     def wait(self) -> None:
-        """Until threads have made what they were given."""
+        """Until threads have made what they were given, or given up what the limits of the store do not admit."""
+        self._withdraw()
         for batch in list(self._ahead):
             batch.wait()
+
+    def _withdraw(self) -> None:
+        for batch in list(self._ahead):
+            batch.withdraw()
 
     def close(self, limit_s: float | None = LEAVE_S) -> None:
         """Drop what is ahead, and end the threads; not waiting longer than that for what they are at. Repeatable."""
@@ -463,6 +561,7 @@ class Prefetcher:
     def before_fork(self) -> None:
         """What threads are at is made, so that the child has it."""
         if not self._is_at_it():
+            self._withdraw()
             deadline = monotonic() + LEAVE_S
             for batch in list(self._ahead):
                 batch.wait(max(0.0, deadline - monotonic()))

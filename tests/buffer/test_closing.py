@@ -108,6 +108,7 @@ CALLS = {
     "dumps": lambda rb: ("never made",),
     "loads": lambda rb: ("never made",),
     "stats": lambda rb: (),
+    "limit": lambda rb: (None,),
     "synchronize": lambda rb: (),
     "shutdown": lambda rb: (),
 }

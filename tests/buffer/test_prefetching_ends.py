@@ -301,7 +301,7 @@ def test_what_comes_too_late_for_the_threads_is_let_go():
     workers.join(60)
     batch = prefetch._Batch(None)
     batch.hand_over()
-    workers.hand(batch, None)
+    workers.hand(batch, workers)  # any object
     batch.wait(60)
     assert batch.making is None
     assert not batch.there

@@ -53,7 +53,7 @@ class RequestsUnderWay:
     def rewired(self) -> None:
         """The components are others. What was drawn stays: it is as the server sent it."""
 
-    def sample(self, batch_size: int, return_info: bool) -> object:  # noqa: ARG002 - the settings checked it
+    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:  # noqa: ARG002 - the settings checked the size
         """The next batch: what ``ReplayBuffer.sample`` returns."""
         with self._lock:
             batch = self._next()

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engram.limits import limit_stats
+
 if TYPE_CHECKING:
     from engram.buffer.settings import Settings
     from engram.buffer.wiring import Wiring
@@ -46,6 +48,8 @@ class Display:
         if _is_bounded(capacity):
             stats |= {"capacity": capacity, "utilization": size / capacity}
         stats.update(storage.counters())
+        if storage.memory is not None:
+            stats.update(limit_stats(storage.memory))
         return stats
 
     def _facts(self) -> list[tuple[str, str]]:

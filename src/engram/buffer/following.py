@@ -382,7 +382,8 @@ def _replace(rb: ReplayBuffer, made: ReplayBuffer) -> None:
     storage.detach(made)
     storage.attach(rb)
     rb.storage.detach(rb)
-    vars(rb).update({name: part for name, part in vars(made).items() if name not in ("_shut_down", "_following")})
+    vars(made)["_wiring"].gate = vars(rb)["_wiring"].gate  # which knows whether it was shut down
+    vars(rb).update({name: part for name, part in vars(made).items() if name != "_following"})
 
 
 def _is_complete(folder: Path) -> bool:

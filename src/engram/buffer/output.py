@@ -26,7 +26,7 @@ FORMS = ("torch", "numpy", "namedtuple")
 class Source(Protocol):
     """What draws batches."""
 
-    def sample(self, batch_size: int, return_info: bool) -> object:
+    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """A batch, or ``(batch, info)``."""
 
 
@@ -38,9 +38,9 @@ class View:
         self._leaf: Callable[[object, Path], object] = _as_array if form == "numpy" else _as_it_is
         self._entries = None if form == "numpy" else _as_tuple
 
-    def sample(self, batch_size: int, return_info: bool) -> object:
+    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """What ``ReplayBuffer.sample`` returns."""
-        sample = self._source.sample(batch_size, return_info)
+        sample = self._source.sample(batch_size, return_info, timeout)
         if not return_info or not isinstance(sample, tuple):
             return self._viewed(sample, ())
         batch, info = sample

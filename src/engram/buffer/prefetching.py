@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from engram._native import NotAdmitted
 from engram._tensordict import children, is_plain_tensordict, tensordict_type
+from engram.limits import Room
 from engram.nested import has_entries, map_leaves
 from engram.packing import pack, unpack
 from engram.prefetch import LEAVE_S, Prefetcher
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.store import Key
     from engram.types import Commit
+
+    #: Data, rows and info of a batch.
+    Made = tuple[object, Tensor | None, dict[object, object]]
 
 
 class SavedBatches(NamedTuple):
@@ -51,17 +56,17 @@ class Prefetching:
         has_epochs, kept = wiring.of_sampler.has_epochs, not wiring.storage.shared
         self.prefetcher.draws(plainly=plainly, has_epochs=has_epochs, kept=kept)
 
-    def sample(self, batch_size: int, return_info: bool) -> object:
+    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """The next batch: what ``ReplayBuffer.sample`` returns."""
         prefetcher, reading = self.prefetcher, self._reading
         if prefetcher.lazy:
             try:
                 key = prefetcher.turns.popleft()
             except IndexError:  # more threads than turns
-                return reading.sample(batch_size, return_info)
+                return reading.sample(batch_size, return_info, timeout)
             start = perf_counter()
             try:
-                return reading.sample_with(key, batch_size, return_info)
+                return reading.sample_with(key, batch_size, return_info, timeout)
             finally:
                 generator = self._wiring.generator
                 if generator is None:  # ask, without a call
@@ -71,10 +76,24 @@ class Prefetching:
                 prefetcher.turns.append(key)
                 if prefetcher.slow or perf_counter() - start > prefetcher.slow_s:
                     prefetcher.took(perf_counter() - start)
-        data, rows, info = prefetcher.next(self)
+        data, rows, info = self._next(batch_size, timeout)
         if not return_info:
             return data
         return data, (info if rows is None else reading.info(rows, info))
+
+    def _next(self, batch_size: int, timeout: float) -> Made:
+        """The next batch of the prefetcher. What waits for the limits of the store holds no lock: writers of this buffer go on."""
+        deadline = monotonic() + timeout
+        gate, storage = self._wiring.gate, self._wiring.storage
+        while True:
+            store = gate.created(storage, batch_size, deadline)
+            try:
+                made: Made = self.prefetcher.next(self, deadline)
+            except NotAdmitted:
+                if store is not None:
+                    gate.wait(store, batch_size, deadline, samples=True)
+            else:
+                return made
 
     # ---- the stages of a batch -------------------------------------------------------------------------------------------
 
@@ -86,10 +105,16 @@ class Prefetching:
         assert batch_size is not None
         rewinds = wiring.of_sampler.can_rewind and not wiring.storage.shared
         before = wiring.source.state_dict() if rewinds else None
-        if wiring.pinning is None or not reading.gathers_pinned():
-            return reading.read(key, batch_size), before
-        with wiring.pinning.gathering():
-            return reading.read(key, batch_size), before
+        with wiring.gate.admitted(wiring.storage.memory, batch_size):
+            if wiring.pinning is None or not reading.gathers_pinned():
+                return reading.read(key, batch_size), before
+            with wiring.pinning.gathering():
+                return reading.read(key, batch_size), before
+
+    def room(self) -> Room | None:
+        """What the thread that reads sleeps on, if it is not admitted; None: there are no limits."""
+        assert self._settings.batch_size is not None  # it prefetches
+        return Room.of(self._wiring.storage.memory, self._settings.batch_size)
 
     def finish(self, raw: Any) -> object:
         """``(data, rows, info)``: the info is made when it is asked for. Pinned, it is complete, and the rows are None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -35,7 +36,7 @@ class ReadPath:
         self._wiring = wiring
         self._key = ThreadKey()
 
-    def sample(self, batch_size: int, return_info: bool) -> object:
+    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """Draw a batch: what ``ReplayBuffer.sample`` returns."""
         key, wiring = self._key, self._wiring
         if wiring.generator is None:  # draw_key, without a call
@@ -43,9 +44,9 @@ class ReadPath:
         else:
             key.draw(generator=wiring.generator)
         if wiring.pinning is None or not self.gathers_pinned():
-            return self.sample_with(key, batch_size, return_info)
+            return self.sample_with(key, batch_size, return_info, timeout)
         with wiring.pinning.gathering():
-            return self.sample_with(key, batch_size, return_info)
+            return self.sample_with(key, batch_size, return_info, timeout)
 
     def draw_key(self, key: Key) -> None:
         """64 random bits from the generator: all randomness of one draw."""
@@ -59,10 +60,13 @@ class ReadPath:
         wiring = self._wiring
         return wiring.pinning is not None and not wiring.transform.reads and not wiring.collates
 
-    def sample_with(self, key: Key, batch_size: int, return_info: bool) -> object:
-        """Draw with a key, and read."""
+    def sample_with(self, key: Key, batch_size: int, return_info: bool, timeout: float | None) -> object:
+        """Draw with a key, and read. ``timeout``: of the wait for the limits of the store; None: the rows are admitted."""
         wiring = self._wiring
         memory = wiring.storage.memory
+        if timeout is not None and (memory is None or memory.core.limited):
+            draw = partial(self.sample_with, key, batch_size, return_info)
+            return wiring.gate.sampled(draw, wiring.storage, batch_size, timeout)
         if memory is None or not wiring.draws_natively:
             shown: Shown = "beside" if return_info else "nothing"
             if self.shows_rows:

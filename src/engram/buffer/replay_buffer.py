@@ -31,6 +31,7 @@ from engram.buffer.settings import Settings
 from engram.buffer.wiring import Wiring, checked_generator, component, first_sampler, first_storage
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
+from engram.limits import WAIT_S, checked_timeout
 from engram.pinning import pinning_for
 from engram.transforms import Compose
 from engram.types import Sampler, Write, Writer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.output import Output
     from engram.env.recording import Names
+    from engram.limits import Limit
     from engram.persist.roles import Roles
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
@@ -137,7 +139,6 @@ class ReplayBuffer:
             pinning=pinning,
             generator=generator,
         )
-        self._shut_down = False
         self._wiring.connect(
             first_sampler(sampler, consume_after, call),
             component(writer, Writer, "writer", self._default_writer),
@@ -163,7 +164,7 @@ class ReplayBuffer:
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def add(self, data: object, *, lane: int | None = None) -> Any:
+    def add(self, data: object, *, lane: int | None = None, timeout: float | None = WAIT_S) -> Any:
         """Write one row.
 
         Args:
@@ -173,6 +174,7 @@ class ReplayBuffer:
                 NumPy scalar, becomes the field's dtype, if that holds it; arrays must have it, unless ``dtypes`` of the storage names
                 the field. Copied.
             lane: the ring to append to, where there are several; default the handle's (:meth:`on_lane`).
+            timeout: seconds to wait for a :meth:`limit` of the store; 0: try once; None: for ever.
 
         Returns:
             The row, an int; None if the writer rejected it. With ``ndim > 1``, int64 ``[rows written, ndim]``. An empty index
@@ -182,11 +184,12 @@ class ReplayBuffer:
             KeyError, RuntimeError, TypeError: fields, shapes or dtypes, or kinds differ from the first row's; or an entry is no
                 tensor, such as a string, for which there is ``ListStorage``. Names the field. Nothing is written.
             RowError: no such lane. RuntimeError: several lanes, of which none was named.
+            RateLimited: the limits of the store did not admit the row in time. Nothing is written.
             OSError: first write to a full disk.
 
         Cost: O(bytes of the row). Releases the GIL; may be called from several threads.
         """
-        return self._writing.add(data, lane)
+        return self._writing.add(data, lane, timeout if timeout is WAIT_S else checked_timeout(timeout, "add"))
 
     def extend(
         self,
@@ -196,6 +199,7 @@ class ReplayBuffer:
         update_priority: bool | None = None,
         layout: Layout = None,
         lane_key: str | tuple[str, ...] | None = None,
+        timeout: float | None = WAIT_S,
     ) -> Tensor:
         """Write a batch of rows.
 
@@ -214,6 +218,7 @@ class ReplayBuffer:
                 TensorDict, which numbers environments: each keeps the lane of its newest row. A new one has the lane of its number,
                 or, if as many are new as lanes are free, the next free one; others are refused. Processes that begin with an empty
                 store at the same moment cannot know that: number environments as the lanes there.
+            timeout: as for :meth:`add`. The rows are admitted together.
 
         Returns:
             int64 ``[n]`` rows; of more rows than fit, the newest stay and rows repeat. -1 for rows that the writer rejected.
@@ -225,17 +230,17 @@ class ReplayBuffer:
                 of rows than of lanes; with ``layout`` no multiple of it. ValueError: another ``layout``, or ``lane_key`` beside another
                 way to name lanes.
             NotImplementedError: ``update_priority``.
+            RateLimited: as :meth:`add`. ValueError: no limit of the store could ever admit so many rows at a time.
 
         Cost: O(bytes). Contiguous data is copied with one memcpy per field and chunk. Releases the GIL.
         """
         if update_priority is not None:
             raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
-        return self._writing.extend(data, lane, layout, lane_key)
+        if timeout is not WAIT_S:
+            timeout = checked_timeout(timeout, "extend")
+        return self._writing.extend(data, lane, layout, lane_key, timeout)
 
-    @property
-    def listens(self) -> bool:
-        """Whether the sampler wants to hear of writes."""
-        return self._wiring.of_sampler.listens
+    listens = alias("_wiring.of_sampler.listens", "Whether the sampler wants to hear of writes.")
 
     def appender(self, lane: Lane = None) -> Appender:
         """Name lanes once, for the tightest loops: ``a = rb.appender(lane=3)``, then ``a.add(obs=…, action=…)`` for every step.
@@ -260,10 +265,7 @@ class ReplayBuffer:
         self._lanes.default = self._lanes.checked(lane, "on_lane")
         return self
 
-    @property
-    def lanes(self) -> int:
-        """Rings of consecutive rows that the storage is divided into."""
-        return int(self._wiring.storage.lanes)
+    lanes = alias("_wiring.storage.lanes", "Rings of consecutive rows that the storage is divided into: an int.")
 
     def observe(self, write: Write | None, data: object) -> None:
         """Called by the storage after a write through any buffer or writer; tells the sampler if it listens."""
@@ -383,7 +385,12 @@ class ReplayBuffer:
     # ---- sampling ------------------------------------------------------------------------------------------------------
 
     def sample(
-        self, batch_size: int | None = None, return_info: bool = False, *, device: torch.device | str | None = None
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float | None = WAIT_S,
     ) -> Any:
         """Draw a batch.
 
@@ -391,6 +398,8 @@ class ReplayBuffer:
             batch_size: rows; default the constructor's, and nothing else with ``prefetch``.
             return_info: return ``(batch, info)``; ``info["index"]`` is int64 ``[B]`` (with ``ndim > 1`` a tuple of those).
             device: where every tensor of the batch and of ``info`` is to be; from pinned memory without waiting for the copy.
+            timeout: seconds to wait for a :meth:`limit` of the store; 0: try once; None: for ever. With ``prefetch``, until a thread
+                has been admitted that makes the batch.
 
         Returns:
             New tensors ``[B, ...]`` in the form of the rows (dict in, dict out; a dataclass without a call of its ``__init__``) or the
@@ -401,6 +410,7 @@ class ReplayBuffer:
             RuntimeError: no batch size is known; the buffer was shut down; with ``prefetch``, it was closed, or one of its own
                 transforms is calling.
             NoSampleable: the buffer is empty (a ``RuntimeError``).
+            RateLimited: the limits of the store did not admit the batch in time. Nothing is drawn.
             ValueError: ``batch_size`` below 1, or with ``prefetch`` another one than the constructor's; ``device`` with
                 ``output="numpy"``; with ``"namedtuple"``, a name that cannot be an attribute.
             TypeError: ``output="numpy"`` of a dtype that NumPy does not have, bfloat16. RuntimeError: no such device.
@@ -414,9 +424,11 @@ class ReplayBuffer:
             batch_size = settings.batch_size_of(batch_size)
         if return_info is not False:
             return_info = bool(return_info)
-        if self._shut_down:
+        if not self._wiring.gate.samples:
             raise RuntimeError("sample: the buffer was shut down.")
-        sample = self._reading.sample(batch_size, return_info)
+        if timeout is not WAIT_S:
+            timeout = checked_timeout(timeout, "sample")
+        sample = self._reading.sample(batch_size, return_info, timeout)
         return sample if device is None else moved(sample, device, settings.output)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
@@ -449,6 +461,46 @@ class ReplayBuffer:
         elif is_tensor_collection(batch):
             batch = batch.clear_device_()
         return batch
+
+    def limit(self, *limits: Limit | None) -> Self:
+        """Let inserts wait for samples, or samples for inserts: see docs/flow-control.md.
+
+        Limits belong to the store: they hold for every process and buffer that uses it, now and after :meth:`open`, until they are
+        replaced. Rows are counted, not calls; those that prefetch draws when it draws them. Buffers with ``readonly=True`` neither
+        wait nor count.
+
+        Args:
+            limits: :class:`SamplesPerInsert`, :class:`MinSize` and :class:`MaxInFlight`, one of a kind; or None: no limit.
+
+        Returns:
+            The buffer.
+
+        What waits looks again. New limits begin balanced, in the middle of the band; :meth:`empty` and loads begin again. Limits
+        that are in force already go on with their counts. A process that is killed amid an insert or a sample leaves its rows counted.
+
+        Raises:
+            TypeError: no limits; a ``ListStorage``. ValueError: two of a kind, or such that inserts and samples would wait for ever.
+            ReadOnlyStore: the buffer only reads. WriterStalled: another process has been placing rows for 5 s. Nothing is changed.
+
+        Cost: O(lanes). A limited call takes a few microseconds more; without limits a call reads one word.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, RateLimited, ReplayBuffer, SamplesPerInsert
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000), batch_size=10)
+        >>> _ = rb.limit(SamplesPerInsert(2, min_size=10, tolerance=0.5))
+        >>> _ = rb.extend(torch.arange(15))
+        >>> rb.sample().shape, rb.sample().shape
+        (torch.Size([10]), torch.Size([10]))
+        >>> try:
+        ...     rb.sample(timeout=0)
+        ... except RateLimited as error:
+        ...     print(str(error).partition(": ")[2].partition(":")[0])
+        10 rows were not admitted in time by SamplesPerInsert(ratio=2.0, min_size=10, tolerance=0.5)
+        """
+        self._wiring.limit(limits)
+        return self
+
+    limits = alias("_wiring.limits", "The limits of the store, as :meth:`limit` takes them: a tuple.")
 
     # ---- rows by number ------------------------------------------------------------------------------------------------
 
@@ -628,30 +680,17 @@ class ReplayBuffer:
         self._materialize()  # it may write now
         return self._wiring.writer
 
-    @property
-    def transform(self) -> Compose:
-        """The list of transforms."""
-        return self._wiring.transform
+    transform = alias("_wiring.transform", "The list of transforms: a :class:`Compose`.")
 
-    @property
-    def batch_size(self) -> int | None:
-        """Default batch size."""
-        return self._settings.batch_size
-
-    @property
-    def prefetch(self) -> int:
-        """Batches asked for ahead."""
-        return self._settings.prefetch
+    batch_size = alias("_settings.batch_size", "Default batch size: an int, or None.")
+    prefetch = alias("_settings.prefetch", "Batches asked for ahead: an int.")
 
     @property
     def dim_extend(self) -> int:
         """Dimension of ``extend``'s data along which time runs."""
         return int(self._wiring.storage.ndim) - 1
 
-    @property
-    def shared(self) -> bool:
-        """Whether several processes may use the buffer."""
-        return bool(self._wiring.storage.shared)
+    shared = alias("_wiring.storage.shared", "Whether several processes may use the buffer.")
 
     def share(self, shared: bool = True) -> Self:
         """Let processes that receive the buffer from now on see the same rows: all of them may write, sample and update.
@@ -1084,6 +1123,7 @@ class ReplayBuffer:
         self._following.close()
         prefetching, wiring = self._prefetching, self._wiring
         storage = wiring.storage
+        wiring.gate.close(None if storage.closed else storage.memory)
         if prefetching is not None:
             prefetching.close()
         if storage.closed:
@@ -1106,10 +1146,7 @@ class ReplayBuffer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether sampling is possible: false after :meth:`shutdown`."""
-        return not self._shut_down
+    is_alive = alias("_wiring.gate.samples", "Whether sampling is possible: false after :meth:`shutdown`.")
 
     def synchronize(self) -> None:
         """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises."""
@@ -1122,7 +1159,7 @@ class ReplayBuffer:
         Args:
             timeout: seconds to wait for what threads are at; None: until it is done.
         """
-        self._shut_down = True
+        self._wiring.gate.shut_down(self._wiring.storage.memory)
         if self._prefetching is not None:
             self._prefetching.close(timeout)
 
@@ -1143,6 +1180,7 @@ class ReplayBuffer:
         self.__dict__.update(state)
         self._wiring, self._settings = copy.copy(self._wiring), copy.copy(self._settings)
         wiring = self._wiring
+        wiring.gate = copy.copy(wiring.gate)
         wiring.connect(wiring.sampler, wiring.writer, self._settings.batch_size)
         self._assemble(named)
         wiring.storage.attach(self)

@@ -14,6 +14,7 @@ from engram.buffer.recipe import register
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.row_access import RowAccess
 from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
+from engram.limits import WAIT_S, checked_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,10 +51,10 @@ class TensorDictWritePath(WritePath):
 
     takes_tensordicts = True
 
-    def add(self, data: object, lane: int | None) -> Any:
+    def add(self, data: object, lane: int | None, timeout: float) -> Any:
         row, priority = _to_store(data, "add"), self._priority_in(data)
         if priority is None:
-            return super().add(row, lane)
+            return super().add(row, lane, timeout)
         columns = self._wiring.storage.ndim - 1
         priority = priority.flatten(0, columns - 1) if columns else priority.reshape(1, -1)
         lane = self.begin_row(lane)
@@ -61,7 +62,7 @@ class TensorDictWritePath(WritePath):
         if arrived is None:
             return self._wiring.no_index()
         self.check_rows(arrived.rows, priority)
-        index = self.write_arrived(arrived, lane)
+        index = self.write_arrived(arrived, lane, timeout)
         if index is not None and (isinstance(index, int) or len(index)):  # None: the writer rejected the row
             self._update_priority(index, priority)
         return index
@@ -70,8 +71,9 @@ class TensorDictWritePath(WritePath):
         self,
         data: object,
         lane: Lane,
-        layout: Layout = None,
-        lane_key: object = None,
+        layout: Layout,
+        lane_key: object,
+        timeout: float,
         update_priority: bool | None = None,
     ) -> Tensor:
         data = _to_store(data, "extend")
@@ -79,7 +81,7 @@ class TensorDictWritePath(WritePath):
             data, lane = self._lanes.arranged(data, lane, layout, lane_key)
         priority = None if update_priority is False else self._priority_in(data)
         if priority is None:
-            return super().extend(data, lane)
+            return super().extend(data, lane, None, None, timeout)
         columns = self._wiring.storage.ndim - 1
         if columns:  # [*columns, time, ...], but a row is a step of one column
             priority = priority.movedim(columns, 0).flatten(0, columns)
@@ -87,7 +89,7 @@ class TensorDictWritePath(WritePath):
         if rows is HELD_BACK:
             return self._wiring.no_index()
         self.check_rows(rows_of(rows, columns + 1), priority)
-        index = self.write_rows(rows, lane)
+        index = self.write_rows(rows, lane, timeout)
         if len(index):
             self._update_priority(index, priority)
         return index
@@ -157,14 +159,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
         assert self._priority_key is not None
         return self._priority_key
 
-    def add(self, data: Any, *, lane: int | None = None) -> Any:
+    def add(self, data: Any, *, lane: int | None = None, timeout: float | None = WAIT_S) -> Any:
         """As :meth:`ReplayBuffer.add`, for one TensorDict.
 
         Raises:
             ValueError: not a TensorDict.
             PriorityError: ``priority_key`` holds no priority. Nothing is written.
         """
-        return self._writing.add(data, lane)
+        return self._writing.add(data, lane, timeout if timeout is WAIT_S else checked_timeout(timeout, "add"))
 
     def extend(
         self,
@@ -174,6 +176,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         update_priority: bool | None = None,
         layout: Layout = None,
         lane_key: str | tuple[str, ...] | None = None,
+        timeout: float | None = WAIT_S,
     ) -> Tensor:
         """As :meth:`ReplayBuffer.extend`, for a TensorDict with a batch dimension.
 
@@ -186,7 +189,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
             PriorityError, RuntimeError: a bad priority under ``priority_key``, or another number of them than of rows. Nothing
                 is written.
         """
-        return self._writing.extend(data, lane, layout, lane_key, update_priority)
+        if timeout is not WAIT_S:
+            timeout = checked_timeout(timeout, "extend")
+        return self._writing.extend(data, lane, layout, lane_key, timeout, update_priority)
 
     def sample(
         self,
@@ -195,6 +200,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         include_info: bool | None = None,
         *,
         device: torch.device | str | None = None,
+        timeout: float | None = WAIT_S,
     ) -> Any:
         """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.
 
@@ -203,7 +209,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """
         if include_info is not None:
             warn("sample: include_info is deprecated: samples always carry their index.")
-        return super().sample(batch_size, return_info, device=device)
+        return super().sample(batch_size, return_info, device=device, timeout=timeout)
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Hand the priorities of a sampled batch to the sampler; no effect on samplers without priorities.

@@ -10,11 +10,13 @@ from torch import Tensor
 from engram import samplers, storages, writers
 from engram._checks import as_numbers, check_count
 from engram.errors import RowError
+from engram.limits import Gate, Rules, rules_of
 from engram.types import Sampler, Traits, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engram.limits import Limit
     from engram.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
@@ -51,6 +53,8 @@ class Wiring:
         #: The writer, with all that is asked of one.
         self.placer: NativeWriter
         self.of_writer = Traits()
+        #: Where this buffer's calls wait for the limits of the store.
+        self.gate = Gate()
 
     # ---- taking components -----------------------------------------------------------------------------------------------
 
@@ -109,6 +113,22 @@ class Wiring:
         """Whether the sampler of any buffer on the storage does something with writes."""
         storage = self.storage
         return bool(storage.is_heard) if len(storage.listeners) > 1 else self.of_sampler.listens
+
+    # ---- limits ----------------------------------------------------------------------------------------------------------
+
+    def limit(self, limits: tuple[object, ...]) -> None:
+        """Limit how fast rows come and go. Raises as ``ReplayBuffer.limit``."""
+        rules, storage = rules_of(limits), self.storage
+        source = self.bound_sampler()
+        rules.check(storage.max_size, source.draws_of_a_row)
+        storage.limit(rules, source.drawable(storage) if rules.in_flight else 0)
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The limits of the store now."""
+        memory = self.storage.memory
+        rules = self.storage.pending_limit if memory is None else Rules(*memory.core.limit)
+        return () if rules is None else rules.limits()
 
     # ---- rows as users name them -----------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engram import storages
+from engram._native import NotAdmitted
 from engram._tensordict import is_tensor_collection
 from engram.nested import first_leaf, has_dimensions, is_numbers, is_tensordict, map_leaves, map_with_paths
 from engram.types import Write, WritePlan
@@ -55,13 +57,13 @@ class WritePath:
 
     # ---- one row ---------------------------------------------------------------------------------------------------------
 
-    def add(self, data: object, lane: int | None) -> Any:
+    def add(self, data: object, lane: int | None, timeout: float) -> Any:
         """Write one row: what ``ReplayBuffer.add`` returns."""
         lane = self.begin_row(lane)
         if not self._wiring.transform.writes:
-            return self.write_row(data, lane)
+            return self.write_row(data, lane, timeout)
         arrived = self.arrived_row(data)
-        return self._wiring.no_index() if arrived is None else self.write_arrived(arrived, lane)
+        return self._wiring.no_index() if arrived is None else self.write_arrived(arrived, lane, timeout)
 
     def begin_row(self, lane: int | None) -> int | None:
         """Check the lane of a row, before anything else happens."""
@@ -96,28 +98,34 @@ class WritePath:
         leaf = self._wiring.storage.number(leaf, path) if is_numbers(leaf) else leaf
         return _with_dim(leaf, self._wiring.storage.ndim - 1) if has_dimensions(leaf) else leaf
 
-    def write_arrived(self, arrived: Arrived, lane: int | None) -> Any:
+    def write_arrived(self, arrived: Arrived, lane: int | None, timeout: float) -> Any:
         """Write what arrived."""
-        return self.write_rows(arrived.data, lane) if arrived.batched else self.write_row(arrived.data, lane)
+        write = self.write_rows if arrived.batched else self.write_row
+        return write(arrived.data, lane, timeout)
 
-    def write_row(self, data: object, lane: int | None) -> object:
-        """Write one row that went through the transforms."""
+    def write_row(self, data: object, lane: int | None, timeout: float | None) -> object:
+        """Write one row that went through the transforms. ``timeout``: of the wait for the limits of the store; None: try once."""
         wiring = self._wiring
         storage = wiring.storage
-        if wiring.appends and self._recipe.noted:
-            placed = storage.add_row(lane, data)
-            if placed is not None:
-                row: int
-                row, number = placed
-                if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
-                    storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
-                return row
-        elif wiring.write_of is not None and not lane and self._recipe.noted:
-            rows = self._write_of(data, batched=False)
-            if rows is not None:
-                row = int(rows)
-                return None if row < 0 else row
-        write = self._write(data, lane, "add", batched=False)
+        try:
+            if wiring.appends and self._recipe.noted:
+                placed = storage.add_row(lane, data)
+                if placed is not None:
+                    row: int
+                    row, number = placed
+                    if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+                        storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
+                    return row
+            elif wiring.write_of is not None and not lane and self._recipe.noted:
+                rows = self._write_of(data, batched=False)
+                if rows is not None:
+                    row = int(rows)
+                    return None if row < 0 else row
+            write = self._write(data, lane, "add", batched=False)
+        except NotAdmitted as refused:
+            if timeout is None:
+                raise
+            return wiring.gate.written(partial(self.write_row, data, lane), storage.memory, refused, timeout)
         if storage.ndim > 1:
             return wiring.user_index(write.rows)
         row = int(write.rows[0])
@@ -125,12 +133,12 @@ class WritePath:
 
     # ---- a batch ---------------------------------------------------------------------------------------------------------
 
-    def extend(self, data: object, lane: Lane, layout: Layout = None, lane_key: object = None) -> Tensor:
+    def extend(self, data: object, lane: Lane, layout: Layout, lane_key: object, timeout: float) -> Tensor:
         """Write a batch of rows: what ``ReplayBuffer.extend`` returns."""
         if layout is not None or lane_key is not None or (lane is None and self._lanes.default is None):
             data, lane = self._lanes.arranged(data, lane, layout, lane_key)
         data = self.arrived_rows(data)
-        return self._wiring.no_index() if data is HELD_BACK else self.write_rows(data, lane)
+        return self._wiring.no_index() if data is HELD_BACK else self.write_rows(data, lane, timeout)
 
     def arrived_rows(self, data: object) -> object:
         """A batch behind the write transforms; :data:`HELD_BACK` if they leave no row of it."""
@@ -144,24 +152,29 @@ class WritePath:
                 return HELD_BACK
         return data
 
-    def write_rows(self, data: object, lane: Lane) -> Tensor:
-        """Write a batch that went through the transforms."""
+    def write_rows(self, data: object, lane: Lane, timeout: float | None) -> Tensor:
+        """Write a batch that went through the transforms. ``timeout``: as :meth:`write_row`."""
         wiring = self._wiring
         storage = wiring.storage
-        if wiring.appends and self._recipe.noted:
-            named = self._lanes.default if lane is None else lane
-            if named is None and self._lanes.told:
-                named = "each"
-            appended: Write | None = storage.append_of(data, named)
-            if appended is not None:
-                if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
-                    storage.notify(appended, data)
-                return appended.rows
-        elif wiring.write_of is not None and lane is None and self._recipe.noted:
-            rows = self._write_of(data, batched=True)
-            if rows is not None:
-                return rows
-        write = self._write(data, lane, "extend", batched=True)
+        try:
+            if wiring.appends and self._recipe.noted:
+                named = self._lanes.default if lane is None else lane
+                if named is None and self._lanes.told:
+                    named = "each"
+                appended: Write | None = storage.append_of(data, named)
+                if appended is not None:
+                    if storage.is_heard if len(storage.listeners) > 1 else wiring.of_sampler.listens:
+                        storage.notify(appended, data)
+                    return appended.rows
+            elif wiring.write_of is not None and lane is None and self._recipe.noted:
+                rows = self._write_of(data, batched=True)
+                if rows is not None:
+                    return rows
+            write = self._write(data, lane, "extend", batched=True)
+        except NotAdmitted as refused:
+            if timeout is None:
+                raise
+            return wiring.gate.written(partial(self.write_rows, data, lane), storage.memory, refused, timeout)
         return wiring.user_index(write.survivors if wiring.of_writer.rejects else write.rows)
 
     # ---- both ------------------------------------------------------------------------------------------------------------

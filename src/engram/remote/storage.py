@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram.format.schema import Schema
+    from engram.limits import Rules
     from engram.remote.connection import Answer, Connection
     from engram.storages import Count
     from engram.store import Store
@@ -56,6 +57,13 @@ class OfServer:
     """A component that asks a server."""
 
 
+class NoLimits(NamedTuple):
+    """What the limits of a store say, of one whose server follows them."""
+
+    limited: bool = False
+    limit: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
+
+
 class Memory(NamedTuple):
     """What readers of a store look at, of one that is elsewhere."""
 
@@ -64,6 +72,7 @@ class Memory(NamedTuple):
     directory: None = None
     is_native: bool = True
     closed: bool = False
+    core: NoLimits = NoLimits()
 
 
 class Drawn(NamedTuple):
@@ -148,6 +157,9 @@ class RemoteStorage(Storage):
             raise refused(
                 call, "The store is drawn from and written to as its server does: change it where the store is."
             )
+
+    def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - it is refused
+        raise refused("limit", "Call it where the store is.")
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 

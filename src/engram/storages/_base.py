@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from engram.format.parts import PartReader
     from engram.format.schema import Schema
+    from engram.limits import Rules
     from engram.store import Store
     from engram.types import Listener, RowsSource, StorageLoad, Write
 
@@ -42,6 +43,8 @@ class Storage(Declared, Dumpable, Port):
     traits = Traits()
     #: The store that its rows lie in; None: there is none, or nothing was ever written.
     memory: Store | None = None
+    #: Limits for the store, which does not exist yet; None: there are none, or it has them.
+    pending_limit: Rules | None = None
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
     ndim: int = 1
 
@@ -196,6 +199,22 @@ class Storage(Declared, Dumpable, Port):
     def hold_nothing(self, rows: Tensor) -> Tensor:
         """Of rows inside the storage: whether they neither hold anything nor are just being written. bool ``[B]``"""
         return self.tickets_of(rows) < 0
+
+    def limit(self, rules: Rules, unconsumed: int) -> None:
+        """Limit how fast rows come and go, at once or when there is a store. ``unconsumed``: rows that are not used up now.
+
+        Raises ``TypeError``: there will be no store.
+        """
+        if not self.traits.has_fields:
+            raise TypeError(
+                f"limit: expected a storage of tensors, got a {type(self).__name__}, which no other process or thread can wait for. "
+                "Use LazyTensorStorage or LazyMemmapStorage."
+            )
+        with self._lock:
+            if self.memory is None:
+                self.pending_limit = rules if any(rules) else None
+            else:
+                self.memory.core.set_limit(*rules, unconsumed)
 
     @property
     def nbytes(self) -> int:

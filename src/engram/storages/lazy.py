@@ -9,6 +9,7 @@ import torch
 
 from engram._unsupported import reject_unsupported
 from engram._words import warn
+from engram.limits import Rules
 from engram.storages._geometry import Geometry
 from engram.storages._structure import Structure, device_of, is_batched_collection
 from engram.storages.announcing import advice, announce, creation_line
@@ -90,7 +91,7 @@ class LazyTensorStorage(TensorStorage):
             one_slot = 1 + math.prod(self.columns)  # a number for each row, and one for the emptying
             if given - self._given != one_slot or len(self) or self.write_count:
                 return False
-            before = self.written()
+            before, limit = self.written(), Rules(*store.core.limit)
             self._looking = True  # it is still there
             try:
                 del self.memory
@@ -102,7 +103,7 @@ class LazyTensorStorage(TensorStorage):
                 self._adopt(store, before)
                 self._tell_moved()
                 return False
-            self._given = given
+            self._given, self.pending_limit = given, limit if any(limit) else None
             self._capacity = self._geometry.capacity
             self.structure = None
         return True

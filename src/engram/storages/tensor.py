@@ -167,6 +167,9 @@ class TensorStorage(Storage):
         self._capacity = store.capacity
         self._device = store.device
         store.owners.add(self)
+        if self.pending_limit is not None:
+            store.core.set_limit(*self.pending_limit, store.core.size())
+            self.pending_limit = None
         self.memory = store  # last: other threads look at it first
 
     def _initialize(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:
