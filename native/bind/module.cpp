@@ -28,6 +28,7 @@
 #include "store.h"
 #include "tensors.h"
 #include "trajectories.h"
+#include "writers.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -133,6 +134,7 @@ NB_MODULE(_core, m) {
   nb::class_<engram::Index>(m, "Index", "What a store keeps up to date with every write.");
   engram::bind_hold(m);
   engram::bind_intake(m);
+  engram::bind_writers(m);
   engram::bind_store(m);
   engram::bind_epoch(m);
   engram::bind_consumption(m);

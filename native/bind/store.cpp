@@ -6,6 +6,7 @@
 #include "store.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -17,6 +18,7 @@
 #include "../core/check.h"
 #include "../core/control.h"
 #include "../core/store.h"
+#include "../core/writers.h"
 #include "block.h"
 #include "intake.h"
 #include "interpreter.h"
@@ -59,6 +61,16 @@ class Values {
 using Inputs = Values<const std::byte*>;
 using Outputs = Values<std::byte*>;
 using Which = Values<std::uint64_t>;
+
+// What a request wrote, and 0; or -1, and what can come next.
+template <class Append>
+std::pair<std::int64_t, std::uint64_t> in_order(Append&& append) {
+  try {
+    return {static_cast<std::int64_t>(append()), 0};
+  } catch (const Store::OutOfOrder& refused) {
+    return {-1, refused.next};
+  }
+}
 
 // Rows in, from data as users hand it over: None if it must be looked at in Python, which then finds what is wrong or converts.
 void bind_takes(nb::class_<Store>& type) {
@@ -162,6 +174,32 @@ void bind_writes(nb::class_<Store>& type) {
             self.control().writable().fill();
           },
           "Commits every row as it stands.");
+}
+
+// Rows in, of requests that may be repeated.
+void bind_requests(nb::class_<Store>& type) {
+  type
+      .def(
+          "append_at",
+          [](Store& self, std::uint64_t lane, std::uint64_t position, std::uint64_t n, const nb::tuple& columns, Address rows) {
+            const Inputs inputs(columns);
+            const WithoutInterpreter running(self.writes_briefly(n));
+            return in_order([&] { return self.append_at(lane, position, n, inputs.span(), at<std::int64_t>(rows)); });
+          },
+          "lane"_a, "position"_a, "n"_a, "columns"_a, "rows"_a,
+          "Writes what is missing of rows at a position: how many, and 0; or -1, and the position that comes next.")
+      .def(
+          "append_by",
+          [](Store& self, const Writers& writers, std::uint64_t high, std::uint64_t low, std::uint64_t number, std::uint64_t lane,
+             std::uint64_t n, const nb::tuple& columns, Address rows) {
+            const Inputs inputs(columns);
+            const WithoutInterpreter running(self.writes_briefly(n));
+            return in_order([&] {
+              return writers.append(self, {high, low}, number, lane, n, inputs.span(), at<std::int64_t>(rows));
+            });
+          },
+          "writers"_a, "high"_a, "low"_a, "number"_a, "lane"_a, "n"_a, "columns"_a, "rows"_a,
+          "Writes what is missing of a writer's request: how many rows, and 0; or -1, and the number of its next request.");
 }
 
 // Rows out, by number.
@@ -289,6 +327,7 @@ void bind_store(nb::module_& m) {
           "the store open.");
   bind_takes(type);
   bind_writes(type);
+  bind_requests(type);
   bind_reads(type);
   bind_draws(type);
   bind_disk(type);

@@ -206,6 +206,13 @@ void bind_state(nb::class_<Store>& type) {
 void bind_counters(nb::class_<Store>& type) {
   type
       .def("size", [](const Store& self) { return self.control().size(); })
+      .def(
+          "next_position",
+          [](const Store& self, std::uint64_t lane) {
+            check(lane < self.control().lanes(), "a lane outside the store");
+            return self.control().end(lane);
+          },
+          "lane"_a, "Position of the lane's next step: what append_at can begin with.")
       .def_prop_ro("capacity", [](const Store& self) { return self.control().capacity(); })
       .def_prop_ro("lanes", [](const Store& self) { return self.control().lanes(); })
       .def_prop_ro("lane_length", [](const Store& self) { return self.control().lane_length(); })

@@ -226,6 +226,19 @@ std::uint64_t Control::reserve(std::uint64_t i, std::uint64_t n) const {
   return l.cursor.fetch_add(n, std::memory_order_release);  // a reader that sees the cursor sees the writer's claim
 }
 
+// The base is read again behind the cursor that is taken: one that has moved meanwhile has moved the cursor, too.
+Control::Reserved Control::reserve_at(std::uint64_t i, std::uint64_t position, std::uint64_t n) const {
+  Lane& l = lanes_[i];
+  for (;;) {
+    const std::uint64_t base = l.base.load(std::memory_order_acquire);
+    raise(l.cursor, base);
+    std::uint64_t seen = l.cursor.load(std::memory_order_acquire);
+    if (position < base || seen < position) return {seen, false};
+    if (seen - position >= n) return {seen, true};
+    if (l.cursor.compare_exchange_strong(seen, position + n, std::memory_order_acq_rel)) return {seen, true};
+  }
+}
+
 std::uint64_t Control::raise_high(std::uint64_t i, std::uint64_t rows) const {
   Lane& l = lanes_[i];
   const std::uint64_t base = l.base.load(std::memory_order_acquire);

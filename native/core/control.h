@@ -273,6 +273,16 @@ class Control {
   /// Reserves the lane's next n positions. Returns the first.
   std::uint64_t reserve(std::uint64_t lane, std::uint64_t n) const;
 
+  /// What became of a request for given positions: the lane's cursor before it, and whether they are reserved now.
+  struct Reserved {
+    std::uint64_t cursor;
+    bool granted;
+  };
+
+  /// Reserves those of the n positions from `position` on that are not reserved yet. Not granted, and nothing changed, where the
+  /// cursor has not come as far as `position`, or the lane began again behind it.
+  Reserved reserve_at(std::uint64_t lane, std::uint64_t position, std::uint64_t n) const;
+
   /// Forgets all rows: their tickets become unused under a new number, so no earlier draw matches any more. Lanes begin
   /// again at their first row.
   void empty(bool keep_write_count) const;

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "check.h"
@@ -83,6 +84,31 @@ class Store {
   /// Appends n rows to a lane; of more rows than the lane is long the last lane_length survive. rows_out: [n], may be
   /// null. Returns t0: row i has ticket number t0 + i.
   std::uint64_t append(std::uint64_t lane, std::uint64_t n, Columns columns, std::int64_t* rows_out);
+
+  /// Thrown by what reserves positions of a request: an earlier one is missing, or it is too old to tell. `next`: the position, or the
+  /// number of the request, that can come next.
+  struct OutOfOrder : std::runtime_error {
+    explicit OutOfOrder(std::uint64_t next) : std::runtime_error("a request out of order"), next(next) {}
+    std::uint64_t next;
+  };
+
+  /// Positions of a request that may be repeated: `again`, if some of them may have been reserved before.
+  struct Positions {
+    std::uint64_t lane, first;
+    bool again;
+  };
+
+  /// Writes n rows at the positions that `reserve` reserves; it is called when no process keeps writers waiting, and nothing has
+  /// changed if it throws. Rows that are whole there stay what they are, whichever process wrote them, and so do those of later laps; what was
+  /// reserved and never begun, or lost with its writer, is written. Several may do this for the same positions at the same time: each
+  /// row is written once. When it returns every row is whole, or was lapped. rows_out as for append(). Returns how many this call
+  /// wrote. Throws Stalled: the rest is not written then.
+  std::uint64_t append_once(std::uint64_t n, Columns columns, std::int64_t* rows_out, const std::function<Positions()>& reserve);
+
+  /// append_once() of the positions of a lane from `position` on: the position says which request it is. For a lane with one writer:
+  /// whatever is there is taken for its own. Throws OutOfOrder, and nothing has changed: the lane has not come as far as `position`, or
+  /// was emptied and has begun again behind it, so that it is not known whether the rows were there before.
+  std::uint64_t append_at(std::uint64_t lane, std::uint64_t position, std::uint64_t n, Columns columns, std::int64_t* rows_out);
 
   /// Appends row i of the columns to lane lane_of[i]; order is kept within each lane. Otherwise as append.
   std::uint64_t append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns, std::int64_t* rows_out);
@@ -189,9 +215,9 @@ class Store {
     bool in_ring;
     Place place;  // there
   };
-  enum class Mark { marked, lapped, busy };
+  enum class Mark { marked, lapped, there, busy };
   enum class Need { none, waiting };
-  enum class Over { anything, live, part_of_live };
+  enum class Over { anything, live, part_of_live, missing };
 
   void look_after_others(Need need = Need::none) const;
   void admit(ClaimGuard& claim) const;
@@ -214,15 +240,17 @@ class Store {
   template <class At, class Copy>
   std::uint64_t write_chunk(std::uint64_t i, std::uint64_t most, Over over, At&& at, Copy&& copy);
   void write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
-                  const std::int64_t* pick);
+                  const std::int64_t* pick, Over over = Over::anything, std::uint64_t* written = nullptr);
   template <class RowOf>
   bool goes_to_files(std::span<const std::uint64_t> which, std::uint64_t n, RowOf&& row) const;
   void put(std::uint64_t f, std::uint64_t first, std::uint64_t n, const std::byte* from, const std::int64_t* pick, bool to_file) const;
   void grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& claim);
   void check_live(const std::int64_t* rows, std::uint64_t n) const;
   bool holds_earlier_lap(std::uint64_t row, const Place& place) const;
+  bool overtaken(const Place& place) const;
   Mark try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
-  bool mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
+  Mark try_mark_missing(std::uint64_t row, std::uint64_t number, const Place& place);
+  Mark mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over = Over::anything);
   void commit(std::uint64_t row, std::uint64_t number);
   std::vector<std::int64_t> live_rows() const;
   std::int64_t another_live(std::int64_t gone, const std::int64_t* rows, std::uint64_t n) const;

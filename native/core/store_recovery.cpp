@@ -101,14 +101,16 @@ std::uint64_t Store::repair(Claim& claim) const {
   }
   fence(std::memory_order_seq_cst);
   // Rows of one claim are numbered one after another, and an index looks at their tickets: what was not written is passed
-  // over. Those of a scattered write come one by one.
+  // over. Those of a scattered write come one by one; tables of other processes must look at all rows again, as after any such write.
+  const bool scattered = !ring && !rows.empty();
+  const std::uint64_t scatter = scattered ? control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel) + 1 : 0;
   tell_indexes([&](Index& index) {
     if (!lost.empty()) index.lost(lost.data(), lost.size());
     if (rows.empty()) return;
     if (ring) {
       index.written(rows.data(), rows.size(), numbers[0]);
     } else {
-      for (std::uint64_t i = 0; i < rows.size(); ++i) index.written(&rows[i], 1, numbers[i]);
+      for (std::uint64_t i = 0; i < rows.size(); ++i) index.rewritten(&rows[i], 1, numbers[i], scatter);
     }
   });
   return voided;

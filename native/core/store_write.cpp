@@ -7,6 +7,7 @@
 #include <numeric>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "check.h"
 #include "fence.h"
@@ -66,6 +67,15 @@ void Store::forget_outside(const std::int64_t* rows, std::uint64_t n, std::uint6
   }
 }
 
+// Whether a writer one lap ahead has or will have the place's row.
+bool Store::overtaken([[maybe_unused]] const Place& place) const {
+#ifdef ENGRAM_WITHOUT_LAP_CHECK  // the tests must fail then: make negative-controls
+  return false;
+#else
+  return control_.lane(place.lane).cursor.load(std::memory_order_acquire) > place.position + control_.lane_length();
+#endif
+}
+
 // Whether the row's step is of an earlier lap than the place. Not once the store was emptied: then the place counts no more.
 bool Store::holds_earlier_lap(std::uint64_t row, const Place& place) const {
   return control_.lap(row).load(std::memory_order_acquire) < place.lap &&
@@ -78,18 +88,13 @@ bool Store::holds_earlier_lap(std::uint64_t row, const Place& place) const {
 // edit of some fields leaves the step what it is, and an older one gives way to an append, though the edit gave it a newer number:
 // then the row's number falls. No row has the same number twice.
 Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
+  if (over == Over::missing) [[unlikely]] return try_mark_missing(row, number, *place);
   Word& word = control_.word(row);
   std::uint64_t seen = word.load(std::memory_order_acquire);
   do {
-#ifdef ENGRAM_WITHOUT_LAP_CHECK  // the tests must fail then: make negative-controls
-    const bool overtaken = false;
-#else
-    const bool overtaken =
-        place != nullptr && control_.lane(place->lane).cursor.load(std::memory_order_acquire) >
-                                place->position + control_.lane_length();
-#endif
     const bool gone = over != Over::anything && !is_committed(seen) && state_of(seen) != State::writing;
-    if (overtaken || gone || (number_of(seen) > number && !(place != nullptr && holds_earlier_lap(row, *place)))) {
+    if ((place != nullptr && overtaken(*place)) || gone ||
+        (number_of(seen) > number && !(place != nullptr && holds_earlier_lap(row, *place)))) {
       control_.counters().lapped_rows.fetch_add(1, std::memory_order_relaxed);
       return Mark::lapped;
     }
@@ -110,15 +115,41 @@ Store::Mark Store::try_mark(std::uint64_t row, std::uint64_t number, const Place
   return Mark::marked;
 }
 
-// Marks a row, waiting for another writer of it; the caller must have nothing marked. False: lapped.
-bool Store::mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
+// The same where the place's step is not there yet, whatever numbers the row had. There: it is whole; once the store was emptied the
+// place counts no more.
+Store::Mark Store::try_mark_missing(std::uint64_t row, std::uint64_t number, const Place& place) {
+  Word& word = control_.word(row);
+  for (std::uint64_t seen = word.load(std::memory_order_acquire);;) {
+    if (overtaken(place)) {
+      control_.counters().lapped_rows.fetch_add(1, std::memory_order_relaxed);
+      return Mark::lapped;
+    }
+    if (control_.lane(place.lane).base.load(std::memory_order_acquire) > place.position) return Mark::there;
+    if (state_of(seen) == State::writing) return Mark::busy;
+#ifndef ENGRAM_WITHOUT_ONCE  // the tests must fail then: make negative-controls
+    if (is_committed(seen) && control_.lap(row).load(std::memory_order_acquire) >= place.lap) {
+      const std::uint64_t before = std::exchange(seen, word.load(std::memory_order_acquire));
+      if (seen == before) return Mark::there;
+      continue;  // the lap may be that of a writer who has marked the row since
+    }
+#endif
+    if (word.compare_exchange_weak(seen, ticket(number, State::writing), std::memory_order_acq_rel, std::memory_order_acquire)) {
+      control_.lap(row).store(place.lap, std::memory_order_release);
+      if (state_of(seen) == State::voided) control_.one_void_less();
+      return Mark::marked;
+    }
+  }
+}
+
+// Marks a row, waiting for another writer of it; the caller must have nothing marked.
+Store::Mark Store::mark(std::uint64_t row, std::uint64_t number, const Place* place, Over over) {
   Mark mark = try_mark(row, number, place, over);
-  if (mark != Mark::busy) return mark == Mark::marked;  // the common case asks for no time
+  if (mark != Mark::busy) return mark;  // the common case asks for no time
   let_go();
   const Deadline deadline;
   for (;;) {
     mark = try_mark(row, number, place, over);
-    if (mark != Mark::busy) return mark == Mark::marked;
+    if (mark != Mark::busy) return mark;
     if (deadline.passed()) throw in_vain("row " + std::to_string(row) + " has been in the hands of another writer");
     look_after_others(Need::waiting);
     std::this_thread::yield();
@@ -183,7 +214,7 @@ std::uint64_t Store::write_chunk(std::uint64_t i, std::uint64_t most, Over over,
     const Target to = at(i + marked);
     const Place* const place = to.in_ring ? &to.place : nullptr;
     last = try_mark(to.row, to.number, place, over);
-    if (last == Mark::busy && marked == 0) last = mark(to.row, to.number, place, over) ? Mark::marked : Mark::lapped;
+    if (last == Mark::busy && marked == 0) last = mark(to.row, to.number, place, over);
     if (last != Mark::marked) break;
   }
   fence(std::memory_order_release);
@@ -193,25 +224,30 @@ std::uint64_t Store::write_chunk(std::uint64_t i, std::uint64_t most, Over over,
     const Target to = at(i + j);
     commit(to.row, to.number);
   }
-  return i + marked + (last == Mark::lapped ? 1 : 0);
+  return i + marked + (last == Mark::lapped || last == Mark::there ? 1 : 0);
 }
 
 // Writes n rows at positions p0 … of a lane, claimed already. `pick`, if not null, names for each of them its row of the
-// columns, which is also its place among the ticket numbers.
+// columns, which is also its place among the ticket numbers. `written` counts them.
 void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns,
-                       const std::int64_t* pick) {
+                       const std::int64_t* pick, Over over, std::uint64_t* written) {
   const std::uint64_t length = control_.lane_length(), start = lane * length;
   const auto source = [pick](std::uint64_t i) { return pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]); };
   const bool to_files = goes_to_files(all_, n, [&](std::uint64_t i) { return static_cast<std::int64_t>(start + (p0 + i) % length); });
   const std::uint64_t most = to_files ? kFileBytes : kChunkBytes;
   const std::uint64_t chunk = std::max<std::uint64_t>(1, most / std::max<std::uint64_t>(1, row_bytes_));
   std::uint64_t i = n > length ? n - length : 0;  // rows that this very batch would overwrite are not written
+  if (over == Over::missing) {
+    const std::uint64_t end = control_.end(lane), lapped = end - std::min(end, p0 + length);
+    i = std::max(i, std::min(n, lapped));
+  }
   while (i < n) {
     const std::uint64_t begin = i, first = start + (p0 + i) % length;
     const std::uint64_t space = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
     const std::uint32_t lap = control_.lap_of(p0 + i);
     const auto at = [&](std::uint64_t k) { return Target{first + k - begin, t0 + source(k), true, {lane, p0 + k, lap}}; };
-    i = write_chunk(i, space, Over::anything, at, [&](std::uint64_t marked) {
+    i = write_chunk(i, space, over, at, [&](std::uint64_t marked) {
+      if (written != nullptr) *written += marked;
       for (std::uint64_t f = 0; f < fields_.size(); ++f) {
         const std::byte* from = columns[f] + (pick == nullptr ? begin * fields_[f].row_bytes : 0);
         put(f, first, marked, from, pick == nullptr ? nullptr : pick + begin, to_files);
@@ -243,6 +279,49 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
       [&](Index& index) { index.written(rows_out, n, t0); });
   admitted.written();
   return t0;
+}
+
+// Rows that others reserved are claimed by their numbers, not as those of a ring: only what this call wrote has them. And the
+// indexes are told as of rows by number, since some may have passed these positions by when their first writer died.
+std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t* rows_out, const std::function<Positions()>& reserve) {
+  check(columns.size() == fields_.size(), "another number of columns than the store has fields");
+  look_after_others();
+  ClaimGuard claim(writer());
+  admit(claim);
+  const auto [lane, p0, again] = reserve();
+  const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
+  claim.note(t0, n, again ? -1 : static_cast<std::int64_t>(lane), p0);
+  std::vector<std::int64_t> rows;
+  if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
+  place_ring(lane, p0, n, nullptr, rows_out);
+  std::uint64_t written = 0, scatter = 0;
+  write_and_tell(
+      claim,
+      [&] { write_ring(lane, p0, n, t0, columns, nullptr, Over::missing, &written); },
+      [&] {
+        if (control_.lane(lane).base.load(std::memory_order_acquire) > p0) forget_outside(rows_out, n, t0);
+        if (again && written > 0) scatter = control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel) + 1;
+        control_.counters().write_count.fetch_add(written, std::memory_order_relaxed);
+      },
+      [&](Index& index) {
+        if (!again) {
+          index.written(rows_out, n, t0);
+        } else if (written > 0) {
+          index.rewritten(rows_out, n, t0, scatter);
+        }
+      });
+  return written;
+}
+
+std::uint64_t Store::append_at(std::uint64_t lane, std::uint64_t position, std::uint64_t n, Columns columns, std::int64_t* rows_out) {
+  check(lane < control_.lanes(), "a lane outside the store");
+  constexpr std::uint64_t kMost = std::uint64_t{1} << 56;
+  check(position < kMost && n < kMost, "positions below 2^56");
+  return append_once(n, columns, rows_out, [&] {
+    const auto [cursor, granted] = control_.reserve_at(lane, position, n);
+    if (!granted) throw OutOfOrder(cursor);
+    return Positions{lane, position, cursor != position};
+  });
 }
 
 std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n, Columns columns,
@@ -317,7 +396,7 @@ void Store::grow_over(const std::int64_t* rows, std::uint64_t n, ClaimGuard& cla
       continue;
     }
     for (std::uint64_t gap = lane * length + before; number != 0 && gap < row; ++gap) {
-      if (!mark(gap, number, nullptr)) {
+      if (mark(gap, number, nullptr) != Mark::marked) {
         lapped = true;
         continue;
       }

@@ -1,5 +1,5 @@
 """Stores: rows, tickets, cursors and indexes in one memory. Modules import those above them in this list: keys and memory;
-blocks; locks; lifetime; indexes; store; device and readonly; opening.
+blocks; locks; lifetime; indexes; store; requests, device and readonly; opening.
 """
 
 from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, Masses
@@ -17,6 +17,7 @@ from engram.store.lifetime import (
 )
 from engram.store.memory import Block, Copied, dlpack_specs, private_block, torch_dtype
 from engram.store.opening import create_store, holds_store, moved, open_readonly, open_store, reattach, skip_numbers
+from engram.store.requests import OutOfOrder, Requests, Written
 from engram.store.store import Repair, Saved, Store, StoreState
 
 __all__ = [
@@ -33,12 +34,15 @@ __all__ = [
     "Index",
     "Key",
     "Masses",
+    "OutOfOrder",
     "Process",
     "Repair",
+    "Requests",
     "Saved",
     "Store",
     "StoreState",
     "ThreadKey",
+    "Written",
     "check_index_name",
     "create_store",
     "dlpack_specs",
