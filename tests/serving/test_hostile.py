@@ -1,0 +1,175 @@
+"""Clients that break the rules, and what a server does: it refuses by name, and goes on for the others."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import flight
+
+from engram import LazyMemmapStorage, ReplayBuffer
+from engram.remote import wire
+from engram.remote.commands import ACTIONS, MAX_COMMAND
+from tests.serving.servers import serving
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The address of a server of ten rows."""
+    folder = tmp_path_factory.mktemp("hostile") / "store"
+    with ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=folder, lanes=2), batch_size=4) as rb:
+        rb.extend({"a": torch.arange(10), "b": torch.zeros(10, 3)}, lane=0)
+    with serving(folder) as server:
+        yield server.address
+
+
+@pytest.fixture
+def client(served):
+    """A client of Flight. Afterwards the server answers, and has the rows that it had."""
+    with flight.connect(served.replace("unix:", "grpc+unix://")) as connected:
+        yield connected
+    with ReplayBuffer.connect(served) as remote:
+        assert len(remote) == 10
+        assert remote.sample()["a"].shape == (4,)
+
+
+def act(client, name, raw):
+    return json.loads(b"".join(part.body.to_pybytes() for part in client.do_action(flight.Action(name, raw))))
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "said"),
+    [
+        ("eval", b"{}", "expected one of the commands"),
+        ("stats", b"{" * 9999, f"at most {MAX_COMMAND} bytes"),
+        ("stats", b"[" * 4000, "stats: "),
+        ("stats", b'{"path": "/etc/passwd"}', "unknown field"),
+        ("can_sample", b"{}", "missing required field"),
+        ("can_sample", b'{"rows": "many"}', "Expected `int`"),
+        ("stats", b"\xff\xfe", "stats: "),
+        ("end_trajectory", b'{"lanes": [7]}', "lane"),
+        ("describe", b'{"protocol": 99, "engram": "x"}', "expected protocol"),
+    ],
+)
+def test_commands_outside_of_the_table_are_refused(client, name, raw, said):
+    answer = act(client, name, raw)
+    assert said in answer["message"]
+    assert answer.keys() == {"error", "message"}
+
+
+def test_the_table_of_commands_can_be_listed(client):
+    assert {action.type for action in client.list_actions()} == ACTIONS.keys()
+
+
+def exchange(client, command):
+    return client.do_exchange(flight.FlightDescriptor.for_command(command))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ({"do": "sample", "rows": 0, "keys": [1]}, "expected 1 to 8 batches"),
+        ({"do": "sample", "rows": 4, "keys": []}, "expected 1 to 8 batches"),
+        ({"do": "sample", "rows": 4, "keys": [1] * 9}, "expected 1 to 8 batches"),
+        ({"do": "sample", "rows": 1 << 40, "keys": [1]}, "expected 1 to 8 batches"),
+        ({"do": "append"}, "Invalid value"),
+        ({"rows": 4}, "missing required field"),
+    ],
+)
+def test_draws_that_ask_for_too_much_are_refused_and_the_stream_goes_on(client, command, said):
+    writer, reader = exchange(client, b"learn")
+    with writer:
+        writer.write_metadata(json.dumps(command).encode())
+        assert said in json.loads(reader.read_chunk().app_metadata.to_pybytes())["message"]
+        writer.write_metadata(b'{"do": "sample", "rows": 4, "keys": [1]}')
+        assert reader.read_chunk().data.num_rows == 4
+
+
+def columns(*, lane=0, n=2, **changed):
+    found = {"0:a": ("int64", ()), "1:b": ("float32", (3,)), ":lane": ("int64", ())} | changed
+    schema = wire.arrow_schema([wire.Column(name, *it) for name, it in found.items() if it])
+    tensors = [torch.full((n, *it[1]), lane, dtype=getattr(torch, it[0])) for it in found.values() if it]
+    return wire.record_batch(schema, tensors, n)
+
+
+FIELD = pa.field("0:a", pa.binary(8), metadata={"dtype": "int64", "shape": "[]"})
+WRONG = {
+    "a missing column": columns(**{"1:b": None}),
+    "another dtype": columns(**{"0:a": ("float64", ())}),
+    "another shape": columns(**{"1:b": ("float32", (1, 3))}),
+    "an unknown column": columns(more=("int64", ())),
+    "no metadata": pa.record_batch({"0:a": [1, 2]}),
+    "bytes that are not what the shape says": pa.record_batch(
+        [pa.array([b"x"], pa.binary(1))], pa.schema([FIELD.with_type(pa.binary(1))])
+    ),
+    "a negative shape": pa.record_batch(
+        [pa.array([b"x" * 8], pa.binary(8))],
+        pa.schema([FIELD.with_metadata({"dtype": "int64", "shape": "[-1, -1]"})]),
+    ),
+    "a shape that is none": pa.record_batch(
+        [pa.array([b"x" * 8], pa.binary(8))], pa.schema([FIELD.with_metadata({"dtype": "int64", "shape": "{}"})])
+    ),
+    "an unknown dtype": pa.record_batch(
+        [pa.array([b"x" * 8], pa.binary(8))], pa.schema([FIELD.with_metadata({"dtype": "object", "shape": "[]"})])
+    ),
+    "a lane that is none": columns(lane=2),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rows_of_another_form_are_refused(client, name):
+    writer, reader = exchange(client, b"write")
+    with writer:
+        writer.begin(WRONG[name].schema)
+        writer.write_with_metadata(WRONG[name], b'{"do": "append"}')
+        assert "error" in json.loads(reader.read_chunk().app_metadata.to_pybytes())
+
+
+def test_nulls_and_messages_without_rows_are_refused(client):
+    good = columns()
+    nulls = pa.record_batch(
+        [pa.array([None, b"x" * 8], good.schema[0].type), *good.columns[1:]],
+        pa.schema([good.schema[0].with_nullable(True), *list(good.schema)[1:]]),
+    )
+    writer, reader = exchange(client, b"write")
+    with writer:
+        writer.begin(nulls.schema)
+        writer.write_with_metadata(nulls, b'{"do": "append"}')
+        assert "without nulls" in json.loads(reader.read_chunk().app_metadata.to_pybytes())["message"]
+        writer.write_metadata(b'{"do": "append"}')
+        assert "got none" in json.loads(reader.read_chunk().app_metadata.to_pybytes())["message"]
+
+
+def test_streams_and_tickets_that_do_not_exist_end_with_an_error(client):
+    writer, reader = exchange(client, b"shell")
+    with pytest.raises(flight.FlightError):
+        reader.read_chunk()
+    with pytest.raises((flight.FlightError, pa.ArrowException)):
+        writer.close()
+    with pytest.raises((flight.FlightError, pa.ArrowException)):
+        client.do_get(flight.Ticket(b"/etc/passwd")).read_all()
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(client, served):
+    writer, reader = exchange(client, b"learn")
+    for _ in range(200):
+        writer.write_metadata(b'{"do": "sample", "rows": 1000, "keys": [1]}')
+    with ReplayBuffer.connect(served) as remote:
+        for _ in range(20):
+            remote.sample()
+    assert reader.read_chunk().data.num_rows == 1000
+    reader.cancel()
+
+
+def test_a_received_block_is_checked_against_its_schema():
+    column = wire.Column("x", "float32", (2,))
+    batch = wire.record_batch(wire.arrow_schema([column]), [torch.arange(6.0).reshape(3, 2)], 3)
+    (back,) = wire.tensors_in(batch, [column])
+    assert torch.equal(back, torch.arange(6.0).reshape(3, 2))
+    back += 1  # memory of its own
+    with pytest.raises(ValueError, match="expected 48 bytes"):
+        wire.tensors_in(batch, [wire.Column("x", "float64", (2,))])
+    with pytest.raises(ValueError, match="without nulls"):
+        wire.tensors_in(batch.slice(1), [column])
+    assert np.frombuffer(batch.column(0).buffers()[1], np.float32)[0] == 0

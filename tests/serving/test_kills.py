@@ -1,0 +1,93 @@
+"""Servers that are killed while a client writes and draws: what was acknowledged is there once, whole, and the client goes on."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from engram import LazyMemmapStorage, ReplayBuffer
+from tests import fresh, stress
+from tests.serving.servers import start
+
+CLIENT = """
+import torch
+from engram import ReplayBuffer
+
+remote = ReplayBuffer.connect(addresses, prefetch=2)
+first = lost = 0
+while True:
+    ids = torch.arange(first, first + 4)
+    first += 4
+    try:
+        remote.extend({"a": ids, "b": ids.unsqueeze(1).expand(4, 64).contiguous()})
+        print("ack", first, flush=True)
+    except ConnectionError as error:
+        assert "may be written or not" in str(error), error
+        print("lost", first, flush=True)
+    batch = remote.sample()
+    assert (batch["b"] == batch["a"].unsqueeze(1)).all(), batch
+"""
+
+
+def progressed(program, since, limit_s=60.0):
+    """Wait until the client was acknowledged something more; how much it has said by then."""
+    deadline = time.monotonic() + limit_s
+    while program.out[since:].count("ack") < 2:
+        assert program.poll() is None, program.err
+        assert time.monotonic() < deadline, program.err
+    return len(program.out)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(stress.LIMIT_S)
+def test_acknowledged_rows_are_there_once_and_whole(tmp_path):
+    folder, capacity = tmp_path / "store", stress.size(1 << 17, 1 << 20)
+    with ReplayBuffer(storage=LazyMemmapStorage(capacity, scratch_dir=folder), batch_size=16) as rb:
+        rb.extend({"a": torch.full((4,), -1), "b": torch.full((4, 64), -1)})
+    chance = stress.chance("serving kills")
+    sockets = [f"unix:{tmp_path}/{name}.sock" for name in "ab"]
+    servers = [start(folder, at) for at in sockets]
+    client = fresh.start(CLIENT, addresses=sockets)
+    try:
+        said = 0
+        for _ in range(stress.size(4, 200)):
+            said = progressed(client, said)
+            which = chance.randrange(2)
+            if chance.random() < 0.25:
+                assert servers[which].stop() == 0
+            else:
+                servers[which].kill()
+            servers[which] = start(folder, sockets[which])
+        progressed(client, said)
+    finally:
+        os.kill(client.pid, signal.SIGKILL)
+        client.wait()
+        for server in servers:
+            server.kill()
+    lines = [line.split() for line in client.out.splitlines() if line.count(" ") == 1]
+    acknowledged = {int(last) - k for kind, last in lines if kind == "ack" for k in (4, 3, 2, 1)}
+    with ReplayBuffer.open(folder) as rb:
+        ids = rb["a"][4:].tolist()
+        assert len(ids) == len(set(ids)), "a row is there twice"
+        assert acknowledged <= set(ids), "an acknowledged row is lost"
+        assert torch.equal(rb["b"], rb["a"].unsqueeze(1).expand(-1, 64)), "a row is torn"
+
+
+def test_the_next_batch_comes_from_the_sibling_at_once(tmp_path):
+    folder = tmp_path / "store"
+    with ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=folder), batch_size=16) as rb:
+        rb.extend({"a": torch.arange(10)})
+    servers = [start(folder, f"unix:{tmp_path}/{name}.sock") for name in "ab"]
+    with ReplayBuffer.connect(
+        [server.address for server in servers], generator=torch.Generator().manual_seed(1)
+    ) as remote:
+        first = [remote.sample()["a"].tolist() for _ in range(2)]
+        servers[0].kill()
+        remote.set_rng(torch.Generator().manual_seed(1))
+        assert [remote.sample()["a"].tolist() for _ in range(2)] == first
+        assert remote.extend({"a": torch.arange(2)}).tolist() == [10, 11]
+        servers[1].kill()
+    with pytest.raises(ConnectionError, match="no server answered within 0 s"):
+        ReplayBuffer.connect(servers[1].address, patience=0)
