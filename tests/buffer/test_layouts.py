@@ -145,11 +145,12 @@ Pair = namedtuple("Pair", ["x", "where"])
 
 
 @pytest.mark.parametrize("shape", [[], [1]])
-@pytest.mark.parametrize("form", ["dict", "dataclass", "named tuple", "TensorDict"])
+@pytest.mark.parametrize("form", ["dict", "dataclass", "named tuple", "TensorDict", "tuple"])
 @pytest.mark.parametrize("rows", ["a batch", "a list"])
 def test_a_field_of_any_rows_names_the_lanes(form, rows, shape):
     lanes = [2, 0, 0, 2, 1]
-    kind = {"dict": dict, "dataclass": Step, "named tuple": Pair, "TensorDict": lambda **row: TensorDict(row)}[form]
+    kind = {"dict": dict, "dataclass": Step, "named tuple": Pair, "TensorDict": lambda **row: TensorDict(row)}
+    kind = {**kind, "tuple": lambda x, where: (x, where)}[form]
 
     def of(x, where):
         row = {"x": torch.as_tensor(x), "where": {"lane": torch.as_tensor(where)}}
@@ -162,11 +163,14 @@ def test_a_field_of_any_rows_names_the_lanes(form, rows, shape):
         rb.extend(data, lane_key="elsewhere")
     if rows == "a batch" and shape and form != "TensorDict":
         with pytest.raises(RuntimeError, match=r"expected \[5, 1, \.\.\.\] in every leaf"):
-            rb.extend(data, lane_key=("where", "lane"))
+            rb.extend(data, lane_key=("1" if form == "tuple" else "where", "lane"))
         return  # only TensorDicts say how many rows they have
-    rb.extend(data, lane_key=("where", "lane"))
+    rb.extend(data, lane_key=("1" if form == "tuple" else "where", "lane"))
     held = {
-        k: [row.x if form in ("dataclass", "named tuple") else row["x"] for row in map(rb.__getitem__, at)]
+        k: [
+            row.x if form in ("dataclass", "named tuple") else row[0 if form == "tuple" else "x"]
+            for row in map(rb.__getitem__, at)
+        ]
         for k, at in {0: [0, 1], 1: [LENGTH], 2: [2 * LENGTH, 2 * LENGTH + 1]}.items()
     }
     assert {k: [int(x) for x in xs] for k, xs in held.items()} == {0: [1, 2], 1: [4], 2: [0, 3]}

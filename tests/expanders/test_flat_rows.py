@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram import FrameStack, LazyTensorStorage, NStep, RandomSampler, ReplayBuffer
+from engram import (
+    FinalObservations,
+    FrameStack,
+    LazyTensorStorage,
+    NextFromFollowing,
+    NStep,
+    RandomSampler,
+    ReplayBuffer,
+)
 from engram.nested import find_field
 
 GAMMA = 0.5
@@ -162,3 +170,24 @@ def test_stacks_of_next_frames_begin_with_the_first_observation(following):
         4: ([3, 3, 4], [3, 4, 5]),
         5: ([3, 4, 5], [4, 5, 6]),
     }
+
+
+@pytest.mark.parametrize("flags", [["done"], ["terminated", "truncated"], ["truncated"]])
+def test_final_observations_of_flags_beside_the_observation(flags):
+    finals = FinalObservations(["obs"], LazyTensorStorage(8))
+    sampler = NextFromFollowing(RandomSampler(), finals)
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, transform=finals, batch_size=64)
+    obs = torch.tensor([0, 1, 2, 10, 11, 12])
+    ended = obs % 10 == 2
+    rb.extend({"obs": obs, **dict.fromkeys(flags, ended), "next": {"obs": obs + 1}})
+    batch = rb.sample()
+    assert (batch["next"]["obs"] == batch["obs"] + 1).all()
+    assert len(finals.storage) == 2
+    assert {*batch["obs"].tolist()} == {*obs.tolist()}
+
+
+def test_rows_without_flags_are_told_of_both_kinds():
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=FrameStack(RandomSampler(), 2, -1, ["obs"]), batch_size=4)
+    rb.extend({"obs": torch.zeros(4, 1)})
+    with pytest.raises(RuntimeError, match="or of these names beside the observation, or with a 'step_type'"):
+        rb.sample()

@@ -310,7 +310,7 @@ def test_what_is_refused():
 def test_data_that_does_not_fit():
     kept = FinalObservations(["obs"], LazyTensorStorage(9))
     data = steps([True])
-    with pytest.raises(KeyError, match="end flags"):
+    with pytest.raises(KeyError, match="end flags.*Name the flags of your rows with end_keys="):
         kept.inv(data.exclude(("next", "done")))
     with pytest.raises(KeyError, match="expected an entry"):
         kept.inv(data.exclude(("next", "obs")))

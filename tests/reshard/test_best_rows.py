@@ -169,7 +169,7 @@ def test_a_dump_is_converted_to_another_capacity(tmp_path, storage, room):
     if room < 6:
         gone = "2 episodes with 2 steps" if room == 4 else "4 episodes with 4 steps"
         with pytest.warns(
-            UserWarning, match=f"^loads: {tmp_path / 'x'}: left out: {gone} as overflow. .* larger"
+            UserWarning, match=f"^loads: {tmp_path / 'x'}: left out: {gone} as overflow. The best were taken: .* larger"
         ) as said:
             other.loads(tmp_path / "x", convert=True)
         assert [it.filename for it in said] == [__file__], "it points to the caller's line"

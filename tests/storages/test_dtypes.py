@@ -281,6 +281,11 @@ def test_what_names_no_dtypes(make, wrong):
         make(10, dtypes=wrong)
 
 
+def test_nested_dtypes_are_named_by_tuples():
+    with pytest.raises(TypeError, match=r"Name nested fields by tuples, \('next', …\)"):
+        LazyTensorStorage(10, dtypes={"next": {"a": torch.float32}})
+
+
 def test_a_field_that_is_not_there():
     rb = ReplayBuffer(storage=LazyTensorStorage(10, dtypes={"rewrad": torch.float32}))
     with pytest.raises(

@@ -378,7 +378,8 @@ class Saving:
         dropped = [f"{said_counts(it)} as {reason}" for reason, it in converted.dropped.items() if it["steps"]]
         if dropped:
             warn(
-                f"loads: {reader.folder.parent}: left out: {', '.join(dropped)}. The newest were taken: a larger storage takes more."
+                f"loads: {reader.folder.parent}: left out: {', '.join(dropped)}. The {'best' if self.form.ranking else 'newest'} were "
+                "taken: a larger storage takes more."
             )
         if len(storage):
             check_blocks(reader)

@@ -52,7 +52,8 @@ class FinalObservations(Stateful):
             in the buffer. The oldest are overwritten. If processes share the buffer, they must share this storage:
             memory-mapped, or after ``share()``. :meth:`open_or_create` makes one in a directory.
         end_keys: fields that are nonzero at the last step of an episode; those that do not exist are skipped.
-            Default: ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``.
+            Default: ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``, or without any the
+            flags of the same names beside the observation.
 
     Raises:
         TypeError: a key is not a key, or the storage is of another kind.
@@ -172,11 +173,15 @@ class FinalObservations(Stateful):
             raise RuntimeError(
                 f"FinalObservations: expected one batch dimension, got {list(data.batch_size)}: columns are not supported."
             )
-        flags = [flag for flag in (find(data, key) for key in self.end_keys) if flag is not None]
-        if not flags:
+        keys = [key for key in self.end_keys if find(data, key) is not None]
+        if not keys and self.end_keys == END_KEYS:  # beside the observation
+            keys = [key[1:] for key in END_KEYS if find(data, key[1:]) is not None]
+        if not keys:
             raise KeyError(
-                f"FinalObservations: expected one of the end flags {[public(key) for key in self.end_keys]}."
+                f"FinalObservations: expected one of the end flags {[public(key) for key in self.end_keys]}, got none of them. Name the "
+                "flags of your rows with end_keys=."
             )
+        flags = [find(data, key) for key in keys]
         ended = torch.stack([(flag != 0).flatten(1).any(1) for flag in map(_column, flags)]).any(0)
         last = {}
         for key in self.keys:

@@ -49,7 +49,9 @@ class SliceSampler(WindowSampler):
     Samples have ``("next", "truncated")``, true at the last step of every window, ``("next", "done")`` (stored, or
     truncated), ``("next", "terminated")`` (stored, or false), bool ``[B, 1]``, and, if it is stored, ``"is_init"``,
     true at the first step of every window. TensorDict buffers put them into the batch, all buffers into ``info``, where
-    ``"index"`` is a tuple of int64 ``[B]``.
+    ``"index"`` is a tuple of int64 ``[B]``. So in a batch of TensorDicts ``("next", "done")`` is true at the end of every window,
+    also within an episode, as in TorchRL, and in batches of other rows it is as stored. A target that is to look past the end of a
+    window goes by ``("next", "terminated")``, which stays as stored, or by other rows; ``truncated_key=None`` leaves all flags alone.
 
     With ``window=`` all windows have the steps of a :class:`WindowSpec`, ``T``, and samples have ``"validity_mask"``, false
     where a step stands for one beyond its trajectory, and ``"learning_mask"``, false in the burn-in: bool ``[B]``. With

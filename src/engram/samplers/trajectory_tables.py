@@ -111,10 +111,11 @@ class TrajectoryKeys(NamedTuple):
         for found in [*by_end, *by_id, *by_type] if ends_first else [*by_id, *by_end, *by_type]:
             return found
         got = [field.name for field in fields] if numbers else "rows of one tensor each"
+        also = ", or of these names beside the observation," if self.end_keys is None else ""
         raise RuntimeError(
             f"{call}: expected rows with one of the trajectory ids {[public(key) for key in ids]}, of the end flags "
-            f"{[public(key) for key in self.end_keys or END_KEYS]} or with a {STEP_TYPE!r} of integers, got {got}. Name a stored field "
-            "with traj_key or end_keys."
+            f"{[public(key) for key in self.end_keys or END_KEYS]}{also} or with a {STEP_TYPE!r} of integers, got {got}. Name a "
+            "stored field with traj_key or end_keys."
         )
 
 

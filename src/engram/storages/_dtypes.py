@@ -58,8 +58,9 @@ def checked_dtypes(dtypes: object, where: str) -> Dtypes:
         except (KeyError, TypeError):
             name = ""
         if name not in DTYPES or dtype is None:
+            nested = f" Name nested fields by tuples, ({key!r}, …)." if isinstance(dtype, Mapping) else ""
             raise TypeError(
-                f"{where}: dtypes: {key!r}: expected a dtype, one of {', '.join(DTYPES)}, got {dtype!r:.80}."
+                f"{where}: dtypes: {key!r}: expected a dtype, one of {', '.join(DTYPES)}, got {dtype!r:.80}.{nested}"
             )
         checked[checked_path(key, f"{where}: dtypes")] = name
     return checked
