@@ -184,8 +184,6 @@ class Storage(Declared, Dumpable, Port):
 
     def check_writable(self) -> None:
         """Raise ``ReadOnlyStore`` where rows are only read, before anything else is said of a write."""
-        if self.memory is not None:
-            self.memory.check_writable()
 
     def number(self, value: object, path: tuple[str, ...]) -> object:
         """A number of a row, or a list of some, as it is stored under a path."""

@@ -188,6 +188,10 @@ class LazyMemmapStorage(LazyTensorStorage):
             where = f"LazyMemmapStorage: scratch_dir={str(folder)!r} cannot be made: {os.strerror(error.errno)}"
             raise type(error)(error.errno, where, error.filename) from error
 
+    def check_writable(self) -> None:
+        if self.memory is not None:
+            self.memory.check_writable()
+
     def _adopt(self, store: Store, structure: Structure) -> None:
         store.core.set_io(self._io)
         super()._adopt(store, structure)
