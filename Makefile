@@ -205,7 +205,7 @@ WHEEL_TORCH := $(if $(filter keep,$(TORCH)),$(shell grep '^torch==' constraints.
 TENSORDICTS := $(shell sed -n 's/^tensordict==//p' constraints.txt) $(TENSORDICT_NEWEST)
 
 test-wheel: $(if $(WHEEL),,$(WHEELS)/.made)
-	@set -e; place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; \
+	@set -e; place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; trap 'exit 1' INT TERM; \
 	wheel=$$(realpath $(or $(WHEEL),$(WHEELS)/*.whl)); \
 	python=$$place/venv/bin/python; pip="$$python -m pip --quiet --disable-pip-version-check"; \
 	echo "==> Installing $$(basename $$wheel) and $(WHEEL_TORCH) into $$place"; \

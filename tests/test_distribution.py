@@ -29,7 +29,8 @@ def newest_tensordict():
 
 
 def test_the_distribution_is_engram_replay_and_the_import_engram():
-    assert set(packages_distributions()["engram"]) == {NAME}
+    left = set(packages_distributions()["engram"]) - {NAME}
+    assert not left, f"installed before it had this name: pip uninstall {' '.join(left)} {NAME}, then make clean"
     assert version(NAME) == engram.__version__
 
 
