@@ -81,6 +81,7 @@ NAMES = [
     "SelectTransform",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StalenessAwareSampler",
     "Storage",
     "StoragePlan",
     "StoreInUse",

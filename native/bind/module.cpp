@@ -28,6 +28,7 @@
 #include "store.h"
 #include "tensors.h"
 #include "trajectories.h"
+#include "versions.h"
 #include "writers.h"
 
 namespace nb = nanobind;
@@ -138,6 +139,7 @@ NB_MODULE(_core, m) {
   engram::bind_store(m);
   engram::bind_epoch(m);
   engram::bind_consumption(m);
+  engram::bind_versions(m);
   engram::bind_priorities(m);
   engram::bind_ranking(m);
   engram::bind_trajectories(m);

@@ -48,6 +48,7 @@ from engram.samplers import RandomSampler as RandomSampler
 from engram.samplers import SamplerWithoutReplacement as SamplerWithoutReplacement
 from engram.samplers import SliceSampler as SliceSampler
 from engram.samplers import SliceSamplerWithoutReplacement as SliceSamplerWithoutReplacement
+from engram.samplers import StalenessAwareSampler as StalenessAwareSampler
 from engram.samplers import WindowSpec as WindowSpec
 from engram.samplers.field_reader import FieldReader as FieldReader
 from engram.serving import serve as serve

@@ -12,7 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, tensorclass
 
-from engram import CorruptCheckpoint, IncompatibleCheckpoint, LazyTensorStorage, TensorDictReplayBuffer
+from engram import (
+    ConsumingSampler,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    LazyTensorStorage,
+    TensorDictReplayBuffer,
+)
 from engram.format.schema import DTYPES, Field
 from engram.migrate.torchrl.dump import is_torchrl_dump, read
 from tests.migrate.torchrl_dumps import (
@@ -283,6 +289,18 @@ def test_a_load_points_to_the_line_that_asked_for_it(plain):
         rb.loads(plain)
     assert [it.filename for it in caught] == [__file__]
     assert len(rb) == 6
+
+
+def test_counts_of_a_consuming_sampler_are_lost_and_their_file_is_not_opened(plain):
+    put(plain / "sampler" / "consuming_sampler.pt", b"not even a pickle")
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(), batch_size=2)
+    with pytest.warns(UserWarning, match=r"consuming_sampler.pt \(state of the consuming sampler\)"):
+        rb.loads(plain)
+    assert len(rb) == 6
+    rb.sample()
+    with pytest.warns(UserWarning, match="consuming_sampler.pt"):
+        rb.loads(plain)
+    assert len(rb) == 6  # the counts here were of other rows
 
 
 def test_nothing_left_out_is_no_warning(plain):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tensordict import TensorDict
@@ -25,6 +26,7 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
+from tests import stress
 from tests.samplers.machine import SETTINGS, stressed
 from tests.statistics_of import assert_uniform
 from tests.twins import through_a_file
@@ -82,7 +84,7 @@ def test_nothing_was_ever_written():
 def test_draws_are_uniform(most):
     """Of nine rows, some of them drawn before, every pair that is left is equally likely."""
     pairs = Counter()
-    for seed in range(900):
+    for seed in range(400):
         rb = buffer(9, 2, most, seed=seed)
         rb.sample()
         rb.sample()
@@ -450,5 +452,5 @@ class Rows(RuleBasedStateMachine):
 
 
 TestRows = Rows.TestCase
-TestRows.settings = SETTINGS
+TestRows.settings = settings(SETTINGS, max_examples=stress.size(25, 2_000))
 stressed(TestRows)

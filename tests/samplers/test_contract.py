@@ -17,6 +17,7 @@ from engram import (
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StalenessAwareSampler,
 )
 from engram.testing import SamplerContract
 
@@ -40,6 +41,11 @@ class TestConsumingSampler(Contract):
 
     def make(self, capacity):
         return ConsumingSampler(50)
+
+
+class TestStalenessAwareSampler(Contract):
+    def make(self, capacity):
+        return StalenessAwareSampler(version_key="episode")
 
 
 class TestPrioritizedSampler(Contract):

@@ -345,7 +345,7 @@ class Saving:
         schema = dump.schema(here, (*self._settings.ignored, *synthesised))
         rows = storage.prepare_rows(dump.state(schema), dump.source(schema))
         state = self._state_but_rows()
-        sampler = state["_sampler"]
+        sampler = state["_sampler"] = saved_parts.reset_epoch(state["_sampler"], 0)
         if dump.priorities is not None and sampler.keys() >= {"alpha", "eps", "highest"}:
             leaves = dump.priorities.leaves
             sampler |= {
@@ -357,8 +357,6 @@ class Saving:
             }
         elif "leaves" in sampler:
             sampler["leaves"] = torch.zeros(0, dtype=torch.float64, device="cpu")
-        if "visited" in sampler:
-            sampler |= {"key": 0, "rows": 0, "visited": 0, "ran_out": False}
         if dump.rng_state is not None and self._wiring.generator is not None:
             state["_rng"] = [dump.rng_state, "cpu"]
         state["_batch_size"] = self._settings.batch_size or dump.batch_size

@@ -7,6 +7,7 @@ from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prioritized_slices import PrioritizedSliceSampler
 from engram.samplers.slices import SliceSampler
 from engram.samplers.slices_epoch import SliceSamplerWithoutReplacement
+from engram.samplers.staleness import StalenessAwareSampler
 from engram.samplers.uniform import RandomSampler
 from engram.samplers.window_spec import WindowSpec
 
@@ -19,6 +20,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StalenessAwareSampler",
     "WindowSpec",
     "check_drawable",
     "declared",
@@ -35,5 +37,6 @@ KNOWN = {
         PrioritizedSliceSampler,
         SliceSampler,
         SliceSamplerWithoutReplacement,
+        StalenessAwareSampler,
     )
 }

@@ -1,0 +1,116 @@
+// Draws by version, for Python.
+
+#include "versions.h"
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "../core/store.h"
+#include "../core/versions.h"
+#include "interpreter.h"
+#include "memory.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace engram {
+namespace {
+
+// Both as tensors.
+template <class A, class B>
+nb::object tensors_of(const RowSpec& a, const std::vector<A>& one, const RowSpec& b, const std::vector<B>& other) {
+  const auto n = static_cast<std::int64_t>(one.size());
+  OutputBuffers buffers;
+  buffers.add(a, n);
+  buffers.add(b, n);
+  if (n > 0) {
+    std::memcpy(buffers.at<std::byte>(0), one.data(), one.size() * sizeof(A));
+    std::memcpy(buffers.at<std::byte>(1), other.data(), other.size() * sizeof(B));
+  }
+  return std::move(buffers).tensors(n);
+}
+
+void bind_table(nb::module_& m) {
+  nb::class_<VersionTable>(m, "VersionTable", "Rows of a store by version. For one thread at a time.")
+      .def(
+          "__init__", [](VersionTable* self, const Store& store, nb::handle) { new (self) VersionTable(store.control()); }, "store"_a,
+          "keep"_a, nb::keep_alive<1, 3>())
+      .def(
+          "catch_up",
+          [](VersionTable& self) {
+            VersionTable::Changed changed;
+            {
+              nb::gil_scoped_release release;
+              changed = self.catch_up();
+            }
+            return tensors_of(kNumbers, changed.rows, kNumbers, changed.numbers);
+          },
+          "[rows, ticket numbers]: those whose content is not in the table. set or put_off is to follow.")
+      .def(
+          "set",
+          [](VersionTable& self, Address rows, Address numbers, Address versions, std::uint64_t n) {
+            nb::gil_scoped_release release;
+            self.set(at<const std::int64_t>(rows), at<const std::int64_t>(numbers), at<const double>(versions), n);
+          },
+          "rows"_a, "numbers"_a, "versions"_a, "n"_a)
+      .def(
+          "put_off", [](VersionTable& self, Address rows, std::uint64_t n) { self.put_off(at<const std::int64_t>(rows), n); }, "rows"_a,
+          "n"_a, "Rows that could not be read: catch_up names them again.")
+      .def(
+          "versions",
+          [](VersionTable& self) {
+            std::vector<double> values;
+            std::vector<std::int64_t> counts;
+            {
+              nb::gil_scoped_release release;
+              self.versions(values, counts);
+            }
+            return tensors_of(kDouble, values, kNumbers, counts);
+          },
+          "[versions, ascending, and how many rows have each].")
+      .def(
+          "draw",
+          [](VersionTable& self, std::uint64_t key, std::uint64_t n, Address weights) -> nb::object {
+            check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+            OutputBuffers buffers;
+            bool drawn;
+            {
+              const WithoutInterpreter running(n <= 256);
+              const auto size = static_cast<std::int64_t>(n);
+              buffers.add(kNumbers, size);
+              buffers.add(kNumbers, size);
+              buffers.add(kDouble, size);
+              drawn = self.draw(key, n, at<const double>(weights), buffers.at<std::int64_t>(0), buffers.at<std::int64_t>(1),
+                                buffers.at<double>(2));
+            }
+            if (!drawn) return nb::none();
+            return std::move(buffers).tensors(static_cast<std::int64_t>(n));
+          },
+          "key"_a, "n"_a, "weights"_a, "[rows, ticket numbers, versions]. None: every weight is zero.");
+}
+
+}  // namespace
+
+void bind_versions(nb::module_& m) {
+  m.attr("consumer_version_bytes") = ConsumerVersion::kBytes;
+  m.def(
+      "format_consumer_version", [](Address memory, std::uint64_t bytes) { ConsumerVersion::format(block(memory, bytes)); }, "memory"_a,
+      "bytes"_a, "Into zeroed memory of consumer_version_bytes.");
+  nb::class_<ConsumerVersion, Index>(m, "ConsumerVersion", nb::is_weak_referenceable(), "In memory that `keep` keeps alive.")
+      .def(
+          "__init__",
+          [](ConsumerVersion* self, Address memory, std::uint64_t bytes, nb::handle) { new (self) ConsumerVersion(block(memory, bytes)); },
+          "memory"_a, "bytes"_a, "keep"_a, nb::keep_alive<1, 4>())
+      .def_prop_rw("version", &ConsumerVersion::version, &ConsumerVersion::set)
+      .def("raise_to", &ConsumerVersion::raise_to, "version"_a, "Never lowers it.")
+      .def("increment", &ConsumerVersion::increment)
+      .def("scan", [](const ConsumerVersion&, std::uint64_t, std::uint64_t) {}, "begin"_a, "end"_a, "It does not depend on what rows hold.");
+  bind_table(m);
+}
+
+}  // namespace engram

@@ -1,0 +1,207 @@
+#include "versions.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <new>
+#include <utility>
+
+#include "check.h"
+
+namespace engram {
+namespace {
+
+constexpr char kMagic[8] = {'e', 'n', 'g', 'v', 'e', 'r', 's', '\1'};
+
+// 53 random bits as a number in (0, 1].
+double fraction(std::uint64_t bits) { return static_cast<double>((bits >> 11) + 1) * 0x1p-53; }
+
+}  // namespace
+
+void ConsumerVersion::format(std::span<std::byte> memory) {
+  check(memory.size() == kBytes, "a consumer's version in memory of another size");
+  auto* page = new (memory.data()) ConsumerPage{};
+  std::memcpy(page->magic, kMagic, sizeof kMagic);
+}
+
+ConsumerVersion::ConsumerVersion(std::span<std::byte> memory) {
+  check(memory.size() == kBytes, "a consumer's version in memory of another size");
+  check(std::memcmp(memory.data(), kMagic, sizeof kMagic) == 0, "no consumer's version, or of another format");
+  page_ = reinterpret_cast<ConsumerPage*>(memory.data());
+}
+
+void ConsumerVersion::raise_to(std::int64_t version) {
+  std::int64_t now = this->version();
+  while (now < version && !page_->version.compare_exchange_weak(now, version, std::memory_order_acq_rel)) {
+  }
+}
+
+VersionTable::VersionTable(Control control)
+    : control_(control),
+      numbers_(control.capacity()),
+      versions_(control.capacity()),
+      drawn_(control.capacity()),
+      next_(control.lanes()),
+      base_(control.lanes(), ~std::uint64_t{0}) {}
+
+void VersionTable::forget(std::uint64_t row) {
+  if (numbers_[row] == 0) return;
+  numbers_[row] = 0;
+  if (const auto found = buckets_.find(versions_[row]); found != buckets_.end()) found->second.changed = true;
+}
+
+// A row that was reserved for a step holds an earlier one until its writer begins: it is looked at again.
+void VersionTable::look_at(std::uint64_t row, std::uint32_t lap, Changed& changed) {
+  const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
+  if (state_of(word) == State::writing) {
+    pending_.push_back({row, lap});
+  } else if (!is_committed(word)) {
+    forget(row);
+    if (control_.lap(row).load(std::memory_order_acquire) < lap && state_of(word) == State::unused) pending_.push_back({row, lap});
+  } else if (number_of(word) != numbers_[row]) {
+    changed.rows.push_back(static_cast<std::int64_t>(row));
+    changed.numbers.push_back(static_cast<std::int64_t>(number_of(word)));
+  } else if (control_.lap(row).load(std::memory_order_acquire) < lap) {
+    pending_.push_back({row, lap});
+  }
+}
+
+VersionTable::Changed VersionTable::catch_up() {
+  Changed changed;
+  const std::uint64_t scatters = control_.counters().scatters.load(std::memory_order_acquire), length = control_.lane_length();
+  bool all = std::exchange(scatters_, scatters) != scatters;
+  std::vector<std::uint64_t> ends(control_.lanes());
+  for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
+    const std::uint64_t base = control_.lane(lane).base.load(std::memory_order_acquire);
+    all |= std::exchange(base_[lane], base) != base;
+    ends[lane] = control_.end(lane);
+  }
+  std::vector<Pending> before = std::exchange(pending_, {});
+  if (all) before.clear();
+  for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
+    const std::uint64_t end = ends[lane];
+    if (all) {
+      for (std::uint64_t row = lane * length; row < (lane + 1) * length; ++row) look_at(row, control_.newest_lap(row, end), changed);
+    } else {
+      for (std::uint64_t p = std::max(next_[lane], end > length ? end - length : 0); p < end; ++p) {
+        look_at(lane * length + p % length, control_.lap_of(p), changed);
+      }
+    }
+    next_[lane] = end;
+  }
+  for (const Pending& one : before) look_at(one.row, one.lap, changed);
+  return changed;
+}
+
+void VersionTable::set(const std::int64_t* rows, const std::int64_t* numbers, const double* versions, std::uint64_t n) {
+  check_rows(rows, n, control_.capacity());
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    if (numbers_[row] == 0 || versions_[row] != versions[i]) {
+      forget(row);
+      versions_[row] = versions[i];
+      if (std::isnan(versions[i])) continue;
+      Bucket& bucket = buckets_[versions[i]];
+      bucket.fresh.push_back(row);
+      bucket.changed = true;
+    }
+    numbers_[row] = static_cast<std::uint64_t>(numbers[i]);
+  }
+}
+
+void VersionTable::put_off(const std::int64_t* rows, std::uint64_t n) {
+  check_rows(rows, n, control_.capacity());
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    forget(row);
+    pending_.push_back({row, 0});
+  }
+}
+
+void VersionTable::tidy(double version, Bucket& bucket) const {
+  const auto elsewhere = [&](std::uint64_t row) { return numbers_[row] == 0 || versions_[row] != version; };
+  std::erase_if(bucket.rows, elsewhere);
+  std::erase_if(bucket.fresh, elsewhere);
+  std::sort(bucket.fresh.begin(), bucket.fresh.end());
+  const auto middle = static_cast<std::ptrdiff_t>(bucket.rows.size());
+  bucket.rows.insert(bucket.rows.end(), bucket.fresh.begin(), bucket.fresh.end());
+  std::inplace_merge(bucket.rows.begin(), bucket.rows.begin() + middle, bucket.rows.end());
+  bucket.rows.erase(std::unique(bucket.rows.begin(), bucket.rows.end()), bucket.rows.end());
+  bucket.fresh.clear();
+  bucket.changed = false;
+}
+
+void VersionTable::versions(std::vector<double>& values, std::vector<std::int64_t>& counts) {
+  for (auto it = buckets_.begin(); it != buckets_.end();) {
+    if (it->second.changed) tidy(it->first, it->second);
+    if (it->second.rows.empty()) {
+      it = buckets_.erase(it);
+      continue;
+    }
+    values.push_back(it->first);
+    counts.push_back(static_cast<std::int64_t>(it->second.rows.size()));
+    ++it;
+  }
+}
+
+void VersionTable::take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, std::int64_t* numbers, double* versions) {
+  rows[i] = static_cast<std::int64_t>(row);
+  numbers[i] = static_cast<std::int64_t>(numbers_[row]);
+  versions[i] = versions_[row];
+  drawn_[row] = draws_;
+}
+
+// The n rows that come first of those that this draw does not have yet, where each arrives after an exponential time of rate `weight`:
+// as if they were drawn one after another (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
+std::vector<std::uint64_t> VersionTable::least_first(const Random& random, std::uint64_t n, const double* weights) const {
+  std::vector<std::pair<double, std::uint64_t>> arrivals;
+  for (const auto& [version, bucket] : buckets_) {
+    const double weight = *weights++;
+    for (const std::uint64_t row : bucket.rows) {
+      if (weight > 0 && drawn_[row] != draws_) arrivals.emplace_back(-std::log(fraction(random.bits(row, 1))) / weight, row);
+    }
+  }
+  std::partial_sort(arrivals.begin(), arrivals.begin() + static_cast<std::ptrdiff_t>(n), arrivals.end());
+  std::vector<std::uint64_t> rows;
+  for (std::uint64_t i = 0; i < n; ++i) rows.push_back(arrivals[i].second);
+  return rows;
+}
+
+// One after another, where a row that came before is drawn again: that is the same as drawing among the others. If it takes too many
+// tries, as most rows that are likely have been drawn, the rest is drawn at once.
+bool VersionTable::draw(std::uint64_t key, std::uint64_t n, const double* weights, std::int64_t* rows, std::int64_t* numbers,
+                        double* versions) {
+  const Random random(key);
+  std::vector<const Bucket*> buckets;
+  std::vector<double> masses;  // summed up
+  std::uint64_t admissible = 0;
+  double total = 0;
+  for (const double* weight = weights; const auto& [version, bucket] : buckets_) {
+    if (*weight > 0) {
+      admissible += bucket.rows.size();
+      total += *weight * static_cast<double>(bucket.rows.size());
+      masses.push_back(total);
+      buckets.push_back(&bucket);
+    }
+    ++weight;
+  }
+  if (admissible == 0) return false;
+  check(std::isfinite(total), "weights of versions: expected a sum that is finite");
+  ++draws_;
+  const bool once = n <= admissible;
+  std::uint64_t taken = 0;
+  for (std::uint64_t i = 0; taken < n && (!once || i < 4 * n + 64); ++i) {
+    const double at = (1 - fraction(random.bits(2 * i))) * total;
+    const auto found = std::min(std::upper_bound(masses.begin(), masses.end(), at), std::prev(masses.end()));
+    const std::vector<std::uint64_t>& among = buckets[static_cast<std::size_t>(found - masses.begin())]->rows;
+    const std::uint64_t row = among[random.below(among.size(), 2 * i + 1)];
+    if (!once || drawn_[row] != draws_) take(row, taken++, rows, numbers, versions);
+  }
+  if (taken < n) {
+    for (const std::uint64_t row : least_first(random, n - taken, weights)) take(row, taken++, rows, numbers, versions);
+  }
+  return true;
+}
+
+}  // namespace engram

@@ -1,0 +1,316 @@
+"""StalenessAwareSampler: rows by how far the consumer is ahead of the policy that made them."""
+
+import copy
+import itertools
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from tensordict import TensorDict
+
+from engram import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NoSampleable,
+    ReplayBuffer,
+    StalenessAwareSampler,
+    TensorDictReplayBuffer,
+)
+from tests import stress
+from tests.samplers.machine import SETTINGS, StoreMachine, stressed
+from tests.statistics_of import assert_proportional, assert_uniform
+from tests.store.processes import Child
+from tests.twins import through_a_file
+
+
+def buffer(versions, batch_size, consumer=0, *, storage=None, seed=0, **arguments):
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(max(len(versions), 1)) if storage is None else storage,
+        sampler=StalenessAwareSampler(**arguments),
+        batch_size=batch_size,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    if len(versions):
+        rb.extend({"row": torch.arange(len(versions)), "policy_version": torch.as_tensor(versions)})
+    rb.sampler.consumer_version = consumer
+    return rb
+
+
+def rows_of(rb):
+    return rb.sample()["row"].tolist()
+
+
+# ---- which rows --------------------------------------------------------------------------------------------------------
+
+
+def test_draws_are_in_proportion_to_freshness():
+    rb = buffer([0, 0, 1, 3, 3, 3], 1, 3)
+    counts = Counter(row for _ in range(1200) for row in rows_of(rb))
+    assert_proportional([counts[row] for row in range(6)], [1 / 4, 1 / 4, 1 / 3, 1, 1, 1])
+
+
+def test_rows_of_a_batch_are_drawn_one_after_another_without_replacement():
+    weights = [1 / 4, 1 / 3, 1 / 2, 1, 1]
+    rb = buffer([0, 1, 2, 3, 3], 2, 3)
+    counts = Counter(tuple(rows_of(rb)) for _ in range(2500))
+    pairs = list(itertools.permutations(range(5), 2))
+    total = sum(weights)
+    assert_proportional(
+        [counts[pair] for pair in pairs], [weights[a] / total * weights[b] / (total - weights[a]) for a, b in pairs]
+    )
+
+
+def test_rows_that_are_rarely_drawn_fill_a_batch_as_likely_as_others_like_them():
+    """Most draws would be of one row, so the others are drawn at once."""
+    rb = buffer([9, 0, 0, 0], 3, 9, staleness_weight_fn=lambda s: torch.where(s == 0, 1e6, 1.0))
+    batches = [rows_of(rb) for _ in range(300)]
+    assert {batch[0] for batch in batches} == {0}
+    assert_uniform(Counter(tuple(batch[1:]) for batch in batches).values())
+    assert len({tuple(batch) for batch in batches}) == 6
+
+
+def test_rows_that_are_too_stale_are_not_drawn():
+    rb = buffer([0, 1, 2, 3, 4], 3, 4, max_staleness=2)
+    assert {tuple(sorted(rows_of(rb))) for _ in range(20)} == {(2, 3, 4)}
+    rb.sampler.max_staleness = 0
+    assert rows_of(rb) == [4, 4, 4]  # a batch of more rows than there are repeats some
+    rb.sampler.increment_consumer_version()
+    with pytest.raises(NoSampleable, match=r"max_staleness=0.*consumer_version=5.*0\.0, 4\.0"):
+        rb.sample()
+    rb.sampler.max_staleness = -1
+    assert len(set(rows_of(rb))) == 3
+
+
+def test_staleness_is_shown():
+    rb = buffer([0, 4, 7], 3, 5)
+    batch, info = rb.sample(return_info=True)
+    assert info["staleness"].dtype is torch.float32
+    assert info["staleness"].tolist() == [5 - version for version in batch["policy_version"].tolist()]
+
+
+def test_rows_newer_than_the_consumer_are_fresh():
+    rb = buffer([9, 0], 1, 0)
+    counts = Counter(row for _ in range(400) for row in rows_of(rb))
+    assert_proportional([counts[0], counts[1]], [1, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_versions_of_any_number(dtype, shape):
+    rb = buffer(torch.tensor([1, 2, 3, 4]).to(dtype).reshape(4, *shape), 2, 4, max_staleness=1)
+    assert sorted(rows_of(rb)) == [2, 3]
+
+
+def test_a_version_that_is_nan_is_never_drawn():
+    rb = buffer(torch.tensor([1.0, float("nan"), 1.0]), 3, 1)
+    assert set(rows_of(rb)) == {0, 2}
+    rb["policy_version"] = torch.tensor([float("nan"), 1.0, 1.0])
+    assert set(rows_of(rb)) == {1, 2}
+
+
+def test_nested_versions_of_tensordicts_with_columns():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(12, ndim=2),
+        sampler=StalenessAwareSampler(1, version_key=("collector", "version")),
+        batch_size=4,
+    )
+    version = torch.arange(4).expand(3, 4).contiguous()
+    rb.extend(TensorDict({"x": torch.zeros(3, 4), "collector": {"version": version}}, [3, 4]))
+    rb.sampler.consumer_version = 3
+    batch = rb.sample()
+    assert set(batch["collector", "version"].tolist()) <= {2, 3}
+    assert batch["staleness"].tolist() == (3 - batch["collector", "version"]).tolist()
+
+
+# ---- the version -------------------------------------------------------------------------------------------------------
+
+
+def test_the_version_only_grows_until_the_store_is_emptied():
+    rb = buffer([0], 1, 4)
+    rb.sampler.consumer_version = 2
+    assert rb.sampler.consumer_version == 4
+    other = ReplayBuffer(storage=rb.storage, sampler=StalenessAwareSampler(), batch_size=1)
+    other.sampler.increment_consumer_version()
+    assert rb.sampler.consumer_version == 5
+    rb.set_sampler(StalenessAwareSampler(index="apart"))
+    assert rb.sampler.consumer_version == 0
+    rb.empty()
+    assert other.sampler.consumer_version == 0
+
+
+def test_a_version_said_before_the_first_write_stays():
+    rb = buffer([], 1, 7)
+    rb.extend({"row": torch.arange(1), "policy_version": torch.tensor([3])})
+    assert rb.sample(return_info=True)[1]["staleness"].tolist() == [4]
+
+
+def _write_and_learn(directory):
+    rb = ReplayBuffer.open(directory)
+    rb.extend({"row": torch.arange(10, 14), "policy_version": torch.full((4,), 8)})
+    rb[0] = {"row": torch.tensor(20), "policy_version": torch.tensor(9)}
+    rb.sampler.consumer_version = 9
+    rb.close()
+
+
+def test_processes_see_versions_and_rows_of_each_other(tmp_path):
+    rb = buffer([0] * 6, 1, 1, storage=LazyMemmapStorage(8, scratch_dir=tmp_path / "s"), max_staleness=1)
+    assert rows_of(rb)[0] < 6
+    Child(_write_and_learn, tmp_path / "s").join()
+    assert rb.sampler.consumer_version == 9
+    assert {row for _ in range(200) for row in rows_of(rb)} == {10, 11, 13, 20}
+    rb.close()
+    rb = ReplayBuffer.open(tmp_path / "s")
+    assert repr(rb.sampler) == "StalenessAwareSampler(max_staleness=1, version_key='policy_version', index='main')"
+    assert rb.sampler.consumer_version == 9
+    assert rows_of(rb)[0] >= 10
+    rb.close()
+    reader = ReplayBuffer.open(tmp_path / "s", readonly=True)
+    assert rows_of(reader)[0] >= 10
+    reader.close()
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments():
+    for given, error in (
+        ({"max_staleness": -2}, ValueError),
+        ({"max_staleness": 1.5}, TypeError),
+        ({"staleness_weight_fn": 3}, TypeError),
+        ({"version_key": 3}, TypeError),
+        ({"index": "a/b"}, ValueError),
+    ):
+        with pytest.raises(error, match=next(iter(given))):
+            StalenessAwareSampler(**given)
+    sampler = StalenessAwareSampler()
+    with pytest.raises(TypeError, match="consumer_version"):
+        sampler.consumer_version = 1.5
+    with pytest.raises(ValueError, match="max_staleness"):
+        sampler.max_staleness = -5
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda s: -s - 1, ValueError),
+        (lambda s: s / 0, ValueError),
+        (lambda s: s[:1], ValueError),
+        (lambda s: 1.0, TypeError),
+        (lambda s: s * 0, NoSampleable),
+    ],
+)
+def test_bad_weights(function, error):
+    with pytest.raises(error):
+        buffer([0, 1], 1, 1, staleness_weight_fn=function).sample()
+
+
+def test_rows_without_a_version():
+    rb = buffer([0, 1], 1, version_key="made_by")
+    with pytest.raises(KeyError, match="made_by"):
+        rb.sample()
+    rb = buffer(torch.zeros(2, 3), 1)
+    with pytest.raises(ValueError, match=r"one number per row.*\[3\]"):
+        rb.sample()
+    rb = ReplayBuffer(storage=ListStorage(5), sampler=StalenessAwareSampler(), batch_size=1)
+    with pytest.raises(NoSampleable):
+        rb.sample()
+    rb.add({"policy_version": torch.tensor(0)})
+    with pytest.raises(TypeError, match="ListStorage"):
+        rb.sample()
+
+
+def test_an_empty_buffer():
+    with pytest.raises(NoSampleable):
+        buffer([], 1).sample()
+
+
+# ---- states ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_state_sets_the_version(tmp_path):
+    rb = buffer([0, 1, 2, 3], 2, 3, max_staleness=2)
+    state = through_a_file(rb.state_dict())
+    expected = [rows_of(rb) for _ in range(5)]
+    other = buffer([0, 1, 2, 3], 2, 9, seed=5)
+    other.load_state_dict(state)
+    assert (other.sampler.consumer_version, other.sampler.max_staleness) == (3, 2)
+    assert [rows_of(other) for _ in range(5)] == expected
+    for wrong, error in (
+        ({"max_staleness": -2}, ValueError),
+        ({"consumer_version": "1"}, TypeError),
+        ({"x": 1}, KeyError),
+    ):
+        with pytest.raises(error):
+            other.sampler.load_state_dict({**state["_sampler"], **wrong})
+    assert other.sampler.consumer_version == 3
+
+
+def test_a_function_is_no_recipe(tmp_path):
+    rb = buffer([0], 1, storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "s"), staleness_weight_fn=torch.exp)
+    rb.close()
+    with pytest.raises(TypeError, match="sampler=…"):
+        ReplayBuffer.open(tmp_path / "s")
+    ReplayBuffer.open(tmp_path / "s", sampler=StalenessAwareSampler()).close()
+
+
+# ---- against a model ---------------------------------------------------------------------------------------------------
+
+
+def version_of(step):
+    return (step.episode + step.step) % 5
+
+
+class Versions(StoreMachine):
+    """Which rows may be drawn follows from what they hold."""
+
+    def make_sampler(self, draw):
+        self.consumer = 0
+        return StalenessAwareSampler(draw(st.integers(-1, 3)))
+
+    @staticmethod
+    def data(steps):
+        data = StoreMachine.data(steps)
+        data["policy_version"] = torch.tensor([[version_of(step)] for step in steps])
+        return data
+
+    def emptied(self):
+        self.consumer = 0
+
+    @rule(version=st.integers(-1, 6))
+    def learn(self, version):
+        self.rb.sampler.consumer_version = version
+        self.consumer = max(self.consumer, version)
+        assert self.rb.sampler.consumer_version == self.consumer
+
+    @rule(ns=st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    def draw(self, ns):
+        for n in ns:
+            most = self.rb.sampler.max_staleness
+            stale = {row: self.consumer - version_of(step) for row, step in self.rings.live().items()}
+            drawable = {row for row, s in stale.items() if most < 0 or s <= most}
+            if not drawable:
+                with pytest.raises(NoSampleable):
+                    self.rb.sample(n)
+                continue
+            rows, info = self.drawn(n)
+            assert set(rows) <= drawable
+            assert len(set(rows)) == n or n > len(drawable)
+            assert info["staleness"].tolist() == [stale[row] for row in rows]
+
+
+TestVersions = pytest.mark.filterwarnings("ignore:sample. batch_size")(Versions.TestCase)
+TestVersions.settings = settings(SETTINGS, max_examples=stress.size(20, 2_000))
+stressed(TestVersions)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_have_versions_of_their_own(how):
+    rb = buffer([0, 1, 2], 2, 2)
+    other = how(rb)
+    other.sampler.consumer_version = 5
+    assert (rb.sampler.consumer_version, other.sampler.consumer_version) == (2, 5)
