@@ -114,6 +114,7 @@ CALLS = {
 }
 #: What is no use of rows: they have their tests, or do nothing, or are of the class.
 OTHERS = {
+    "assemble",
     "moved",
     "start",
     "client",

@@ -192,7 +192,6 @@ LATER = {
     "dim_extend": (1, "storage"),
     "checkpointer": (object(), "layouts for dumps"),
     "compilable": (True, "compile"),
-    "delayed_init": (True, "remote"),
     "service_backend": ("ray", "remote"),
     "service_backend_options": ({}, "remote"),
     "transport": ("auto", "remote"),

@@ -211,7 +211,7 @@ def test_bad_factories():
         ({"transform_factory": broken}, ZeroDivisionError, "mine"),
     ):
         with pytest.raises(error, match=text):
-            ReplayBuffer(storage=LazyTensorStorage(5), **wrong)
+            ReplayBuffer(storage=LazyTensorStorage(5), **wrong).transform  # noqa: B018 - is when a factory is called
     assert ReplayBuffer(5, transform_factory=Times).transform[0].forward(3) == 3  # a class is a factory
 
 

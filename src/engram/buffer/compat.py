@@ -18,7 +18,6 @@ class LaterArguments(TypedDict, total=False):
         object, "a choice of layouts for dumps (until then: dumps and Checkpointer, which have one)"
     ]
     compilable: Annotated[object, "tracing through torch.compile"]
-    delayed_init: Annotated[object, "remote buffers"]
     service_backend: Annotated[object, "remote buffers"]
     service_backend_options: Annotated[object, "remote buffers"]
     transport: Annotated[object, "remote buffers"]
@@ -29,6 +28,7 @@ class TorchRLArguments(LaterArguments, total=False):
     """Keywords of TorchRL's buffers, of the constructor and of ``open``."""
 
     consume_after_n_samples: int | None
+    delayed_init: bool | None
 
 
 class Arguments(TorchRLArguments, total=False):

@@ -21,6 +21,8 @@ from engram.buffer.connecting import connect_buffer
 from engram.buffer.display import Display
 from engram.buffer.following import Nothing, follow_buffer
 from engram.buffer.lanes import Lanes
+from engram.buffer.making import Arguments as Making
+from engram.buffer.making import makes_at_first_use
 from engram.buffer.output import View, moved
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
@@ -28,12 +30,10 @@ from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
 from engram.buffer.settings import Settings
-from engram.buffer.wiring import Wiring, checked_generator, component, first_sampler, first_storage
+from engram.buffer.wiring import checked_generator, component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
 from engram.limits import WAIT_S, checked_timeout
-from engram.pinning import pinning_for
-from engram.transforms import Compose
 from engram.types import Sampler, Write, Writer
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 E = TypeVar("E")
 
 
+@makes_at_first_use("_wiring", "_recipe", "_lanes", "_prefetching", "_reading", "_writing", "_rows", "_saving")
 class ReplayBuffer:
     """Rows in, batches out.
 
@@ -63,7 +64,7 @@ class ReplayBuffer:
             Default: nothing; list storages stack tensors and TensorDicts.
         transform: applied to batches after collating (``forward``) and to data before writing (``inv``): see :class:`Compose`.
         transform_factory: makes the transform, without arguments, in place of ``transform``: where buffers are made of a shared
-            description, each needs one of its own. Called once, at once.
+            description, each needs one of its own. Called once; with it ``delayed_init`` is True, unless False is given.
         batch_size: default of :meth:`sample`; needed to iterate and to prefetch.
         prefetch: batches asked for ahead of the one that :meth:`sample` returns: see docs/prefetch.md. Default, 0: none.
         pin_memory: batches lie in page-locked memory, every CPU tensor of them and of ``info``: see docs/pinning.md. Without
@@ -73,6 +74,8 @@ class ReplayBuffer:
             copy; ``info`` has arrays, too. ``"namedtuple"``: attributes, ``batch.obs``, ``batch.next.reward``; a name that cannot be one is
             a ``ValueError`` of :meth:`sample`. Tuples and single tensors stay such. Rows by number, ``rb[i]``, stay as they are.
         shared: as :meth:`share`.
+        delayed_init: make storage, sampler, writer and transform at the first use of the buffer, in the process that uses it: for those
+            that are given as callables. What they raise is raised then. ``len`` is 0 before, and :meth:`stats` and ``repr`` say so.
         consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.
 
     Raises:
@@ -120,39 +123,24 @@ class ReplayBuffer:
         **torchrl: Unpack[Arguments],
     ) -> None:
         call, shared = type(self).__name__, torchrl.pop("shared", False)
-        consume_after = torchrl.pop("consume_after_n_samples", None)
+        consume_after, delayed = torchrl.pop("consume_after_n_samples", None), torchrl.pop("delayed_init", None)
         reject_unsupported(call, torchrl, NOT_YET, type(self))
-        if transform_factory is not None and not callable(transform_factory):
-            raise TypeError(
-                f"{call}: transform_factory: expected a callable that makes a transform, got {type(transform_factory).__name__}."
-            )
-        if transform_factory is not None and transform is not None:
-            raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"{call}: collate_fn: expected a callable, got {type(collate_fn).__name__}.")
-        self._settings = Settings(call, batch_size, prefetch, self._priority_key, output)
-        pinning = pinning_for(pin_memory, call)
-        self._wiring = Wiring(
-            first_storage(storage, size, call),
-            Compose.of(transform if transform_factory is None else transform_factory()),
-            collate_fn=collate_fn,
-            pinning=pinning,
-            generator=generator,
-        )
-        self._wiring.connect(
-            first_sampler(sampler, consume_after, call),
-            component(writer, Writer, "writer", self._default_writer),
-            batch_size,
-        )
-        self._assemble()
-        self._wiring.storage.attach(self)
-        self.share(shared)
+        kinds = storage, size, sampler, writer, self._default_writer, transform, transform_factory, collate_fn
+        making = Making(call, *kinds, pin_memory, generator, batch_size, consume_after, bool(shared))
+        self._settings = Settings(call, batch_size, prefetch, self._priority_key, output, making)
+        if not making.made_later(delayed):
+            self.assemble()
 
-    def _assemble(self, lane: int | None = None) -> None:
-        """Build the parts around the components. ``lane``: the one that was named."""
-        wiring, settings = self._wiring, self._settings
-        self._recipe = Recipe(wiring, settings)
-        self._lanes = Lanes(wiring, lane)
+    def assemble(self, lane: int | None = None) -> None:
+        """Make the components, if ``delayed_init`` has left that to the first use, and the parts around them.
+
+        ``lane``: the one that was named.
+        """
+        settings, unmade = self._settings, self._settings.unmade
+        if unmade is not None:
+            self._wiring = unmade.wiring()
+        wiring = self._wiring
+        self._recipe, self._lanes = Recipe(wiring, settings), Lanes(wiring, lane)
         reading = self._read_path(wiring)
         rows, saving, ahead = CONNECTED if wiring.storage.traits.is_remote else (self._row_access, Saving, Prefetching)
         self._prefetching = ahead(wiring, settings, reading) if settings.prefetch else None
@@ -161,6 +149,11 @@ class ReplayBuffer:
         self._writing = self._write_path(wiring, settings, self._lanes, self._recipe, self._prefetching)
         self._rows = rows(wiring, settings, reading, self._prefetching)
         self._saving = saving(wiring, settings, self._lanes, reading, self._prefetching, self._recipe)
+        if unmade is not None:
+            settings.unmade = None
+            wiring.storage.attach(self)
+            if unmade.shared:
+                self.share()
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -505,7 +498,7 @@ class ReplayBuffer:
     # ---- rows by number ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self._wiring.source.drawable(self._wiring.storage)
+        return 0 if self._settings.unmade is not None else self._wiring.source.drawable(self._wiring.storage)
 
     def __getitem__(self, index: Any) -> Any:
         """Rows by number, after collating and read transforms.
@@ -997,6 +990,7 @@ class ReplayBuffer:
         """
         given = {
             "consume_after_n_samples": torchrl.pop("consume_after_n_samples", None),
+            "delayed_init": torchrl.pop("delayed_init", None),
             "sampler": sampler,
             "writer": writer,
             "collate_fn": collate_fn,
@@ -1165,6 +1159,8 @@ class ReplayBuffer:
 
     def __getstate__(self) -> dict[str, object]:
         self._following.refuse("copy")
+        if self._settings.unmade is not None:
+            return dict(self.__dict__)
         storage = self._wiring.storage
         if _fork.is_spawning():
             self._materialize()
@@ -1176,13 +1172,15 @@ class ReplayBuffer:
         return state | {"_copied": (self._lanes.named, self._lanes.told, self._recipe.looked, prefetched)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        named, told, looked, prefetched = state.pop("_copied")
+        named, told, looked, prefetched = state.pop("_copied", (None,) * 4)
         self.__dict__.update(state)
+        if self._settings.unmade is not None:
+            return
         self._wiring, self._settings = copy.copy(self._wiring), copy.copy(self._settings)
         wiring = self._wiring
         wiring.gate = copy.copy(wiring.gate)
         wiring.connect(wiring.sampler, wiring.writer, self._settings.batch_size)
-        self._assemble(named)
+        self.assemble(named)
         wiring.storage.attach(self)
         self._lanes.told, self._recipe.looked = told, looked
         if self._prefetching is not None and prefetched is not None:
@@ -1190,7 +1188,9 @@ class ReplayBuffer:
 
     # ---- names that TorchRL has ------------------------------------------------------------------------------------------
 
-    initialized = constant(True, "Whether the buffer is built. Always true here.")
+    initialized = property(
+        lambda self: self._settings.unmade is None, doc="Whether the components are made: see ``delayed_init``."
+    )
     service_backend = constant("direct", 'Where the buffer runs: ``"direct"``, in this process.')
     start = returns_itself("Returns the buffer: it runs in this process.")
     client = returns_itself("Returns the buffer itself.")
@@ -1216,11 +1216,17 @@ class ReplayBuffer:
         A process that dies just as it counts a void row may leave ``void_rows`` one too high, and so ``len(rb)`` one too low, until
         the next process that opens the store alone counts them again. No row is hidden by that: draws and ``rb[:]`` see all.
         """
+        if self._settings.unmade is not None:
+            return dict.fromkeys(("size", "write_count", "prefetch_queue_size", "initialized"), 0)
         prefetched = 0 if self._prefetching is None else len(self._prefetching)
         return Display(self._wiring, self._settings).stats(prefetched) | self._following.stats()
 
     def __repr__(self) -> str:
-        return Display(self._wiring, self._settings).text()
+        return (
+            f"{self._settings.kind}(delayed_init=True)"
+            if self._settings.unmade is not None
+            else Display(self._wiring, self._settings).text()
+        )
 
     def _repr_html_(self) -> str:
         return Display(self._wiring, self._settings).html()

@@ -11,6 +11,8 @@ from engram.buffer.output import checked_form
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from engram.buffer.making import Arguments
+
 
 class Settings:
     """Batch size, prefetched batches, and the iteration that :meth:`ReplayBuffer.next` is amid.
@@ -21,19 +23,27 @@ class Settings:
         prefetch: batches asked for ahead, or None.
         priority_key: entry of TensorDicts with a row's priority.
         output: the form of batches.
+        unmade: what the components will be made of, as long as they are not.
 
     Raises:
         TypeError: no ints. ValueError: ``batch_size`` below 1; ``prefetch`` below 0, or without ``batch_size``; no such ``output``.
     """
 
     def __init__(
-        self, kind: str, batch_size: Any, prefetch: object, priority_key: str | None = None, output: object = "torch"
+        self,
+        kind: str,
+        batch_size: Any,
+        prefetch: object,
+        priority_key: str | None = None,
+        output: object = "torch",
+        unmade: Arguments | None = None,
     ) -> None:
         self.kind = kind
         self.output = checked_form(output, kind)
         self.batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         self.prefetch = checked_depth(prefetch, batch_size, kind)
         self.priority_key = priority_key
+        self.unmade = unmade
         #: Entries of the data that may be there without being stored.
         self.ignored = () if priority_key is None else ("priority_weight", priority_key)
         self.iterator: Iterator[Any] | None = None

@@ -44,7 +44,7 @@ class Wiring:
         self.collate_fn = collate_fn
         self.pinning = pinning
         #: Drives every draw; None: torch's default one.
-        self.generator = checked_generator(generator)
+        self.generator = None if generator is None else checked_generator(generator)
         self.sampler: Any = None
         #: The sampler, with all that is asked of one.
         self.source: DeclaredSampler
@@ -216,15 +216,13 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
     return made
 
 
-def first_sampler(given: object, draws: int | None, call: str) -> Sampler:
-    """The sampler of a new buffer. ``draws``: of a row, ``consume_after_n_samples``; None: as the sampler says.
+def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
+    """The sampler of a new buffer whose rows are drawn so often, ``consume_after_n_samples``.
 
     Raises:
         TypeError: it is none, or ``draws`` is no int. ValueError: ``draws`` is below 1, or the sampler draws rows another number of times.
     """
     sampler: Sampler = component(given, Sampler, "sampler", samplers.RandomSampler)
-    if draws is None:
-        return sampler
     what = f"{call}: consume_after_n_samples"
     draws, source = check_count(what, draws), samplers.declared(sampler)
     if source.traits.draws_uniformly:

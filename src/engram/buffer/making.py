@@ -1,0 +1,105 @@
+"""What a buffer is made of, and attributes that are there as soon as they are used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+from engram import _fork, samplers
+from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
+from engram.pinning import pinning_for
+from engram.transforms import Compose
+from engram.types import Sampler, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+C = TypeVar("C", bound=type)
+
+#: Held while a buffer is made at its first use: other threads that use it wait.
+_MAKING = _fork.rlock()
+
+
+class Arguments(NamedTuple):
+    """Of a constructor, as far as components are made of them."""
+
+    call: str
+    storage: object
+    size: int | None
+    sampler: object
+    writer: object
+    default_writer: Callable[[], object]
+    transform: object
+    transform_factory: Callable[[], object] | None
+    collate_fn: Callable[[object], object] | None
+    pin_memory: bool | None
+    generator: torch.Generator | None
+    batch_size: int | None
+    draws_of_a_row: int | None
+    shared: bool
+
+    def made_later(self, delayed_init: bool | None) -> bool:
+        """Whether components are to be made at the first use: by default if a factory makes the transform."""
+        return callable(self.transform_factory) and self.transform is None if delayed_init is None else delayed_init
+
+    def wiring(self) -> Wiring:
+        """Make the components. Raises as ``ReplayBuffer``."""
+        call, sampler, transform, factory = self.call, self.sampler, self.transform, self.transform_factory
+        if factory is not None:
+            if not callable(factory):
+                raise TypeError(
+                    f"{call}: transform_factory: expected a callable that makes a transform, got {type(factory).__name__}."
+                )
+            if transform is not None:
+                raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise TypeError(f"{call}: collate_fn: expected a callable, got {type(self.collate_fn).__name__}.")
+        if self.draws_of_a_row is not None:
+            sampler = consuming_sampler(sampler, self.draws_of_a_row, call)
+        wiring = Wiring(
+            first_storage(self.storage, self.size, call),
+            Compose.of(transform if factory is None else factory()),
+            collate_fn=self.collate_fn,
+            pinning=pinning_for(self.pin_memory, call),
+            generator=self.generator,
+        )
+        wiring.connect(
+            component(sampler, Sampler, "sampler", samplers.RandomSampler),
+            component(self.writer, Writer, "writer", self.default_writer),
+            self.batch_size,
+        )
+        return wiring
+
+
+class Assembled(Protocol):
+    """A buffer whose parts may be missing."""
+
+    def assemble(self) -> None:
+        """Make them all."""
+
+
+class _Part:
+    """An attribute of a buffer that is not made yet; then it lies in the instance, before this."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, buffer: Assembled | None, _: object) -> object:
+        if buffer is None:
+            return self
+        with _MAKING:
+            if self._name not in vars(buffer):
+                buffer.assemble()
+        return vars(buffer)[self._name]
+
+
+def makes_at_first_use(*names: str) -> Callable[[C], C]:
+    """Let a class of buffers have attributes that :meth:`Assembled.assemble` makes at the first use of one of them."""
+
+    def decorate(cls: C) -> C:
+        for name in names:
+            setattr(cls, name, _Part(name))
+        return cls
+
+    return decorate
