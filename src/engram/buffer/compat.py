@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
+    from engram.buffer.output import Output
+
 
 class LaterArguments(TypedDict, total=False):
     """Keywords of TorchRL's buffers that must be off here, None or False, each with what will carry it."""
@@ -35,6 +39,31 @@ class Arguments(TorchRLArguments, total=False):
     """Keywords of the constructor that have TorchRL's defaults."""
 
     shared: bool
+
+
+class ReadingArguments(TypedDict, total=False):
+    """Keywords of the constructor that say how rows are read: also of ``connect``."""
+
+    collate_fn: Callable[[Any], object] | None
+    transform: object
+    transform_factory: Callable[[], object] | None
+    batch_size: int | None
+    prefetch: int | None
+    pin_memory: bool | None
+    generator: torch.Generator | None
+    output: Output | None
+
+
+class OpenArguments(ReadingArguments, TorchRLArguments, total=False):
+    """Keywords of the constructor of which ``open`` takes those that are given, and else what the directory notes."""
+
+    sampler: object
+    writer: object
+
+
+#: Names of keywords that ``connect`` takes, and those that ``open`` does.
+READING_ARGUMENTS = tuple(ReadingArguments.__annotations__)
+OPEN_ARGUMENTS = tuple(name for name in OpenArguments.__annotations__ if name not in LaterArguments.__annotations__)
 
 
 #: What will carry each of :class:`LaterArguments`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from engram.buffer.compat import READING_ARGUMENTS
 from engram.buffer.recipe import kind_of, noted_settings
 
 if TYPE_CHECKING:
@@ -13,17 +14,6 @@ if TYPE_CHECKING:
     from engram.buffer.replay_buffer import ReplayBuffer
 
     Path = str | os.PathLike[str] | None
-
-_ARGUMENTS = (
-    "collate_fn",
-    "transform",
-    "transform_factory",
-    "batch_size",
-    "prefetch",
-    "pin_memory",
-    "generator",
-    "output",
-)
 
 
 def connect_buffer(
@@ -46,10 +36,10 @@ def connect_buffer(
     Raises: as ``ReplayBuffer.connect``.
     """
     for name in arguments:
-        if name not in _ARGUMENTS:
+        if name not in READING_ARGUMENTS:
             raise TypeError(
-                f"connect: {name}: a connection takes {', '.join(_ARGUMENTS)}. The storage, the sampler and the writer are those of the "
-                "server."
+                f"connect: {name}: a connection takes {', '.join(READING_ARGUMENTS)}. The storage, the sampler and the writer are "
+                "those of the server."
             )
     try:
         from engram.remote.addresses import addresses_of

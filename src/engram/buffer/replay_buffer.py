@@ -15,7 +15,16 @@ from engram._closing import end
 from engram._tensordict import is_tensor_collection
 from engram._unsupported import reject_unsupported
 from engram.buffer.appender import Appender
-from engram.buffer.compat import NOT_YET, Arguments, TorchRLArguments, alias, constant, returns_itself
+from engram.buffer.compat import (
+    NOT_YET,
+    OPEN_ARGUMENTS,
+    Arguments,
+    OpenArguments,
+    ReadingArguments,
+    alias,
+    constant,
+    returns_itself,
+)
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
 from engram.buffer.display import Display
@@ -931,19 +940,10 @@ class ReplayBuffer:
         cls,
         directory: str | os.PathLike[str],
         *,
-        sampler: object = None,
-        writer: object = None,
-        collate_fn: Callable[[Any], object] | None = None,
-        transform: object = None,
-        batch_size: int | None = None,
-        prefetch: int | None = None,
-        pin_memory: bool | None = False,
-        generator: torch.Generator | None = None,
-        output: Output | None = None,
         unclean: str = "refuse",
         readonly: bool = False,
         io: str = "auto",
-        **torchrl: Unpack[TorchRLArguments],
+        **arguments: Unpack[OpenArguments],
     ) -> ReplayBuffer:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
@@ -954,7 +954,8 @@ class ReplayBuffer:
 
         Args:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.
-            sampler, writer, collate_fn, transform, batch_size, prefetch, pin_memory, generator, output: as for the constructor.
+            sampler, writer, collate_fn, transform, batch_size, prefetch, pin_memory, generator, output: as for the constructor. Default:
+                what the directory notes.
             unclean: ``"accept"`` takes a store that was open when the machine went down; ``"refuse"`` raises.
             readonly: only read, beside processes that write or without them: for evaluation, plots, or several trainings from one
                 data set. Needs no right to write; nothing in the directory changes.
@@ -988,20 +989,9 @@ class ReplayBuffer:
         >>> reader[:].tolist()
         [0, 1, 2, 3]
         """
-        given = {
-            "consume_after_n_samples": torchrl.pop("consume_after_n_samples", None),
-            "delayed_init": torchrl.pop("delayed_init", None),
-            "sampler": sampler,
-            "writer": writer,
-            "collate_fn": collate_fn,
-            "transform": transform,
-            "batch_size": batch_size,
-            "prefetch": prefetch,
-            "pin_memory": pin_memory,
-            "generator": generator,
-            "output": output,
-        }
-        reject_unsupported("open", torchrl, NOT_YET, cls.open)
+        given = {name: value for name, value in arguments.items() if name in OPEN_ARGUMENTS}
+        left = {name: value for name, value in arguments.items() if name not in given}
+        reject_unsupported("open", left, NOT_YET, [*OPEN_ARGUMENTS, "directory", "unclean", "readonly", "io"])
         asked = cls.__name__ if cls._prioritized else None
         rb: ReplayBuffer = open_buffer(directory, unclean, io, given, readonly=readonly, prioritized=asked)
         return rb
@@ -1070,7 +1060,7 @@ class ReplayBuffer:
         token: str | os.PathLike[str] | None = None,
         tls_root: str | os.PathLike[str] | None = None,
         patience: float = 60.0,
-        **arguments: object,
+        **arguments: Unpack[ReadingArguments],
     ) -> ReplayBuffer:
         """Use a store that ``engram serve`` or :func:`engram.serve` serves, by Arrow Flight: write, sample, update priorities.
 
