@@ -343,6 +343,23 @@ def test_a_wrong_state_changes_nothing(change, error):
     assert now == state
 
 
+def test_rows_that_are_converted_were_not_drawn_yet(tmp_path):
+    """Into a storage of another size, from another sampler, and to one."""
+    rb = buffer(20, 6, 2)
+    for _ in range(4):
+        rb.sample()
+    assert len(rb) < 20
+    rb.dumps(tmp_path / "counted")
+    larger = buffer(0, 6, 2, capacity=40)
+    larger.loads(tmp_path / "counted", convert=True)
+    assert len(larger) == 20
+    plain = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=6)
+    plain.loads(tmp_path / "counted", convert=True)
+    plain.dumps(tmp_path / "plain")
+    rb.loads(tmp_path / "plain", convert=True)
+    assert len(rb) == 20
+
+
 def test_an_opened_store_goes_on(tmp_path):
     rb = ReplayBuffer(
         storage=LazyMemmapStorage(20, scratch_dir=tmp_path / "s"), sampler=ConsumingSampler(2), batch_size=8
