@@ -195,9 +195,10 @@ void Disk::write(const Field& field, std::uint64_t number, std::uint64_t first, 
   counters_.bytes_written.fetch_add(n * bytes, std::memory_order_relaxed);
   if (file.dirty.fetch_add(n * bytes, std::memory_order_relaxed) + n * bytes < kDirty) return;
   file.dirty.store(0, std::memory_order_relaxed);
-  // Waits for what the call before has begun, so that no write waits for much. What a disk could not take is lost once the kernel
-  // forgets it, and this alone says so.
-  if (sync_file_range(file.descriptor, 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE) == 0) return;
+  // Of a larger store it waits for what the call before has begun, so that no write waits for much; the others fit into memory. What a
+  // disk could not take is lost once the kernel forgets it, and this alone says so.
+  const unsigned wait = larger_ ? SYNC_FILE_RANGE_WAIT_BEFORE : 0;
+  if (sync_file_range(file.descriptor, 0, 0, wait | SYNC_FILE_RANGE_WRITE) == 0) return;
   if (errno == EIO || errno == ENOSPC) throw DiskError(errno, file.path, "write out rows of earlier calls, before byte " + std::to_string(first * bytes));
 }
 

@@ -98,8 +98,9 @@ class Disk {
   std::optional<DiskError> read(const Field& field, std::uint64_t number, std::span<const std::int64_t> rows,
                                 const std::uint32_t* at, std::byte* out) const;
 
-  /// Writes n rows to the rows first … of a field: those at `from`, or, of rows that begin there, the ones that `pick` names. Waits
-  /// for the disk where much was written before. Throws DiskError, also if the file ends before these rows do.
+  /// Writes n rows to the rows first … of a field: those at `from`, or, of rows that begin there, the ones that `pick` names. Lets the
+  /// kernel write them out, and waits for that where the store is larger and much was written before. Throws DiskError, also if the
+  /// file ends before these rows do.
   void write(const Field& field, std::uint64_t number, std::uint64_t first, std::uint64_t n, const std::byte* from,
              const std::int64_t* pick) const;
 
