@@ -152,6 +152,19 @@ def test_what_is_written_through_a_connection_is_there(served):
             remote.sample()
 
 
+def test_environments_keep_their_lanes_as_far_as_this_end_knows(tmp_path):
+    """The rows that say whose a lane is are elsewhere."""
+    ids = lambda *ids: TensorDict({"collector": {"env_id": torch.tensor(ids)}}, [len(ids)])  # noqa: E731
+    storage = LazyMemmapStorage(8, scratch_dir=tmp_path / "store", lanes=2)
+    with TensorDictReplayBuffer(storage=storage) as rb:
+        rb.extend(ids(0, 1))
+        with serving(tmp_path / "store") as server, ReplayBuffer.connect(server.address) as remote:
+            assert remote.extend(ids(1, 0)).tolist() == [5, 1]
+        with serving(tmp_path / "store") as server, ReplayBuffer.connect(server.address) as remote:
+            assert remote.extend(ids(7, 8)).tolist() == [2, 6]
+            assert remote.extend(ids(8, 7)).tolist() == [7, 3]
+
+
 def test_an_end_of_a_trajectory_is_stored(served):
     rb, address = served
     with ReplayBuffer.connect(address) as remote:

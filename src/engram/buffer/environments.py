@@ -70,10 +70,16 @@ class Environments:
         self._by_number = all(number == lane for number, lane in self._lane_of.items())
 
     def _look(self) -> None:
-        """Take over what the newest rows say. Where rows do not hold their environment, what this handle remembers stays."""
+        """Take over what the newest rows say. Where rows do not hold their environment, or are elsewhere, what this handle remembers
+        stays.
+        """
         storage, store = self._wiring.storage, self._wiring.storage.memory
         self._by_number = self._by_number or not self._lane_of
-        if store is None or ENV_ID not in (keys := [field.key for field in store.schema.fields]):
+        if (
+            store is None
+            or storage.traits.is_remote
+            or ENV_ID not in (keys := [field.key for field in store.schema.fields])
+        ):
             return
         extent = storage.extent()
         held = [lane for lane, filled in enumerate(extent.filled) if filled]

@@ -219,7 +219,7 @@ class ReplayBuffer:
                 dimensions, and ``n · T`` rows are written. Default, where no lane is named: ``("collector", "env_id")`` of a
                 TensorDict, which numbers environments: each keeps the lane of its newest row. A new one has the lane of its number,
                 or, if as many are new as lanes are free, the next free one; others are refused. Processes that begin with an empty
-                store at the same moment cannot know that: number environments as the lanes there.
+                store at the same moment, and connected ones, cannot know that: number environments as the lanes there.
             timeout: as for :meth:`add`. The rows are admitted together.
 
         Returns:
