@@ -69,14 +69,14 @@ def sampling(sampler):
     rb = ReplayBuffer(storage=LazyTensorStorage(ROWS), sampler=sampler, batch_size=32)
     rb.extend(steps())
     key = Key()  # torch gives the lock up as it draws one
-    return lambda: rb._reading.sample_with(key, 32, True)  # all that is made for it is kept, and so not freed
+    return lambda: rb._reading.sample_with(key, 32, True, None)  # all that is made for it is kept, and so not freed
 
 
 def uniform():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(ROWS), batch_size=32)
     rb.extend(steps())
     key = Key()
-    return lambda: rb._reading.sample_with(key, 32, False)
+    return lambda: rb._reading.sample_with(key, 32, False, None)
 
 
 def updating(of):

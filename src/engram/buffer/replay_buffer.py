@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from engram.storages import Storage
 
 E = TypeVar("E")
+if TYPE_CHECKING:
+    Device: TypeAlias = torch.device | str | None
+    Wait: TypeAlias = float | None
 
 
 @makes_at_first_use("_wiring", "_recipe", "_lanes", "_prefetching", "_reading", "_writing", "_rows", "_saving")
@@ -387,12 +390,7 @@ class ReplayBuffer:
     # ---- sampling ------------------------------------------------------------------------------------------------------
 
     def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        timeout: float | None = WAIT_S,
+        self, batch_size: int | None = None, return_info: bool = False, *, device: Device = None, timeout: Wait = WAIT_S
     ) -> Any:
         """Draw a batch.
 
@@ -663,11 +661,7 @@ class ReplayBuffer:
         self._rewire()
         return self
 
-    @property
-    def storage(self) -> Storage:
-        """What holds the rows."""
-        storage: Storage = self._wiring.storage
-        return storage
+    storage = alias("_wiring.storage", "What holds the rows: a :class:`Storage`.")
 
     @property
     def sampler(self) -> Any:
