@@ -19,10 +19,10 @@ from tests.ranks.processes import wait_for
 LONG = 600.0  # no test lasts until a mount believes something else by itself
 
 
-@pytest.fixture(params=["NFS", "no links", "behind"])
+@pytest.fixture(params=["NFS", "no links"])
 def options(request):
-    """As NFS is mounted; as SMB is, where links are missing; a server whose clock is behind."""
-    return {"NFS": {}, "no links": {"no_links": True, "noreplace": True}, "behind": {"clock": -5000}}[request.param]
+    """As NFS is mounted; as SMB is, where links are missing."""
+    return {"NFS": {}, "no links": {"no_links": True, "noreplace": True}}[request.param]
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def test_ranks_save_and_three_restore(tmp_path, options):
             assert os.listdir(mount) == []
             assert not (mount / "series").exists()
         started = time.monotonic()
-        said = done(job(4 if not options else 2, saved, mounts, [1, 2, 3]))
+        said = done(job(4 if not options else 2, saved, mounts, [1, 2] if not options else [1, 2, 3]))
         assert time.monotonic() - started < 60, "what the others wrote was seen late"
         assert len({tuple(names) for names, _ in said}) == 1
-        assert [str(name) for name in series.names(of(mounts, 1))] == said[0][0][:0:-1], "keep=2"
+        assert [str(name) for name in series.names(of(mounts, 1))] == said[0][0][:-3:-1], "keep=2"
         for mount in mounts:
             assert verify(mount / "series").problems == []
         loaded = done(job(3, restored, mounts))
@@ -196,7 +196,7 @@ def test_a_mount_that_stalls_amid_a_save(tmp_path):
             return accept(folder, rank, *more, **options)
 
         series.accept = stalls
-        go_on = threading.Thread(target=lambda: stalled.wait(60) and (time.sleep(1.0), server.go_on("far")))
+        go_on = threading.Thread(target=lambda: stalled.wait(60) and (time.sleep(0.3), server.go_on("far")))
         go_on.start()
         try:
             said = done(job(2, saved, mounts, [2]))
