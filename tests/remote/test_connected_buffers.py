@@ -26,6 +26,7 @@ from engram import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from tests.fresh import run
 from tests.serving.servers import serving, serving_each
 
 ROWS = 48
@@ -345,3 +346,66 @@ def test_prioritized_classes_connect_to_prioritized_stores_only(tmp_path):
     made(TensorDictReplayBuffer, folder, RandomSampler()).close()
     with serving(folder) as server, pytest.raises(TypeError, match=r"ReplayBuffer\.connect"):
         TensorDictPrioritizedReplayBuffer.connect(server.address)
+
+
+class Interrupted:
+    """A reader whose answer is interrupted."""
+
+    def read_chunk(self):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_interrupt_mixes_no_answers_up(folders, prefetch):
+    folder, twin = folders["uniform", TensorDictReplayBuffer]
+    with (
+        ReplayBuffer.connect(f"unix:{folder}.sock", generator=seeded(), prefetch=prefetch) as remote,
+        ReplayBuffer.open(twin, generator=seeded()) as local,
+    ):
+        for _ in range(8):  # all of the first message
+            same(remote.sample(), local.sample())
+        remote.storage._learning._reader = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            remote.sample()
+        if not prefetch:
+            local.sample()  # its draw was lost
+        for _ in range(20):
+            same(remote.sample(), local.sample())
+
+
+def test_an_interrupted_write_is_not_sent_twice(served):
+    rb, address = served
+    with ReplayBuffer.connect(address) as remote:
+        remote.extend(data(1, 100), lane=0)
+        remote.storage._writing._reader = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            remote.extend(data(1, 200), lane=0)
+        remote.extend(data(1, 300), lane=0)
+        assert rb["a"].tolist().count(200) <= 1
+        assert rb["a"].tolist().count(300) == 1
+
+
+def test_a_forked_child_cannot_use_its_parents_connection(served):
+    _, address = served
+    run(
+        """
+        import os
+        from engram import ReplayBuffer
+        remote = ReplayBuffer.connect(address)
+        remote.sample()
+        child = os.fork()
+        if child == 0:
+            for call in (remote.sample, lambda: len(remote)):
+                try:
+                    call()
+                except RuntimeError as error:
+                    assert "forked" in str(error)
+                else:
+                    os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        remote.sample()
+        remote.close()
+        """,
+        address=address,
+    )

@@ -72,10 +72,10 @@ class RequestsUnderWay:
                 return self._ready.popleft()[1]
             try:
                 batches = wiring.storage.answer()
-            except NoSampleable:  # there may be something when it is asked for again
+            except (NoSampleable, ConnectionError):  # it may be different when it is asked for again
                 self.discard("sample")
                 raise
-            except BaseException:
+            except Exception:
                 self._put_back(self._asked.popleft()[1:])
                 raise
             keys = self._asked.popleft()

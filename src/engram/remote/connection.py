@@ -16,9 +16,11 @@ from engram import _fork
 from engram._version import __version__
 from engram.remote.addresses import Address, token_in
 from engram.remote.commands import LEAVING, PROTOCOL, Describe, Refusal, Served, raised
+from engram.remote.wire import columns_in
 
 if TYPE_CHECKING:
     from engram.remote.commands import Stream
+    from engram.remote.wire import Column
 
 T = TypeVar("T")
 
@@ -64,7 +66,7 @@ class Connection:
         self._client: flight.FlightClient | None = None
         self._options: flight.FlightCallOptions | None = None
         self._next = 0
-        self._forked = self._closed = False
+        self.forked = self._closed = False
         #: What the first server said. Others must say the same.
         self.served = self._open()
 
@@ -130,13 +132,14 @@ class Connection:
     def again(self, broken: flight.FlightClient) -> None:
         """Connect to a server that answers, if the one of this client is gone. Raises ``ConnectionError``: none does."""
         with self._lock:
-            self._check()
+            self.check()
             if self._client is broken or self._client is None:
                 self._next += 1
                 self._open(self.served)
 
-    def _check(self) -> None:
-        if self._forked:
+    def check(self) -> None:
+        """Raise ``RuntimeError`` in a forked child, and where it was closed."""
+        if self.forked:
             raise RuntimeError(
                 "this process was forked from the one that connected, whose connection it cannot use. Connect again, or start processes "
                 "by spawn."
@@ -147,7 +150,7 @@ class Connection:
     def client(self) -> flight.FlightClient:
         """Of Arrow Flight."""
         with self._lock:
-            self._check()
+            self.check()
             if self._client is None:
                 self._open(self.served)
             return self._client
@@ -186,13 +189,13 @@ class Connection:
         with self._lock:
             self._closed = True
             client, self._client = self._client, None
-        if client is not None and not self._forked:
+        if client is not None and not self.forked:
             client.close()
         _fork.dropped(self)
 
     def after_fork(self) -> None:
         """In a child: gRPC's threads are not there."""
-        self._forked = True
+        self.forked = True
 
     def __getstate__(self) -> Access:
         return self.access
@@ -242,6 +245,8 @@ class Answer(NamedTuple):
 
     said: bytes
     rows: pa.RecordBatch
+    columns: list[Column]
+    """Of the rows."""
 
 
 class Exchange:
@@ -255,6 +260,7 @@ class Exchange:
         self._writer: flight.FlightStreamWriter | None = None
         self._reader: flight.FlightStreamReader | None = None
         self._schema: pa.Schema | None = None
+        self._columns: list[Column] = []
         self._failures = 0
         #: Sent, and to be answered.
         self.waiting: deque[Message] = deque()
@@ -263,12 +269,22 @@ class Exchange:
 
     def send(self, message: Message, *, answered: bool = True) -> None:
         """Send a message. Raises ``ConnectionError``: no server answers, or it was not to be sent again."""
-        if answered:
-            self.waiting.append(message)
+        self._connection.check()
         try:
+            if self._writer is None:
+                self._put_all()
             self._put(message)
+            if answered:
+                self.waiting.append(message)
         except GONE as error:
+            if answered:
+                self.waiting.append(message)
             self._resume(error)
+
+    def _put_all(self) -> None:
+        """Send what waits, by a new stream."""
+        for message in self.waiting:
+            self._put(message)
 
     def receive(self) -> Answer:
         """The answer to the oldest message that waits for one. Raises what the server did; ``ConnectionError``: none answers."""
@@ -284,7 +300,10 @@ class Exchange:
             self._read()
 
     def forget(self) -> None:
-        """Drop the answers that came."""
+        """Drop what waits, and the answers that came."""
+        if self.waiting:
+            self._drop()
+        self.waiting.clear()
         self._came.clear()
 
     def _read(self) -> None:
@@ -292,8 +311,7 @@ class Exchange:
         while True:
             try:
                 if self._writer is None:
-                    for message in self.waiting:
-                        self._put(message)
+                    self._put_all()
                 assert self._reader is not None  # it was begun, or was not ended
                 chunk = self._reader.read_chunk()
                 said = chunk.app_metadata.to_pybytes()
@@ -304,16 +322,19 @@ class Exchange:
                 continue
             except BaseException:
                 self._drop()
+                self.waiting = deque(message for message in self.waiting if message.again)
                 raise
             self._failures = 0
             self.waiting.popleft()
-            self._came.append(Answer(said, chunk.data))
+            if not self._columns and chunk.data is not None:  # a stream has one schema
+                self._columns = columns_in(chunk.data.schema)
+            self._came.append(Answer(said, chunk.data, self._columns))
             return
 
     def _put(self, message: Message) -> None:
         if self._writer is None:
             self._client, self._writer, self._reader = self._connection.exchange(self._stream)
-            self._schema = None
+            self._schema, self._columns = None, []
         if message.rows is None:
             self._writer.write_metadata(message.command)
             return
@@ -339,10 +360,13 @@ class Exchange:
                 raise ConnectionError(
                     f"the server broke the stream {_MOST_FAILURES} times in a row: {_short(error)}"
                 ) from error
-            self._connection.again(self._client)
             try:
-                for message in self.waiting:
-                    self._put(message)
+                self._connection.again(self._client)
+            except BaseException:
+                self.waiting.clear()
+                raise
+            try:
+                self._put_all()
             except GONE as again:
                 error = again
                 continue
@@ -350,7 +374,7 @@ class Exchange:
 
     def _drop(self) -> None:
         writer, self._writer, self._reader = self._writer, None, None
-        if writer is not None:
+        if writer is not None and not self._connection.forked:
             try:
                 writer.close()
             except (*GONE, pa.ArrowException):

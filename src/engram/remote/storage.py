@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -107,7 +106,6 @@ class RemoteStorage(Storage):
         self.ndim = 1 + len(schema.columns)
         self._written = wire.arrow_schema(wire.written_columns(schema))
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
-        self._columns: tuple[pa.Schema, list[wire.Column]] = (None, [])
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -200,15 +198,15 @@ class RemoteStorage(Storage):
     def draw(self, key: int, rows: int) -> Drawn:
         """A batch, in one request. Nothing else may be under way."""
         with self._learning.lock:
-            self.ask_for([key], rows)
-            return self.answer()[0]
+            try:
+                self.ask_for([key], rows)
+                return self.answer()[0]
+            finally:
+                self._learning.forget()  # of one that was interrupted
 
     def _batches(self, answer: Answer) -> list[Drawn]:
         said = msgspec.json.decode(answer.said, type=Sampled)
-        schema = answer.rows.schema
-        if self._columns[0] is not schema:
-            self._columns = (schema, wire.columns_in(schema))
-        columns = self._columns[1]
+        columns = answer.columns
         tensors = wire.tensors_in(answer.rows, columns)
         batches, start, fields = [], 0, len(self._schema.fields)
         for number, shape in enumerate(said.sizes):
@@ -269,7 +267,7 @@ class RemoteStorage(Storage):
         with self._writing.lock:
             self._writing.send(Message(msgspec.json.encode(Append()), batch, again=False))
             answer = self._writing.receive()
-        (rows,) = wire.tensors_in(answer.rows, wire.columns_in(answer.rows.schema))
+        (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:

@@ -147,8 +147,8 @@ class _Stream:
         #: Held while a message is worked on.
         self._working = threading.Lock()
         self._left = False
-        #: The schema of messages, which was checked.
-        self._known: pa.Schema | None = None
+        #: Whether the schema of messages was checked: a stream has one.
+        self._checked = False
 
     def run(self) -> None:
         """Answer until the client or the server leaves."""
@@ -194,11 +194,11 @@ class _Stream:
             raise ValueError(f"{call}: expected rows in the message, got none.")
         if batch.nbytes > MAX_MESSAGE:
             raise ValueError(f"{call}: expected at most {MAX_MESSAGE} bytes, got {batch.nbytes}.")
-        if self._known is not batch.schema:
+        if not self._checked:
             got = wire.columns_in(batch.schema)
             if got != expected:
                 raise ValueError(f"{call}: expected the columns {_said(expected)}, got {_said(got)}.")
-            self._known = batch.schema
+            self._checked = True
         batch.validate()
         return wire.tensors_in(batch, expected)
 
