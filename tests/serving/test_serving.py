@@ -195,14 +195,3 @@ def test_the_command_line_serves_until_it_is_interrupted(store, tmp_path):
         refused = fresh.start(code, arguments=arguments)
         assert refused.wait() == 1
         assert re.search(said, refused.err), refused.err
-
-
-def test_serve_starts_a_process_and_ends_it(store):
-    serve = engram.serve(store)
-    with serve as address:
-        assert address.startswith("unix:")
-        pid = serve.pid
-        with ReplayBuffer.connect(address) as remote:
-            assert len(remote) == 10
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
