@@ -1,6 +1,7 @@
 """Processes on two mounts of a network's file system: ranks with addresses of their own, a job and its followers, and kills."""
 
 import os
+import re
 import signal
 import time
 
@@ -40,7 +41,7 @@ def saves(ranks, rank, folder, mounts):
         tell(folder / f"answer-{rank}.json", '{"killed": true}')
         series.accept = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     else:
-        ck._job.options = ck._job.options._replace(timeout=2.0)
+        ck._job.options = ck._job.options._replace(timeout=5.0)
     try:
         ck.save(2)
         why = ""
@@ -61,7 +62,9 @@ def test_four_ranks_of_two_machines_one_of_which_is_killed(tmp_path, mounts):
         assert join(started(switch, 4, saves, one, mounts)) == [0, 0, 0, -signal.SIGKILL]
     said = [answer(one, rank) for rank in range(3)]
     assert len({it["name"] for it in said}) == 1
-    assert all("no vote of ranks [3]" in it["why"] for it in said), said
+    assert all(re.search(r"no vote of ranks \[.*\b3\]", it["why"]) for it in said), (
+        said
+    )  # on a busy machine others are late, too
     with Switch() as switch:
         assert join(started(switch, 2, restores, two, mounts)) == [0, 0]
     loaded = [answer(two, rank) for rank in range(2)]

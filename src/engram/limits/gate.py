@@ -9,6 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from engram._native import NotAdmitted
+from engram._words import count
 from engram.errors import NoSampleable, RateLimited
 from engram.limits.rules import Rules
 
@@ -197,14 +198,14 @@ def _refusal(rules: Rules, counts: dict[str, float], live: int, rows: int, *, sa
     band = max(rules.tolerance * centre, by)
     there = in_flight if rules.in_flight else live
     if samples and there < rules.min_size:
-        advice = f"Insert {rules.min_size - there} rows more"
+        advice = f"Insert {count(rules.min_size - there, 'more row')}"
     elif samples:
         missing = math.ceil((centre - band + by - counts["limit_level"]) / rules.ratio) if rules.ratio else 1
-        advice = f"Insert {max(1, missing)} rows more"
+        advice = f"Insert {count(max(1, missing), 'more row')}"
     elif rules.in_flight and in_flight + rows > rules.in_flight:
-        advice = f"Sample until {in_flight + rows - rules.in_flight} rows more are used up"
+        advice = f"Sample until {count(in_flight + rows - rules.in_flight, 'more row')} are used up"
     else:
-        advice = f"Sample {max(1, math.ceil(counts['limit_level'] + by - centre - band))} rows more"
+        advice = f"Sample {count(max(1, math.ceil(counts['limit_level'] + by - centre - band)), 'more row')}"
     facts = [f"{live} rows are live"]
     if rules.ratio:
         level, low, high = counts["limit_level"], centre - rules.tolerance * centre, centre + rules.tolerance * centre
