@@ -373,6 +373,53 @@ def test_an_interrupt_mixes_no_answers_up(folders, prefetch):
             same(remote.sample(), local.sample())
 
 
+class Sending:
+    """A stream that is interrupted when a message has just been sent."""
+
+    def __init__(self, writer):
+        self._writer = writer
+
+    def write_metadata(self, said):
+        self._writer.write_metadata(said)
+        raise KeyboardInterrupt
+
+    def write_with_metadata(self, rows, said):
+        self._writer.write_with_metadata(rows, said)
+        raise KeyboardInterrupt
+
+    def close(self):
+        self._writer.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_message_that_was_just_sent_is_not_answered_to_the_next(folders, prefetch):
+    folder, twin = folders["uniform", TensorDictReplayBuffer]
+    with (
+        ReplayBuffer.connect(f"unix:{folder}.sock", generator=seeded(), prefetch=prefetch) as remote,
+        ReplayBuffer.open(twin, generator=seeded()) as local,
+    ):
+        for _ in range(8):  # all of the first message
+            same(remote.sample(), local.sample())
+        remote.storage._learning._writer = Sending(remote.storage._learning._writer)
+        with pytest.raises(KeyboardInterrupt):
+            remote.sample()
+        if not prefetch:
+            local.sample()  # its draw was lost
+        for _ in range(20):
+            same(remote.sample(), local.sample())
+
+
+def test_a_write_that_was_just_sent_is_not_answered_to_the_next(served):
+    rb, address = served
+    with ReplayBuffer.connect(address) as remote:
+        remote.extend(data(1, 100), lane=0)
+        remote.storage._writing._writer = Sending(remote.storage._writing._writer)
+        with pytest.raises(KeyboardInterrupt):
+            remote.extend(data(1, 200), lane=0)
+        rows = remote.extend(data(2, 300), lane=0)
+        assert rb["a"][rows].tolist() == [300, 301]
+
+
 def test_an_interrupted_write_is_not_sent_twice(served):
     rb, address = served
     with ReplayBuffer.connect(address) as remote:

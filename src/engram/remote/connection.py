@@ -280,6 +280,10 @@ class Exchange:
             if answered:
                 self.waiting.append(message)
             self._resume(error)
+        except BaseException:  # it may have been sent: its answer would be taken for that of the next
+            self._drop()
+            self.waiting = deque(other for other in self.waiting if other is not message)
+            raise
 
     def _put_all(self) -> None:
         """Send what waits, by a new stream."""
