@@ -6,7 +6,7 @@ import signal
 
 from tests import fresh
 
-_SERVER = """
+SERVER = """
 from pathlib import Path
 from engram.serving.listening import listening
 from engram.serving.run import run
@@ -45,7 +45,7 @@ class Served:
 def start(folder, listen, token=None, cert=None, key=None, *, insecure=False):
     paths = [None if path is None else str(path) for path in (token, cert, key)]
     values = dict(zip(("token", "cert", "key"), paths, strict=True))
-    return Served(fresh.start(_SERVER, folder=str(folder), listen=listen, insecure=insecure, **values))
+    return Served(fresh.start(SERVER, folder=str(folder), listen=listen, insecure=insecure, **values))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,11 @@ from pyarrow import flight
 from engram import LazyMemmapStorage, ReplayBuffer
 from engram.remote import wire
 from engram.remote.commands import ACTIONS, MAX_COMMAND
-from tests.serving.servers import serving
+from tests import fresh
+from tests.serving.servers import SERVER, Served, serving
+
+BRIEF = "from engram.serving import server; server._LEAVE_S = 0.1"
+NO_SECRETS = {"token": None, "cert": None, "key": None, "insecure": False}
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +164,23 @@ def test_a_client_that_does_not_read_holds_nobody_up(client, served):
             remote.sample()
     assert reader.read_chunk().data.num_rows == 1000
     reader.cancel()
+
+
+def test_a_server_ends_while_a_client_does_not_read(tmp_path):
+    with ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "store"), batch_size=4) as rb:
+        rb.extend({"a": torch.zeros(4, 1 << 20)})
+    server = Served(
+        fresh.start(BRIEF + SERVER, folder=str(tmp_path / "store"), listen=f"unix:{tmp_path}/sock", **NO_SECRETS)
+    )
+    try:
+        with flight.connect(f"grpc+unix://{tmp_path}/sock") as client:
+            writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(b"learn"))
+            for _ in range(2):
+                writer.write_metadata(b'{"do": "sample", "rows": 4, "keys": [1]}')
+            reader.read_chunk()
+            assert server.stop() == 0
+    finally:
+        server.kill()
 
 
 def test_a_received_block_is_checked_against_its_schema():

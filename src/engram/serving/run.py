@@ -27,16 +27,16 @@ def run(directory: Path, at: Listening, ready: Callable[[Address], None]) -> Non
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # before there are threads, which inherit it
     rb = ReplayBuffer.open(directory)
-    server = Server(Service(rb), at.address, token=at.token, tls=at.tls)
+    service, before = Service(rb), os.umask(0o177)  # the socket is the user's alone as soon as it is there
+    server = Server(service, at.address, token=at.token, tls=at.tls)
+    os.umask(before)
     address = at.address
-    if address.scheme == "unix":
-        os.chmod(address.host, 0o600)
-    else:
+    if address.scheme != "unix":
         address = address._replace(port=server.port)
     ready(address)
     signal.sigwait(_ENDS)
-    server.drain()
-    rb.close()
+    if server.drain():  # else a command is under way
+        rb.close()
     if address.scheme == "unix":
         os.unlink(address.host)
     os._exit(0)  # gRPC would wait for clients to leave

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import threading
+import time
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -40,6 +41,8 @@ _LEARN = cast("type[Sample | Prioritize]", Sample | Prioritize)
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
 MAX_STREAMS = 1024
+#: For how long a server that is to end waits for its clients.
+_LEAVE_S = 5.0
 
 
 #: Errors that Flight knows.
@@ -126,13 +129,21 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             raise broken(f"expected the ticket dump, got {ticket.ticket!r:.40}.")
         return flight.GeneratorStream(_FILES, self._service.dump_files(_FILES))
 
-    def drain(self) -> None:
-        """Finish the commands under way, take no others, and tell every client that the server leaves."""
+    def drain(self) -> bool:
+        """Finish the commands under way, take no others, and tell every client that the server leaves: whether all were told.
+
+        A client that does not read what it asked for is waited for no longer than a few seconds.
+        """
         with self._lock:
             self._draining = True
             streams = list(self._streams.values())
-        for stream in streams:
-            stream.leave()
+        telling = [threading.Thread(target=stream.leave, daemon=True) for stream in streams]
+        for thread in telling:
+            thread.start()
+        deadline = time.monotonic() + _LEAVE_S
+        for thread in telling:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in telling)
 
 
 class _Stream:
