@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from engram import _fork
 from engram._checks import check_path
+from engram._native import NotAdmitted
 from engram._unsupported import refused, refusing
 from engram.buffer.row_access import RowAccess
 from engram.errors import NoSampleable
@@ -53,28 +54,38 @@ class RequestsUnderWay:
     def rewired(self) -> None:
         """The components are others. What was drawn stays: it is as the server sent it."""
 
-    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:  # noqa: ARG002 - the settings checked the size
+    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """The next batch: what ``ReplayBuffer.sample`` returns."""
-        with self._lock:
-            batch = self._next()
+        batch = self._wiring.gate.sampled(self._next, self._wiring.storage, batch_size, timeout)
         if batch.last:
             self._wiring.source.ran_out = True
         return self._reading.finish(batch.columns, batch.rows, cast("dict[object, object]", batch.info), return_info)
 
-    def _next(self) -> Drawn:
+    def _next(self, _: None) -> Drawn:
+        with self._lock:
+            return self._taken()
+
+    def _taken(self) -> Drawn:
         wiring = self._wiring
         has_epochs = wiring.of_sampler.has_epochs
-        depth = 1 if has_epochs else self._depth
+        depth, asked_before = 1 if has_epochs else self._depth, bool(self._asked)
         while True:
             while len(self._asked) < depth and not (has_epochs and self._ready):
                 self._ask()
             if self._ready:
                 return self._ready.popleft()[1]
             try:
-                batches = wiring.storage.answer()
-            except (NoSampleable, ConnectionError):  # it may be different when it is asked for again
+                batches = wiring.storage.answer(self._rows)
+            except (
+                NoSampleable,
+                NotAdmitted,
+                ConnectionError,
+            ) as error:  # it may be different when it is asked for again
                 self.discard("sample")
-                raise
+                if not asked_before or isinstance(error, ConnectionError):
+                    raise
+                asked_before = False
+                continue
             except Exception:
                 self._put_back(self._asked.popleft()[1:])
                 raise

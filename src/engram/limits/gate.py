@@ -93,6 +93,8 @@ class Gate:
                     raise
                 self._check_open("sample")
                 store.core.await_insert(written, min(deadline - monotonic(), _SLICE_S))
+            except NotAdmitted:  # by the server that drew
+                self.wait(store, rows, deadline, samples=True)
             except BaseException:
                 store.core.give_back_samples(rows)
                 raise

@@ -117,6 +117,9 @@ class State(msgspec.Struct, frozen=True):
     size: int
     write_count: int
     counters: dict[str, int]
+    limit: tuple[float, float, int, int]
+    """As :class:`Rules`."""
+    limit_counts: dict[str, float]
 
 
 class Sampled(msgspec.Struct, frozen=True):

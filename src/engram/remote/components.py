@@ -37,7 +37,12 @@ class RemoteSampler(OfServer, DeclaredSampler):
 
     def __init__(self, served: Served) -> None:
         self.traits = _traits(
-            served.traits_of_sampler, draws_uniformly=False, reads_natively=True, can_rewind=False, listens=False
+            served.traits_of_sampler,
+            draws_uniformly=False,
+            reads_natively=True,
+            can_rewind=False,
+            listens=False,
+            consumes=False,  # the server writes over rows that are used up
         )
         self.computed_keys = {key[0] if len(key) == 1 else tuple(key): flat for key, flat in served.computed_keys}
         self._text = served.sampler

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
+from engram._native import NotAdmitted
 from engram._unsupported import refused, refusing
+from engram.errors import RateLimited
 from engram.format.schema import decode
 from engram.remote import wire
 from engram.remote.commands import (
@@ -50,17 +53,61 @@ _PRIORITIES = wire.arrow_schema(
 
 #: So many bytes fit into the buffers of a connection whose server does not read.
 _UNREAD = 32 << 10
+#: Between two requests that the limits of the store refused.
+_ASK_AGAIN_S = 0.02
 
 
 class OfServer:
     """A component that asks a server."""
 
 
-class NoLimits(NamedTuple):
-    """What the limits of a store say, of one whose server follows them."""
+class ServedLimits:
+    """Limits of a store that its server follows. It refuses at once what it does not admit, so clients ask again."""
 
-    limited: bool = False
-    limit: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
+    #: It may be: only the server knows.
+    limited = True
+    #: Of what is written to the store nothing is heard: it is waited for without it.
+    write_count = 0
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def state(self) -> State:
+        """Numbers of the store at this moment. Raises as :meth:`Connection.ask`."""
+        return self._connection.ask("stats", Stats(), State)
+
+    @property
+    def limit(self) -> tuple[float, float, int, int]:
+        return self.state().limit
+
+    def limit_counts(self) -> dict[str, float]:
+        return self.state().limit_counts
+
+    def size(self) -> int:
+        return self.state().size
+
+    def admit_samples(self, rows: int) -> bool:  # noqa: ARG002 - the server is asked by the draw
+        return True
+
+    def give_back_samples(self, rows: int) -> None:
+        """The server has done it."""
+
+    def limit_event(self, samples: bool) -> int:  # noqa: ARG002 - as of a store that is here
+        return 0
+
+    def await_limit(self, samples: bool, rows: int, event: int, seconds: float) -> bool:  # noqa: ARG002
+        """Sleep until the server is to be asked again."""
+        time.sleep(min(seconds, _ASK_AGAIN_S))
+        return True
+
+    def await_insert(self, written: int, seconds: float) -> None:  # noqa: ARG002
+        time.sleep(min(seconds, _ASK_AGAIN_S))
+
+    def count_limit_wait(self, samples: bool) -> None:
+        """The server counts none of these."""
+
+    def wake_limits(self) -> None:
+        """What waits here asks again by itself."""
 
 
 class Memory(NamedTuple):
@@ -68,10 +115,10 @@ class Memory(NamedTuple):
 
     schema: Schema
     place: str
+    core: ServedLimits
     directory: None = None
     is_native: bool = True
     closed: bool = False
-    core: NoLimits = NoLimits()
 
 
 class Drawn(NamedTuple):
@@ -101,8 +148,9 @@ class RemoteStorage(Storage):
         self.connection = connection
         self._schema = schema = decode(served.schema.encode(), "connect")
         self.structure = Structure.from_schema(schema)
+        self._limits = ServedLimits(connection)
         place = f"at {', '.join(map(str, connection.access.addresses))}"
-        self.memory = cast("Store", Memory(schema, place))  # as far as readers look at it
+        self.memory = cast("Store", Memory(schema, place, self._limits))  # as far as readers look at it
         self.ndim = 1 + len(schema.columns)
         self._written = wire.arrow_schema(wire.written_columns(schema))
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
@@ -136,8 +184,7 @@ class RemoteStorage(Storage):
         return self._schema.row_bytes * self._schema.capacity
 
     def _state(self) -> State:
-        state: State = self.connection.ask("stats", Stats(), State)
-        return state
+        return self._limits.state()
 
     def __len__(self) -> int:
         return self._state().size
@@ -179,10 +226,13 @@ class RemoteStorage(Storage):
         with self._learning.lock:
             self._learning.send(Message(msgspec.json.encode(command)))
 
-    def answer(self) -> list[Drawn]:
-        """The batches of the message that was asked for first. Raises what drawing the first raised."""
+    def answer(self, rows: int) -> list[Drawn]:
+        """The batches, of so many rows, of the message that was asked for first. Raises what drawing the first raised."""
         with self._learning.lock:
-            return self._batches(self._learning.receive())
+            try:
+                return self._batches(self._learning.receive())
+            except RateLimited:
+                raise NotAdmitted(rows) from None
 
     def settle(self) -> None:
         """Wait until all that was asked for is drawn."""
@@ -200,7 +250,7 @@ class RemoteStorage(Storage):
         with self._learning.lock:
             try:
                 self.ask_for([key], rows)
-                return self.answer()[0]
+                return self.answer(rows)[0]
             finally:
                 self._learning.forget()  # of one that was interrupted
 
@@ -266,7 +316,10 @@ class RemoteStorage(Storage):
         batch = wire.record_batch(self._written, columns, n)
         with self._writing.lock:
             self._writing.send(Message(msgspec.json.encode(Append()), batch, again=False))
-            answer = self._writing.receive()
+            try:
+                answer = self._writing.receive()
+            except RateLimited:
+                raise NotAdmitted(n) from None
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
 

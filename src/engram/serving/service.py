@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 import torch
 
+from engram._native import NotAdmitted
 from engram._version import __version__
 from engram.buffer.read_path import ReadPath
 from engram.buffer.wiring import Wiring
@@ -70,7 +71,7 @@ class Service:
         store = rb.storage.memory
         assert store is not None  # it was opened
         assert store.directory is not None
-        self._schema = store.schema
+        self._store, self._schema = store, store.schema
         self._folder = Path(store.directory)
         self._fields = wire.fields_of(self._schema)
         #: The columns of rows on their way in.
@@ -116,8 +117,8 @@ class Service:
         )
 
     def _stats(self, _: Stats) -> State:
-        storage = self._wiring.storage
-        return State(len(storage), self._rb.write_count, storage.counters())
+        storage, core = self._wiring.storage, self._store.core
+        return State(len(storage), self._rb.write_count, storage.counters(), core.limit, core.limit_counts())
 
     def _health(self, _: Health) -> dict[str, object]:
         return {}
@@ -147,7 +148,8 @@ class Service:
     def sample(self, command: Sample) -> Batches:
         """Draw batches. Fewer come where an epoch ends, or where there is nothing more to draw.
 
-        Raises ``ValueError``: too many, or too large ones. What drawing the first one raises.
+        Raises ``ValueError``: too many, or too large ones. ``RateLimited``: the limits of the store do not admit the first one now: clients
+        wait. What drawing the first one raises.
         """
         bytes_each = command.rows * self._schema.row_bytes
         most = MAX_BATCHES if bytes_each * len(command.keys) <= COALESCED_BYTES else 1
@@ -159,8 +161,9 @@ class Service:
         batches, last = [], False
         for key in command.keys:
             try:
-                batches.append(self._drawn(key, command.rows))
-            except NoSampleable:
+                with self._wiring.gate.admitted(self._store, command.rows):
+                    batches.append(self._drawn(key, command.rows))
+            except (NoSampleable, NotAdmitted):
                 if not batches:
                     raise
                 break
@@ -202,13 +205,13 @@ class Service:
             self._rb.update_priority(rows[mask], priorities[mask], generation=generation)
 
     def append(self, columns: Sequence[Tensor], n: int) -> Tensor:
-        """Write rows: their numbers. Raises as ``ReplayBuffer.extend``."""
+        """Write rows: their numbers. Raises as ``ReplayBuffer.extend``; ``RateLimited`` at once: clients wait."""
         wiring = self._wiring
         storage = wiring.storage
         lane = columns[-1] if storage.lanes > 1 else 0
         columns = columns[: len(self._fields)]
         if not wiring.appends:
-            return self._rb.extend(storage.batch(columns, (n,)), lane=lane)
+            return self._rb.extend(storage.batch(columns, (n,)), lane=lane, timeout=0)
 
         write = storage.write(WritePlan(lane=lane), list(columns), n)
         storage.notify(write, None)
