@@ -94,6 +94,13 @@ void bind_consumption(nb::module_& m) {
       .def_prop_ro("drawable", [](const BoundConsumption& self) { return self.drawable(); }, "Rows that can be drawn.")
       .def_prop_ro("used", [](const BoundConsumption& self) { return self.used(); }, "Rows that are used up.")
       .def("claim", &claim, "key"_a, "n"_a, "Draws up to n rows, and counts them: [rows, ticket numbers].")
+      .def(
+          "were_read",
+          [](BoundConsumption& self, Address rows, Address numbers, std::uint64_t n) {
+            const WithoutInterpreter running(n <= kBrief);
+            self.were_read(at<const std::int64_t>(rows), at<const std::int64_t>(numbers), n);
+          },
+          "rows"_a, "numbers"_a, "n"_a, "What claim returned was read: rows that are used up may be written over.")
       .def("used_rows", &used_rows, "n"_a, "The first n rows that are used up.")
       .def(
           "counts",

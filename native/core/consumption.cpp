@@ -175,10 +175,23 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
     numbers[taken++] = static_cast<std::int64_t>(numbers_[row]);
     counts_[row] = (counts_[row] | kClaimed) + 1;
   }
-  for (const std::uint64_t row : looked_at_) place(row);
+  for (const std::uint64_t row : looked_at_) {
+    if (count_of(row) < most_ || !is_known(row)) place(row);
+  }
   change.done();
   fewer_drawable(before);
   return taken;
+}
+
+void Consumption::were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
+  check_rows(rows, n, rows_);
+  const Lock guard(*this);
+  Change change(*this);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    if (numbers_[row] == static_cast<std::uint64_t>(numbers[i])) place(row);
+  }
+  change.done();
 }
 
 std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {

@@ -62,6 +62,9 @@ class Consumption : public Index {
   /// just being written are passed over. A pure function of the key and of which rows can be drawn. O(n log rows).
   std::uint64_t claim(std::uint64_t key, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers);
 
+  /// What claim returned was read, or is not to be: rows that are used up are counted as such from now on, and may be written over. If
+  /// the process dies before, the ring comes to them.
+  void were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n);
   /// The first n live rows that are used up, or fewer; nothing changes. For a writer that keeps others from choosing rows meanwhile.
   std::uint64_t used_rows(std::uint64_t n, std::int64_t* rows);
 

@@ -39,6 +39,7 @@ struct Consumer {
   std::vector<std::int64_t> claim(std::uint64_t key, std::uint64_t n) {
     std::vector<std::int64_t> rows(n), numbers(n);
     rows.resize(index.claim(key, n, rows.data(), numbers.data()));
+    index.were_read(rows.data(), numbers.data(), rows.size());
     return rows;
   }
   void append(std::uint64_t n) {

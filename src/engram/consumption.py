@@ -106,6 +106,10 @@ class ConsumptionIndex:
         rows, numbers = self.core.claim(key, n)
         return rows, numbers
 
+    def were_read(self, rows: Tensor, tickets: Tensor) -> None:
+        """Rows that were claimed have been read: those that are used up may be written over."""
+        self.core.were_read(rows.data_ptr(), tickets.data_ptr(), len(rows))
+
     def counts(self, n: int) -> Tensor:
         """int32 ``[n]``: how often the first rows were drawn. A copy."""
         out = torch.empty(n, dtype=torch.int32, device="cpu")

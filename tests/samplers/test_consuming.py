@@ -119,6 +119,16 @@ def test_used_rows_are_written_over_before_others(storage):
     assert sorted(sum(drawn(rb), [])) == sorted([*left, *range(10, 17)])
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_that_were_drawn_and_not_read_yet_are_not_written_over(storage):
+    rb = buffer(4, 4, capacity=10, storage=storage)
+    draw = rb.sampler.draw(rb.storage.extent(), 4, 1)  # another thread is to read them now
+    assert rb.extend(torch.arange(4, 6)).tolist() == [4, 5]
+    rb.sampler.were_read(draw)
+    assert set(rb.extend(torch.arange(6, 10)).tolist()) == {0, 1, 2, 3}
+    assert sorted(sum(drawn(rb), [])) == [*range(4, 10)]
+
+
 def test_a_full_ring_loses_no_more_rows_than_there_is_no_room_for():
     rb = buffer(6, 2)
     used = set(rb.sample().tolist())

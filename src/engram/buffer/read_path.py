@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.wiring import Wiring
     from engram.store import Key
-    from engram.types import Entry, Info, Shown
+    from engram.types import Entry, Shown
 
 
 class ReadPath:
@@ -161,16 +161,18 @@ class ReadPath:
         if tracks and not chosen:  # so that the generation is that of what was read
             draw = draw._replace(tickets=storage.tickets_of(draw.rows))
         columns, moved = storage.read(draw.rows, draw.tickets)
-        if moved and wiring.of_sampler.consumes:
-            return self._draw_others(draw, columns, moved, key)
-        if moved:
+        if wiring.of_sampler.consumes:
+            if moved:
+                columns, draw = self._draw_others(draw, columns, moved, key)
+            source.were_read(draw)
+        elif moved:
             draw = self.read_again(draw, columns, moved, "sample", key=key, chosen=chosen)
         info = dict(draw.info)
         if tracks:
             info["index_generation"] = draw.tickets
         return columns, draw.rows, info
 
-    def _draw_others(self, draw: Draw, columns: object, moved: list[int], key: int) -> tuple[object, Tensor, Info]:
+    def _draw_others(self, draw: Draw, columns: object, moved: list[int], key: int) -> tuple[object, Draw]:
         """Others in place of rows that moved, of a sampler that counts what it draws; where none are left, the batch is shorter.
 
         Raises:
@@ -198,7 +200,7 @@ class ReadPath:
             left = [i for i in range(len(rows)) if i not in set(moved)]
             columns = storage.some(columns, left)
             rows, tickets = rows[left], tickets[left]
-        return columns, rows, {"index_generation": tickets} if self._wiring.of_writer.tracks_tickets else {}
+        return columns, Draw(rows, tickets)
 
     def read_again(
         self, draw: Draw, columns: object, moved: list[int], call: str, *, key: int | None = None, chosen: bool = False

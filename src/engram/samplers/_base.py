@@ -85,6 +85,10 @@ class DeclaredSampler(Component):
         """Whether a draw of this size would succeed now."""
         return len(storage) > 0 and batch_size > 0
 
+    def were_read(self, draw: Draw) -> None:
+        """The rows of a draw were read, and may be written over where they are used up. Told to one that ``consumes``."""
+        raise NotImplementedError
+
     def used_rows(self, n: int) -> Tensor:
         """int64: live rows that will never be drawn again, ``n`` at most. Asked of one that ``consumes``."""
         raise NotImplementedError
@@ -119,6 +123,8 @@ class NativeSampler(DeclaredSampler):
         """Draw from a storage with a key of torch's default generator: ``(int64 [B], info)``."""
         key = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         draw = self.draw(storage.extent(), batch_size, key)
+        if self.traits.consumes:
+            self.were_read(draw)
         return draw.rows, dict(draw.info)
 
 

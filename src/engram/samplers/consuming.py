@@ -31,8 +31,9 @@ class ConsumingSampler(NativeSampler):
     ``add`` and ``extend`` write over rows that are used up before they take the next place of the ring, so that no row is
     overwritten while a used one is there. (With several lanes, or ``ndim > 1``, they keep to their rings.)
 
-    A draw counts before its rows are read. So all threads and processes that draw from one store share its rows out exactly: a
-    row is never handed out more often than ``max_sample_count`` times. If a process dies between counting and handing out, or
+    A draw counts before its rows are read; once they were read, those that are used up may be written over. So all threads and
+    processes that draw from one store share its rows out exactly: a row is never handed out more often than ``max_sample_count``
+    times, and writers take no row away from a draw under way. If a process dies between counting and handing out, or
     drops prefetched batches, these rows count as drawn. Counts belong to the storage, under the name ``index``: they stay when the
     sampler is replaced, and in a directory also when the process ends. Every writer keeps them, whatever its sampler.
 
@@ -107,6 +108,11 @@ class ConsumingSampler(NativeSampler):
                 "sampling."
             )
         return Draw(rows, tickets)
+
+    def were_read(self, draw: Draw) -> None:
+        index = self._attached()
+        if index is not None and draw.tickets is not None:
+            index.were_read(draw.rows.contiguous(), draw.tickets.contiguous())
 
     def drawable(self, storage: SampledStorage) -> int:
         self.bind(storage)
