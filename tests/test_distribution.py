@@ -37,7 +37,7 @@ def test_the_distribution_is_engram_replay_and_the_import_engram():
 def test_every_text_that_names_the_distribution_names_it_in_full():
     texts = [*ROOT.glob("src/**/*.py"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py"), *ROOT.glob("*.md")]
     for path in [*texts, ROOT / "Makefile", ROOT / "pyproject.toml"]:
-        wrong = re.search(r"\bengram\[[a-z]|install +(-U +)?[\"']?engram(?!-replay)\b", path.read_text())
+        wrong = re.search(r"\bengram\[[a-z]|\binstall +(-U +)?[\"']?engram(?!-replay)\b", path.read_text())
         assert wrong is None, f"{path}: {wrong}"
 
 

@@ -126,8 +126,8 @@ def test_a_class_of_ones_own_above_torchrls(torchrl_component):
 def test_samplers_and_writers_of_torchrl(torchrl_component):
     with pytest.raises(TypeError, match="It is torchrl's SliceSampler: from engram import SliceSampler"):
         filled(sampler=torchrl_component("SliceSampler"))
-    with pytest.raises(TypeError, match="It is torchrl's StalenessAwareSampler: use one of engram's"):
-        filled(sampler=torchrl_component("StalenessAwareSampler"))
+    with pytest.raises(TypeError, match="It is torchrl's SamplerEnsemble: use one of engram's"):
+        filled(sampler=torchrl_component("SamplerEnsemble"))
     with pytest.raises(TypeError, match="It is torchrl's RoundRobinWriter: from engram import RoundRobinWriter"):
         filled(writer=torchrl_component("RoundRobinWriter"))
 

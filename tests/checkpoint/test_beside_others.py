@@ -317,7 +317,7 @@ def test_a_buffer_that_is_written_first_while_it_is_saved(ram):
 
 
 def check_cut(rb, report):
-    """Of one instant: of each lane the newest rows before its cursor, and only the oldest of them are missing."""
+    """Of one instant: of each lane the newest rows before its cursor, but those that were overwritten before they were copied."""
     length = rb.storage.max_size // rb.lanes
     lanes = rb.storage.state_dict()["lanes"]
     data = rb[:]
@@ -327,8 +327,10 @@ def check_cut(rb, report):
         position, live = lanes[lane, :2].tolist()
         assert position % 3 == 0, "no write by half"
         assert live == min(position, length)
-        found = sorted(data["at"][data["lane"] == lane].tolist())
-        assert found == list(range(position - len(found), position))
+        found = data["at"][data["lane"] == lane].tolist()
+        # The oldest are missing, or those that a block of rows was copied too late for.
+        assert len({*found}) == len(found)
+        assert {*found} <= {*range(position - live, position)}
         lost += live - len(found)
     assert (report.steps, report.lost_rows) == (len(data), lost)
     return lost

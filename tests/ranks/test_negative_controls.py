@@ -113,7 +113,7 @@ def all_hear_what_failed_on_one(root, timeout):
         before = whos(steps_of(rb))
         ck = checkpointer_of(root, rb, ranks, timeout=timeout)
         if rank == 1:
-            rb.prepare_placed = lambda *_, **__: (_ for _ in ()).throw(OSError("bad sector"))
+            rb._saving.prepare_placed = lambda *_, **__: (_ for _ in ()).throw(OSError("bad sector"))
         started = time.monotonic()
         with pytest.raises((RankFailed, OSError)) as caught:
             ck.restore(incomplete={})

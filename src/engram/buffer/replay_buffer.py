@@ -425,7 +425,7 @@ class ReplayBuffer:
         if return_info is not False:
             return_info = bool(return_info)
         if not self._wiring.gate.samples:
-            raise RuntimeError("sample: the buffer was shut down.")
+            self._wiring.gate.check_open("sample")
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "sample")
         sample = self._reading.sample(batch_size, return_info, timeout)

@@ -329,16 +329,16 @@ def _rename_once(old: str, new: str) -> bool:
 
 def check_names_once(folder: StrPath) -> None:
     """Raise ``OSError`` where :func:`publish` could not tell whether a name is taken."""
-    probe = f"{os.fspath(folder)}/.once-{secrets.token_hex(4)}"
+    probe, other = (f"{os.fspath(folder)}/once.{secrets.token_hex(4)}.tmp" for _ in range(2))
     create(probe, 0).close()
     try:
-        os.link(probe, f"{probe}-", follow_symlinks=False)
+        os.link(probe, other, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
-        _rename_once(probe, f"{probe}-")
+        _rename_once(probe, other)
     finally:
-        for name in (probe, f"{probe}-"):
+        for name in (probe, other):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
 

@@ -91,7 +91,7 @@ class Gate:
                 # Of a queue other consumers may have taken the last rows.
                 if not Rules(*store.core.limit).in_flight or monotonic() >= deadline:
                     raise
-                self._check_open("sample")
+                self.check_open("sample")
                 store.core.await_insert(written, min(deadline - monotonic(), _SLICE_S))
             except NotAdmitted:  # by the server that drew
                 self.wait(store, rows, deadline, samples=True)
@@ -130,7 +130,7 @@ class Gate:
             store = storage.memory
             if store is not None or storage.pending_limit is None:
                 return store
-            self._check_open("sample")
+            self.check_open("sample")
             if monotonic() >= deadline:
                 rules = Rules(*storage.pending_limit)
                 raise RateLimited(
@@ -145,7 +145,7 @@ class Gate:
         core.count_limit_wait(samples)
         while True:
             event = core.limit_event(samples)
-            self._check_open("sample" if samples else "extend")
+            self.check_open("sample" if samples else "extend")
             left = deadline - monotonic()
             if left <= 0:
                 _refuse(store, rows, samples=samples)
@@ -164,9 +164,10 @@ class Gate:
         self._closed = True
         self.shut_down(store)
 
-    def _check_open(self, call: str) -> None:
+    def check_open(self, call: str) -> None:
+        """Raise ``RuntimeError``: the buffer was closed, or was shut down and is to sample."""
         if self._closed:
-            raise RuntimeError(f"{call}: the buffer was closed while the call waited for the limits of its store.")
+            raise RuntimeError(f"{call}: the buffer was closed before the call had ended.")
         if call == "sample" and not self.samples:
             raise RuntimeError("sample: the buffer was shut down.")
 
