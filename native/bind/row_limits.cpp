@@ -61,6 +61,10 @@ void bind_limits(nb::class_<Store>& type) {
           "give_back_samples", [](const Store& self, std::uint64_t n) { self.limits().give_back(Limits::kSample, n); }, "n"_a,
           "n admitted rows were not sampled.")
       .def(
+          "prepay_inserts", [](const Store& self, std::uint64_t n) { self.limits().prepay(n); }, "n"_a,
+          "Admits n rows that this thread is to insert by several calls.")
+      .def("return_prepaid", [](const Store& self) { self.limits().return_prepaid(); }, "Gives back what they did not insert.")
+      .def(
           "consumed", [](const Store& self, std::uint64_t n) { self.limits().consumed(n); }, "n"_a,
           "n rows were drawn for the last time, or overwritten before that: as many more may be inserted.")
       .def(

@@ -12,6 +12,7 @@
 #include <ctime>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "check.h"
 #include "fence.h"
@@ -23,6 +24,8 @@ namespace {
 
 constexpr double kLongestSleep = 1;  // seconds
 constexpr std::uint64_t kNone = 0;   // nothing is wanted
+
+thread_local std::uint64_t prepaid = 0;  // rows that are admitted and to be inserted
 
 double number(const Word& word) { return std::bit_cast<double>(word.load(std::memory_order_seq_cst)); }
 std::uint64_t bits(double value) { return std::bit_cast<std::uint64_t>(value); }
@@ -167,6 +170,22 @@ bool Limits::admit(Side side, std::uint64_t n) const {
     return false;
   }
   now.slot.inserts.fetch_add(n, std::memory_order_relaxed);
+  return true;
+}
+
+void Limits::prepay(std::uint64_t n) const {
+  if (!on()) return;
+  if (!admit(kInsert, n)) throw Limited(n);
+  prepaid = n;
+}
+
+void Limits::return_prepaid() const {
+  if (const std::uint64_t left = std::exchange(prepaid, 0); left != 0) give_back(kInsert, left);
+}
+
+bool Limits::use_prepaid(std::uint64_t n) {
+  if (n > prepaid) return false;
+  prepaid -= n;
   return true;
 }
 

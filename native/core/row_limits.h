@@ -58,6 +58,11 @@ class Limits {
 
   /// Whether n rows are admitted now; then they are counted. An insert that can never be is a std::invalid_argument.
   bool admit(Side side, std::uint64_t n) const;
+  /// Admits n rows that this thread inserts by several calls, next; what they do not insert, return_prepaid gives back. Throws Limited.
+  void prepay(std::uint64_t n) const;
+  void return_prepaid() const;
+  /// Whether so many rows of this thread are admitted already; then they are no longer.
+  static bool use_prepaid(std::uint64_t n);
   /// n admitted rows were inserted: samples that wait for them may go on.
   void inserted() const;
   /// n admitted rows were not inserted, or not sampled.
@@ -112,7 +117,7 @@ class Limits {
 class AdmittedInsert {
  public:
   AdmittedInsert(const Control& control, std::uint64_t n) : control_(control), limits_(control), n_(n), counted_(n != 0 && limits_.on()) {
-    if (counted_ && !limits_.admit(Limits::kInsert, n)) throw Limited(n);
+    if (counted_ && !Limits::use_prepaid(n) && !limits_.admit(Limits::kInsert, n)) throw Limited(n);
   }
   ~AdmittedInsert() {
     if (counted_) limits_.give_back(Limits::kInsert, n_);

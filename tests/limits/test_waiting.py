@@ -362,3 +362,18 @@ def test_iteration_waits():
     loader = iter(DeviceLoader(rb, "cpu"))
     assert len(next(loader)) == 10
     rb.close()
+
+
+def test_a_write_over_used_rows_and_new_ones_is_admitted_as_a_whole():
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=ConsumingSampler(1), batch_size=2)
+    rb.extend({"a": torch.arange(10)})
+    rb.limit(MaxInFlight(10))
+    rb.sample()
+    for _ in range(2):
+        with pytest.raises(RateLimited):
+            rb.extend({"a": torch.arange(10, 14)}, timeout=0)
+    assert rb.write_count == 10
+    assert rb.stats()["limit_in_flight"] == 8
+    rb.sample()
+    rb.extend({"a": torch.arange(10, 14)}, timeout=0)
+    assert rb.write_count == 14

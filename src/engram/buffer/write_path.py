@@ -255,12 +255,19 @@ class WritePath:
             used = used[order[int(met.sum()) :]]
         k = len(used)
         written: list[Write] = []
-        for plan, which, count in (
-            (WritePlan(rows=used), slice(k), k),
-            (WritePlan(lane=0), slice(k, None), n - k),
-        ):
-            if count:
-                written.append(storage.write(plan, storage.some(prepared, which) if count < n else prepared, count))
+        memory = storage.memory if 0 < k < n else None
+        if memory is not None:
+            memory.core.prepay_inserts(n)  # all of them, or none
+        try:
+            for plan, which, count in (
+                (WritePlan(rows=used), slice(k), k),
+                (WritePlan(lane=0), slice(k, None), n - k),
+            ):
+                if count:
+                    written.append(storage.write(plan, storage.some(prepared, which) if count < n else prepared, count))
+        finally:
+            if memory is not None:
+                memory.core.return_prepaid()
         if len(written) == 1:
             return written[0]
         rows, numbers = (torch.cat(both) for both in zip(*((one.rows, one.tickets) for one in written), strict=True))
