@@ -15,7 +15,7 @@ namespace {
 
 constexpr char kMagic[8] = {'e', 'n', 'g', 'c', 'o', 'n', 's', '\1'};
 constexpr std::uint64_t kMostRows = std::uint64_t{1} << 32;
-constexpr std::uint64_t kMostDraws = std::uint64_t{1} << 31;
+constexpr std::uint64_t kMostDraws = std::uint64_t{1} << 24;
 
 std::uint64_t sets_at(std::uint64_t rows) { return kPage + (rows * sizeof(std::uint64_t) + 63) / 64 * 64; }
 
@@ -72,7 +72,7 @@ std::uint64_t Consumption::bytes(std::uint64_t rows) {
 
 void Consumption::format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t most) {
   check(memory.size() == bytes(rows), "counts of draws in memory of another size");
-  check(most > 0 && most < kMostDraws, "counts of draws: expected 1 to 2^31 - 1 draws of a row");
+  check(most > 0 && most < kMostDraws, "counts of draws: expected 1 to 2^24 - 1 draws of a row");
   auto* header = new (memory.data()) ConsumptionHeader{};
   header->rows = rows;
   header->most = most;
@@ -99,7 +99,7 @@ Consumption::Consumption(std::span<std::byte> memory, const Control* tickets)
       drawable_(memory.data() + sets_at(rows_), rows_),
       used_(memory.data() + sets_at(rows_) + RowSet::bytes(rows_), rows_),
       tickets_(tickets) {
-  check(most_ > 0 && most_ < kMostDraws, "counts of draws: expected 1 to 2^31 - 1 draws of a row");
+  check(most_ > 0 && most_ < kMostDraws, "counts of draws: expected 1 to 2^24 - 1 draws of a row");
   check(tickets == nullptr || tickets->capacity() == rows_, "counts of draws of a store of another capacity");
 }
 
@@ -115,6 +115,11 @@ bool Consumption::is_known(std::uint64_t row) const {
   return is_committed(word) && number_of(word) == numbers_[row];
 }
 
+// Before its number or count changes, or it is placed.
+void Consumption::no_longer_read(std::uint64_t row) {
+  if (is_being_read(row)) header_->reading.fetch_sub(1, std::memory_order_relaxed);
+}
+
 // The row belongs into one set, or into none.
 void Consumption::place(std::uint64_t row) {
   const bool live = numbers_[row] != 0, left = count_of(row) < most_;
@@ -124,6 +129,7 @@ void Consumption::place(std::uint64_t row) {
 
 // The count first: if the process dies behind it, the row is not known, and its news come again.
 void Consumption::note(std::uint64_t row, std::uint64_t number, std::uint32_t count) {
+  no_longer_read(row);
   counts_[row] = count;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   numbers_[row] = number;
@@ -135,6 +141,7 @@ void Consumption::look_at(std::uint64_t row) {
   const std::uint64_t word = word_of(row);
   const bool gone = !is_committed(word) && state_of(word) != State::writing;
   if (is_committed(word) ? numbers_[row] == number_of(word) : !gone || numbers_[row] == 0) return;
+  no_longer_read(row);
   counts_[row] = 0;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   numbers_[row] = gone ? 0 : number_of(word);
@@ -142,9 +149,14 @@ void Consumption::look_at(std::uint64_t row) {
 
 void Consumption::make_sets() {
   Change change(*this);
+  for (std::uint64_t row = 0; row < rows_; ++row) {
+    if ((counts_[row] & kReaders) != 0) counts_[row] &= ~kReaders;
+  }
   drawable_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) < most_; });
   used_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) >= most_; });
+  const std::uint64_t left = header_->reading.exchange(0, std::memory_order_relaxed);  // by readers that died
   change.done();
+  fewer_in_flight(in_flight() + left);
 }
 
 void Consumption::look_at_all() {
@@ -163,7 +175,7 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
   const Random random(key);
   const Lock guard(*this);
   Change change(*this);
-  const std::uint64_t before = drawable_.size();
+  const std::uint64_t before = in_flight();
   looked_at_.clear();
   std::uint64_t taken = 0;
   for (std::uint64_t i = 0, left = drawable_.size(); taken < n && left > 0; ++i, --left) {
@@ -174,12 +186,17 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
     rows[taken] = static_cast<std::int64_t>(row);
     numbers[taken++] = static_cast<std::int64_t>(numbers_[row]);
     counts_[row] = (counts_[row] | kClaimed) + 1;
+    if ((counts_[row] & kReaders) != kReaders) counts_[row] += kReader;
   }
   for (const std::uint64_t row : looked_at_) {
-    if (count_of(row) < most_ || !is_known(row)) place(row);
+    if (is_being_read(row) && is_known(row)) {
+      header_->reading.fetch_add(1, std::memory_order_relaxed);
+    } else {
+      place(row);
+    }
   }
   change.done();
-  fewer_drawable(before);
+  fewer_in_flight(before);
   return taken;
 }
 
@@ -187,11 +204,17 @@ void Consumption::were_read(const std::int64_t* rows, const std::int64_t* number
   check_rows(rows, n, rows_);
   const Lock guard(*this);
   Change change(*this);
+  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (numbers_[row] == static_cast<std::uint64_t>(numbers[i])) place(row);
+    if (numbers_[row] != static_cast<std::uint64_t>(numbers[i])) continue;
+    if ((counts_[row] & kReaders) != 0) counts_[row] -= kReader;
+    if ((counts_[row] & kReaders) != 0) continue;
+    no_longer_read(row);
+    place(row);
   }
   change.done();
+  fewer_in_flight(before);
 }
 
 std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {
@@ -216,10 +239,10 @@ void Consumption::restore(const std::int32_t* counts, std::uint64_t n) {
   Change change(*this);
   for (std::uint64_t row = 0; row < rows_; ++row) {
     look_at(row);
-    if (numbers_[row] != 0) counts_[row] = row < n ? static_cast<std::uint32_t>(counts[row]) & ~kClaimed : 0;
+    if (numbers_[row] != 0) counts_[row] = row < n ? static_cast<std::uint32_t>(counts[row]) & kCount : 0;
   }
   make_sets();
-  fewer_drawable(drawable_.size() + used_.size());  // all counted as drawable until now
+  fewer_in_flight(drawable_.size() + used_.size());  // all counted as drawable until now
 }
 
 void Consumption::reset(const std::int64_t* rows, std::uint64_t n) {
@@ -241,7 +264,7 @@ void Consumption::scan(std::uint64_t begin, std::uint64_t end) {
   Change change(*this);
   for (std::uint64_t row = begin; row < end; ++row) {
     look_at(row);
-    place(row);
+    if (!is_being_read(row)) place(row);
   }
   change.done();
 }
@@ -253,7 +276,7 @@ void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64
   check_rows(rows, n, rows_);
   const Lock guard(*this, 1);
   Change change(*this);
-  const std::uint64_t before = drawable_.size();
+  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t number = t0 + i, word = tickets_ == nullptr ? ticket(number, State::committed) : word_of(row);
@@ -264,12 +287,12 @@ void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64
     }
   }
   change.done();
-  fewer_drawable(before + n);  // each was to become one that can be drawn; those that it replaced could be
+  fewer_in_flight(before + n);  // each was to become one that can be drawn; those that it replaced could be
 }
 
-// Rows can be drawn no longer: as many more may be inserted, where the store limits them.
-void Consumption::fewer_drawable(std::uint64_t before) const {
-  if (tickets_ != nullptr && before > drawable_.size()) Limits(*tickets_).consumed(before - drawable_.size());
+// Rows are used up, or gone: as many more may be inserted, where the store limits them.
+void Consumption::fewer_in_flight(std::uint64_t before) const {
+  if (tickets_ != nullptr && before > in_flight()) Limits(*tickets_).consumed(before - in_flight());
 }
 
 void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {

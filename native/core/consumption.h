@@ -26,6 +26,7 @@ struct ConsumptionHeader {
   std::uint64_t rows;
   std::uint64_t most;    // draws of a row
   Word drawable, used;   // sizes of the sets, for looks without the mutex
+  Word reading;          // rows that were drawn for the last time and are not read yet: in neither set
   Word redo;             // 1: numbers, counts and sets are being changed
   Word missed;           // 1: the mutex was held for too long to note what was written
   SharedMutex mutex;
@@ -62,7 +63,8 @@ class Consumption : public Index {
   /// just being written are passed over. A pure function of the key and of which rows can be drawn. O(n log rows).
   std::uint64_t claim(std::uint64_t key, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers);
 
-  /// What claim returned was read, or is not to be: rows that are used up are counted as such from now on, and may be written over. If
+  /// What claim returned was read, or is not to be: rows that are used up are counted as such from now on, also for the limits of the
+  /// store, and may be written over. If
   /// the process dies before, the ring comes to them.
   void were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n);
   /// The first n live rows that are used up, or fewer; nothing changes. For a writer that keeps others from choosing rows meanwhile.
@@ -96,16 +98,20 @@ class Consumption : public Index {
   /// Around every change, noted in the memory.
   class Change;
 
-  static constexpr std::uint32_t kClaimed = std::uint32_t{1} << 31;  // beside a count: drawn under this very number
+  // Beside a count, which the lower 24 bits are: how many readers have the row, in 7 bits; and whether it was drawn under this number.
+  static constexpr std::uint32_t kCount = (std::uint32_t{1} << 24) - 1, kReader = kCount + 1, kReaders = 127 * kReader, kClaimed = std::uint32_t{1} << 31;
 
   std::uint64_t word_of(std::uint64_t row) const;
   bool is_known(std::uint64_t row) const;
-  std::uint32_t count_of(std::uint64_t row) const { return counts_[row] & ~kClaimed; }
+  std::uint32_t count_of(std::uint64_t row) const { return counts_[row] & kCount; }
   void note(std::uint64_t row, std::uint64_t number, std::uint32_t count);
   void place(std::uint64_t row);
   void look_at(std::uint64_t row);
   void look_at_all();
-  void fewer_drawable(std::uint64_t before) const;
+  bool is_being_read(std::uint64_t row) const { return numbers_[row] != 0 && count_of(row) >= most_ && !used_.has(row); }
+  void no_longer_read(std::uint64_t row);
+  std::uint64_t in_flight() const { return drawable_.size() + header_->reading.load(std::memory_order_relaxed); }
+  void fewer_in_flight(std::uint64_t before) const;
   void make_sets();
 
   ConsumptionHeader* header_;

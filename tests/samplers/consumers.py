@@ -5,7 +5,7 @@ import signal
 
 import torch
 
-from engram import NoSampleable, ReplayBuffer
+from engram import NoSampleable, RateLimited, ReplayBuffer
 from tests.ranks.processes import tell
 
 
@@ -16,8 +16,8 @@ def consume(directory, file, end):
     while True:
         last = end.exists()
         try:
-            got += rb.sample().tolist()
-        except NoSampleable:
+            got += rb.sample(timeout=0).tolist()
+        except (NoSampleable, RateLimited):
             if last:
                 break
     rb.close()

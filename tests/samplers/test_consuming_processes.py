@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engram import ConsumingSampler, LazyMemmapStorage, LazyTensorStorage, NoSampleable, ReplayBuffer
+from engram import ConsumingSampler, LazyMemmapStorage, LazyTensorStorage, MaxInFlight, NoSampleable, ReplayBuffer
 from tests import stress
 from tests.ranks.processes import tell
 from tests.samplers.consumers import consume, consume_and_die, write
@@ -40,6 +40,23 @@ def test_each_row_goes_to_one_of_them_while_others_write(tmp_path, most):
     written = [*range(50), *range(1_000, 1_160), *range(2_000, 2_160)]
     assert Counter(sum(map(numbers, files), [])) == dict.fromkeys(written, most)
     assert len(rb) == 0
+    rb.close()
+
+
+def test_a_queue_of_as_many_rows_as_the_storage_has_loses_none(tmp_path):
+    """A row gives its room back when it was read, and the rows that take the room go where it was."""
+    rb = store(tmp_path / "s", 40, 40).limit(MaxInFlight(40))
+    files, count = [tmp_path / f"got-{i}" for i in range(2)], stress.size(60, 3_000)
+    consumers = [Child(consume, tmp_path / "s", file, tmp_path / "end") for file in files]
+    writers = [Child(write, tmp_path / "s", 100_000 * (1 + i), count, 8) for i in range(2)]
+    for child in writers:
+        child.join()
+    tell(tmp_path / "end", "")
+    for child in consumers:
+        child.join()
+    written = [*range(40), *range(100_000, 100_000 + 8 * count), *range(200_000, 200_000 + 8 * count)]
+    assert Counter(sum(map(numbers, files), [])) == dict.fromkeys(written, 1)
+    assert rb.stats()["limit_in_flight"] == 0
     rb.close()
 
 

@@ -246,6 +246,18 @@ class WritePath:
 
         Of the used rows, those that the ring comes to meanwhile are not written by number.
         """
+        memory = self._wiring.storage.memory
+        if memory is None:
+            return self._refill_admitted(prepared, n)
+        memory.core.prepay_inserts(
+            n
+        )  # all of them or none, and before it is looked for places: those that make room for them are there then
+        try:
+            return self._refill_admitted(prepared, n)
+        finally:
+            memory.core.return_prepaid()
+
+    def _refill_admitted(self, prepared: object, n: int) -> Write:
         storage = self._wiring.storage
         used = self._wiring.source.used_rows(n)
         if 0 < len(used) < n:
@@ -255,19 +267,12 @@ class WritePath:
             used = used[order[int(met.sum()) :]]
         k = len(used)
         written: list[Write] = []
-        memory = storage.memory if 0 < k < n else None
-        if memory is not None:
-            memory.core.prepay_inserts(n)  # all of them, or none
-        try:
-            for plan, which, count in (
-                (WritePlan(rows=used), slice(k), k),
-                (WritePlan(lane=0), slice(k, None), n - k),
-            ):
-                if count:
-                    written.append(storage.write(plan, storage.some(prepared, which) if count < n else prepared, count))
-        finally:
-            if memory is not None:
-                memory.core.return_prepaid()
+        for plan, which, count in (
+            (WritePlan(rows=used), slice(k), k),
+            (WritePlan(lane=0), slice(k, None), n - k),
+        ):
+            if count:
+                written.append(storage.write(plan, storage.some(prepared, which) if count < n else prepared, count))
         if len(written) == 1:
             return written[0]
         rows, numbers = (torch.cat(both) for both in zip(*((one.rows, one.tickets) for one in written), strict=True))

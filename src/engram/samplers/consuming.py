@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from engram.types import Commit, Extent, SampledStorage, Write
 
-_MOST = 1 << 31
+_MOST = 1 << 24
 
 
 class ConsumingSampler(NativeSampler):
