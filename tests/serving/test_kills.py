@@ -16,16 +16,12 @@ import torch
 from engram import ReplayBuffer
 
 remote = ReplayBuffer.connect(addresses, prefetch=2)
-first = lost = 0
+first = 0
 while True:
     ids = torch.arange(first, first + 4)
     first += 4
-    try:
-        remote.extend({"a": ids, "b": ids.unsqueeze(1).expand(4, 64).contiguous()})
-        print("ack", first, flush=True)
-    except ConnectionError as error:
-        assert "may be written or not" in str(error), error
-        print("lost", first, flush=True)
+    remote.extend({"a": ids, "b": ids.unsqueeze(1).expand(4, 64).contiguous()})
+    print("ack", first, flush=True)
     batch = remote.sample()
     assert (batch["b"] == batch["a"].unsqueeze(1)).all(), batch
 """
@@ -67,11 +63,11 @@ def test_acknowledged_rows_are_there_once_and_whole(tmp_path):
         for server in servers:
             server.kill()
     lines = [line.split() for line in client.out.splitlines() if line.count(" ") == 1]
-    acknowledged = {int(last) - k for kind, last in lines if kind == "ack" for k in (4, 3, 2, 1)}
+    acknowledged = max(int(last) for _, last in lines)
     with ReplayBuffer.open(folder) as rb:
         ids = rb["a"][4:].tolist()
-        assert len(ids) == len(set(ids)), "a row is there twice"
-        assert acknowledged <= set(ids), "an acknowledged row is lost"
+        assert ids == list(range(len(ids))), "a row is there twice, or lost"
+        assert acknowledged <= len(ids) <= acknowledged + 4, "an acknowledged row is lost"
         assert torch.equal(rb["b"], rb["a"].unsqueeze(1).expand(-1, 64)), "a row is torn"
 
 

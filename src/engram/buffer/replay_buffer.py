@@ -1072,8 +1072,8 @@ class ReplayBuffer:
                 constructor. With ``prefetch`` so many requests are under way, each of up to 8 small batches.
 
         Draws follow from the generator here, as they would of the store opened here. A sample whose server is gone is asked for again.
-        A write that a server had not acknowledged raises, as it may be done or not. Priorities are sent without waiting, and lost with
-        their server.
+        A write that was not acknowledged is sent again, and done once; docs/serving.md names those that raise instead. Priorities are
+        sent without waiting, and lost with their server.
 
         Raises:
             ConnectionError: no server answers. PermissionError: no token or another one, or a token file that others may read.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from uuid import UUID
 
 import msgspec
 
@@ -43,7 +44,14 @@ class Prioritize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="append"):
     """Write the rows of this message: column ``row``, their numbers, comes back. Column ``:lane`` says where each goes, if there are
     several lanes.
+
+    A client that gives itself a name, a random UUID, counts its requests, one for each lane that a message writes to, and may send a
+    message again: its rows are written once. :class:`NotOnce` where that cannot be.
     """
+
+    writer: UUID | None = None
+    number: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+    """Of the message's first request, from 1 on. Those of further lanes follow, in the order of the lanes' numbers."""
 
 
 class Describe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,6 +152,10 @@ def decoded(kind: type[T], raw: bytes, call: str) -> T:
 # ---- errors ------------------------------------------------------------------------------------------------------------
 
 
+class NotOnce(RuntimeError):
+    """Rows of a message that may be sent again cannot be written so that they are there once. Nothing of it was written now."""
+
+
 class Refusal(msgspec.Struct, frozen=True):
     """An error on its way to the client."""
 
@@ -151,12 +163,22 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
 
 
-_BUILTIN = (KeyError, IndexError, ValueError, TypeError, NotImplementedError, TimeoutError, OSError, RuntimeError)
+_OTHERS = (
+    NotOnce,
+    KeyError,
+    IndexError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    TimeoutError,
+    OSError,
+    RuntimeError,
+)
 
 
 def refusal_of(error: Exception) -> Refusal:
     """An error that a client can raise again: its class, or the nearest one that both sides know."""
-    known = [*(getattr(errors, name) for name in errors.__all__), *_BUILTIN]
+    known = [*(getattr(errors, name) for name in errors.__all__), *_OTHERS]
     kind = next((base for base in error.__class__.__mro__ if base in known), RuntimeError)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     return Refusal(kind.__name__, text[: MAX_COMMAND // 2])
@@ -166,6 +188,6 @@ def raised(refusal: Refusal) -> Exception:
     """The error again. A class that is no exception of engram's or a builtin one is a ``RuntimeError``."""
     kind = getattr(errors, refusal.error, None) if refusal.error in errors.__all__ else None
     if kind is None:
-        kind = next((one for one in _BUILTIN if one.__name__ == refusal.error), RuntimeError)
+        kind = next((one for one in _OTHERS if one.__name__ == refusal.error), RuntimeError)
     made: Exception = kind(refusal.message)
     return made

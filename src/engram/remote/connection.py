@@ -33,6 +33,10 @@ GONE = (
     OSError,
     StopIteration,
 )
+#: Of a write.
+IN_DOUBT = (
+    "extend: the server was lost before it acknowledged the rows: they may be written or not. Look at write_count."
+)
 #: Streams of one client that break in a row, without an answer in between.
 _MOST_FAILURES = 20
 #: For how long a server may take to answer the first command.
@@ -262,6 +266,8 @@ class Exchange:
         self._schema: pa.Schema | None = None
         self._columns: list[Column] = []
         self._failures = 0
+        #: How often it went on by a new stream: what waited then was sent again.
+        self.resumed = 0
         #: Sent, and to be answered.
         self.waiting: deque[Message] = deque()
         #: Answers, in order.
@@ -353,9 +359,8 @@ class Exchange:
         if not left and any(not message.again for message in self.waiting):
             self._drop()
             self.waiting.clear()
-            raise ConnectionError(
-                "extend: the server was lost before it acknowledged the rows: they may be written or not. Look at write_count."
-            ) from error
+            raise ConnectionError(IN_DOUBT) from error
+        self.resumed += 1
         while True:
             self._drop()
             self._failures += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, NamedTuple, cast
+from uuid import uuid4
 
 import msgspec
 import torch
@@ -22,21 +23,25 @@ from engram.remote.commands import (
     CanSample,
     Empty,
     EndTrajectory,
+    NotOnce,
     Prioritize,
     Sample,
     Sampled,
     State,
     Stats,
 )
-from engram.remote.connection import Exchange, Message
+from engram.remote.connection import IN_DOUBT, Exchange, Message
 from engram.storages import Storage, check_count, leading_size
 from engram.storages._columns import rows_of_batch, rows_of_slot
 from engram.storages._structure import Structure, stacked
+from engram.store.requests import IN_DOUBT as REQUESTS
 from engram.types import Traits, Write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+    from pyarrow import RecordBatch
 
     from engram.format.schema import Schema
     from engram.limits import Rules
@@ -154,6 +159,9 @@ class RemoteStorage(Storage):
         self.ndim = 1 + len(schema.columns)
         self._written = wire.arrow_schema(wire.written_columns(schema))
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
+        #: Until the server says otherwise, a message of rows may be sent again.
+        self._once = True
+        self._writer, self._number = uuid4(), 1
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -314,14 +322,36 @@ class RemoteStorage(Storage):
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
         batch = wire.record_batch(self._written, columns, n)
+        requests = len(set(lane.tolist())) if isinstance(lane, Tensor) else 1
         with self._writing.lock:
-            self._writing.send(Message(msgspec.json.encode(Append()), batch, again=False))
-            try:
-                answer = self._writing.receive()
-            except RateLimited:
-                raise NotAdmitted(n) from None
+            answer = self._appended(batch, requests, n)
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
+
+    def _appended(self, batch: RecordBatch, requests: int, n: int) -> Answer:
+        """The answer to rows: one request for each lane that they go to, which may be sent again where the server can know it."""
+        while True:
+            once = self._once and requests <= REQUESTS
+            command = Append(self._writer, self._number) if once else Append()
+            resumed = self._writing.resumed
+            try:
+                self._writing.send(Message(msgspec.json.encode(command), batch, again=once))
+                answer = self._writing.receive()
+            except NotOnce as error:
+                # A name may have been forgotten, beside a thousand others. A new one is refused for what the store is.
+                self._once = self._number > 1
+                self._writer, self._number = uuid4(), 1
+                if self._writing.resumed != resumed:  # the first one may have been written
+                    raise ConnectionError(IN_DOUBT) from error
+            except RateLimited:  # only rows without a name come so far
+                raise NotAdmitted(n) from None
+            except BaseException:  # perhaps it was not written, so that the next number would come too early
+                self._writing.forget()
+                self._writer, self._number = uuid4(), 1
+                raise
+            else:
+                self._number += requests if once else 0
+                return answer
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:
         """There is no short path."""

@@ -231,9 +231,9 @@ class _Learning(_Stream):
 class _Writing(_Stream):
     def answer(self, chunk: flight.FlightStreamChunk) -> None:
         said = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
-        decoded(Append, said, "write")
+        command = decoded(Append, said, "write")
         columns = self.rows_of(chunk, self.service.written, "append")
-        rows = self.service.append(columns, chunk.data.num_rows)
+        rows = self.service.append(command, columns, chunk.data.num_rows)
         self.put(b'{"ok":1}', _ROW, [rows], len(rows))
 
 

@@ -14,7 +14,7 @@ from engram._native import NotAdmitted
 from engram._version import __version__
 from engram.buffer.read_path import ReadPath
 from engram.buffer.wiring import Wiring
-from engram.errors import IncompatibleStore, NoSampleable
+from engram.errors import IncompatibleStore, NoSampleable, RowError
 from engram.format import layout
 from engram.format.schema import encode
 from engram.remote import wire
@@ -23,23 +23,26 @@ from engram.remote.commands import (
     MAX_BATCHES,
     MAX_MESSAGE,
     PROTOCOL,
+    Append,
     CanSample,
     Describe,
     Empty,
     EndTrajectory,
     Health,
+    NotOnce,
     Sample,
     Sampled,
     Served,
     State,
     Stats,
 )
-from engram.store import Key
+from engram.store import Key, OutOfOrder, Requests
 from engram.transforms import Compose
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from uuid import UUID
 
     import msgspec
     from torch import Tensor
@@ -73,6 +76,7 @@ class Service:
         assert store.directory is not None
         self._store, self._schema = store, store.schema
         self._folder = Path(store.directory)
+        self._requests = Requests(store)
         self._fields = wire.fields_of(self._schema)
         #: The columns of rows on their way in.
         self.written = wire.written_columns(self._schema)
@@ -204,18 +208,44 @@ class Service:
             generation = tickets[mask] if bool(known[mask].all()) else None
             self._rb.update_priority(rows[mask], priorities[mask], generation=generation)
 
-    def append(self, columns: Sequence[Tensor], n: int) -> Tensor:
-        """Write rows: their numbers. Raises as ``ReplayBuffer.extend``; ``RateLimited`` at once: clients wait."""
+    def append(self, command: Append, columns: Sequence[Tensor], n: int) -> Tensor:
+        """Write rows: their numbers.
+
+        Raises as ``ReplayBuffer.extend``; ``RateLimited`` at once: clients wait. ``NotOnce``: the rows of a message that may be sent
+        again would have to go somewhere else than behind the last ones, the store has limits, or the writer is not known.
+        """
         wiring = self._wiring
         storage = wiring.storage
         lane = columns[-1] if storage.lanes > 1 else 0
         columns = columns[: len(self._fields)]
+        if command.writer is not None:
+            return self._append_once(command.writer, command.number, columns, lane, n)
         if not wiring.appends:
             return self._rb.extend(storage.batch(columns, (n,)), lane=lane, timeout=0)
 
         write = storage.write(WritePlan(lane=lane), list(columns), n)
         storage.notify(write, None)
         rows: Tensor = write.rows
+        return rows
+
+    def _append_once(self, writer: UUID, number: int, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
+        """Write rows as requests of a writer: one for each lane."""
+        if not self._wiring.appends or self._store.core.limited:
+            raise NotOnce("extend: the store has limits, or its writer says which rows are replaced.")
+        lanes = sorted(set(lane.tolist())) if isinstance(lane, torch.Tensor) else [lane]
+        if not lanes or not 0 <= lanes[0] <= lanes[-1] < self._schema.lanes:  # before a row is written
+            raise RowError(f"extend: expected rows, and lanes in [0, {self._schema.lanes}), got lanes {lanes!r:.80}.")
+        rows = torch.empty(n, dtype=torch.int64, device="cpu")
+        for done, one in enumerate(lanes):
+            some = lane == one if len(lanes) > 1 else True
+            chosen = torch.nonzero(some).flatten() if isinstance(some, torch.Tensor) else slice(None)
+            part = [column[chosen] for column in columns]
+            try:
+                rows[chosen] = self._requests.append_by(writer, number + done, one, part, len(part[0])).rows
+            except OutOfOrder as error:
+                if done:
+                    raise
+                raise NotOnce(str(error)) from error
         return rows
 
 
