@@ -25,7 +25,7 @@ def by_state(rb, other):
 def bits(value):
     """What a value is, bit for bit, in a form that ``==`` compares: also NaN, and zeros of both signs."""
     if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1)
+        raw = value.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
         return str(value.dtype), tuple(value.shape), bytes(raw.view(torch.uint8).numpy().tobytes())
     if isinstance(value, TensorDict):
         return tuple(value.batch_size), {key: bits(entry) for key, entry in value.items()}

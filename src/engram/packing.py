@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram._raw import raw_bytes
 from engram._tensordict import is_plain_tensordict, tensordict_type
 from engram.format.schema import DTYPES
 from engram.state import check_keys, tensor_in, typed
@@ -74,8 +75,8 @@ def _tree(item: Any, parts: list[tuple[Tensor | None, list[int]]], where: str, d
             raise TypeError(
                 f"{where}: expected a dense tensor of one of {sorted(DTYPES)}, got {item.dtype}, {item.layout}."
             )
-        value = item.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-        parts.append((value.reshape(-1).view(torch.uint8), list(item.shape)))
+        value = item.detach().resolve_conj().resolve_neg().to("cpu")
+        parts.append((raw_bytes(value), list(item.shape)))
         return ["tensor", _NAMES[item.dtype], item.ndim, str(item.device)]
     if is_plain_tensordict(item):
         parts.append((None, list(item.batch_size)))

@@ -116,7 +116,7 @@ def items():
         {"b": torch.arange(2), "a": torch.rand(3)},
         TensorDict({"x": torch.rand(2, 3), "y": {"z": torch.arange(4).reshape(2, 2)}}, batch_size=[2]),
         TensorDict({}, batch_size=[3, 1]),
-        torch.arange(5.0),
+        torch.tensor(1.5).expand(1),
         torch.view_as_complex(torch.rand(2, 2)).conj(),
     ]
 

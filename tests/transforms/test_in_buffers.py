@@ -470,3 +470,16 @@ def test_copies_have_transforms_of_their_own():
     rb.append_transform(Times(5))
     assert rb[:].tolist() == [10, 10, 10]
     assert other[:].tolist() == [2, 2, 2]
+
+
+def test_a_single_value_of_any_stride_is_saved_with_the_state_of_a_transform(tmp_path):
+    def make():
+        keeper = torch.nn.Identity()
+        keeper.register_buffer("value", torch.tensor(2.5).expand(1))
+        return ReplayBuffer(storage=LazyTensorStorage(10), transform=keeper)
+
+    rb, again = make(), make()
+    rb.extend({"a": torch.arange(5)})
+    rb.dumps(tmp_path / "dump")
+    again.loads(tmp_path / "dump")
+    assert again["a"].tolist() == [*range(5)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from engram import _fork
 from engram._checks import check_path
 from engram._native import NotAdmitted
-from engram._unsupported import refused, refusing
+from engram._unsupported import refusing
 from engram.buffer.row_access import RowAccess
 from engram.errors import NoSampleable
 from engram.format.dumps import replacing
@@ -141,11 +141,9 @@ class ConnectedRowAccess(RowAccess):
     """Rows by number are refused. Trajectories end on the server."""
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
-        if roles is not None:
-            raise refused("end_trajectory(roles=…)", "Call it where the store is.")
         if self._prefetching is not None:
             self._prefetching.materialize()
-        newest: Tensor = self._wiring.storage.end_trajectories(lanes, terminated=terminated)
+        newest: Tensor = self._wiring.storage.end_trajectories(lanes, roles, terminated=terminated)
         return newest
 
 

@@ -89,9 +89,11 @@ class Gate:
             except NoSampleable:
                 store.core.give_back_samples(rows)
                 # Of a queue other consumers may have taken the last rows.
-                if not Rules(*store.core.limit).in_flight or monotonic() >= deadline:
+                if not Rules(*store.core.limit).in_flight:
                     raise
                 self.check_open("sample")
+                if monotonic() >= deadline:
+                    _refuse(store, rows, samples=True)
                 store.core.await_insert(written, min(deadline - monotonic(), _SLICE_S))
             except NotAdmitted:  # by the server that drew
                 self.wait(store, rows, deadline, samples=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from engram._raw import raw_bytes
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk
 from engram.format.dumps import replacing, standing
@@ -161,8 +162,8 @@ def described_state(writer: PartWriter, state: dict[str, object], where: str) ->
     """The state as JSON values, its tensors written as arrays. Raises as :func:`write_part`."""
 
     def written(value: Tensor) -> dict[str, int]:
-        plain = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-        raw = plain.reshape(-1).view(torch.uint8).numpy().data
+        plain = value.detach().resolve_conj().resolve_neg().to("cpu")
+        raw = raw_bytes(plain).numpy().data
         return {"$array": writer.array(_NAMES[value.dtype], tuple(plain.shape), raw)}
 
     _check_entries(state, where)

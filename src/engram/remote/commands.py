@@ -86,6 +86,8 @@ class EndTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     lanes: list[int]
     terminated: bool = False
+    #: What fields mean that are not called as usual: each as its path and its role.
+    roles: list[tuple[list[str], str]] = []
 
 
 #: Actions by name. Streams take :class:`Sample`, :class:`Prioritize` (``learn``) and :class:`Append` (``write``).

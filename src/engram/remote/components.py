@@ -27,6 +27,9 @@ def _traits(names: list[str], **own: bool) -> Traits:
     return Traits(**{**known, **own})
 
 
+_REFUSED_VERSION = refusing(
+    "sampler.consumer_version", "It is the store's: set it in a process that has the store open."
+)
 _REFUSED = refusing("sampler.alpha and sampler.beta", "They are the store's: look at them, and set them, where it is.")
 
 
@@ -75,6 +78,8 @@ class RemoteSampler(OfServer, DeclaredSampler):
     prepare_load = refusing("load_state_dict", "Load where the store is.")
     alpha = property(_REFUSED, _REFUSED, doc="Of the server.")
     beta = property(_REFUSED, _REFUSED, doc="Of the server.")
+    consumer_version = property(_REFUSED_VERSION, _REFUSED_VERSION, doc="Of the server.")
+    increment_consumer_version = _REFUSED_VERSION
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:  # noqa: ARG002 - it has one
         return self._bound().can_sample(batch_size)

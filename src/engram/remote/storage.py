@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.limits import Rules
+    from engram.persist.roles import Roles
     from engram.remote.connection import Answer, Connection
     from engram.storages import Count
     from engram.store import Store
@@ -362,9 +363,10 @@ class RemoteStorage(Storage):
     def empty(self, *, keep_write_count: bool) -> None:
         self.connection.ask("empty", Empty(keep_write_count), dict)
 
-    def end_trajectories(self, lanes: Tensor, *, terminated: bool) -> Tensor:
+    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         """What ``ReplayBuffer.end_trajectory`` does."""
-        rows = self.connection.ask("end_trajectory", EndTrajectory(lanes.tolist(), terminated), list[int])
+        named = [([key] if isinstance(key, str) else list(key), role) for key, role in (roles or {}).items()]
+        rows = self.connection.ask("end_trajectory", EndTrajectory(lanes.tolist(), terminated, named), list[int])
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     # ---- reading -------------------------------------------------------------------------------------------------------

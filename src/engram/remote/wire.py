@@ -12,6 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from engram._raw import raw_bytes
 from engram.format.schema import DTYPES
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def record_batch(schema: pa.Schema, tensors: Sequence[Tensor], rows: int) -> pa.
     """A message around contiguous tensors, without a copy."""
     arrays = []
     for field, tensor in zip(schema, tensors, strict=True):
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        arrays.append(pa.FixedSizeBinaryArray.from_buffers(field.type, rows, [None, pa.py_buffer(raw.numpy())]))
+        raw = pa.py_buffer(raw_bytes(tensor).numpy())
+        arrays.append(pa.FixedSizeBinaryArray.from_buffers(field.type, rows, [None, raw]))
     return pa.record_batch(arrays, schema=schema)
 
 

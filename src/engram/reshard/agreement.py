@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engram._raw import raw_bytes
 from engram.errors import IncompatibleCheckpoint
 from engram.persist.parts import STORAGE, read_parts, reset
 
@@ -93,8 +94,7 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit for bit."""
     if one.dtype is not other.dtype or one.shape != other.shape:
         return False
-    raw = (value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
-    return torch.equal(*raw)
+    return torch.equal(raw_bytes(one), raw_bytes(other))
 
 
 def _said(value: object) -> str:

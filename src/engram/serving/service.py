@@ -15,6 +15,7 @@ from engram._version import __version__
 from engram.buffer.read_path import ReadPath
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
+from engram.field_paths import public
 from engram.format import layout
 from engram.format.schema import encode
 from engram.remote import wire
@@ -135,7 +136,9 @@ class Service:
         return {}
 
     def _end_trajectory(self, command: EndTrajectory) -> list[int]:
-        rows: list[int] = self._rb.end_trajectory(command.lanes, terminated=command.terminated).tolist()
+        roles = {public(path): role for path, role in command.roles}
+        ended = self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles or None)
+        rows: list[int] = ended.tolist()
         return rows
 
     def dump_files(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
