@@ -212,6 +212,10 @@ def raised():
                     yield path.name, node.lineno, call.id if isinstance(call, ast.Name) else call.attr
 
 
+#: Errors that are caught within the package, or are ones of the tree.
+INTERNAL = ("NotAdmitted", "NotOnce", "OutOfOrder")
+
+
 def test_everything_raised_is_in_the_tree_or_builtin():
     found = list(raised())
     assert len(found) > 50
@@ -219,7 +223,7 @@ def test_everything_raised_is_in_the_tree_or_builtin():
         if name.lstrip("_")[0].islower():
             continue  # a variable that holds one, or a function that makes one
         builtin = getattr(builtins, name, None)
-        assert name in (*errors.__all__, "NotAdmitted", "OutOfOrder") or (builtin and issubclass(builtin, Exception)), (
+        assert name in (*errors.__all__, *INTERNAL) or (builtin and issubclass(builtin, Exception)), (
             f"{file}:{line} raises {name}"
         )
         assert name != "Exception", f"{file}:{line}"

@@ -329,18 +329,28 @@ def _rename_once(old: str, new: str) -> bool:
 
 def check_names_once(folder: StrPath) -> None:
     """Raise ``OSError`` where :func:`publish` could not tell whether a name is taken."""
-    probe, other = (f"{os.fspath(folder)}/once.{secrets.token_hex(4)}.tmp" for _ in range(2))
-    create(probe, 0).close()
+    probed = False
+    while not probed:  # a process that sweeps the folder may have taken the probe for a leftover
+        probe, other = (f"{os.fspath(folder)}/once.{secrets.token_hex(4)}.tmp" for _ in range(2))
+        create(probe, 0).close()
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                _name_again(probe, other)
+                probed = True
+        finally:
+            for name in (probe, other):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+
+
+def _name_again(path: str, name: str) -> None:
+    """Give a file a name that is free: one more, or, without hard links, in place of its own."""
     try:
-        os.link(probe, other, follow_symlinks=False)
+        os.link(path, name, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
-        _rename_once(probe, other)
-    finally:
-        for name in (probe, other):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+        _rename_once(path, name)
 
 
 def replace(path: StrPath, raw: bytes) -> None:
