@@ -2,6 +2,8 @@
 
 import contextlib
 import threading
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from engram import (
     ReplayBuffer,
     SamplesPerInsert,
 )
+from engram._native import NotAdmitted
+from engram.buffer.connected import RequestsUnderWay
 from tests.serving.servers import serving_each
 
 LIMITS = {"ratio": SamplesPerInsert(1, min_size=20, tolerance=0), "queue": MaxInFlight(20)}
@@ -112,3 +116,30 @@ def test_what_waits_ends_with_its_buffer(limited):
     remote.close()
     waiting.join()
     assert "closed" in str(errors[0])
+
+
+def test_a_batch_that_was_drawn_behind_a_refusal_is_handed_out():
+    """Of two messages under way the first came too early: the rows of the second are counted."""
+    no = NotAdmitted(10)
+    answers, asked = [no, ["a batch", "one more"], no, no, ["the last"], no, no, no, no], []
+
+    def answer(_):
+        said = answers.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    storage = SimpleNamespace(batches_in_message=lambda _: 2, answer=answer, ask_for=lambda keys, _: asked.append(keys))
+    wiring = SimpleNamespace(storage=storage, of_sampler=SimpleNamespace(has_epochs=False))
+    numbers = count()
+    reading = SimpleNamespace(draw_key=lambda key: key.draw())
+    requests = RequestsUnderWay(wiring, SimpleNamespace(prefetch=2, batch_size=10), reading)
+    requests._drawn_key = lambda: next(numbers)
+    assert requests._next(None) == "a batch"
+    assert asked == [[0, 1], [2, 3], [0, 1], [4, 5]]  # what was refused is asked for again
+    assert requests._next(None) == "one more"
+    assert requests._next(None) == "the last"  # the refusals were of messages from before this call
+    with pytest.raises(NotAdmitted):
+        requests._next(None)
+    assert asked[4:] == [[0, 1], [4, 5], [1, 6], [4, 5], [1, 6]]  # also the key of a batch that did not come
+    assert answers == []

@@ -74,24 +74,36 @@ class RequestsUnderWay:
                 self._ask()
             if self._ready:
                 return self._ready.popleft()[1]
+            refused = self._received()
+            if refused is not None:
+                if not asked_before:
+                    raise refused
+                asked_before = False  # it may be different when it is asked for again
+
+    def _received(self) -> Exception | None:
+        """Take the next answer; of those that are refusals also the following ones, as their batches may have been drawn and counted.
+
+        Returns the refusal if there is no batch. Raises what else the server or the connection says.
+        """
+        refused, again = None, []
+        while self._asked and not self._ready:
             try:
-                batches = wiring.storage.answer(self._rows)
-            except (
-                NoSampleable,
-                NotAdmitted,
-                ConnectionError,
-            ) as error:  # it may be different when it is asked for again
-                self.discard("sample")
-                if not asked_before or isinstance(error, ConnectionError):
-                    raise
-                asked_before = False
+                batches = self._wiring.storage.answer(self._rows)
+            except (NoSampleable, NotAdmitted) as error:
+                refused = error
+                again += self._asked.popleft()
                 continue
+            except ConnectionError:
+                self.discard("sample")
+                raise
             except Exception:
                 self._put_back(self._asked.popleft()[1:])
                 raise
             keys = self._asked.popleft()
-            self._put_back(keys[len(batches) :])
+            again += keys[len(batches) :]
             self._ready.extend(zip(keys, batches, strict=False))
+        self._put_back(again)
+        return None if self._ready else refused
 
     def _ask(self) -> None:
         keys = [self._keys.popleft() if self._keys else self._drawn_key() for _ in range(self._each)]
