@@ -27,19 +27,19 @@ _LIMIT_S = 60.0
 class Program:
     """A program that was started. ``out`` and ``err`` are what it has printed so far."""
 
-    def __init__(self, helper, pid, folder):
+    def __init__(self, helper, pid, name):
         self.pid = pid
         self._helper = helper
-        self._folder = folder
+        self._name = name
         self._status = None
 
     @property
     def out(self):
-        return (self._folder / f"{self.pid}.out").read_text()
+        return Path(f"{self._name}.out").read_text()
 
     @property
     def err(self):
-        return (self._folder / f"{self.pid}.err").read_text()
+        return Path(f"{self._name}.err").read_text()
 
     def poll(self):
         """Its exit status, minus the number of the signal that ended it, or None while it runs."""
@@ -132,8 +132,8 @@ class _Helper:
                     return reply
 
     def start(self, code, values):
-        pid = self.ask(code=textwrap.dedent(code), values=values)["pid"]
-        return Program(self, pid, Path(self._folder.name))
+        reply = self.ask(code=textwrap.dedent(code), values=values)
+        return Program(self, reply["pid"], reply["name"])
 
     def close(self):
         self._process.kill()  # its input does not end where a forked process still has it
@@ -162,29 +162,24 @@ def _serve(folder):
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             reply = {"status": os.waitstatus_to_exitcode(status) if pid else None}
         else:
-            ready, go = os.pipe()
+            # Not by process number: the machine gives it out again before the tests are done.
+            name = os.path.join(folder, str(request["number"]))
+            for stream in ("out", "err"):
+                Path(f"{name}.{stream}").touch(mode=0o666, exist_ok=False)
             pid = os.fork()
             if pid == 0:
-                os.read(ready, 1)  # its output files are there
-                os.close(ready)
-                os.close(go)
                 replies.close()
-                _redirect(folder)
+                _redirect(name)
                 return request["code"], request["values"]
-            for name in ("out", "err"):
-                (Path(folder) / f"{pid}.{name}").touch(mode=0o666)
-            os.write(go, b"x")
-            os.close(go)
-            os.close(ready)
-            reply = {"pid": pid}
+            reply = {"pid": pid, "name": name}
         replies.write(json.dumps({**reply, "number": request["number"]}) + "\n")
         replies.flush()
     return None
 
 
-def _redirect(folder):
-    for stream, name in ((1, "out"), (2, "err")):
-        fd = os.open(Path(folder) / f"{os.getpid()}.{name}", os.O_WRONLY | os.O_APPEND)
+def _redirect(name):
+    for stream, kind in ((1, "out"), (2, "err")):
+        fd = os.open(f"{name}.{kind}", os.O_WRONLY | os.O_APPEND)
         os.dup2(fd, stream)
         os.close(fd)
     nothing = os.open(os.devnull, os.O_RDONLY)
