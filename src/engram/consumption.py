@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram import _fork, _native
+from engram import _native
 from engram.errors import IncompatibleStore
-from engram.store import INDEX_KINDS, Store, check_index_name, private_block
+from engram.store import INDEX_KINDS, LockedIndex, Store, check_index_name, private_block, wrong_memory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,37 +24,23 @@ if TYPE_CHECKING:
 KIND = "draws"
 
 
-class ConsumptionIndex:
+class ConsumptionIndex(LockedIndex[_native.Consumption]):
     """How often each row of one store, or of a list, was drawn. Made by :meth:`of_store` and :meth:`of_list`."""
 
-    def __init__(self, block: Block, host: Host | None) -> None:
-        """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
-        keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
-        try:
-            self.core = _native.Consumption(block.address, block.nbytes, None if host is None else host.core, keep)
-        except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
-        self.block = block
-        """Its memory."""
-        if host is None or host.directory is None:  # as that of priorities
-            _fork.registered(self.core)
+    reset_mutex = staticmethod(_native.reset_consumption_mutex)
 
-    @staticmethod
-    def free_lock(block: Block) -> None:
-        """As :meth:`PriorityIndex.free_lock`."""
-        try:
-            _native.reset_consumption_mutex(block.address, block.nbytes)
-        except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
+    def made_around(self, block: Block, host: Host | None) -> _native.Consumption:
+        keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
+        return _native.Consumption(block.address, block.nbytes, None if host is None else host.core, keep)
 
     @staticmethod
     def copied(memory: Tensor) -> Block:
-        """As :meth:`PriorityIndex.copied`."""
+        """As :meth:`LockedIndex.copied`."""
         block = private_block(memory.numel())
         try:
             _native.copy_consumption(memory.data_ptr(), block.address, block.nbytes)
         except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
+            raise wrong_memory(error) from error
         return block
 
     def put_in_order(self) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from engram import _fork, _native
-from engram.errors import IncompatibleStore
+from engram import _native
 from engram.state import integer
-from engram.store import INDEX_KINDS, check_index_name, private_block
+from engram.store import INDEX_KINDS, LockedIndex, check_index_name, private_block
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from engram.store import Block, Host, Store
 
 #: Names the kind of index in a store's folder: never changes.
@@ -21,38 +18,13 @@ KIND = "pass"
 Progress: TypeAlias = tuple[int, int, int]
 
 
-class EpochIndex:
+class EpochIndex(LockedIndex[_native.Epoch]):
     """Each call of ``core.next`` takes the next stretch of rows. Made by :meth:`of_store` and :meth:`own`."""
 
-    def __init__(self, block: Block, host: Host | None) -> None:
-        """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
-        try:
-            self.core = _native.Epoch(block.address, block.nbytes, block.tensor)
-        except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
-        self.block = block
-        """Its memory."""
-        if host is None:  # a process that holds the lock of a shared one still exists after a fork
-            _fork.registered(self.core)
+    reset_mutex = staticmethod(_native.reset_epoch_mutex)
 
-    @staticmethod
-    def free_lock(block: Block) -> None:
-        """As :meth:`PriorityIndex.free_lock`."""
-        try:
-            _native.reset_epoch_mutex(block.address, block.nbytes)
-        except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
-
-    @staticmethod
-    def copied(memory: Tensor) -> Block:
-        """As :meth:`PriorityIndex.copied`."""
-        block = private_block(memory.numel())
-        block.tensor.copy_(memory)
-        EpochIndex.free_lock(block)
-        return block
-
-    def put_in_order(self) -> None:
-        """Does nothing: an epoch is whole after any death."""
+    def made_around(self, block: Block, host: Host | None) -> _native.Epoch:  # noqa: ARG002 - it depends on no row
+        return _native.Epoch(block.address, block.nbytes, block.tensor)
 
     @classmethod
     def own(cls) -> EpochIndex:

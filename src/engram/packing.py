@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._raw import raw_bytes
 from engram._tensordict import is_plain_tensordict, tensordict_type
 from engram.format.schema import DTYPES
@@ -19,7 +20,6 @@ from engram.state import check_keys, tensor_in, typed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _MAX_DEPTH = 16
 
 
@@ -71,13 +71,13 @@ def _tree(item: Any, parts: list[tuple[Tensor | None, list[int]]], where: str, d
     if depth > _MAX_DEPTH:
         raise TypeError(f"{where}: expected items that are at most {_MAX_DEPTH} deep.")
     if isinstance(item, Tensor):
-        if item.dtype not in _NAMES or item.layout is not torch.strided:
+        if item.dtype not in DTYPE_NAMES or item.layout is not torch.strided:
             raise TypeError(
                 f"{where}: expected a dense tensor of one of {sorted(DTYPES)}, got {item.dtype}, {item.layout}."
             )
         value = item.detach().resolve_conj().resolve_neg().to("cpu")
         parts.append((raw_bytes(value), list(item.shape)))
-        return ["tensor", _NAMES[item.dtype], item.ndim, str(item.device)]
+        return ["tensor", DTYPE_NAMES[item.dtype], item.ndim, str(item.device)]
     if is_plain_tensordict(item):
         parts.append((None, list(item.batch_size)))
         entries = [[key, _tree(value, parts, f"{where}[{key!r}]", depth + 1)] for key, value in item.items()]
@@ -135,7 +135,7 @@ def _unpack(tree: Any, parts: list[object], n: int, device: torch.device | None,
     """``n`` items of a tree, whose parts are taken from the front."""
     match tree if depth <= _MAX_DEPTH else None:
         case ["tensor", str(name), int(ndim), str(saved)] if name in DTYPES:
-            return _tensors(parts, getattr(torch, name), ndim, n, device or torch.device(saved), where)
+            return _tensors(parts, DTYPE_OF[name], ndim, n, device or torch.device(saved), where)
         case ["tensordict", int(ndim), None | str() as saved, list(entries)]:
             part = _part(parts, ndim, n, where)
             if part["bytes"].numel():

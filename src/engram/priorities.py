@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from engram import _fork, _native
+from engram import _native
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
 from engram.state import real, tensor_in, typed
-from engram.store import INDEX_KINDS, Store, check_index_name, private_block
+from engram.store import INDEX_KINDS, LockedIndex, Store, check_index_name, private_block, wrong_memory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -102,41 +102,23 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
     return {**state, "alpha": alpha, "eps": eps, "leaves": torch.where(given, powers, leaves)}
 
 
-class PriorityIndex:
+class PriorityIndex(LockedIndex[_native.Priorities]):
     """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
 
-    def __init__(self, block: Block, host: Host | None) -> None:
-        """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
+    reset_mutex = staticmethod(_native.reset_priorities_mutex)
+
+    def made_around(self, block: Block, host: Host | None) -> _native.Priorities:
         keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
-        try:
-            self.core = _native.Priorities(block.address, block.nbytes, None if host is None else host.core, keep)
-        except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
-        self.block = block
-        """Its memory."""
-        if host is None or host.directory is None:
-            # The lock of a shared index is held by a process that still exists after a fork.
-            _fork.registered(self.core)
-
-    @staticmethod
-    def free_lock(block: Block) -> None:
-        """Before an index is made around memory of a directory, by the only process that has it open: frees its lock.
-
-        Raises ``IncompatibleStore``: no such memory.
-        """
-        try:
-            _native.reset_priorities_mutex(block.address, block.nbytes)
-        except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
+        return _native.Priorities(block.address, block.nbytes, None if host is None else host.core, keep)
 
     @staticmethod
     def copied(memory: Tensor) -> Block:
-        """Memory of an index that others may be changing, copied, its lock free. Raises as :meth:`free_lock`; ``WriterStalled``."""
+        """As :meth:`LockedIndex.copied`."""
         block = private_block(memory.numel())
         try:
             _native.copy_priorities(memory.data_ptr(), block.address, block.nbytes)
         except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
+            raise wrong_memory(error) from error
         return block
 
     def put_in_order(self) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engram import _native
-from engram.errors import IncompatibleStore
-from engram.store import INDEX_KINDS, check_index_name, private_block
+from engram.store import INDEX_KINDS, check_index_name, private_block, wrong_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,18 +25,18 @@ class ConsumerVersionIndex:
         try:
             self.core = _native.ConsumerVersion(block.address, block.nbytes, block.tensor)
         except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
+            raise wrong_memory(error) from error
         self.block = block
         """Its memory."""
 
     @staticmethod
     def free_lock(block: Block) -> None:
-        """It has none. Raises as :meth:`PriorityIndex.free_lock`."""
+        """It has none. Raises as :meth:`LockedIndex.free_lock`."""
         ConsumerVersionIndex(block)
 
     @staticmethod
     def copied(memory: Tensor) -> Block:
-        """As :meth:`PriorityIndex.copied`."""
+        """As :meth:`LockedIndex.copied`."""
         block = private_block(memory.numel())
         block.tensor.copy_(memory)
         return block

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from engram._dtypes import DTYPE_OF
 from engram.field_paths import FieldPath, public
 from engram.samplers.trajectory_tables import END_KEYS, step_type_bytes
 
@@ -85,7 +86,7 @@ class Column(NamedTuple):
         """A frame of padding, as it would lie in the store."""
         if self.padding is None:
             return b""
-        frame = torch.full((math.prod(field.shape),), self.padding, dtype=getattr(torch, field.dtype), device="cpu")
+        frame = torch.full((math.prod(field.shape),), self.padding, dtype=DTYPE_OF[field.dtype], device="cpu")
         return frame.view(torch.uint8).numpy().tobytes()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._raw import raw_bytes
 from engram.errors import IncompatibleCheckpoint
 from engram.format import disk
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from engram.types import Commit
 
 S_co = TypeVar("S_co", covariant=True)
-
-_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 
 
 def write_part(folder: Path, part: str, kind: str, state: dict[str, object]) -> PartInfo:
@@ -164,7 +163,7 @@ def described_state(writer: PartWriter, state: dict[str, object], where: str) ->
     def written(value: Tensor) -> dict[str, int]:
         plain = value.detach().resolve_conj().resolve_neg().to("cpu")
         raw = raw_bytes(plain).numpy().data
-        return {"$array": writer.array(_NAMES[value.dtype], tuple(plain.shape), raw)}
+        return {"$array": writer.array(DTYPE_NAMES[value.dtype], tuple(plain.shape), raw)}
 
     _check_entries(state, where)
     described: dict[str, object] = mapped(_without_tails(state), written, where)
@@ -193,7 +192,7 @@ def _check_entries(state: object, where: str) -> None:
     elif isinstance(state, list):
         for i, value in enumerate(state):
             _check_entries(value, f"{where}[{i}]")
-    elif isinstance(state, torch.Tensor) and state.dtype not in _NAMES:
+    elif isinstance(state, torch.Tensor) and state.dtype not in DTYPE_NAMES:
         raise TypeError(f"{where}: expected a dense tensor of {', '.join(DTYPES)}, got one of {state.dtype}.")
 
 
@@ -220,6 +219,6 @@ def _array(reader: PartReader, number: int) -> Tensor:
     array = reader.arrays[number]
     if not hasattr(torch, array.dtype):
         raise corrupt(reader.folder, f"expected a dtype that this torch has, got {array.dtype}")
-    made = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="cpu")
+    made = torch.empty(array.shape, dtype=DTYPE_OF[array.dtype], device="cpu")
     reader.read(number, 0, made.reshape(-1).view(torch.uint8).numpy().data)
     return made

@@ -66,12 +66,6 @@ class SavedRows(NamedTuple):
     shard: ShardRows
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name, one of ``DTYPES``."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def described(schema: Schema, roles: Sequence[Any]) -> tuple[Geometry, list[PartField]]:
     """A store as a part describes it."""
     geometry = Geometry(schema.capacity, schema.lanes, schema.capacity // schema.lanes, schema.columns)

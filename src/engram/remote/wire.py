@@ -12,6 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from engram._dtypes import DTYPE_NAMES
 from engram._raw import raw_bytes
 from engram.format.schema import DTYPES
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Names of columns that are no fields begin with it.
 MARK = ":"
-_NAME_OF = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 
 
 class Column(NamedTuple):
@@ -68,7 +68,7 @@ def entry_of(name: str) -> str | tuple[str, ...]:
 
 def column_of(name: str, tensor: Tensor, dims: int) -> Column:
     """The column of a tensor ``[*batch, *shape]``, whose batch has so many dimensions."""
-    return Column(name, _NAME_OF[tensor.dtype], tuple(tensor.shape[dims:]))
+    return Column(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape[dims:]))
 
 
 def arrow_schema(columns: Sequence[Column]) -> pa.Schema:

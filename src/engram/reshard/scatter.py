@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from engram._dtypes import DTYPE_OF
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.description import table_name
 from engram.format.problems import corrupt
 from engram.persist.parallel_read import parallel_read
 from engram.persist.roles import boundary_fields
-from engram.persist.rows import Stretch, checked_numbers, dtype_of, stretches
+from engram.persist.rows import Stretch, checked_numbers, stretches
 from engram.reshard.extents import Extents, put, put_by_run, windows, zeroed_window
 from engram.reshard.plan import within
 from engram.reshard.shards import TRUNCATED, fields_of, lanes_of
@@ -273,7 +274,7 @@ def _check_range(fields: Sequence[PartField], role: str, most: int, what: str) -
     for field in fields:
         if field.role != role:
             continue
-        dtype = dtype_of(field.dtype)
+        dtype = DTYPE_OF[field.dtype]
         counts = dtype is not torch.bool and not dtype.is_floating_point  # what is shifted must count as ints do
         if dtype.is_complex or (role == "position" and not counts):
             raise IncompatibleCheckpoint(

@@ -9,13 +9,14 @@ import msgspec
 import numpy as np
 import torch
 
+from engram._dtypes import DTYPE_OF
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.format.problems import corrupt
 from engram.format.tables import HAS_FIRST, HAS_LAST
 from engram.persist import parts
 from engram.persist.roles import ENDS
-from engram.persist.rows import dtype_of, read_rows_state, stretches
+from engram.persist.rows import read_rows_state, stretches
 from engram.reshard.extents import Extents, put, windows, zeroed_window
 from engram.reshard.plan import Source, within
 
@@ -130,7 +131,7 @@ def read_first_steps(saved: SavedShard, key: tuple[str, ...]) -> Tensor:
     field = saved.fields[number]
     lane, first = saved.source.runs[:, 0], saved.source.runs[:, 1]
     rows = lane * geometry.lane_length + first % lanes_of(reader)[lane, 1]
-    column = torch.empty((int(rows.max(initial=-1)) + 1, *field.shape), dtype=dtype_of(field.dtype), device="cpu")
+    column = torch.empty((int(rows.max(initial=-1)) + 1, *field.shape), dtype=DTYPE_OF[field.dtype], device="cpu")
     every = Extents(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(column)]))
     memory = zeroed_window(field.row_bytes)
     for stretch in stretches(reader):

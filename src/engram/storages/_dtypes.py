@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
+from engram._dtypes import DTYPE_NAMES
 from engram.errors import IncompatibleStore
 from engram.field_paths import checked_path
 from engram.format.schema import DTYPES, name_of
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field
 
-NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 #: Names of dtypes, by the fields' paths.
 Dtypes: TypeAlias = Mapping[tuple[str, ...], str]
 NO_DTYPES: Dtypes = {}
@@ -38,7 +38,7 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor | None:
     if not real:
         return None
     given = value.numpy(force=True)
-    whole = given.astype(NAMES[dtype])
+    whole = given.astype(DTYPE_NAMES[dtype])
     same = (whole.astype(given.dtype) == given).all() and ((whole < 0) == (given < 0)).all()
     return torch.from_numpy(whole).to(value.device) if same else None
 
@@ -54,7 +54,7 @@ def checked_dtypes(dtypes: object, where: str) -> Dtypes:
     checked = {}
     for key, dtype in dtypes.items():
         try:
-            name = NAMES[dtype] if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+            name = DTYPE_NAMES[dtype] if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
         except (KeyError, TypeError):
             name = ""
         if name not in DTYPES or dtype is None:

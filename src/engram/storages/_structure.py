@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram._dtypes import DTYPE_NAMES, DTYPE_OF
 from engram._tensordict import children as entries_of
 from engram._tensordict import (
     is_non_tensor,
@@ -29,7 +30,7 @@ from engram._tensordict import (
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.nested import attributes, first_leaf, is_dataclass, is_numbers, with_fields
-from engram.storages._dtypes import NAMES, NO_DTYPES, cast, check_stored
+from engram.storages._dtypes import NO_DTYPES, cast, check_stored
 from engram.storages._row_types import find_types, of_users, type_name
 from engram.store import dlpack_specs
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 _ONE_ROW = "For one row use add(); a TensorDict of n rows has batch_size=[n]"
 _NO_DATA = "expected a tensor with data, got one on the meta device."
-_FLOATS = tuple(dtype for dtype in NAMES if dtype.is_floating_point or dtype.is_complex)
+_FLOATS = tuple(dtype for dtype in DTYPE_NAMES if dtype.is_floating_point or dtype.is_complex)
 
 
 class Structure:
@@ -61,9 +62,7 @@ class Structure:
         self.is_tensordict = root.kind == "tensordict"
         self._is_leaf = root.kind == "leaf"
         self._types = dict(types or {})
-        self._specs = tuple(
-            (getattr(torch, f.dtype), torch.Size(f.shape), getattr(torch, f.dtype) in _FLOATS) for f in self.fields
-        )
+        self._specs = tuple((DTYPE_OF[f.dtype], torch.Size(f.shape), DTYPE_OF[f.dtype] in _FLOATS) for f in self.fields)
         self._layout = _native.Layout(dlpack_specs(self.fields))
         leaves = list(root.children.values())
         #: Names of the fields in order, if a row is one flat TensorDict or dict: the common cases have a short path.
@@ -390,7 +389,7 @@ class _Builder:
     def _leaf(self, value: object, path: tuple[str, ...]) -> Node:
         key = path or (SINGLE,)
         value = as_tensor(value, key, self.call)
-        if value.dtype not in NAMES:
+        if value.dtype not in DTYPE_NAMES:
             raise TypeError(
                 f"{self.call}: {at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
             )
@@ -399,7 +398,7 @@ class _Builder:
         if value.layout is not torch.strided or value.is_nested:
             raise TypeError(f"{self.call}: {at(path)}: expected a dense tensor, got a {value.layout} one.")
         shape = tuple(value.shape[1:] if self.batched else value.shape)
-        self.fields.append(Field(key=key, dtype=NAMES[value.dtype], shape=shape))
+        self.fields.append(Field(key=key, dtype=DTYPE_NAMES[value.dtype], shape=shape))
         return Node(kind="leaf", field=len(self.fields) - 1)
 
     def give(self, dtypes: Dtypes) -> None:

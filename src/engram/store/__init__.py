@@ -4,7 +4,7 @@ blocks; locks; lifetime; indexes; store; requests, device and readonly; opening.
 
 from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, Masses
 from engram.store.device import DeviceStore
-from engram.store.indexes import INDEX_KINDS, Host, Index, check_index_name
+from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, check_index_name, wrong_memory
 from engram.store.keys import Key, ThreadKey
 from engram.store.lifetime import (
     Process,
@@ -33,6 +33,7 @@ __all__ = [
     "Host",
     "Index",
     "Key",
+    "LockedIndex",
     "Masses",
     "OutOfOrder",
     "Process",
@@ -60,4 +61,5 @@ __all__ = [
     "skip_numbers",
     "sweep_shared_memory",
     "torch_dtype",
+    "wrong_memory",
 ]

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from engram import _fork, _progress
 from engram.errors import IncompatibleStore
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram import _native
+
+C = TypeVar("C", bound=_fork.Forked)
 
 #: Name and kind of an index.
 IndexKey: TypeAlias = tuple[str, str]
@@ -56,6 +58,57 @@ class IndexKind(Protocol):
 
     def copied(self, memory: Tensor) -> Block:
         """The memory of an index that others may be changing, copied, its lock free."""
+
+
+class LockedIndex(Generic[C]):
+    """What indexes with a lock in their memory have in common. Each says how its core is made and its lock is freed."""
+
+    core: C
+    #: Frees the lock in memory of an address and a size. Raises ``ValueError``: it is no such memory.
+    reset_mutex: Callable[[int, int], None]
+
+    def __init__(self, block: Block, host: Host | None) -> None:
+        """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
+        try:
+            self.core = self.made_around(block, host)
+        except ValueError as error:
+            raise wrong_memory(error) from error
+        self.block = block
+        """Its memory."""
+        if host is None or host.directory is None:
+            # The lock of a shared index is held by a process that still exists after a fork.
+            _fork.registered(self.core)
+
+    def made_around(self, block: Block, host: Host | None) -> C:
+        """The core. Raises ``ValueError``: it is no such memory."""
+        raise NotImplementedError
+
+    @classmethod
+    def free_lock(cls, block: Block) -> None:
+        """Before an index is made around memory of a directory, by the only process that has it open: frees its lock.
+
+        Raises ``IncompatibleStore``: no such memory.
+        """
+        try:
+            cls.reset_mutex(block.address, block.nbytes)
+        except ValueError as error:
+            raise wrong_memory(error) from error
+
+    @classmethod
+    def copied(cls, memory: Tensor) -> Block:
+        """Memory of an index that others may be changing, copied, its lock free. Raises as :meth:`free_lock`; ``WriterStalled``."""
+        block = private_block(memory.numel())
+        block.tensor.copy_(memory)
+        cls.free_lock(block)
+        return block
+
+    def put_in_order(self) -> None:
+        """After a recovery of the rows: nothing here, where the memory is whole after any death."""
+
+
+def wrong_memory(error: ValueError) -> IncompatibleStore:
+    """For what the core finds wrong in memory that is to be an index."""
+    return IncompatibleStore(f"index: {error}.")
 
 
 #: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.

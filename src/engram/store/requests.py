@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram import _fork, _native
-from engram.errors import EngramError, IncompatibleStore, RowError
-from engram.store.indexes import INDEX_KINDS
-from engram.store.memory import private_block
+from engram import _native
+from engram.errors import EngramError, RowError
+from engram.store.indexes import INDEX_KINDS, LockedIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,38 +46,13 @@ class Written(NamedTuple):
     """How many of them this call wrote: 0 for a request that was done before."""
 
 
-class WritersIndex:
+class WritersIndex(LockedIndex[_native.Writers]):
     """The table of writers that share lanes, as a lasting index of their store."""
 
-    def __init__(self, block: Block, host: Host | None) -> None:
-        """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
-        try:
-            self.core = _native.Writers(block.address, block.nbytes, block.tensor)
-        except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
-        self.block = block
-        """Its memory."""
-        if host is None or host.directory is None:  # who holds the lock of a shared one still exists after a fork
-            _fork.registered(self.core)
+    reset_mutex = staticmethod(_native.reset_writers_mutex)
 
-    @staticmethod
-    def free_lock(block: Block) -> None:
-        """As :meth:`PriorityIndex.free_lock`."""
-        try:
-            _native.reset_writers_mutex(block.address, block.nbytes)
-        except ValueError as error:
-            raise IncompatibleStore(f"index: {error}.") from error
-
-    @staticmethod
-    def copied(memory: Tensor) -> Block:
-        """As :meth:`PriorityIndex.copied`."""
-        block = private_block(memory.numel())
-        block.tensor.copy_(memory)
-        WritersIndex.free_lock(block)
-        return block
-
-    def put_in_order(self) -> None:
-        """Does nothing: a table is whole after any death."""
+    def made_around(self, block: Block, host: Host | None) -> _native.Writers:  # noqa: ARG002 - it depends on no row
+        return _native.Writers(block.address, block.nbytes, block.tensor)
 
 
 INDEX_KINDS[KIND] = WritersIndex

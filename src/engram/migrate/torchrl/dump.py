@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engram._dtypes import DTYPE_OF
 from engram._words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import schema as schemas
@@ -185,7 +186,7 @@ class TorchRLDump:
             raise KeyError(
                 f"expected a field of the dump, one of {[f.name for f in self.fields]}, got {key}."
             ) from None
-        dtype: torch.dtype = getattr(torch, field.dtype)
+        dtype = DTYPE_OF[field.dtype]
         if out.dtype is not dtype or out.ndim < 1 or out.shape[1:] != torch.Size(field.shape):
             raise ValueError(
                 f"read_rows: field {field.name}: expected rows of shape {list(field.shape)} {field.dtype}, "
