@@ -17,6 +17,7 @@ from benchmarks import (
     bench_batches,
     bench_checkpoints,
     bench_cleanrl,
+    bench_cluster,
     bench_everyday,
     bench_frames,
     bench_indexes,
@@ -53,6 +54,7 @@ BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "prefetch": bench_prefetch.run,
     "checkpoints": bench_checkpoints.run,
     "ranks": bench_ranks.run,
+    "cluster": bench_cluster.run,
 }
 RESULTS = Path(__file__).parent / "results"
 QUICK_SHARE = 0.2

@@ -146,6 +146,20 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("larger/wait", "prefetch=0"): Floor("share", 0.3),
     ("larger/extend", "pwrite"): Floor("share", 1 / 0.7),
     ("larger/longest", "100 ms"): Floor("value", 100),
+    ("cluster/sample/small", "TorchRL, ray"): Floor("times", 4),
+    ("cluster/sample/small", "TorchRL, gloo"): Floor("times", 8),
+    ("cluster/sample/frames", "TorchRL, ray"): Floor("times", 3.5),
+    ("cluster/sample/frames", "TorchRL, gloo"): Floor("times", 2),
+    ("cluster/iterated/small", "TorchRL, ray"): Floor("times", 20),
+    ("cluster/iterated/small", "TorchRL, gloo"): Floor("times", 40),
+    ("cluster/iterated/small", "a socket, one by one"): Floor("share", 0.6),
+    ("cluster/iterated/frames", "TorchRL, ray"): Floor("times", 5),
+    ("cluster/iterated/frames", "TorchRL, gloo"): Floor("times", 2.5),
+    ("cluster/iterated/frames", "a socket"): Floor("share", 2.2),
+    ("cluster/extend/small", "TorchRL, ray"): Floor("times", 5),
+    ("cluster/local", "not served"): Floor("share", 1.1, within_iqr=True),
+    ("cluster/server-death", "500 ms"): Floor("value", 500),
+    ("cluster/all-dead", "100 ms"): Floor("value", 100),
 }
 
 
