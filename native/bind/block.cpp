@@ -3,6 +3,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -31,6 +33,51 @@ nb::list views(nb::handle memory, const Layout& layout, const std::vector<std::u
     check(begins[i] <= bytes.size() && size <= bytes.size() - begins[i], "columns within the block");
     check((reinterpret_cast<std::uintptr_t>(bytes.data()) + begins[i]) % kLeastAlign == 0, "columns at multiples of 8 bytes");
     tensors.append(view_of(spec, bytes.data() + begins[i], n, 0, owner));
+  }
+  return tensors;
+}
+
+// Rows [begin, begin + n) of columns that lie in an object each, as tensors. Large ones stay where they are, if that is aligned as their
+// values must be, and keep the object; others are copied. What the objects hold is checked: another process sent it.
+nb::list received(const nb::list& memories, const Layout& layout, std::int64_t begin, std::int64_t n) {
+  constexpr std::uint64_t kLarge = 1 << 16;
+  check(memories.size() == layout.specs().size(), "an object for each column");
+  check(begin >= 0 && n >= 0, "numbers of rows that are not negative");
+  std::vector<std::pair<nb::object, std::byte*>> from;
+  std::vector<std::uint64_t> sizes;
+  std::vector<std::optional<OutputBuffer>> copies(memories.size());
+  bool copied = false;
+  for (std::size_t i = 0; i < memories.size(); ++i) {
+    const RowSpec& spec = layout.specs()[i];
+    sizes.push_back(bytes_of_rows(spec, n));
+    if (sizes[i] == 0) {
+      from.emplace_back();
+    } else {
+      auto [owner, bytes] = bytes_of_object(memories[i], false);
+      const std::uint64_t before = bytes_of_rows(spec, begin);
+      check(before <= bytes.size() && sizes[i] <= bytes.size() - before, "columns with the bytes of all rows");
+      from.emplace_back(std::move(owner), bytes.data() + before);
+    }
+    const std::uintptr_t item = (spec.bits + 7u) / 8u;
+    if (sizes[i] < kLarge || reinterpret_cast<std::uintptr_t>(from[i].second) % item != 0) {
+      copies[i].emplace(spec, n);
+      copied = copied || sizes[i] >= kLarge;
+    }
+  }
+  const auto copy = [&] {
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+      if (copies[i] && sizes[i] != 0) std::memcpy(copies[i]->data(), from[i].second, sizes[i]);
+    }
+  };
+  if (copied) {
+    nb::gil_scoped_release others_run;
+    copy();
+  } else {
+    copy();
+  }
+  nb::list tensors;
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    tensors.append(copies[i] ? std::move(*copies[i]).tensor(n) : view_of(layout.specs()[i], from[i].second, n, 0, from[i].first));
   }
   return tensors;
 }
@@ -94,6 +141,8 @@ void bind_block(nb::module_& m) {
         return nb::make_tuple(self.masses.total, self.masses.least, self.masses.live);
       }, "Of the last draw: sum of all leaves, the smallest above zero, and live rows.");
   m.def("block_views", &views, "memory"_a, "layout"_a, "begins"_a, "n"_a, "Tensors [n, *shape] around parts of an object's bytes.");
+  m.def("received", &received, "memories"_a, "layout"_a, "begin"_a, "n"_a,
+        "Tensors [n, *shape] of rows whose columns lie in an object each: copies, but for large ones.");
 }
 
 }  // namespace engram

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, NamedTuple, cast
 from uuid import uuid4
@@ -265,22 +266,15 @@ class RemoteStorage(Storage):
 
     def _batches(self, answer: Answer) -> list[Drawn]:
         said = msgspec.json.decode(answer.said, type=Sampled)
-        columns = answer.columns
-        tensors = wire.tensors_in(answer.rows, columns)
-        batches, start, fields = [], 0, len(self._schema.fields)
-        for number, shape in enumerate(said.sizes):
-            n = torch.Size(shape).numel()
-            flat = len(shape) == 1
-            parts = tensors if len(said.sizes) == 1 else [tensor[start : start + n] for tensor in tensors]
-            start += n
-            laid_out = parts if flat else [part.reshape(*shape, *part.shape[1:]) for part in parts]
-            info: Info = {
-                wire.entry_of(it.name): part
-                for it, part in zip(columns[fields + 1 :], laid_out[fields + 1 :], strict=True)
-            }
+        fields, counts = len(self._schema.fields), [math.prod(shape) for shape in said.sizes]
+        entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
+        batches: list[Drawn] = []
+        for shape, flat in zip(said.sizes, wire.batches_in(answer.rows, answer.columns, counts), strict=True):
+            tensors = flat if len(shape) == 1 else [it.reshape(*shape, *it.shape[1:]) for it in flat]
+            info: Info = dict(zip(entries, tensors[fields + 1 :], strict=True))
             # Storages put columns together themselves: rows of windows lie one after the other.
-            last = said.last and number == len(said.sizes) - 1
-            batches.append(Drawn(laid_out[:fields], laid_out[fields], info, last))
+            last = said.last and len(batches) == len(counts) - 1
+            batches.append(Drawn(tensors[:fields], tensors[fields], info, last))
         return batches
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 import operator
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
 from engram._dtypes import DTYPE_NAMES
-from engram._raw import raw_bytes
-from engram.format.schema import DTYPES
+from engram._native import Layout, received
+from engram.format.schema import DTYPES, Field
+from engram.store.memory import dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 #: Names of columns that are no fields begin with it.
 MARK = ":"
+_NOTHING = pa.py_buffer(b"")
 
 
 class Column(NamedTuple):
@@ -60,6 +62,7 @@ def entry_name(key: str | tuple[str, ...]) -> str:
     return MARK + json.dumps(key)
 
 
+@lru_cache
 def entry_of(name: str) -> str | tuple[str, ...]:
     """The entry of ``info`` that a column is. Raises ``ValueError``: it is none."""
     key = json.loads(name.removeprefix(MARK))
@@ -97,33 +100,45 @@ def _column_in(field: pa.Field) -> Column:
 
 
 def record_batch(schema: pa.Schema, tensors: Sequence[Tensor], rows: int) -> pa.RecordBatch:
-    """A message around contiguous tensors, without a copy."""
+    """A message around contiguous tensors, without a copy. Raises ``ValueError``: one has not the bytes that the schema says."""
     arrays = []
     for field, tensor in zip(schema, tensors, strict=True):
-        raw = pa.py_buffer(raw_bytes(tensor).numpy())
+        dense, nbytes = tensor.contiguous(), field.type.byte_width * rows
+        if dense.nbytes != nbytes:
+            raise ValueError(f"column {field.name!r:.80}: expected {nbytes} bytes for {rows} rows, got {dense.nbytes}.")
+        raw = pa.foreign_buffer(dense.data_ptr(), nbytes, dense) if nbytes else _NOTHING
         arrays.append(pa.FixedSizeBinaryArray.from_buffers(field.type, rows, [None, raw]))
-    return pa.record_batch(arrays, schema=schema)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor]:
-    """The columns of a message, ``[rows, *shape]`` each, in one block of memory of their own: one copy.
+    """The columns of a message, ``[rows, *shape]`` each. Raises as :func:`batches_in`."""
+    return batches_in(batch, columns, [batch.num_rows])[0]
 
-    Raises ``ValueError``: its buffers are not what its schema says.
+
+def batches_in(batch: pa.RecordBatch, columns: Sequence[Column], sizes: Sequence[int]) -> list[list[Tensor]]:
+    """The columns of the batches of a message, of these sizes and one behind the other: copies, in memory of their own.
+
+    Columns of 64 KiB or more stay where they are if the processor can read them there: they keep the whole message.
+
+    Raises ``ValueError``: the buffers of the message are not what its schema says.
     """
-    rows, places, total = batch.num_rows, [], 0
-    for column, array in zip(columns, batch.columns, strict=True):
-        nbytes = column.nbytes * rows
-        raw = array.buffers()[1]
+    layout, row_bytes = _layout(tuple(columns))
+    memories, rows = [], batch.num_rows
+    for column, size, array in zip(columns, row_bytes, batch.columns, strict=True):
+        nbytes, raw = size * rows, array.buffers()[1]
         if array.null_count or array.offset or (nbytes and (raw is None or raw.size < nbytes)):
             raise ValueError(f"column {column.name!r:.80}: expected {nbytes} bytes for {rows} rows, without nulls.")
-        places.append((total, nbytes, raw))
-        total += -(-nbytes // 64) * 64
-    block = torch.empty(total, dtype=torch.uint8, device="cpu")
-    target = block.numpy()
-    tensors = []
-    for column, (start, nbytes, raw) in zip(columns, places, strict=True):
-        if nbytes:
-            target[start : start + nbytes] = np.frombuffer(raw, np.uint8, nbytes)
-        dtype = getattr(torch, column.dtype)
-        tensors.append(block[start : start + nbytes].view(dtype).view(rows, *column.shape))
-    return tensors
+        memories.append(raw)
+    begin, batches = 0, []
+    for size in sizes:
+        batches.append(received(memories, layout, begin, size))
+        begin += size
+    return batches
+
+
+@lru_cache
+def _layout(columns: tuple[Column, ...]) -> tuple[Layout, list[int]]:
+    """What makes tensors of columns, and the bytes of a row of each."""
+    fields = [Field((it.name,), it.dtype, it.shape) for it in columns]
+    return Layout(dlpack_specs(fields)), [it.row_bytes for it in fields]

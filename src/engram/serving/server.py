@@ -194,7 +194,7 @@ class _Stream:
         if self._schema is None:
             self._schema = wire.arrow_schema(columns), columns
             self._writer.begin(self._schema[0])
-        if columns != self._schema[1]:
+        if columns is not self._schema[1] and columns != self._schema[1]:
             raise broken("the columns of batches have changed: begin another stream")
         self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), said)
 

@@ -64,6 +64,17 @@ class Batches(NamedTuple):
     tensors: list[Tensor]
 
 
+class _Drawn(NamedTuple):
+    """A batch."""
+
+    shape: torch.Size
+    """Of its rows."""
+    entries: tuple[str | tuple[str, ...], ...]
+    """What the draw adds to the fields and the rows' numbers."""
+    tensors: list[Tensor]
+    """Flat, ``[n, ...]``."""
+
+
 class Service:
     """The commands over an open buffer, for any number of threads."""
 
@@ -79,6 +90,8 @@ class Service:
         self._folder = Path(store.directory)
         self._requests = Requests(store)
         self._fields = wire.fields_of(self._schema)
+        #: Of batches, by their entries.
+        self._columns: dict[tuple[object, ...], list[Column]] = {}
         #: The columns of rows on their way in.
         self.written = wire.written_columns(self._schema)
         self._actions: Mapping[str, Callable[..., object]] = {
@@ -177,11 +190,9 @@ class Service:
             last = self._ended()
             if last:
                 break
-        _, columns, _ = batches[0]
-        tensors = [
-            torch.cat(same) if len(same) > 1 else same[0] for same in zip(*(it[2] for it in batches), strict=True)
-        ]
-        return Batches(Sampled([list(shape) for shape, _, _ in batches], last), columns, tensors)
+        drawn = [batch.tensors for batch in batches]
+        tensors = drawn[0] if len(drawn) == 1 else [torch.cat(same) for same in zip(*drawn, strict=True)]
+        return Batches(Sampled([list(batch.shape) for batch in batches], last), self._columns_of(batches[0]), tensors)
 
     def _ended(self) -> bool:
         source = self._wiring.source
@@ -190,19 +201,24 @@ class Service:
             source.ran_out = False
         return ended
 
-    def _drawn(self, key: int, rows: int) -> tuple[torch.Size, list[Column], list[Tensor]]:
-        """The shape of a batch's rows, its columns, and those flat, ``[n, ...]``."""
+    def _drawn(self, key: int, rows: int) -> _Drawn:
         columns, index, info = self._reading.read(Key.of(key & (1 << 64) - 1), rows, "beside")
         assert index is not None  # beside
-        shape, tensors = index.shape, [*columns, index]
-        # Not as they are stored: stacks of frames are wider.
-        said = [wire.column_of(it.name, tensor, len(shape)) for it, tensor in zip(self._fields, columns, strict=True)]
-        said.append(wire.Column(f"{wire.MARK}row", "int64", ()))
-        for name, value in info.items():
-            if isinstance(value, torch.Tensor):
-                said.append(wire.column_of(wire.entry_name(name), value, len(shape)))
-                tensors.append(value)
-        return shape, said, [tensor.reshape(index.numel(), *tensor.shape[len(shape) :]) for tensor in tensors]
+        entries = {name: value for name, value in info.items() if isinstance(value, torch.Tensor)}
+        shape, tensors = index.shape, [*columns, index, *entries.values()]
+        if len(shape) > 1:
+            tensors = [tensor.reshape(index.numel(), *tensor.shape[len(shape) :]) for tensor in tensors]
+        return _Drawn(shape, tuple(entries), tensors)
+
+    def _columns_of(self, batch: _Drawn) -> list[Column]:
+        """What the columns of a batch are, which its entries decide."""
+        known = self._columns.get(batch.entries)
+        if known is None:
+            # Not as they are stored: stacks of frames are wider.
+            names = [it.name for it in self._fields] + [f"{wire.MARK}row", *map(wire.entry_name, batch.entries)]
+            known = [wire.column_of(name, tensor, 1) for name, tensor in zip(names, batch.tensors, strict=True)]
+            self._columns[batch.entries] = known
+        return known
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> None:
         """New priorities; a ticket of -1 is any."""
