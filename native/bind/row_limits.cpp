@@ -58,6 +58,9 @@ void bind_limits(nb::class_<Store>& type) {
           "admit_samples", [](const Store& self, std::uint64_t n) { return self.limits().admit(Limits::kSample, n); }, "n"_a,
           "Whether n rows may be sampled now; then they are counted.")
       .def(
+          "admits_samples", [](const Store& self, std::uint64_t n) { return self.limits().would_admit(Limits::kSample, n); }, "n"_a,
+          "Whether n rows could be sampled now.")
+      .def(
           "give_back_samples", [](const Store& self, std::uint64_t n) { self.limits().give_back(Limits::kSample, n); }, "n"_a,
           "n admitted rows were not sampled.")
       .def(

@@ -243,6 +243,11 @@ void Limits::want_room(const Current& now, std::uint64_t n) const {
   }
 }
 
+bool Limits::would_admit(Side side, std::uint64_t n) const {
+  const Current now = current();
+  return !now.on || reason(now, side, n) == Reason::none;
+}
+
 // It is said what is wanted, and then looked once more: so a change that comes later is one that wakes.
 bool Limits::wait(Side side, std::uint64_t n, std::uint32_t seen, double seconds) const {
   const Current now = current();
@@ -255,8 +260,7 @@ bool Limits::wait(Side side, std::uint64_t n, std::uint32_t seen, double seconds
   }
   if (said == Reason::none) return true;
   sleep(side, seen, seconds);
-  const Current then = current();
-  return !then.on || reason(then, side, n) == Reason::none;
+  return would_admit(side, n);
 }
 
 void Limits::wait_for_insert(std::uint64_t written, double seconds) const {

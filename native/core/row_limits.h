@@ -58,6 +58,8 @@ class Limits {
 
   /// Whether n rows are admitted now; then they are counted. An insert that can never be is a std::invalid_argument.
   bool admit(Side side, std::uint64_t n) const;
+  /// Whether n rows would be admitted now.
+  bool would_admit(Side side, std::uint64_t n) const;
   /// Admits n rows that this thread inserts by several calls, next; what they do not insert, return_prepaid gives back. Throws Limited.
   void prepay(std::uint64_t n) const;
   void return_prepaid() const;

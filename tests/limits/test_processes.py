@@ -72,7 +72,7 @@ def test_a_limit_of_another_process_counts_at_once(rb):
 
 
 #: Of each of four processes.
-OPERATIONS = stress.size(300, 250_000, 2_500_000)
+OPERATIONS = stress.size(300, 500_000, 2_500_000)
 WORK = (
     OPEN
     + """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engram import (
+    ConsumingSampler,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -152,3 +153,36 @@ def test_a_reader_neither_waits_nor_counts(tmp_path):
             reader.limit(None)
     assert rb.stats()["limit_samples"] == 0
     rb.close()
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_sampler_that_would_stop_inserts_for_ever_is_refused(filled):
+    rb = buffer(sampler=ConsumingSampler(2)).limit(MaxInFlight(50))
+    if filled:
+        rb.extend(torch.arange(20))
+    before = rb.sampler
+    with pytest.raises(ValueError, match=r"set_sampler: MaxInFlight\(50\): expected a sampler that uses rows up"):
+        rb.set_sampler(RandomSampler())
+    assert rb.sampler is before
+    rb.limit(SamplesPerInsert(2, min_size=10))
+    rb.set_sampler(RandomSampler())
+    with pytest.raises(ValueError, match="set_sampler: SamplesPerInsert: ratio: expected at most 1"):
+        rb.set_sampler(ConsumingSampler())
+    rb.limit(None).set_sampler(ConsumingSampler(2))
+
+
+def test_can_sample_asks_the_limits_and_counts_nothing():
+    rb = buffer().limit(SamplesPerInsert(1, min_size=8, tolerance=0))
+    assert not rb.can_sample()
+    rb.extend(torch.arange(7))
+    assert not rb.can_sample()
+    rb.extend(torch.arange(1))
+    before = rb.stats()
+    assert rb.can_sample()
+    assert rb.stats() == before
+    rb.sample()
+    assert not rb.can_sample()
+    rb.extend(torch.arange(4))
+    assert rb.can_sample()
+    rb.limit(None)
+    assert rb.can_sample()

@@ -54,6 +54,22 @@ def test_draws_are_in_proportion_to_freshness():
     assert_proportional([counts[row] for row in range(6)], [1 / 4, 1 / 4, 1 / 3, 1, 1, 1])
 
 
+def test_can_sample_says_whether_a_row_is_fresh_enough():
+    rb = buffer([], 2, max_staleness=1)
+    assert not rb.can_sample()
+    rb.extend({"row": torch.arange(3), "policy_version": torch.tensor([0, 0, 1])})
+    for consumer, fresh in [(0, True), (1, True), (2, True), (3, False)]:
+        rb.sampler.consumer_version = consumer
+        assert rb.can_sample() == fresh
+    with pytest.raises(NoSampleable):
+        rb.sample()
+    rb.extend({"row": torch.arange(1), "policy_version": torch.tensor([2])})
+    assert rb.can_sample()
+    assert rows_of(rb)
+    rb = buffer([1], 2, staleness_weight_fn=torch.zeros_like)
+    assert not rb.can_sample()
+
+
 def test_rows_of_a_batch_are_drawn_one_after_another_without_replacement():
     weights = [1 / 4, 1 / 3, 1 / 2, 1, 1]
     rb = buffer([0, 1, 2, 3, 3], 2, 3)

@@ -432,9 +432,11 @@ class ReplayBuffer:
         return sample if device is None else moved(sample, device, settings.output)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether :meth:`sample` would find data now. Raises ``RuntimeError`` if no batch size is known."""
-        n = self._settings.batch_size_of(batch_size, drawing=False)
-        return self._wiring.source.can_sample(self._wiring.storage, n)
+        """Whether drawing a batch would find data now, and the limits of the store would admit it.
+
+        Raises ``RuntimeError`` if no batch size is known.
+        """
+        return self._wiring.can_sample(self._settings.batch_size_of(batch_size, drawing=False))
 
     def __iter__(self) -> Iterator[Any]:
         """Batches, until the sampler ran out; for ever with replacement. Needs the constructor's ``batch_size``."""
@@ -747,9 +749,12 @@ class ReplayBuffer:
         return previous
 
     def set_sampler(self, sampler: Sampler) -> Any:
-        """Swap the sampler; the previous one is returned."""
+        """Swap the sampler; the previous one is returned.
+
+        Raises ``ValueError``: with it, a limit of the store (:meth:`limit`) would make inserts wait for ever. Nothing is changed.
+        """
         previous = self._wiring.sampler
-        made = component(sampler, Sampler, "sampler", None)
+        made = self._wiring.checked_sampler(sampler)
         self._discard_prefetched("set_sampler")
         self._wiring.take_sampler(made, self._settings.batch_size)
         self._rewire()

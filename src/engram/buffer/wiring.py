@@ -120,15 +120,27 @@ class Wiring:
         """Limit how fast rows come and go. Raises as ``ReplayBuffer.limit``."""
         rules, storage = rules_of(limits), self.storage
         source = self.bound_sampler()
-        rules.check(storage.max_size, source.draws_of_a_row)
+        rules.check(storage.max_size, source.draws_of_a_row, "limit")
         storage.limit(rules, source.drawable(storage) if rules.in_flight else 0)
 
     @property
     def limits(self) -> tuple[Limit, ...]:
         """The limits of the store now."""
+        return self._rules().limits()
+
+    def _rules(self) -> Rules:
         memory = self.storage.memory
-        rules = self.storage.pending_limit if memory is None else Rules(*memory.core.limit)
-        return () if rules is None else rules.limits()
+        return (self.storage.pending_limit or Rules()) if memory is None else Rules(*memory.core.limit)
+
+    def checked_sampler(self, given: object) -> Sampler:
+        """The sampler to draw with from now on. Raises ``TypeError``: none. ``ValueError``: inserts would wait for ever with it."""
+        sampler: Sampler = component(given, Sampler, "sampler", None)
+        self._rules().check(self.storage.max_size, samplers.declared(sampler).draws_of_a_row, "set_sampler")
+        return sampler
+
+    def can_sample(self, rows: int) -> bool:
+        """Whether a draw of so many rows would succeed now, and be admitted."""
+        return self.source.can_sample(self.storage, rows) and self.gate.admits(self.storage.memory, rows)
 
     # ---- rows as users name them -----------------------------------------------------------------------------------------
 

@@ -115,6 +115,10 @@ class Gate:
             store.core.give_back_samples(rows)
             raise
 
+    def admits(self, store: Store | None, rows: int) -> bool:
+        """Whether so many rows could be sampled now."""
+        return store is None or not store.core.limited or store.core.admits_samples(rows)
+
     def written(self, write: Callable[[None], T], store: Store, refused: NotAdmitted, timeout: float) -> T:
         """What a write returns that was refused, once its rows are admitted. Raises as :meth:`sampled`."""
         deadline = monotonic() + timeout

@@ -100,34 +100,35 @@ class Rules(NamedTuple):
             found.append(MaxInFlight(self.in_flight))
         return tuple(found)
 
-    def check(self, capacity: int, draws_of_a_row: int | None) -> None:
+    def check(self, capacity: int, draws_of_a_row: int | None, call: str) -> None:
         """Refuse what would stop inserts and samples for ever.
 
         Args:
             capacity: rows of the storage.
             draws_of_a_row: after how many draws the sampler uses a row up; None: never.
+            call: what to call it in errors.
 
         Raises:
             ValueError: it would.
         """
         if self.min_size > capacity:
             raise ValueError(
-                f"limit: expected a storage of at least {self.min_size} rows, which samples would wait for, got one of {capacity}. "
+                f"{call}: expected a storage of at least {self.min_size} rows, which samples would wait for, got one of {capacity}. "
                 "Take a smaller min_size."
             )
         if self.in_flight and draws_of_a_row is None:
             raise ValueError(
-                f"limit: MaxInFlight({self.in_flight}): expected a sampler that uses rows up, such as a ConsumingSampler: with others "
+                f"{call}: MaxInFlight({self.in_flight}): expected a sampler that uses rows up, such as a ConsumingSampler: with others "
                 "inserts would wait for ever. SamplesPerInsert limits inserts for every sampler."
             )
         if self.in_flight and self.in_flight < self.min_size:
             raise ValueError(
-                f"limit: MaxInFlight({self.in_flight}): expected at least the {self.min_size} rows that samples wait for: inserts would "
+                f"{call}: MaxInFlight({self.in_flight}): expected at least the {self.min_size} rows that samples wait for: inserts would "
                 "wait for samples, and samples for inserts."
             )
         if draws_of_a_row is not None and self.ratio > draws_of_a_row:
             raise ValueError(
-                f"limit: SamplesPerInsert: ratio: expected at most {draws_of_a_row}, as often as the sampler draws a row, got "
+                f"{call}: SamplesPerInsert: ratio: expected at most {draws_of_a_row}, as often as the sampler draws a row, got "
                 f"{self.ratio:g}: inserts would wait for samples that cannot come."
             )
 

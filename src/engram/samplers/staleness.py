@@ -160,6 +160,15 @@ class StalenessAwareSampler(NativeSampler):
         rows, tickets, of_rows = drawn
         return Draw(rows, tickets, {"staleness": (consumer - of_rows).float()})
 
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
+        """Whether a row is fresh enough, and has a weight. Raises as drawing, but not ``NoSampleable``."""
+        if not super().can_sample(storage, batch_size):
+            return False
+        self.bind(storage)
+        with self._drawing:
+            versions, counts = self._caught_up(storage).versions()
+            return bool((self._weights(self.consumer_version - versions)[counts > 0] > 0).any())
+
     def _weights(self, staleness: Tensor) -> Tensor:
         """float64 ``[V]``: of each staleness. Raises ``ValueError``, ``TypeError``: the function makes other ones."""
         if self._weigh is None:

@@ -142,7 +142,7 @@ class Service:
         return {}
 
     def _can_sample(self, command: CanSample) -> bool:
-        return self._wiring.source.can_sample(self._wiring.storage, command.rows)
+        return self._wiring.can_sample(command.rows)
 
     def _empty(self, command: Empty) -> dict[str, object]:
         self._rb.empty(empty_write_count=not command.keep_write_count)
