@@ -280,7 +280,8 @@ void bind_draws(nb::class_<Store>& type) {
       .def(
           "draw_uniform",
           [](const Store& self, const Layout& layout, Address key_at, std::uint64_t n, bool with_rows,
-             bool with_numbers) {
+             bool with_numbers, bool unless_limited) -> nb::object {
+            if (unless_limited && self.limits().on()) return nb::none();
             const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
             check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
             const auto size = static_cast<std::int64_t>(n);
@@ -299,9 +300,9 @@ void bind_draws(nb::class_<Store>& type) {
             }
             return std::move(buffers).tensors(size);
           },
-          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a,
+          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a, "unless_limited"_a,
           "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
-          "for their ticket numbers, where wanted.");
+          "for their ticket numbers, where wanted. None: nothing was drawn, `unless_limited`, and the store has limits.");
 }
 
 }  // namespace

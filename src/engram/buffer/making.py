@@ -1,8 +1,10 @@
-"""What a buffer is made of, and attributes that are there as soon as they are used."""
+"""What a buffer is made of, and buffers whose parts are there as soon as they are used."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from functools import cache
+from types import new_class
+from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsIndex
 
 from engram import _fork, samplers
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-C = TypeVar("C", bound=type)
 
 #: Held while a buffer is made at its first use: other threads that use it wait.
 _MAKING = _fork.rlock()
@@ -80,7 +80,7 @@ class Assembled(Protocol):
 
 
 class _Part:
-    """An attribute of a buffer that is not made yet; then it lies in the instance, before this."""
+    """An attribute of a buffer whose parts are not made yet."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -91,15 +91,41 @@ class _Part:
         with _MAKING:
             if self._name not in vars(buffer):
                 buffer.assemble()
+                object.__setattr__(buffer, "__class__", type(buffer).__base__)
         return vars(buffer)[self._name]
 
 
-def makes_at_first_use(*names: str) -> Callable[[C], C]:
-    """Let a class of buffers have attributes that :meth:`Assembled.assemble` makes at the first use of one of them."""
+#: Of a buffer: what :meth:`Assembled.assemble` makes.
+_PARTS = ("_wiring", "_recipe", "_lanes", "_prefetching", "_reading", "_writing", "_rows", "_saving")
 
-    def decorate(cls: C) -> C:
-        for name in names:
-            setattr(cls, name, _Part(name))
-        return cls
 
-    return decorate
+def make_at_first_use(buffer: Assembled) -> None:
+    """Make the parts of a buffer as soon as one is used."""
+    cls: object = type(buffer)
+    object.__setattr__(buffer, "__class__", _unmade(cls))
+
+
+@cache
+def _unmade(cls: type[object]) -> type[object]:
+    """The class of the buffers of a class that have no parts yet; with parts, they are of that class itself.
+
+    Descriptors in that class would slow down every use of a part.
+    """
+    own = {
+        "__slots__": (),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": _reduced,
+        **{name: _Part(name) for name in _PARTS},
+    }
+    return new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(own))
+
+
+def _reduced(buffer: object, _: SupportsIndex) -> tuple[object, ...]:
+    return _blank, (type(buffer).__base__,), buffer.__getstate__()
+
+
+def _blank(cls: object) -> object:
+    """A buffer whose state comes."""
+    return object.__new__(_unmade(cls))

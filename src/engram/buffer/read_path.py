@@ -64,19 +64,23 @@ class ReadPath:
         """Draw with a key, and read. ``timeout``: of the wait for the limits of the store; None: the rows are admitted."""
         wiring = self._wiring
         memory = wiring.storage.memory
+        if memory is not None and wiring.draws_natively:  # as read, without a call
+            with_rows, tracks = return_info or self.shows_rows, wiring.of_writer.tracks_tickets
+            if timeout is None:
+                columns = memory.sample_uniform(key, batch_size, with_rows, tracks)
+            else:
+                columns = memory.sample_unlimited(key, batch_size, with_rows, tracks)
+            if columns is not None:
+                info: dict[object, object] = {"index_generation": columns.pop()} if tracks else {}
+                return self.finish(columns, columns.pop() if with_rows else None, info, return_info)
         if timeout is not None and (memory is None or memory.core.limited):
             draw = partial(self.sample_with, key, batch_size, return_info)
             return wiring.gate.sampled(draw, wiring.storage, batch_size, timeout)
-        if memory is None or not wiring.draws_natively:
-            shown: Shown = "beside" if return_info else "nothing"
-            if self.shows_rows:
-                shown = "beside" if wiring.transform.reads or wiring.collates else "within"
-            columns, rows, info = self.read(key, batch_size, shown)
-            return self.finish(columns, rows, info, return_info)
-        with_rows, tracks = return_info or self.shows_rows, wiring.of_writer.tracks_tickets  # as read, without a call
-        columns = memory.sample_uniform(key, batch_size, with_rows, tracks)
-        info = {"index_generation": columns.pop()} if tracks else {}
-        return self.finish(columns, columns.pop() if with_rows else None, info, return_info)
+        shown: Shown = "beside" if return_info else "nothing"
+        if self.shows_rows:
+            shown = "beside" if wiring.transform.reads or wiring.collates else "within"
+        columns, rows, info = self.read(key, batch_size, shown)
+        return self.finish(columns, rows, info, return_info)
 
     def read(self, key: Key, n: int, shown: Shown = "beside") -> tuple[Any, Tensor | None, dict[Any, object]]:
         """Draw with a key, and copy the rows: ``(columns, rows, info)``.

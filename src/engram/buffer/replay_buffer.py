@@ -31,7 +31,7 @@ from engram.buffer.display import Display
 from engram.buffer.following import Nothing, follow_buffer
 from engram.buffer.lanes import Lanes
 from engram.buffer.making import Arguments as Making
-from engram.buffer.making import makes_at_first_use
+from engram.buffer.making import make_at_first_use
 from engram.buffer.output import View, moved
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     Wait: TypeAlias = float | None
 
 
-@makes_at_first_use("_wiring", "_recipe", "_lanes", "_prefetching", "_reading", "_writing", "_rows", "_saving")
 class ReplayBuffer:
     """Rows in, batches out.
 
@@ -140,7 +139,9 @@ class ReplayBuffer:
         kinds = storage, size, sampler, writer, self._default_writer, transform, transform_factory, collate_fn
         making = Making(call, *kinds, pin_memory, generator, batch_size, consume_after, bool(shared))
         self._settings = Settings(call, batch_size, prefetch, self._priority_key, output, making)
-        if not making.made_later(delayed):
+        if making.made_later(delayed):
+            make_at_first_use(self)
+        else:
             self.assemble()
 
     def assemble(self, lane: int | None = None) -> None:

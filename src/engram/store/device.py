@@ -153,6 +153,9 @@ class DeviceStore(Store):
             columns = self._take(rows, self._which)
         return [*columns, *[rows] * with_rows, *(tickets.to(self.device) for tickets in numbers)]
 
+    def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
+        return None if self.core.limited else self.sample_uniform(key, n, with_rows, with_numbers)
+
     def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
         index = rows.to(self.device)
         return [self.tensors[f].index_select(0, index) for f in which]

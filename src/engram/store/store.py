@@ -702,7 +702,11 @@ class Store:
         Raises:
             NoSampleable: no row is live.
         """
-        return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers)
+        return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers, False)
+
+    def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
+        """As :meth:`sample_uniform`; None: nothing was drawn, as the store has limits, which are to admit the rows first."""
+        return self.core.draw_uniform(self.layout, key.address, n, with_rows, with_numbers, True)
 
     def changes(self, since: int = 0) -> Changes:
         """Rows that were written or edited since a ticket, by any process.
