@@ -57,6 +57,20 @@ def limited(stores, request):
     rb.limit(None)
 
 
+def test_a_client_is_told_whether_it_can_sample(limited):
+    rb, address = limited
+    with ReplayBuffer.connect(address) as client:
+        batches = 0
+        while client.can_sample():
+            client.sample(timeout=0)
+            batches += 1
+        assert batches
+        with pytest.raises((RateLimited, NoSampleable)):
+            client.sample(timeout=0)
+        rb.extend(rows(10))
+        assert client.can_sample()
+
+
 def test_rows_over_a_connection_count_and_wait(limited):
     rb, address = limited
     with ReplayBuffer.connect(address) as remote:

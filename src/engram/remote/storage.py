@@ -96,6 +96,9 @@ class ServedLimits:
     def admit_samples(self, rows: int) -> bool:  # noqa: ARG002 - the server is asked by the draw
         return True
 
+    def admits_samples(self, rows: int) -> bool:  # noqa: ARG002 - the server has said that the rows can be sampled
+        return True
+
     def give_back_samples(self, rows: int) -> None:
         """The server has done it."""
 
