@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
-import torch
 from torch import Tensor
 
 from engram._dtypes import DTYPE_NAMES
