@@ -148,6 +148,9 @@ test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 check: $(VENV)/.engram-dev
 	@echo "==> ruff";         $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@echo "==> mypy";         $(BIN)/mypy --no-error-summary
+	@echo "==> a user's program, as mypy and pyright read it"; \
+	  $(BIN)/mypy --strict --warn-unused-ignores --no-error-summary tests/typing/user.py tests/typing/misspelt.py && \
+	  $(BIN)/basedpyright -p tests/typing --pythonpath $(BIN)/python
 	@echo "==> import layers"; PYTHONPATH=src $(BIN)/lint-imports --no-logo
 	@echo "==> no code from files: no pickle, torch.load, eval (contracts copy components by pickle)"; \
 	  ! grep -rnE --include='*.py' --exclude-dir=testing '(pickle|marshal|dill|joblib)\.(loads?|Unpickler)\b|\btorch\.(load|save)\(|(^|[^.[:alnum:]_])(eval|exec)\(|allow_pickle=True' src/engram

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypedDict, get_type_hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+
+class TracingArguments(TypedDict, total=False):
+    """Keywords of TorchRL's storages and writers that must be off here, None or False, each with what will carry it."""
+
+    compilable: Annotated[object, "tracing through torch.compile"]
+
+
+def carriers(arguments: type) -> dict[str, str]:
+    """What will carry each of the keywords of such a ``TypedDict``."""
+    return {name: known.__metadata__[0] for name, known in get_type_hints(arguments, include_extras=True).items()}
+
+
+NOT_TRACED = carriers(TracingArguments)
 
 
 def reject_unsupported(

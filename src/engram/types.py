@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
+    from typing_extensions import TypeVar
 
     from engram.consumption import ConsumptionIndex
     from engram.format.checkpoints import Checkpoint
@@ -23,10 +24,18 @@ if TYPE_CHECKING:
     from engram.reshard.driver import Reshard
     from engram.store import Store
 
+    #: What a buffer's batches are; anything, where a type checker cannot know.
+    Batch = TypeVar("Batch", default=Any)
     #: An entry of a batch: its name, or the path of names to it.
     Entry: TypeAlias = str | tuple[str, ...]
     #: What a batch is said to be, beside its data.
     Info: TypeAlias = dict[Entry, object]
+    #: A batch and its info, as users get them.
+    Told: TypeAlias = tuple[Batch, dict[Entry, Any]]
+    #: Arguments: where tensors are to be, seconds to wait, rows. None: the default, without end, the constructor's.
+    Device: TypeAlias = torch.device | str | None
+    Wait: TypeAlias = float | None
+    Size: TypeAlias = int | None
     #: Columns, rows and info of a batch.
     ReadBatch: TypeAlias = tuple[list[Tensor], Tensor, Info]
     #: Which of these a user will see beside the columns: neither rows nor info; or both, of which the info's entries are not in the
@@ -36,6 +45,10 @@ if TYPE_CHECKING:
     NativeBatch: TypeAlias = tuple[list[Tensor], Tensor | None, Info]
     #: Reads the rows of a draw: columns, and places of rows that have moved.
     ReadDraw: TypeAlias = Callable[["Draw"], tuple[list[Tensor], list[int]]]
+else:
+    from typing import TypeVar
+
+    Batch = TypeVar("Batch")
 
 __all__ = [
     "Declared",

@@ -190,6 +190,8 @@ def _vanished_parameters(where, before, now):
     positions = [name for name, one in new.items() if one.kind in _POSITIONAL]
     for at, (name, one) in enumerate(old.items()):
         if name not in new:
+            if one.kind is _KIND.VAR_KEYWORD and new.keys() - old.keys():
+                continue  # its keywords are named now
             if not any_keyword or (one.kind in _POSITIONAL and not any_position):
                 yield f"{where}: {name} is gone"
             continue

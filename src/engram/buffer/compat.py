@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
+
+from engram._unsupported import carriers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -11,6 +13,11 @@ if TYPE_CHECKING:
     import torch
 
     from engram.buffer.output import Output
+    from engram.storages import Storage
+    from engram.types import Sampler, Writer
+
+
+B = TypeVar("B")
 
 
 class LaterArguments(TypedDict, total=False):
@@ -41,9 +48,7 @@ class Arguments(TorchRLArguments, total=False):
     shared: bool
 
 
-class ReadingArguments(TypedDict, total=False):
-    """Keywords of the constructor that say how rows are read: also of ``connect``."""
-
+class _Reading(TypedDict, total=False):
     collate_fn: Callable[[Any], object] | None
     transform: object
     transform_factory: Callable[[], object] | None
@@ -51,7 +56,21 @@ class ReadingArguments(TypedDict, total=False):
     prefetch: int | None
     pin_memory: bool | None
     generator: torch.Generator | None
+
+
+class ReadingArguments(_Reading, total=False):
+    """Keywords of the constructor that say how rows are read: also of ``connect``."""
+
     output: Output | None
+
+
+class BufferArguments(_Reading, Arguments, total=False):
+    """Keywords of the constructor of :class:`ReplayBuffer`."""
+
+    storage: Storage | Callable[[], Storage] | None
+    sampler: Sampler | Callable[[], Sampler] | None
+    writer: Writer | Callable[[], Writer] | None
+    output: Output
 
 
 class OpenArguments(ReadingArguments, TorchRLArguments, total=False):
@@ -67,23 +86,23 @@ OPEN_ARGUMENTS = tuple(name for name in OpenArguments.__annotations__ if name no
 
 
 #: What will carry each of :class:`LaterArguments`.
-NOT_YET = {name: known.__metadata__[0] for name, known in get_type_hints(LaterArguments, include_extras=True).items()}
+NOT_YET = carriers(LaterArguments)
 
 
-def constant(value: object, doc: str) -> property:
+def constant(value: object, doc: str) -> Any:
     """A property that is the same for every buffer."""
     return property(lambda _: value, doc=doc)
 
 
-def alias(name: str, doc: str = "") -> property:
+def alias(name: str, doc: str = "") -> Any:
     """A property that is another attribute, of the buffer or of one of its parts."""
     return property(operator.attrgetter(name), doc=doc or f"As :attr:`{name.rpartition('.')[2]}`.")
 
 
-def returns_itself(doc: str) -> Callable[[Any], Any]:
+def returns_itself(doc: str) -> Callable[[B], B]:
     """A method that returns the buffer."""
 
-    def method(self: object) -> Any:
+    def method(self: B) -> B:
         return self
 
     method.__doc__ = doc

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -13,6 +13,9 @@ from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.buffer.wiring import checked_size, component
 from engram.types import Declared
+
+if TYPE_CHECKING:
+    from engram.buffer.compat import BufferArguments
 
 __all__ = [
     "PrioritizedReplayBuffer",
@@ -52,11 +55,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         beta: float | None = None,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float,
-        **kwargs: Any,
+        **kwargs: Unpack[BufferArguments],
     ) -> None:
         name = type(self).__name__
-        sampler = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, dtype=dtype)
-        super().__init__(size, **kwargs, sampler=sampler)
+        kwargs["sampler"] = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, dtype=dtype)
+        super().__init__(size, **kwargs)
 
 
 @register
@@ -91,18 +94,18 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         priority_key: str = "td_error",
         eps: float = 1e-8,
         reduction: str = "max",
-        **kwargs: object,
+        **kwargs: Unpack[BufferArguments],
     ) -> None:
         name = type(self).__name__
-        sampler = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, reduction=reduction)
-        super().__init__(size, priority_key=priority_key, **kwargs, sampler=sampler)
+        kwargs["sampler"] = _sampler(name, size, kwargs, alpha=alpha, beta=beta, eps=eps, reduction=reduction)
+        super().__init__(size, priority_key=priority_key, **kwargs)
 
 
 def _sampler(
-    name: str, size: int | None, kwargs: dict[str, Any], *, alpha: float | None, beta: float | None, **settings: Any
+    name: str, size: int | None, kwargs: BufferArguments, *, alpha: float | None, beta: float | None, **settings: Any
 ) -> samplers.PrioritizedSampler:
     """The buffer's sampler. ``ReplayBuffer.open`` hands over the one that the store noted."""
-    given = kwargs.pop("sampler", None)
+    given: Any = kwargs.get("sampler")
     if given is not None:
         drawn = isinstance(given, Declared) and given.traits.reads_natively and given.traits.prioritized
         if not drawn or given.traits.draws_windows or alpha is not None or beta is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from engram.buffer.wiring import checked_generator, component
 from engram.buffer.write_path import WritePath, rows_of
 from engram.env import record
 from engram.limits import WAIT_S, checked_timeout
-from engram.types import Sampler, Write, Writer
+from engram.types import Batch, Sampler, Write, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,14 +56,13 @@ if TYPE_CHECKING:
     from engram.persist.roles import Roles
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
+    from engram.transforms import Compose
+    from engram.types import Device, Size, Told, Wait
 
 E = TypeVar("E")
-if TYPE_CHECKING:
-    Device: TypeAlias = torch.device | str | None
-    Wait: TypeAlias = float | None
 
 
-class ReplayBuffer:
+class ReplayBuffer(Generic[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -246,7 +245,7 @@ class ReplayBuffer:
             timeout = checked_timeout(timeout, "extend")
         return self._writing.extend(data, lane, layout, lane_key, timeout)
 
-    listens = alias("_wiring.of_sampler.listens", "Whether the sampler wants to hear of writes.")
+    listens: bool = alias("_wiring.of_sampler.listens", "Whether the sampler wants to hear of writes.")
 
     def appender(self, lane: Lane = None) -> Appender:
         """Name lanes once, for the tightest loops: ``a = rb.appender(lane=3)``, then ``a.add(obs=…, action=…)`` for every step.
@@ -271,7 +270,7 @@ class ReplayBuffer:
         self._lanes.default = self._lanes.checked(lane, "on_lane")
         return self
 
-    lanes = alias("_wiring.storage.lanes", "Rings of consecutive rows that the storage is divided into: an int.")
+    lanes: int = alias("_wiring.storage.lanes", "Rings of consecutive rows that the storage is divided into: an int.")
 
     def observe(self, write: Write | None, data: object) -> None:
         """Called by the storage after a write through any buffer or writer; tells the sampler if it listens."""
@@ -390,6 +389,16 @@ class ReplayBuffer:
 
     # ---- sampling ------------------------------------------------------------------------------------------------------
 
+    @overload
+    def sample(
+        self, batch_size: Size = ..., return_info: Literal[False] = ..., *, device: Device = ..., timeout: Wait = ...
+    ) -> Batch: ...
+    @overload
+    def sample(
+        self, batch_size: Size = ..., *, return_info: Literal[True], device: Device = ..., timeout: Wait = ...
+    ) -> Told[Batch]: ...
+    @overload
+    def sample(self, batch_size: Size, return_info: bool, *, device: Device = ..., timeout: Wait = ...) -> Any: ...
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, *, device: Device = None, timeout: Wait = WAIT_S
     ) -> Any:
@@ -439,13 +448,13 @@ class ReplayBuffer:
         """
         return self._wiring.can_sample(self._settings.batch_size_of(batch_size, drawing=False))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         """Batches, until the sampler ran out; for ever with replacement. Needs the constructor's ``batch_size``."""
         if self._settings.batch_size is None:
             raise RuntimeError("iteration: expected a batch size: pass ReplayBuffer(batch_size=…).")
         return self._batches()
 
-    def _batches(self, *, begun: bool = False) -> Iterator[Any]:
+    def _batches(self, *, begun: bool = False) -> Iterator[Batch]:
         """``begun``: go on behind a batch that was handed out, perhaps the last of its pass."""
         if not begun:
             self._wiring.source.ran_out = False
@@ -453,7 +462,7 @@ class ReplayBuffer:
             begun = True
             yield self.sample()
 
-    def next(self) -> Any:
+    def next(self) -> Batch | None:
         """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device."""
         settings = self._settings
         if settings.iterator is None:
@@ -503,7 +512,9 @@ class ReplayBuffer:
         self._wiring.limit(limits)
         return self
 
-    limits = alias("_wiring.limits", "The limits of the store, as :meth:`limit` takes them: a tuple.")
+    limits: tuple[Limit, ...] = alias(
+        "_wiring.limits", "The limits of the store, as :meth:`limit` takes them: a tuple."
+    )
 
     # ---- rows by number ------------------------------------------------------------------------------------------------
 
@@ -664,7 +675,7 @@ class ReplayBuffer:
         self._rewire()
         return self
 
-    storage = alias("_wiring.storage", "What holds the rows: a :class:`Storage`.")
+    storage: Storage = alias("_wiring.storage", "What holds the rows: a :class:`Storage`.")
 
     @property
     def sampler(self) -> Any:
@@ -679,17 +690,17 @@ class ReplayBuffer:
         self._materialize()  # it may write now
         return self._wiring.writer
 
-    transform = alias("_wiring.transform", "The list of transforms: a :class:`Compose`.")
+    transform: Compose = alias("_wiring.transform", "The list of transforms: a :class:`Compose`.")
 
-    batch_size = alias("_settings.batch_size", "Default batch size: an int, or None.")
-    prefetch = alias("_settings.prefetch", "Batches asked for ahead: an int.")
+    batch_size: int | None = alias("_settings.batch_size", "Default batch size: an int, or None.")
+    prefetch: int = alias("_settings.prefetch", "Batches asked for ahead: an int.")
 
     @property
     def dim_extend(self) -> int:
         """Dimension of ``extend``'s data along which time runs."""
         return int(self._wiring.storage.ndim) - 1
 
-    shared = alias("_wiring.storage.shared", "Whether several processes may use the buffer.")
+    shared: bool = alias("_wiring.storage.shared", "Whether several processes may use the buffer.")
 
     def share(self, shared: bool = True) -> Self:
         """Let processes that receive the buffer from now on see the same rows: all of them may write, sample and update.
@@ -1130,7 +1141,7 @@ class ReplayBuffer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    is_alive = alias("_wiring.gate.samples", "Whether sampling is possible: false after :meth:`shutdown`.")
+    is_alive: bool = alias("_wiring.gate.samples", "Whether sampling is possible: false after :meth:`shutdown`.")
 
     def synchronize(self) -> None:
         """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises."""
@@ -1181,7 +1192,7 @@ class ReplayBuffer:
     initialized = property(
         lambda self: self._settings.unmade is None, doc="Whether the components are made: see ``delayed_init``."
     )
-    service_backend = constant("direct", 'Where the buffer runs: ``"direct"``, in this process.')
+    service_backend: str = constant("direct", 'Where the buffer runs: ``"direct"``, in this process.')
     start = returns_itself("Returns the buffer: it runs in this process.")
     client = returns_itself("Returns the buffer itself.")
     _storage = alias("_wiring.storage")

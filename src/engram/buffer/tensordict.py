@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torch import Tensor
 
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from tensordict import TensorDictBase
 
+    from engram.buffer.compat import BufferArguments
     from engram.buffer.lanes import Lane, Layout
+    from engram.types import Device, Size, Told, Wait
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
@@ -120,7 +123,7 @@ class TensorDictRowAccess(RowAccess):
 
 
 @register
-class TensorDictReplayBuffer(ReplayBuffer):
+class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
     """A :class:`ReplayBuffer` whose rows are TensorDicts.
 
     Samples carry ``"index"``, int64 ``[B]`` (``[B, ndim]`` with ``ndim > 1``), and with a writer that tracks generations
@@ -149,7 +152,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
     _row_access = TensorDictRowAccess
     _writing: TensorDictWritePath
 
-    def __init__(self, size: int | None = None, *, priority_key: str = "td_error", **kwargs: Any) -> None:
+    def __init__(
+        self, size: int | None = None, *, priority_key: str = "td_error", **kwargs: Unpack[BufferArguments]
+    ) -> None:
         self._priority_key = priority_key
         super().__init__(size, **kwargs)
 
@@ -193,6 +198,36 @@ class TensorDictReplayBuffer(ReplayBuffer):
             timeout = checked_timeout(timeout, "extend")
         return self._writing.extend(data, lane, layout, lane_key, timeout, update_priority)
 
+    @overload
+    def sample(
+        self,
+        batch_size: Size = ...,
+        return_info: Literal[False] = ...,
+        include_info: bool | None = ...,
+        *,
+        device: Device = ...,
+        timeout: Wait = ...,
+    ) -> TensorDictBase: ...
+    @overload
+    def sample(
+        self,
+        batch_size: Size = ...,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = ...,
+        device: Device = ...,
+        timeout: Wait = ...,
+    ) -> Told[TensorDictBase]: ...
+    @overload
+    def sample(
+        self,
+        batch_size: Size,
+        return_info: bool,
+        include_info: bool | None = ...,
+        *,
+        device: Device = ...,
+        timeout: Wait = ...,
+    ) -> Any: ...
     def sample(
         self,
         batch_size: int | None = None,

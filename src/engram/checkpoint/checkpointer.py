@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from engram._unsupported import reject_unsupported
 from engram._words import warn
@@ -149,7 +149,15 @@ class Checkpointer:
 
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, *, user: Mapping[str, object] | None = None, wait: bool = True) -> Any:
+    @overload
+    def save(self, step: int, *, user: Mapping[str, object] | None = ..., wait: Literal[True] = ...) -> SaveReport: ...
+    @overload
+    def save(self, step: int, *, user: Mapping[str, object] | None = ..., wait: Literal[False]) -> SaveHandle: ...
+    @overload
+    def save(self, step: int, *, user: Mapping[str, object] | None = ..., wait: bool) -> SaveReport | SaveHandle: ...
+    def save(
+        self, step: int, *, user: Mapping[str, object] | None = None, wait: bool = True
+    ) -> SaveReport | SaveHandle:
         """Save a checkpoint. With several ranks, each of them calls this with the same step.
 
         If a save is under way, this waits until it has ended: every checkpoint is of its own step. :meth:`poll` never waits.

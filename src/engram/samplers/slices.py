@@ -132,8 +132,10 @@ class SliceSampler(WindowSampler):
     uniform_over = Setting[str]()
     online = Setting[bool]()
 
-    def __new__(cls, *, replacement: bool = True, **kwargs: Any) -> Any:
-        return super().__new__(cls) if replacement else SliceSamplerWithoutReplacement(**kwargs)
+    if not TYPE_CHECKING:  # for them it would hide the arguments of the constructor
+
+        def __new__(cls, *, replacement: bool = True, **kwargs):
+            return super().__new__(cls) if replacement else SliceSamplerWithoutReplacement(**kwargs)
 
     def __init__(
         self,

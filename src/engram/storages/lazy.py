@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -13,7 +13,7 @@ from engram.limits import Rules
 from engram.storages._geometry import Geometry
 from engram.storages._structure import Structure, device_of, is_batched_collection
 from engram.storages.announcing import advice, announce, creation_line
-from engram.storages.tensor import NOT_YET, TensorStorage
+from engram.storages.tensor import NOT_YET, LaterArguments, TensorStorage
 from engram.store import DeviceStore, Store, skip_numbers
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class LazyTensorStorage(TensorStorage):
         ndim: int = 1,
         lanes: int = 1,
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
-        **later: object,
+        **later: Unpack[LaterArguments],
     ) -> None:
         reject_unsupported(type(self).__name__, later, NOT_YET, type(self))
         self._configure(Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes), device)

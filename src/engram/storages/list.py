@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engram._devices import existing_device
 from engram._tensordict import detached, is_tensor_collection, is_tensorclass
-from engram._unsupported import reject_unsupported
+from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported
 from engram.consumption import ConsumptionIndex
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.nested import find
@@ -58,9 +58,13 @@ class ListStorage(Storage):
     """
 
     def __init__(
-        self, max_size: int | None = None, *, device: torch.device | str | None = None, **later: object
+        self,
+        max_size: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        **later: Unpack[TracingArguments],
     ) -> None:
-        reject_unsupported("ListStorage", later, {"compilable": "tracing through torch.compile"}, type(self))
+        reject_unsupported("ListStorage", later, NOT_TRACED, type(self))
         super().__init__()
         if max_size is not None:
             max_size = Geometry.checked("ListStorage", max_size).max_size

@@ -7,12 +7,12 @@ import secrets
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Unpack
 
 import torch
 
 from engram._checks import check_path
-from engram._unsupported import reject_unsupported
+from engram._unsupported import TracingArguments, carriers, reject_unsupported
 from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.storages._port import Rows
 
-_NOT_YET = {"compilable": "tracing through torch.compile", "shared_init": "rb.share()"}
+
+class LaterMemmapArguments(TracingArguments, total=False):
+    """As those, of this storage."""
+
+    shared_init: Annotated[object, "rb.share()"]
+
+
+_NOT_YET = carriers(LaterMemmapArguments)
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -93,7 +100,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         existsok: bool = False,
         auto_cleanup: bool | None = None,
         io: str = "auto",
-        **later: object,
+        **later: Unpack[LaterMemmapArguments],
     ) -> None:
         reject_unsupported("LazyMemmapStorage", later, _NOT_YET, type(self))
         if str(device).split(":")[0] != "cpu":

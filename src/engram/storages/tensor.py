@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from engram._devices import existing_device
-from engram._unsupported import reject_unsupported
+from engram._unsupported import TracingArguments, carriers, reject_unsupported
 from engram.errors import EngramError, RowError
 from engram.persist.components import check_blocks
 from engram.persist.rows import SavedRowsSource, read_rows_state
@@ -54,12 +54,16 @@ if TYPE_CHECKING:
     from engram.store.store import NativeWrite, T
     from engram.types import RowsSource, StorageLoad
 
-NOT_YET = {
-    "compilable": "tracing through torch.compile",
-    "consolidated": "a storage that keeps one block of memory",
-    "shared_init": "rb.share()",
-    "cleanup_memmap": "rb.share()",
-}
+
+class LaterArguments(TracingArguments, total=False):
+    """As those, of tensor storages."""
+
+    consolidated: Annotated[object, "a storage that keeps one block of memory"]
+    shared_init: Annotated[object, "rb.share()"]
+    cleanup_memmap: Annotated[object, "rb.share()"]
+
+
+NOT_YET = carriers(LaterArguments)
 
 
 class _Unwritten:
@@ -119,7 +123,7 @@ class TensorStorage(Storage):
         device: torch.device | str = "cpu",
         ndim: int = 1,
         lanes: int = 1,
-        **later: object,
+        **later: Unpack[LaterArguments],
     ) -> None:
         reject_unsupported(type(self).__name__, later, NOT_YET, type(self))
         if storage is None:

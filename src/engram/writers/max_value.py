@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from engram import _native
 from engram._checks import as_numbers
 from engram._tensordict import is_tensorclass
-from engram._unsupported import reject_unsupported
+from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported
 from engram.errors import IncompatibleCheckpoint
 from engram.field_paths import checked_path, public
 from engram.nested import find, has_entries
@@ -100,9 +100,9 @@ class TensorDictMaxValueWriter(NativeWriter):
         reduction: str = "sum",
         *,
         track_generations: bool = False,
-        **later: object,
+        **later: Unpack[TracingArguments],
     ) -> None:
-        reject_unsupported(type(self).__name__, later, {"compilable": "tracing through torch.compile"}, type(self))
+        reject_unsupported(type(self).__name__, later, NOT_TRACED, type(self))
         super().__init__()
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from engram._unsupported import reject_unsupported
+from engram._unsupported import NOT_TRACED, TracingArguments, reject_unsupported
 from engram.types import Extent, Traits, WritePlan
 from engram.writers._base import NativeWriter
 
@@ -34,8 +34,8 @@ class RoundRobinWriter(NativeWriter):
 
     traits = Traits(appends=True)
 
-    def __init__(self, *, track_generations: bool = False, **later: object) -> None:
-        reject_unsupported(type(self).__name__, later, {"compilable": "tracing through torch.compile"}, type(self))
+    def __init__(self, *, track_generations: bool = False, **later: Unpack[TracingArguments]) -> None:
+        reject_unsupported(type(self).__name__, later, NOT_TRACED, type(self))
         super().__init__()
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
