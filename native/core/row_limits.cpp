@@ -173,6 +173,10 @@ bool Limits::admit(Side side, std::uint64_t n) const {
   return true;
 }
 
+void Limits::admit_insert(std::uint64_t n) const {
+  if (n != 0 && on() && !use_prepaid(n) && !admit(kInsert, n)) throw Limited(n);
+}
+
 void Limits::prepay(std::uint64_t n) const {
   if (!on()) return;
   if (!admit(kInsert, n)) throw Limited(n);

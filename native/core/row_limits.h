@@ -60,6 +60,8 @@ class Limits {
   bool admit(Side side, std::uint64_t n) const;
   /// Whether n rows would be admitted now.
   bool would_admit(Side side, std::uint64_t n) const;
+  /// Admits n rows that are written next, by this call or when it is repeated: they are not given back. Throws Limited.
+  void admit_insert(std::uint64_t n) const;
   /// Admits n rows that this thread inserts by several calls, next; what they do not insert, return_prepaid gives back. Throws Limited.
   void prepay(std::uint64_t n) const;
   void return_prepaid() const;

@@ -301,7 +301,7 @@ std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t*
       [&] {
         if (control_.lane(lane).base.load(std::memory_order_acquire) > p0) forget_outside(rows_out, n, t0);
         if (again && written > 0) scatter = control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel) + 1;
-        control_.counters().write_count.fetch_add(written, std::memory_order_relaxed);
+        control_.counters().write_count.fetch_add(written, std::memory_order_seq_cst);
       },
       [&](Index& index) {
         if (!again) {
@@ -310,6 +310,7 @@ std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t*
           index.rewritten(rows_out, n, t0, scatter);
         }
       });
+  if (written > 0 && limits().on()) limits().inserted();
   return written;
 }
 
@@ -318,7 +319,14 @@ std::uint64_t Store::append_at(std::uint64_t lane, std::uint64_t position, std::
   constexpr std::uint64_t kMost = std::uint64_t{1} << 56;
   check(position < kMost && n < kMost, "positions below 2^56");
   return append_once(n, columns, rows_out, [&] {
+    const auto missing = [&](std::uint64_t cursor) {
+      return position <= cursor && cursor - position < n ? position + n - cursor : std::uint64_t{0};
+    };
+    const std::uint64_t admitted = limits().on() ? missing(control_.end(lane)) : 0;
+    limits().admit_insert(admitted);
     const auto [cursor, granted] = control_.reserve_at(lane, position, n);
+    const std::uint64_t reserved = granted ? missing(cursor) : 0;
+    if (admitted > reserved) limits().give_back(Limits::kInsert, admitted - reserved);  // the same request came first
     if (!granted) throw OutOfOrder(cursor);
     return Positions{lane, position, cursor != position};
   });

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "check.h"
+#include "row_limits.h"
 #include "wait.h"
 
 namespace engram {
@@ -79,6 +80,7 @@ Store::Positions Writers::reserve(const Control& control, const WriterId& writer
   const std::uint64_t next = known == nullptr ? 1 : next_of(*known);
   const bool repeated = known != nullptr && known->requests[number % kWindow].number.load(std::memory_order_relaxed) == number;
   if (number == 0 || (number != next && !repeated)) throw Store::OutOfOrder(next);
+  if (!repeated) Limits(control).admit_insert(n);  // before anything changes
   Entry& entry = known == nullptr ? take(writer) : *known;
   entry.used.store(page_->clock.fetch_add(1, std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   Request& request = entry.requests[number % kWindow];

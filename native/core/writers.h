@@ -50,7 +50,8 @@ class Writers : public Index {
   /// Appends n rows to a lane, as request `number` of a writer, counted from 1: once, however often it is asked for; a repeated one has
   /// the positions and the lane that it had first, also where the store was emptied since. A writer that is not known takes the entry
   /// of the one that asked for nothing the longest. Throws Store::OutOfOrder, and nothing has changed: the number is larger than the
-  /// one that comes next, or kWindow or more smaller; std::invalid_argument: another number of rows than the first time.
+  /// one that comes next, or kWindow or more smaller; std::invalid_argument: another number of rows than the first time; Limited. The
+  /// limits of the store admit a request once.
   std::uint64_t append(Store& store, const WriterId& writer, std::uint64_t number, std::uint64_t lane, std::uint64_t n, Columns columns,
                        std::int64_t* rows_out) const;
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_written_once_is_not_sent_again(served, proxy):
         assert len(remote) == 4
 
 
-def test_the_limits_of_a_store_are_kept_by_those_who_wrote_before(served, proxy):
+def test_limits_admit_rows_once_whatever_becomes_of_messages(served, proxy):
     rb, _, _ = served
     expected = Expected(rb)
     with ReplayBuffer.connect(proxy.address) as remote:
@@ -241,6 +241,12 @@ def test_the_limits_of_a_store_are_kept_by_those_who_wrote_before(served, proxy)
             for lane in (0, [0, 1]):
                 with pytest.raises(RateLimited):
                     remote.extend({"a": ids}, lane=lane, timeout=0)
+            for _ in range(2):  # the same numbers, now of other rows
+                rb.sample(2)
+                ids = expected.ids(2)
+                proxy.faults = ["lose answer", "repeat"]
+                assert remote.extend({"a": ids}, lane=[0, 1]).tolist() == expected.wrote(ids, [0, 1])
+            assert rb.stats()["limit_inserts"] == 6
         finally:
             rb.limit(None)
     expected.check()

@@ -17,9 +17,11 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
+    RateLimited,
     ReadOnlyStore,
     ReplayBuffer,
     RowError,
+    SamplesPerInsert,
     SliceSampler,
 )
 from engram.format import layout
@@ -388,3 +390,54 @@ def _check_account(store, memory, length):
         known = found[found < 3 * requests]
         assert known.tolist() == list(range(3 * requests - len(known), 3 * requests))
         assert lapped or len(known) == 3 * requests
+
+
+# ---- limits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["by", "at"])
+def test_limits_admit_a_request_once(way):
+    rb = _buffer().limit(SamplesPerInsert(1, min_size=1, tolerance=0))
+    once, writer = Requests(rb.storage.store), uuid.uuid4()
+
+    def ask(number, first, n):
+        if way == "by":
+            return once.append_by(writer, number, 0, _columns(first, n), n)
+        return once.append_at(0, first, _columns(first, n), n)
+
+    assert ask(1, 0, 2).new == 2  # so many may be ahead
+    for _ in range(2):
+        assert ask(1, 0, 2).new == 0  # a repeat needs no admission
+        with pytest.raises(RateLimited):
+            ask(2, 2, 1)
+        assert rb.stats()["limit_inserts"] == rb.stats()["limit_level"] - 1 == 2
+    assert rb.write_count == 3
+    rb.sample(2)
+    assert ask(2, 2, 1).new == 1
+    assert rb.stats()["limit_inserts"] == 3
+    if way == "at":
+        with pytest.raises(RateLimited):
+            once.append_at(0, 1, _columns(1, 3), 3)
+        rb.sample(1)
+        assert once.append_at(0, 1, _columns(1, 3), 3).new == 1  # of which the last is new
+        assert (rb.stats()["limit_inserts"], rb.stats()["limit_level"]) == (4, 2)
+    with pytest.raises(OutOfOrder):
+        ask(9, 9, 1)
+    assert rb.stats()["limit_inserts"] == (4 if way == "at" else 3)
+
+
+def test_a_sample_that_waits_hears_of_a_request():
+    rb = _buffer().limit(SamplesPerInsert(1, min_size=4, tolerance=0))
+    sampled = threading.Event()
+
+    def sample():
+        rb.sample(1, timeout=60)
+        sampled.set()
+
+    waiting = threading.Thread(target=sample)
+    waiting.start()
+    while not rb.stats()["samples_waiting"]:
+        pass
+    Requests(rb.storage.store).append_by(uuid.uuid4(), 1, 0, _columns(0, 3), 3)
+    waiting.join(60)
+    assert sampled.is_set()

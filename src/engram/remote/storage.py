@@ -341,7 +341,12 @@ class RemoteStorage(Storage):
                 self._writer, self._number = uuid4(), 1
                 if self._writing.resumed != resumed:  # the first one may have been written
                     raise ConnectionError(IN_DOUBT) from error
-            except RateLimited:  # only rows without a name come so far
+            except RateLimited as error:  # nothing of the message was written now, and its number stays the next one
+                if (
+                    requests > 1 and self._writing.resumed != resumed
+                ):  # some of its lanes may have been, by another server
+                    self._writer, self._number = uuid4(), 1
+                    raise ConnectionError(IN_DOUBT) from error
                 raise NotAdmitted(n) from None
             except BaseException:  # perhaps it was not written, so that the next number would come too early
                 self._writing.forget()

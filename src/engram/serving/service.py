@@ -231,7 +231,7 @@ class Service:
         """Write rows: their numbers.
 
         Raises as ``ReplayBuffer.extend``; ``RateLimited`` at once: clients wait. ``NotOnce``: the rows of a message that may be sent
-        again would have to go somewhere else than behind the last ones, the store has limits, or the writer is not known.
+        again would have to go somewhere else than behind the last ones, or the writer is not known.
         """
         wiring = self._wiring
         storage = wiring.storage
@@ -249,23 +249,32 @@ class Service:
 
     def _append_once(self, writer: UUID, number: int, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
         """Write rows as requests of a writer: one for each lane."""
-        if not self._wiring.appends or self._store.core.limited:
-            raise NotOnce("extend: the store has limits, or its writer says which rows are replaced.")
+        if not self._wiring.appends:
+            raise NotOnce("extend: the writer of the store says which rows are replaced.")
         lanes = sorted(set(lane.tolist())) if isinstance(lane, torch.Tensor) else [lane]
         if not lanes or not 0 <= lanes[0] <= lanes[-1] < self._schema.lanes:  # before a row is written
             raise RowError(f"extend: expected rows, and lanes in [0, {self._schema.lanes}), got lanes {lanes!r:.80}.")
+        if len(lanes) == 1:
+            return self._request(writer, number, lanes[0], columns, n)
+        assert isinstance(lane, torch.Tensor)  # several
+        core = self._store.core
         rows = torch.empty(n, dtype=torch.int64, device="cpu")
-        for done, one in enumerate(lanes):
-            some = lane == one if len(lanes) > 1 else True
-            chosen = torch.nonzero(some).flatten() if isinstance(some, torch.Tensor) else slice(None)
-            part = [column[chosen] for column in columns]
-            try:
-                rows[chosen] = self._requests.append_by(writer, number + done, one, part, len(part[0])).rows
-            except OutOfOrder as error:
-                if done:
-                    raise
-                raise NotOnce(str(error)) from error
+        if self._requests.next_request(writer) == number:
+            core.prepay_inserts(n)  # all or none of them; a message that is sent again was admitted
+        try:
+            for done, one in enumerate(lanes):
+                chosen = torch.nonzero(lane == one).flatten()
+                part = [column[chosen] for column in columns]
+                rows[chosen] = self._request(writer, number + done, one, part, len(chosen))
+        finally:
+            core.return_prepaid()
         return rows
+
+    def _request(self, writer: UUID, number: int, lane: int, columns: Sequence[Tensor], n: int) -> Tensor:
+        try:
+            return self._requests.append_by(writer, number, lane, columns, n).rows
+        except OutOfOrder as error:
+            raise NotOnce(str(error)) from error
 
 
 def _parts_of(path: Path, name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

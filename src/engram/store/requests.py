@@ -124,6 +124,8 @@ class Requests:
             OutOfOrder: the lane's next position, ``expected``, is before this one, so that rows are missing; or the store was emptied
                 since, so that it is not known whether these rows were there before. Nothing is written.
             RowError: a lane outside the store. RuntimeError: other columns.
+            RateLimited: the limits of the store do not admit the rows now. Nothing is written. A request is admitted once.
+            ValueError: the limits can never admit so many.
             WriterStalled: another process held a row for 5 s; what was written stays. Repeat the request.
         """
         self._check(lane, columns, n, "append_at")
@@ -158,8 +160,8 @@ class Requests:
 
         Raises:
             OutOfOrder: the writer's next request, ``expected``, is another one. 1: the table does not know the writer. Nothing is written.
-            ValueError: the request had another number of rows the first time.
-            RowError, RuntimeError, WriterStalled: as :meth:`append_at`.
+            ValueError: the request had another number of rows the first time, or the limits can never admit so many.
+            RowError, RuntimeError, RateLimited, WriterStalled: as :meth:`append_at`.
             OSError: no space for the table.
         """
         self._check(lane, columns, n, "append_by")
@@ -170,9 +172,8 @@ class Requests:
                 self._table(), *_halves(writer), number, lane, n, addresses, rows.data_ptr()
             )
         except ValueError as error:
-            raise ValueError(
-                f"append_by: expected {error}, got {n} for request {number} of writer {writer}."
-            ) from error
+            said = str(error) if str(error).startswith("expected") else f"expected {error}, got {n}"
+            raise ValueError(f"append_by: {said} for request {number} of writer {writer}.") from error
         if new < 0:
             raise OutOfOrder(
                 f"append_by: expected request {expected} of writer {writer}, got {number}. The table knows its last {IN_DOUBT} "
