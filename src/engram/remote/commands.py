@@ -24,6 +24,7 @@ MAX_MESSAGE = 1 << 30
 #: What a server says last on a stream: it did nothing of what came since.
 LEAVING = b"{}"
 
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 T = TypeVar("T")
 Stream = Literal["learn", "write"]
 
@@ -50,8 +51,16 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """
 
     writer: UUID | None = None
-    number: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
-    """Of the message's first request, from 1 on. Those of further lanes follow, in the order of the lanes' numbers."""
+    number: Number = 0
+    """Of the message's first request, from 1 on. Those of further lanes follow, in the order of the lanes' numbers: eight at most."""
+    more: list[Number] = []
+    """For lanes beyond eight: the same of the next eight, which are requests of the next name (the UUID plus 1), and so on."""
+
+    def names(self) -> list[tuple[UUID, int]]:
+        """The names of the writers whose requests these are, and the number of the first one of each."""
+        assert self.writer is not None  # else there are none
+        first = self.writer.int
+        return [(UUID(int=(first + k) % (1 << 128)), it) for k, it in enumerate((self.number, *self.more))]
 
 
 class Describe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -31,11 +31,12 @@ from engram.remote.commands import (
     State,
     Stats,
 )
-from engram.remote.connection import IN_DOUBT, Exchange, Message
+from engram.remote.connection import IN_DOUBT as DOUBTFUL
+from engram.remote.connection import Exchange, Message
 from engram.storages import Storage, check_count, leading_size
 from engram.storages._columns import rows_of_batch, rows_of_slot
 from engram.storages._structure import Structure, stacked
-from engram.store.requests import IN_DOUBT as REQUESTS
+from engram.store.requests import IN_DOUBT
 from engram.types import Traits, Write
 
 if TYPE_CHECKING:
@@ -166,7 +167,9 @@ class RemoteStorage(Storage):
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
         #: Until the server says otherwise, a message of rows may be sent again.
         self._once = True
-        self._writer, self._number = uuid4(), 1
+        #: The numbers that come next, of this writer and of those beside it, which have the lanes beyond eight of a message.
+        self._numbers: list[int] = []
+        self._rename()
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -320,41 +323,46 @@ class RemoteStorage(Storage):
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
         batch = wire.record_batch(self._written, columns, n)
-        requests = len(set(lane.tolist())) if isinstance(lane, Tensor) else 1
+        lanes = len(set(lane.tolist())) if isinstance(lane, Tensor) else 1
         with self._writing.lock:
-            answer = self._appended(batch, requests, n)
+            answer = self._appended(batch, lanes, n)
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
 
-    def _appended(self, batch: RecordBatch, requests: int, n: int) -> Answer:
+    def _appended(self, batch: RecordBatch, lanes: int, n: int) -> Answer:
         """The answer to rows: one request for each lane that they go to, which may be sent again where the server can know it."""
+        each = [min(IN_DOUBT, lanes - first) for first in range(0, lanes, IN_DOUBT)]
         while True:
-            once = self._once and requests <= REQUESTS
-            command = Append(self._writer, self._number) if once else Append()
+            self._numbers += [1] * (len(each) - len(self._numbers))
+            number, *more = self._numbers[: len(each)]
+            command = Append(self._writer, number, more) if self._once else Append()
             resumed = self._writing.resumed
             try:
-                self._writing.send(Message(msgspec.json.encode(command), batch, again=once))
+                self._writing.send(Message(msgspec.json.encode(command), batch, again=self._once))
                 answer = self._writing.receive()
             except NotOnce as error:
                 # A name may have been forgotten, beside a thousand others. A new one is refused for what the store is.
-                self._once = self._number > 1
-                self._writer, self._number = uuid4(), 1
+                self._once = number > 1
+                self._rename()
                 if self._writing.resumed != resumed:  # the first one may have been written
-                    raise ConnectionError(IN_DOUBT) from error
+                    raise ConnectionError(DOUBTFUL) from error
             except RateLimited as error:  # nothing of the message was written now, and its number stays the next one
-                if (
-                    requests > 1 and self._writing.resumed != resumed
-                ):  # some of its lanes may have been, by another server
-                    self._writer, self._number = uuid4(), 1
-                    raise ConnectionError(IN_DOUBT) from error
+                if lanes > 1 and self._writing.resumed != resumed:  # some of its lanes may have been, by another server
+                    self._rename()
+                    raise ConnectionError(DOUBTFUL) from error
                 raise NotAdmitted(n) from None
             except BaseException:  # perhaps it was not written, so that the next number would come too early
                 self._writing.forget()
-                self._writer, self._number = uuid4(), 1
+                self._rename()
                 raise
             else:
-                self._number += requests if once else 0
+                if self._once:
+                    self._numbers[: len(each)] = [one + count for one, count in zip(self._numbers, each, strict=False)]
                 return answer
+
+    def _rename(self) -> None:
+        """Begin again as a writer that the server does not know."""
+        self._writer, self._numbers = uuid4(), []
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:
         """There is no short path."""

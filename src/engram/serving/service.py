@@ -38,6 +38,7 @@ from engram.remote.commands import (
     Stats,
 )
 from engram.store import Key, OutOfOrder, Requests
+from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import WritePlan
 
@@ -238,7 +239,7 @@ class Service:
         lane = columns[-1] if storage.lanes > 1 else 0
         columns = columns[: len(self._fields)]
         if command.writer is not None:
-            return self._append_once(command.writer, command.number, columns, lane, n)
+            return self._append_once(command, columns, lane, n)
         if not wiring.appends:
             return self._rb.extend(storage.batch(columns, (n,)), lane=lane, timeout=0)
 
@@ -247,25 +248,31 @@ class Service:
         rows: Tensor = write.rows
         return rows
 
-    def _append_once(self, writer: UUID, number: int, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
+    def _append_once(self, command: Append, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
         """Write rows as requests of a writer: one for each lane."""
         if not self._wiring.appends:
             raise NotOnce("extend: the writer of the store says which rows are replaced.")
         lanes = sorted(set(lane.tolist())) if isinstance(lane, torch.Tensor) else [lane]
         if not lanes or not 0 <= lanes[0] <= lanes[-1] < self._schema.lanes:  # before a row is written
             raise RowError(f"extend: expected rows, and lanes in [0, {self._schema.lanes}), got lanes {lanes!r:.80}.")
+        names = command.names()
+        if len(names) != -(-len(lanes) // IN_DOUBT):
+            raise ValueError(f"extend: expected a number for each {IN_DOUBT} lanes, got {len(names)} for {len(lanes)}.")
         if len(lanes) == 1:
-            return self._request(writer, number, lanes[0], columns, n)
+            return self._request(*names[0], lanes[0], columns, n)
         assert isinstance(lane, torch.Tensor)  # several
-        core = self._store.core
-        rows = torch.empty(n, dtype=torch.int64, device="cpu")
-        if self._requests.next_request(writer) == number:
+        following = [self._requests.next_request(writer) for writer, _ in names]
+        if any(number > expected for (_, number), expected in zip(names, following, strict=True)):
+            raise NotOnce("extend: the writer is not known.")
+        core, rows = self._store.core, torch.empty(n, dtype=torch.int64, device="cpu")
+        if following[0] == command.number:
             core.prepay_inserts(n)  # all or none of them; a message that is sent again was admitted
         try:
             for done, one in enumerate(lanes):
+                writer, number = names[done // IN_DOUBT]
                 chosen = torch.nonzero(lane == one).flatten()
                 part = [column[chosen] for column in columns]
-                rows[chosen] = self._request(writer, number + done, one, part, len(chosen))
+                rows[chosen] = self._request(writer, number + done % IN_DOUBT, one, part, len(chosen))
         finally:
             core.return_prepaid()
         return rows
