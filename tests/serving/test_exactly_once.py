@@ -21,6 +21,7 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.remote import wire
+from engram.remote.streaming import CREDIT_MESSAGES
 from tests.serving.servers import serving_each
 
 LANES, ROWS = 20, 20 << 12
@@ -37,10 +38,15 @@ class Proxy(flight.FlightServerBase):
         super().__init__(listen)
         self.server = server
         self.faults = []
+        self.describes = True
+        #: A message that is held has come, and may go on.
+        self.held, self.go = threading.Event(), threading.Event()
         #: Messages that were kept back: they come when they are let go.
         self.kept = []
 
     def do_action(self, _, action):
+        if not self.describes:
+            raise flight.FlightUnavailableError("away")
         with flight.connect(self.server) as client:
             return iter([part.body for part in client.do_action(action)])
 
@@ -62,6 +68,9 @@ class Proxy(flight.FlightServerBase):
                     fault = self.faults.pop(0) if self.faults else "none"
                     if fault == "keep back":
                         self.kept.append(chunk)
+                    if fault == "hold":
+                        self.held.set()
+                        self.go.wait(60)
                     if fault in ("lose message", "keep back"):
                         raise flight.FlightUnavailableError(fault)
                     answer = passed(chunk)
@@ -272,3 +281,107 @@ def test_names_numbers_and_lanes_that_are_none_are_refused(served, command, said
             there.write_with_metadata(batch, json.dumps({"do": "append", **command}).encode())
             assert said in json.loads(back.read_chunk().app_metadata.to_pybytes())["message"]
     expected.check()
+
+
+# ---- writes that are under way -----------------------------------------------------------------------------------------
+
+
+@given(WRITES)
+@settings(max_examples=10)
+def test_streamed_rows_are_there_once_and_in_order_whatever_becomes_of_messages(served, proxy, writes):
+    expected = Expected(served[0])
+    with ReplayBuffer.connect(proxy.address, full="block") as remote:
+        for faults, lane, _ in writes:
+            proxy.faults = [*faults]
+            lanes = [lane] * 3 if isinstance(lane, int) else lane
+            ids = expected.ids(len(lanes))
+            expected.wrote(ids, lanes)
+            assert remote.extend({"a": ids}, lane=lane).tolist() == [-1] * len(lanes)
+            ids.fill_(-2)  # the caller's memory is his own again
+        assert len(remote) == len(served[0])  # which waits
+        expected.check()
+        assert remote.stats()["rows_dropped"] == remote.stats()["rows_under_way"] == 0
+        proxy.faults = []
+        proxy.let_go()
+    expected.check()
+
+
+@pytest.mark.parametrize("full", ["block", "raise", "drop"])
+def test_without_credits_a_write_waits_raises_or_is_dropped(served, proxy, full):
+    expected = Expected(served[0])
+    with ReplayBuffer.connect(proxy.address, full=full) as remote:
+        proxy.held.clear()
+        proxy.go.clear()
+        proxy.faults = ["hold"]
+
+        def write():
+            ids = expected.ids(1)
+            assert remote.extend({"a": ids}, lane=3).tolist() == [-1]
+            return ids
+
+        sent = [write()]
+        assert proxy.held.wait(60)
+        sent += [write() for _ in range(CREDIT_MESSAGES - 1)]
+        blocked = threading.Thread(target=lambda: sent.append(write()))
+        if full == "block":
+            blocked.start()
+            assert remote.storage._under_way.rows == CREDIT_MESSAGES
+        elif full == "raise":
+            with pytest.raises(RateLimited, match=r"at most 4 writes or 4194304 bytes under way, got 4 before"):
+                write()
+        else:
+            write()
+        proxy.go.set()
+        if full == "block":
+            blocked.join(60)
+        assert remote.stats()["rows_dropped"] == (full == "drop")
+        for ids in sent:
+            expected.wrote(ids, [3])
+    expected.check()
+
+
+def test_limits_that_refuse_streamed_rows_keep_writes_waiting(served, proxy):
+    rb, _, _ = served
+    expected = Expected(rb)
+    rb.limit(SamplesPerInsert(1.0, min_size=len(rb), tolerance=0.0))
+    try:
+        with ReplayBuffer.connect(proxy.address, full="block") as remote:
+            for _ in range(1 + CREDIT_MESSAGES):  # one is admitted at once
+                ids = expected.ids(1)
+                remote.extend({"a": ids}, lane=1, timeout=60)
+                expected.wrote(ids, [1])
+                remote.storage._under_way.settle()
+            with pytest.raises(RateLimited, match="SamplesPerInsert"):
+                remote.extend({"a": ids}, lane=1, timeout=0.1)
+            rb.sample(CREDIT_MESSAGES)
+            while remote.storage._under_way.rows:
+                pass
+            expected.check()
+    finally:
+        rb.limit(None)
+
+
+def test_what_a_streamed_write_raised_the_next_call_raises(served):
+    _, lanes, _ = served
+    with Proxy.before(lanes) as other, ReplayBuffer.connect(other.address, full="block", patience=0.1) as remote:
+        other.faults = ["lose message"] * 100
+        remote.extend({"a": torch.zeros(3, dtype=torch.int64)}, lane=2)
+        with pytest.raises(ConnectionError, match="20 times in a row"):
+            len(remote)
+        other.faults = []
+        assert remote.stats()["rows_dropped"] == 3
+    with pytest.raises(ValueError, match="expected None, 'block', 'raise' or 'drop', got 'wait'"):
+        ReplayBuffer.connect(other.address, full="wait")
+
+
+def test_closing_ends_a_search_for_a_server_and_says_which_rows_are_in_doubt(served):
+    _, lanes, _ = served
+    with Proxy.before(lanes) as other:
+        remote = ReplayBuffer.connect(other.address, full="block", patience=3600)
+        other.describes = False
+        other.faults = ["lose message"] * 100
+        remote.extend({"a": torch.zeros(3, dtype=torch.int64)}, lane=2)
+        while not remote.storage.connection.is_searching:
+            pass
+        with pytest.warns(RuntimeWarning, match="3 rows are not known to be written"):
+            remote.close()

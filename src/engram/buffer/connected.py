@@ -143,10 +143,11 @@ class RequestsUnderWay:
             self._wiring.storage.forget_asked()
 
     def close(self, timeout: float | None = None) -> None:  # noqa: ARG002 - there are no threads
-        """Drop them."""
-        with self._lock:
+        """Drop them, unless a thread is taking one: that ends when the connection does."""
+        if self._lock.acquire(blocking=False):
             self._ready.clear()
             self._asked.clear()
+            self._lock.release()
 
 
 class ConnectedRowAccess(RowAccess):

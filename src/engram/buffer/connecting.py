@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engram.buffer.replay_buffer import ReplayBuffer
+    from engram.remote.streaming import Full
 
     Path = str | os.PathLike[str] | None
 
@@ -22,6 +23,7 @@ def connect_buffer(
     token: Path,
     tls_root: Path,
     patience: float,
+    full: Full | None,
     arguments: Mapping[str, object],
 ) -> ReplayBuffer:
     """The buffer that a served store notes, over a connection.
@@ -31,6 +33,7 @@ def connect_buffer(
         address: of the servers.
         token, tls_root: paths, or None.
         patience: seconds.
+        full: what a write does that has no credits; None: writes wait.
         arguments: of the constructor.
 
     Raises: as ``ReplayBuffer.connect``.
@@ -41,6 +44,8 @@ def connect_buffer(
                 f"connect: {name}: a connection takes {', '.join(READING_ARGUMENTS)}. The storage, the sampler and the writer are "
                 "those of the server."
             )
+    if full not in (None, "block", "raise", "drop"):
+        raise ValueError(f"connect: full: expected None, 'block', 'raise' or 'drop', got {full!r:.40}.")
     try:
         from engram.remote.addresses import addresses_of
         from engram.remote.components import RemoteSampler, RemoteWriter
@@ -51,7 +56,7 @@ def connect_buffer(
             f'connect: needs {error.name}: pip install "engram-replay[serve]".', name=error.name
         ) from error
     paths = [None if path is None else os.fspath(path) for path in (token, tls_root)]
-    connection = Connection(Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(patience)))
+    connection = Connection(Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(patience), full))
     try:
         served, noted = connection.served, connection.served.recipe
         kind = kind_of(noted, "connect")

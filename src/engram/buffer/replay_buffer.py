@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from engram.env.recording import Names
     from engram.limits import Limit
     from engram.persist.roles import Roles
+    from engram.remote.streaming import Full
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.transforms import Compose
@@ -1071,6 +1072,7 @@ class ReplayBuffer(Generic[Batch]):
         token: str | os.PathLike[str] | None = None,
         tls_root: str | os.PathLike[str] | None = None,
         patience: float = 60.0,
+        full: Full | None = None,
         **arguments: Unpack[ReadingArguments],
     ) -> ReplayBuffer:
         """Use a store that ``engram serve`` or :func:`engram.serve` serves, by Arrow Flight: write, sample, update priorities.
@@ -1085,6 +1087,10 @@ class ReplayBuffer(Generic[Batch]):
             token: the path of the file with the server's token, of mode 0600. A pickle takes the path along, and no secret.
             tls_root: the path of the certificate that signs the server's, PEM. Default: the system's.
             patience: seconds for which servers that are gone are looked for, again and again.
+            full: None: a write returns when its rows are in the store. Else it returns at once, with -1 for each row, while less than
+                4 writes and 4 MiB are under way; without these credits it waits (``"block"``), raises ``RateLimited`` (``"raise"``),
+                or drops its rows (``"drop"``), which ``stats()["rows_dropped"]`` counts. ``len(rb)`` and ``stats()`` wait for what is
+                under way; what a write raised, the next one does.
             **arguments: ``collate_fn, transform, transform_factory, batch_size, prefetch, pin_memory, generator, output``, as for the
                 constructor. With ``prefetch`` so many requests are under way, each of up to 8 small batches.
 
@@ -1099,7 +1105,7 @@ class ReplayBuffer(Generic[Batch]):
 
         Cost: a request takes about 0.1 ms by a Unix socket, and a copy of the batch on each side.
         """
-        return connect_buffer(cls, address, token, tls_root, patience, arguments)
+        return connect_buffer(cls, address, token, tls_root, patience, full, arguments)
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it

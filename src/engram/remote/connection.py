@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -20,6 +21,7 @@ from engram.remote.wire import columns_in
 
 if TYPE_CHECKING:
     from engram.remote.commands import Stream
+    from engram.remote.streaming import Full
     from engram.remote.wire import Column
 
 T = TypeVar("T")
@@ -58,6 +60,8 @@ class Access(NamedTuple):
     """The path of the file."""
     patience_s: float
     """For how long servers that are gone are looked for."""
+    full: Full | None = None
+    """What a write does that has no credits; None: writes wait for their acknowledgement."""
 
 
 class Connection:
@@ -71,6 +75,10 @@ class Connection:
         self._options: flight.FlightCallOptions | None = None
         self._next = 0
         self.forked = self._closed = False
+        #: Set when it is closed: nothing is looked for then.
+        self._ends = threading.Event()
+        #: While no server answers.
+        self.is_searching = False
         #: What the first server said. Others must say the same.
         self.served = self._open()
 
@@ -84,18 +92,22 @@ class Connection:
             for _ in self.access.addresses:
                 address = self.access.addresses[self._next % len(self.access.addresses)]
                 try:
-                    return self._opened(address, known, token)
+                    served = self._opened(address, known, token)
+                    self.is_searching = False
+                    return served
                 except PermissionError:
                     raise
                 except GONE as error:
                     why = error
                     self._next += 1
+            self.is_searching = True
             if time.monotonic() + pause > deadline:
                 raise ConnectionError(
                     f"connect: no server answered within {self.access.patience_s:g} s at {', '.join(map(str, self.access.addresses))}: "
                     f"{_short(why)} Start one with engram serve, or pass another address."
                 )
-            time.sleep(pause)
+            if self._ends.wait(pause):
+                self.check()
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _opened(self, address: Address, known: Served | None, token: bytes) -> Served:
@@ -189,9 +201,10 @@ class Connection:
                     file.write(data)
 
     def close(self) -> None:
-        """Repeatable."""
+        """End what looks for a server, too. Repeatable."""
+        self._closed = True
+        self._ends.set()
         with self._lock:
-            self._closed = True
             client, self._client = self._client, None
         if client is not None and not self.forked:
             client.close()

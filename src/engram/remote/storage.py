@@ -33,6 +33,7 @@ from engram.remote.commands import (
 )
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Exchange, Message
+from engram.remote.streaming import WritesUnderWay
 from engram.storages import Storage, check_count, leading_size
 from engram.storages._columns import rows_of_batch, rows_of_slot
 from engram.storages._structure import Structure, stacked
@@ -170,6 +171,8 @@ class RemoteStorage(Storage):
         #: The numbers that come next, of this writer and of those beside it, which have the lanes beyond eight of a message.
         self._numbers: list[int] = []
         self._rename()
+        full = connection.access.full
+        self._under_way = None if full is None else WritesUnderWay(full, self._sent)
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -200,6 +203,7 @@ class RemoteStorage(Storage):
         return self._schema.row_bytes * self._schema.capacity
 
     def _state(self) -> State:
+        self._arrive()
         return self._limits.state()
 
     def __len__(self) -> int:
@@ -210,7 +214,15 @@ class RemoteStorage(Storage):
         return self._state().write_count
 
     def counters(self) -> dict[str, int]:
-        return self._state().counters
+        counters = self._state().counters
+        if self._under_way is not None:
+            counters |= {"rows_dropped": self._under_way.dropped, "rows_under_way": self._under_way.rows}
+        return counters
+
+    def _arrive(self) -> None:
+        """Wait for what was written before."""
+        if self._under_way is not None:
+            self._under_way.settle()
 
     def admit(self, component: object, call: str) -> None:
         """Raise to refuse a sampler or a writer that a buffer is to take, in this call."""
@@ -323,11 +335,18 @@ class RemoteStorage(Storage):
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
         batch = wire.record_batch(self._written, columns, n)
-        lanes = len(set(lane.tolist())) if isinstance(lane, Tensor) else 1
-        with self._writing.lock:
-            answer = self._appended(batch, lanes, n)
+        lanes = frozenset(lane.tolist()) if isinstance(lane, Tensor) else frozenset((int(lane or 0),))
+        if self._under_way is not None:
+            self.connection.check()
+            self._under_way.put(batch, lanes)
+            return Write(torch.full((n,), -1, device="cpu"), 0)
+        answer = self._sent(batch, len(lanes))
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
+
+    def _sent(self, batch: RecordBatch, lanes: int) -> Answer:
+        with self._writing.lock:
+            return self._appended(batch, lanes, batch.num_rows)
 
     def _appended(self, batch: RecordBatch, lanes: int, n: int) -> Answer:
         """The answer to rows: one request for each lane that they go to, which may be sent again where the server can know it."""
@@ -371,10 +390,12 @@ class RemoteStorage(Storage):
         """There is no short path."""
 
     def empty(self, *, keep_write_count: bool) -> None:
+        self._arrive()
         self.connection.ask("empty", Empty(keep_write_count), dict)
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         """What ``ReplayBuffer.end_trajectory`` does."""
+        self._arrive()
         named = [([key] if isinstance(key, str) else list(key), role) for key, role in (roles or {}).items()]
         rows = self.connection.ask("end_trajectory", EndTrajectory(lanes.tolist(), terminated, named), list[int])
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -386,6 +407,7 @@ class RemoteStorage(Storage):
 
     def fetch_dump(self, folder: Path) -> None:
         """Write the files of a dump that the server makes into a new folder."""
+        self._arrive()
         self.connection.fetch_dump(folder)
 
     # ---- what needs the rows here ----------------------------------------------------------------------------------------
@@ -415,6 +437,8 @@ class RemoteStorage(Storage):
 
     def close(self) -> None:
         exchanges, connection = (self._learning, self._writing), self.connection
+        if self._under_way is not None:
+            self._under_way.close(wait=not self.connection.is_searching)
         super().close()
         for exchange in exchanges:
             exchange.close()

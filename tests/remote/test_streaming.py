@@ -1,0 +1,109 @@
+"""Writes under way, against a server that is a list."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engram import RateLimited
+from engram._native import NotAdmitted
+from engram.remote import wire
+from engram.remote.streaming import CREDIT_BYTES, CREDIT_MESSAGES, WritesUnderWay
+
+COLUMNS = [wire.Column("a", "int64", ())]
+SCHEMA = wire.arrow_schema(COLUMNS)
+
+
+def rows_of(*numbers):
+    return wire.record_batch(SCHEMA, [torch.tensor(numbers)], len(numbers))
+
+
+class Server:
+    """It answers when it is let, and raises what it is told to, once each."""
+
+    def __init__(self, *errors):
+        self.errors, self.messages = list(errors), []
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def send(self, batch, lanes):
+        self.asked.set()
+        self.go.wait(60)
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
+        self.messages.append((wire.tensors_in(batch, COLUMNS)[0].tolist(), lanes))
+
+    @property
+    def rows(self):
+        return [row for rows, _ in self.messages for row in rows]
+
+
+def test_credits_are_bytes_or_messages_and_a_larger_message_goes_alone():
+    large, half = torch.zeros(CREDIT_BYTES // 4).long(), torch.zeros(CREDIT_BYTES // 16).long()
+    for sizes, most in (([half] * 3, 2), ([large] * 2, 1), ([half, large], 1), ([torch.zeros(1).long()] * 9, 4)):
+        server = Server()
+        writes = WritesUnderWay("raise", server.send)
+        batches = [wire.record_batch(SCHEMA, [rows], len(rows)) for rows in sizes]
+        for batch in batches[:most]:
+            writes.put(batch, frozenset({0}))
+        with pytest.raises(RateLimited, match=f"got {most} before this one of {batches[most].nbytes} bytes"):
+            writes.put(batches[most], frozenset({0}))
+        server.go.set()
+        writes.settle()
+        writes.put(batches[most], frozenset({0}))
+        writes.close(wait=True)
+        assert len(server.rows) == sum(map(len, sizes[: most + 1]))
+
+
+def test_what_waits_goes_in_one_message():
+    server = Server()
+    writes = WritesUnderWay("block", server.send)
+    writes.put(rows_of(1), frozenset({3}))
+    assert server.asked.wait(60)
+    writes.put(rows_of(2, 3), frozenset({0, 3}))
+    writes.put(rows_of(4), frozenset({1}))
+    server.go.set()
+    writes.settle()
+    assert server.messages == [([1], 1), ([2, 3, 4], 3)]
+    writes.close(wait=True)
+    writes.close(wait=True)
+
+
+@given(st.lists(st.sampled_from([None, NotAdmitted(1), ValueError("too many"), OSError("away")]), max_size=6))
+def test_rows_are_written_in_order_or_an_error_is_raised_for_them(errors):
+    server = Server(*errors)
+    writes = WritesUnderWay("block", server.send)
+    server.go.set()
+    raised = 0
+    for number in range(12):
+        while True:
+            try:
+                writes.put(rows_of(number), frozenset({0}))
+                break
+            except NotAdmitted:  # the caller waits
+                continue
+            except (ValueError, OSError):  # of an earlier one
+                raised += 1
+    while writes.rows:
+        try:
+            writes.settle()
+        except (ValueError, OSError):
+            raised += 1
+    assert server.rows == sorted(set(server.rows))
+    assert len(server.rows) + writes.dropped == 12
+    assert (writes.dropped == 0) == (raised == 0) or writes._error is not None
+    assert writes.dropped <= CREDIT_MESSAGES * sum(isinstance(it, ValueError | OSError) for it in errors)
+    if writes._error is None:
+        writes.close(wait=True)
+
+
+def test_rows_that_no_server_takes_are_said_at_the_end():
+    server = Server(*[NotAdmitted(1)] * 10_000)
+    server.go.set()
+    writes = WritesUnderWay("block", server.send)
+    writes.put(rows_of(1, 2), frozenset({0}))
+    with pytest.warns(RuntimeWarning, match="2 rows are not known to be written: the server did not admit"):
+        writes.close(wait=True)
+    assert writes.rows == 0
