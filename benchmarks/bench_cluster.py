@@ -132,6 +132,10 @@ def _sampled(
         ]
         timing = alternate(sides, effort)
         yield timed(f"cluster/extend/{kind}", f"extend by {size}, acknowledged", timing, times=names, notes=notes)
+        streaming = connect(address, token=token, full="block")
+        stack.callback(streaming.close)
+        sides[0] = Side("engram", partial(streaming.extend, rows))
+        yield timed(f"cluster/streamed/{kind}", "… streamed", alternate(sides, effort), times=names, notes=notes)
 
 
 def _local(engram: Any, effort: Effort) -> Row:

@@ -157,6 +157,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("cluster/iterated/frames", "TorchRL, gloo"): Floor("times", 2.5),
     ("cluster/iterated/frames", "a socket"): Floor("share", 2.2),
     ("cluster/extend/small", "TorchRL, ray"): Floor("times", 5),
+    ("cluster/streamed/small", "TorchRL, ray"): Floor("times", 8),
     ("cluster/local", "not served"): Floor("share", 1.1, within_iqr=True),
     ("cluster/server-death", "500 ms"): Floor("value", 500),
     ("cluster/all-dead", "100 ms"): Floor("value", 100),
