@@ -44,8 +44,10 @@ _MOST_FAILURES = 20
 #: For how long a server may take to answer the first command.
 _FIRST_ANSWER_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
-#: A peer that does not answer for so long is gone, also where the network says nothing.
-_KEEPALIVE_MS = 10_000
+#: A peer that does not acknowledge what is sent, or an idle one that does not answer a ping, is gone after so long.
+_ACKNOWLEDGED_MS = 10_000
+#: Between two pings. A server takes those that come more often than each 5 minutes for an attack, and ends the connection.
+_PING_MS = 310_000
 #: Of a file in a dump.
 _NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
@@ -119,8 +121,8 @@ class Connection:
         client = flight.connect(
             address.uri,
             generic_options=[
-                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_time_ms", _PING_MS),
+                ("grpc.keepalive_timeout_ms", _ACKNOWLEDGED_MS),
                 ("grpc.enable_http_proxy", 0),
                 ("grpc.use_local_subchannel_pool", 1),
             ],
