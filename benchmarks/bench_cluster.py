@@ -19,6 +19,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -33,8 +34,9 @@ from benchmarks.claims import FLOORS, Comparison, Row, timed
 from benchmarks.timing import Effort, Side, Spread, alternate, once
 
 BATCH, PREFETCH = 256, 4
-#: Blocks begin when requests are under way as they are at their end.
-EFFORTS = {"small": Effort(calls=48, blocks=21, lead=40), "frames": Effort(calls=8, blocks=21, lead=5)}
+EFFORTS = {"small": Effort(calls=48, blocks=11, lead=5), "frames": Effort(calls=8, blocks=11, lead=5)}
+#: Before a block of small batches that are drawn ahead, so that as many are under way at its beginning as at its end.
+LEAD_AHEAD = 40
 ROWS = {"small": 50_000, "frames": 4_096}
 LOCAL = Effort(calls=200, blocks=31)
 DEATHS = 5
@@ -122,7 +124,7 @@ def _sampled(
         yield timed(f"cluster/sample/{kind}", f"sample {size} over a connection", timing, times=names, notes=notes)
         # The loop of `ahead` has its own blocks: what it has under way must not compete with requests one by one.
         sides = [Side("engram", ahead.sample), Side(raw, ask(requests)), *theirs]
-        timing = alternate(sides, effort)
+        timing = alternate(sides, effort if kind == "frames" else replace(effort, lead=LEAD_AHEAD))
         what = f"… with prefetch={PREFETCH}"
         yield timed(f"cluster/iterated/{kind}", what, timing, times=names, share=(raw,), notes=notes)
         rows = _rows(kind, BATCH)
