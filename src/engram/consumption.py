@@ -43,6 +43,10 @@ class ConsumptionIndex(LockedIndex[_native.Consumption]):
             raise wrong_memory(error) from error
         return block
 
+    def count(self, stats: dict[str, float]) -> None:
+        """As :meth:`Index.count`: rows that are not used up."""
+        stats["drawable_rows"] = stats.get("drawable_rows", 0) + self.core.drawable
+
     def put_in_order(self) -> None:
         """After a recovery of the rows: rows that hold nothing lose their count. O(rows)."""
         self.core.put_in_order()

@@ -121,6 +121,11 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
             raise wrong_memory(error) from error
         return block
 
+    def count(self, stats: dict[str, float]) -> None:
+        """As :meth:`Index.count`: updates that came too late, and the sum of what rows are drawn by."""
+        stats["priority_updates_dropped"] += self.core.dropped
+        stats["priority_mass"] = stats.get("priority_mass", 0.0) + self.core.total
+
     def put_in_order(self) -> None:
         """After a recovery of the rows: rows that hold nothing lose their priority, and all sums are computed again. O(rows)."""
         self.core.put_in_order()

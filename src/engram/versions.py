@@ -41,6 +41,10 @@ class ConsumerVersionIndex:
         block.tensor.copy_(memory)
         return block
 
+    def count(self, stats: dict[str, float]) -> None:
+        """As :meth:`Index.count`: the version; of several the newest."""
+        stats["consumer_version"] = max(self.core.version, stats.get("consumer_version", self.core.version))
+
     def put_in_order(self) -> None:
         """Does nothing: one word is whole after any death."""
 

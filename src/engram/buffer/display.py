@@ -44,6 +44,7 @@ class Display:
             "prefetch_queue_size": prefetched,
             "initialized": 1,
             "lanes": storage.lanes,
+            "bytes": storage.nbytes,
         }
         if _is_bounded(capacity):
             stats |= {"capacity": capacity, "utilization": size / capacity}

@@ -1215,9 +1215,10 @@ class ReplayBuffer(Generic[Batch]):
         return 0 if wiring.of_writer.read_only else wiring.storage.write_count
 
     def stats(self) -> dict[str, float]:
-        """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes``, when bounded ``capacity``
+        """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes, bytes``, when bounded ``capacity``
         and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``, ``priority_updates_dropped``, ``field_updates`` and
-        ``field_updates_dropped``; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
+        ``field_updates_dropped``; ``priority_mass``, ``drawable_rows`` and ``consumer_version`` of samplers that have them; the limits,
+        as docs/flow-control.md says; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
         ``followed_damaged``, those that were passed over.
 
         A process that dies just as it counts a void row may leave ``void_rows`` one too high, and so ``len(rb)`` one too low, until

@@ -1,4 +1,4 @@
-"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``verify``, ``reshard``, ``serve``.
+"""The command line: ``engram demo``, ``doctor``, ``inspect``, ``verify``, ``reshard``, ``serve``, ``health``, ``top``.
 
 It starts without torch; each command imports what it needs.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from engram.format.problems import Problem
+    from engram.metrics.catalog import HasStats
 
 __all__ = ["main"]
 
@@ -232,8 +233,15 @@ def reshard(source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, *
 @click.option("--tls-cert", type=click.Path(dir_okay=False), help="Certificate of the server, PEM.")
 @click.option("--tls-key", type=click.Path(dir_okay=False), help="Its key, PEM.")
 @click.option("--insecure", is_flag=True, help="Listen on TCP without a token, or beyond this machine without TLS.")
+@click.option("--metrics", metavar="HOST:PORT", help="Also answer http://HOST:PORT/metrics, for Prometheus.")
 def serve(
-    directory: Path, listen: str, token: str | None, tls_cert: str | None, tls_key: str | None, insecure: bool
+    directory: Path,
+    listen: str,
+    token: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    insecure: bool,
+    metrics: str | None,
 ) -> None:
     """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
 
@@ -251,9 +259,11 @@ def serve(
         from engram.serving.run import run
 
         at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
-        run(directory, at, lambda address: click.echo(str(address)))
+        also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
+        run(directory, at, lambda address: click.echo(str(address)), also)
     except ModuleNotFoundError as error:
-        raise click.ClickException(f'serve needs {error.name}: pip install "engram-replay[serve]"') from error
+        extra = "serve" if metrics is None else "serve,metrics"
+        raise click.ClickException(f'serve needs {error.name}: pip install "engram-replay[{extra}]"') from error
     except (EngramError, OSError, ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
 
@@ -277,6 +287,45 @@ def health(address: str, token: str | None, tls_root: str | None) -> None:
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     click.echo("ok")
+
+
+@main.command()
+@click.argument("store")
+@click.option("--token", type=click.Path(dir_okay=False), help="File of mode 0600 with the server's word.")
+@click.option("--tls-root", type=click.Path(dir_okay=False), help="Certificate that signs the server's, PEM.")
+@click.option("--every", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between two looks.")
+@click.option("--count", type=click.IntRange(min=1), help="Looks, then end. Default: until Ctrl-C.")
+def top(store: str, token: str | None, tls_root: str | None, every: float, count: int | None) -> None:
+    """Show how STORE is doing: rows, inserts and samples per second, limits and who waits for them.
+
+    STORE is a directory, which is only read, beside processes that write; or the address of a server.
+
+    Exit code: 0, 1 if there is no such store or the server is gone.
+    """
+    from engram.cli.top import show
+    from engram.errors import EngramError
+
+    try:
+        show(store, token, tls_root, every, count, sys.stdout)
+    except KeyboardInterrupt:
+        click.echo()
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f'top needs {error.name}: pip install "engram-replay[serve]"') from error
+    except (EngramError, OSError, ValueError, TypeError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:
+    """Lets metrics be asked for, as soon as there is a buffer; says where. Raises as ``engram.metrics.serve``."""
+    from engram.metrics import serve
+    from engram.metrics.server import metrics_address
+
+    metrics_address(address, insecure=insecure)  # before the store is opened
+
+    def show(rb: HasStats) -> None:
+        click.echo(serve({name: rb}, address, insecure=insecure).address, err=True)
+
+    return show
 
 
 def _usable(act: Callable[[], T]) -> T:

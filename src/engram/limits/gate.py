@@ -185,6 +185,8 @@ def limit_stats(store: Store) -> dict[str, float]:
         return {}
     counts = store.core.limit_counts()
     said = {"limit_ratio": rules.ratio, "limit_min_size": rules.min_size, "limit_max_in_flight": rules.in_flight}
+    if centre := rules.ratio * rules.min_size:
+        said["limit_error"] = counts["limit_level"] / centre - 1
     return {**said, **counts, "samples_per_insert": counts["limit_samples"] / max(counts["limit_inserts"], 1)}
 
 

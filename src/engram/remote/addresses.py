@@ -23,10 +23,11 @@ class Address(NamedTuple):
     @property
     def uri(self) -> str:
         """As Arrow Flight takes it."""
-        return f"grpc+unix://{self.host}" if self.scheme == "unix" else f"{self.scheme}://{self._place}"
+        return f"grpc+unix://{self.host}" if self.scheme == "unix" else f"{self.scheme}://{self.place}"
 
     @property
-    def _place(self) -> str:
+    def place(self) -> str:
+        """Host and port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -41,7 +42,7 @@ class Address(NamedTuple):
             return False
 
     def __str__(self) -> str:
-        return f"unix:{self.host}" if self.scheme == "unix" else f"{self.scheme}://{self._place}"
+        return f"unix:{self.host}" if self.scheme == "unix" else f"{self.scheme}://{self.place}"
 
 
 def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:

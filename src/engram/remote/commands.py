@@ -135,7 +135,7 @@ class State(msgspec.Struct, frozen=True):
 
     size: int
     write_count: int
-    counters: dict[str, int]
+    counters: dict[str, int | float]
     limit: tuple[float, float, int, int]
     """As :class:`Rules`."""
     limit_counts: dict[str, float]

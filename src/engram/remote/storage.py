@@ -213,7 +213,7 @@ class RemoteStorage(Storage):
     def write_count(self) -> int:
         return self._state().write_count
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         counters = self._state().counters
         if self._under_way is not None:
             counters |= {"rows_dropped": self._under_way.dropped, "rows_under_way": self._under_way.rows}

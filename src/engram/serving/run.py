@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(directory: Path, at: Listening, ready: Callable[[Address], None]) -> None:
+def run(
+    directory: Path,
+    at: Listening,
+    ready: Callable[[Address], None],
+    also: Callable[[ReplayBuffer], object] | None = None,
+) -> None:
     """Serve the store in a directory until SIGTERM or SIGINT, then finish what is under way. Does not return.
 
-    ``ready`` is told the address when clients may come. Raises what opening the store and listening raise.
+    ``ready`` is told the address when clients may come, and ``also`` the open buffer before. Raises what these, opening the store and
+    listening raise.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # before there are threads, which inherit it
     rb = ReplayBuffer.open(directory)
+    if also is not None:
+        also(rb)
     service, before = Service(rb), os.umask(0o177)  # the socket is the user's alone as soon as it is there
     server = Server(service, at.address, token=at.token, tls=at.tls)
     os.umask(before)

@@ -219,7 +219,7 @@ class Storage(Declared, Dumpable, Port):
         """Bytes of memory the rows take, 0 where that is not known."""
         return 0
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """Counters of the store for ``stats()``."""
         names = (
             "void_rows",

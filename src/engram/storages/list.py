@@ -326,7 +326,7 @@ class ListStorage(Storage):
         del whole  # items are copied in any case
         return _ItemsPreparation(self, without)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         dropped = sum(int(index.core.dropped) for index in self._priorities.values())
         return {**super().counters(), "priority_updates_dropped": dropped}
 

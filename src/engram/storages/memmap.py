@@ -208,7 +208,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         if self.memory is not None:
             self.memory.core.set_io(self._io)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         io = () if self.memory is None else self.memory.core.io_state()
         return super().counters() | dict(zip(self._IO_STATE, io, strict=bool(io)))
 

@@ -305,7 +305,7 @@ class TensorStorage(Storage):
     def nbytes(self) -> int:
         return 0 if self.memory is None else self.memory.nbytes
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         return super().counters() if self.memory is None else self.memory.counters()
 
     def priorities(self, name: str, config: PriorityConfig, rows: int) -> tuple[PriorityIndex, bool] | None:

@@ -47,6 +47,9 @@ class Index(Protocol):
     def put_in_order(self) -> None:
         """After a recovery of the rows."""
 
+    def count(self, stats: dict[str, float]) -> None:
+        """Add what it has to say to the numbers of the store."""
+
 
 class IndexKind(Protocol):
     """Makes an index around its memory, for a store."""
@@ -104,6 +107,9 @@ class LockedIndex(Generic[C]):
 
     def put_in_order(self) -> None:
         """After a recovery of the rows: nothing here, where the memory is whole after any death."""
+
+    def count(self, stats: dict[str, float]) -> None:
+        """Add what it has to say to the numbers of the store: nothing here."""
 
 
 def wrong_memory(error: ValueError) -> IncompatibleStore:

@@ -495,17 +495,19 @@ class Store:
         """Bytes of the rows, when all are written."""
         return self.schema.row_bytes * self.schema.capacity
 
-    def counters(self) -> dict[str, int]:
-        """What happened to rows so far, in all processes, for ``stats()``."""
-        dropped = sum(index.core.dropped for (_, kind), index in self.indexes.items() if kind == "priorities")
-        return {
+    def counters(self) -> dict[str, float]:
+        """What happened to rows so far, in all processes, for ``stats()``; and what the indexes say."""
+        counts: dict[str, float] = {
             "void_rows": self.core.void_rows,
             "lapped_rows": self.core.lapped_rows,
             "redraws": self.core.redraws,
-            "priority_updates_dropped": dropped,
+            "priority_updates_dropped": 0,
             "field_updates": self.core.patches,
             "field_updates_dropped": self.core.patches_dropped,
         }
+        for key in tuple(self.indexes):  # another thread may add one
+            self.indexes[key].count(counts)
+        return counts
 
     def check_writable(self) -> None:
         """Raise ``ReadOnlyStore`` if every write is refused."""

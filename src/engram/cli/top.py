@@ -1,0 +1,61 @@
+"""``engram top``: numbers of a store in a terminal."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from engram.buffer.prioritized import ReplayBuffer
+from engram.samplers import RandomSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+#: Moves the cursor to the top left, and empties the screen below.
+_AGAIN = "\x1b[H\x1b[J"
+
+
+def show(store: str, token: str | None, tls_root: str | None, every: float, count: int | None, out: IO[str]) -> None:
+    """Look again and again, ``count`` times or for ever. Raises what opening the store or asking the server raises."""
+    if Path(store).is_dir():
+        rb = ReplayBuffer.open(store, readonly=True, sampler=RandomSampler())  # priorities would be copied
+    else:
+        rb = ReplayBuffer.connect(store, token=token, tls_root=tls_root, patience=0.0)
+    screen = out.isatty()
+    with rb:
+        before, began, looks = rb.stats(), time.monotonic(), 0
+        while count is None or looks < count:
+            time.sleep(every)
+            now, at = rb.stats(), time.monotonic()
+            text = "\n".join([store, *lines(now, before, at - began)])
+            print(f"{_AGAIN if screen else ''}{text}\n", file=out, flush=True)
+            before, began, looks = now, at, looks + 1
+
+
+def lines(now: Mapping[str, float], before: Mapping[str, float], seconds: float) -> Iterator[str]:
+    """What two looks at ``stats()`` say, that many seconds apart."""
+
+    def rate(key: str) -> float:
+        return max(0.0, now[key] - before.get(key, 0)) / seconds  # emptied meanwhile: 0
+
+    filled = f" of {now['capacity']:,.0f} ({now['utilization']:.1%})" if "capacity" in now else ""
+    yield f"{'rows':<10} {now['size']:,.0f}{filled}, {now['bytes'] / 1e6:,.1f} MB"
+    yield f"{'inserts':<10} {rate('write_count'):,.0f} rows/s"
+    if "limit_samples" in now:
+        yield f"{'samples':<10} {rate('limit_samples'):,.0f} rows/s, {now['samples_per_insert']:.3g} per insert"
+        for call in ("insert", "sample"):
+            waiting, waited = now[f"{call}s_waiting"], rate(f"{call}_waited_s")
+            yield f"{f'{call} waits':<12} {waiting:.0f} calls now; of each second {waited:.2f} s in all"
+    else:
+        yield f"{'samples':<10} not counted: the store has no limits"
+    if "limit_error" in now:
+        low, level, high = (now[f"limit_{name}"] for name in ("lowest", "level", "highest"))
+        yield f"{'level':<10} {level:,.0f}, to stay from {low:,.0f} to {high:,.0f}"
+    if now.get("limit_max_in_flight"):
+        yield f"{'in flight':<10} {now['limit_in_flight']:,.0f} of {now['limit_max_in_flight']:,.0f} rows"
+    dropped = now["priority_updates_dropped"] + now["field_updates_dropped"]
+    yield f"{'so far':<10} {now['lapped_rows']:,.0f} rows lapped, {now['redraws']:,.0f} drawn again, {dropped:,.0f} late updates dropped"
+    for key, name in (("drawable_rows", "drawable"), ("priority_mass", "mass"), ("consumer_version", "version")):
+        if key in now:
+            yield f"{name:<10} {now[key]:,.6g}"

@@ -1,0 +1,307 @@
+"""Metrics: what is shown is what ``stats()`` says, by HTTP, for any buffer, and nothing else can be done."""
+
+import http.client
+import json
+import re
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+import engram.metrics
+from engram import (
+    ConsumingSampler,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    MaxInFlight,
+    MinSize,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplesPerInsert,
+    StalenessAwareSampler,
+)
+from engram.metrics.catalog import METRICS
+from tests.fresh import start
+from tests.ranks.processes import wait_for
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "engram.json"
+PAGE = DASHBOARD.parents[1] / "metrics.md"
+#: Numbers that others say already, or that do not change.
+NOT_SHOWN = {
+    "initialized",
+    "utilization",
+    "samples_per_insert",
+    "larger_than_memory",
+    "reads_from_files",
+    "writes_to_files",
+}
+
+
+def filled(sampler=None, storage=None, limit=None):
+    storage = LazyTensorStorage(100) if storage is None else storage
+    rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+    rb.extend({"x": torch.arange(20), "policy_version": torch.zeros(20)})
+    if limit is not None:
+        rb.limit(limit)
+    rb.sample()
+    return rb
+
+
+BUFFERS = {
+    "plain": lambda _: filled(),
+    "priority": lambda _: filled(PrioritizedSampler(100, 0.5, 0.4)),
+    "ratio": lambda _: filled(limit=SamplesPerInsert(2, min_size=10)),
+    "queue": lambda _: filled(ConsumingSampler(2), limit=MaxInFlight(50)),
+    "staleness": lambda _: filled(StalenessAwareSampler()),
+    "directory": lambda path: filled(storage=LazyMemmapStorage(100, scratch_dir=path / "store")),
+    "list": lambda _: ReplayBuffer(storage=ListStorage()),
+    "not made": lambda _: ReplayBuffer(storage=ListStorage, delayed_init=True),
+}
+
+
+@pytest.fixture(params=BUFFERS)
+def rb(request, tmp_path):
+    rb = BUFFERS[request.param](tmp_path)
+    yield rb
+    rb.close()
+
+
+def asked(url, accept="application/openmetrics-text; version=1.0.0"):
+    """What is answered: its kind and text."""
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept}), timeout=60) as answer:
+        return answer.headers["Content-Type"], answer.read().decode()
+
+
+def samples(text):
+    """By name and labels, as a strict reader of OpenMetrics finds them."""
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_every_number_is_shown_as_it_is(rb):
+    with engram.metrics.serve({"a": rb}, "127.0.0.1:0") as server:
+        stats = rb.stats()
+        kind, text = asked(server.address)
+    assert kind.startswith("application/openmetrics-text")
+    found = samples(text)
+    assert found.pop(("engram_up", ("buffer", "a"))) == 1
+    shown = set()
+    for it in METRICS:
+        for value, key in ({"": it.stats} if isinstance(it.stats, str) else it.stats).items():
+            if key in stats:
+                name = f"engram_{it.name}" + "_total" * (it.kind == "counter")
+                labels = sorted([("buffer", "a"), *[(it.label, value)] * bool(it.label)])
+                assert found.pop((name, *labels)) == stats[key]
+                shown.add(key)
+    assert not found
+    assert shown == set(stats) - NOT_SHOWN
+
+
+def test_counters_never_fall_and_count_what_happened():
+    rb = filled(limit=SamplesPerInsert(1, min_size=20, tolerance=1))
+    registry = CollectorRegistry()
+    registry.register(engram.metrics.Collector({"a": rb}))
+
+    def now(name, **labels):
+        return registry.get_sample_value(f"engram_{name}", {"buffer": "a", **labels})
+
+    assert (now("inserted_rows_total"), now("sampled_rows_total")) == (20, 4)
+    rb.extend({"x": torch.arange(4), "policy_version": torch.zeros(4)})
+    assert (now("inserted_rows_total"), now("limit_inserted_rows_total"), now("rows")) == (24, 4, 24)
+    assert now("limit_error") == pytest.approx(0)
+    for _ in range(5):
+        rb.sample()
+    assert now("limit_error") == pytest.approx(-1)
+    with pytest.raises(TimeoutError):
+        rb.sample(timeout=0)
+    assert (now("waits_total", call="sample"), now("waiting", call="sample")) == (1, 0)
+    assert now("limit_bound", end="highest") == 40
+
+
+def test_mass_drawable_rows_and_version():
+    rb = filled(PrioritizedSampler(100, 1.0, 0.4))
+    rb.update_priority(torch.arange(20), torch.full((20,), 0.5))
+    assert rb.stats()["priority_mass"] == pytest.approx(10)
+    rb = filled(ConsumingSampler())
+    assert rb.stats()["drawable_rows"] == len(rb) == 16
+    rb = filled(StalenessAwareSampler())
+    rb.sampler.consumer_version = 3
+    assert rb.stats()["consumer_version"] == 3
+    assert rb.stats()["bytes"] == 100 * (8 + 4)
+
+
+def test_several_buffers_and_one_that_is_closed():
+    here, gone = filled(), filled()
+    with engram.metrics.serve({"here": here, "gone": gone}, "127.0.0.1:0") as server:
+        gone.close()
+        found = samples(asked(server.address)[1])
+    assert (found["engram_up", ("buffer", "here")], found["engram_up", ("buffer", "gone")]) == (1, 0)
+    assert [dict(labels)["buffer"] for name, *labels in found if name == "engram_rows"] == ["here"]
+
+
+def test_a_scraper_that_does_not_know_openmetrics_gets_text():
+    with engram.metrics.serve(filled(), "127.0.0.1:0") as server:
+        kind, text = asked(server.address, "*/*")
+    assert kind.startswith("text/plain")
+    assert 'engram_rows{buffer="replay"} 20.0' in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/", 404), ("POST", "/metrics", 501), ("PUT", "/", 501)]
+)
+def test_nothing_else_is_answered(method, path, status):
+    with engram.metrics.serve(filled(), "127.0.0.1:0") as server:
+        client = http.client.HTTPConnection(server.address.split("/")[2], timeout=60)
+        client.request(method, path)
+        assert client.getresponse().status == status
+        client.close()
+
+
+def answers(url):
+    try:
+        return bool(asked(url))
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def test_clients_that_say_nothing_are_few():
+    with engram.metrics.serve(filled(), "127.0.0.1:0") as server:
+        host, port = server.address.split("/")[2].split(":")
+        idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(8)]
+        assert not answers(server.address)
+        for one in idle:
+            one.close()
+        wait_for(lambda: answers(server.address))
+
+
+def test_it_ends_and_the_port_is_free():
+    rb = filled()
+    server = engram.metrics.serve(rb, "127.0.0.1:0")
+    address = server.address
+    server.close()
+    server.close()
+    with pytest.raises(urllib.error.URLError):
+        asked(address)
+    with engram.metrics.serve(rb, address.split("/")[2]) as server:
+        assert server.address == address
+        with pytest.raises(OSError, match="[Aa]ddress"):
+            engram.metrics.serve(rb, address.split("/")[2])
+
+
+@pytest.mark.parametrize(
+    ("buffers", "address", "error", "why"),
+    [
+        ({}, "127.0.0.1:0", ValueError, "at least one buffer"),
+        ({1: None}, "127.0.0.1:0", TypeError, "expected buffers by name"),
+        ({"a": 3}, "127.0.0.1:0", TypeError, "got a int"),
+        (3, "127.0.0.1:0", TypeError, "expected buffers by name"),
+        ("plain", "0.0.0.0:0", ValueError, "insecure=True"),
+        ("plain", "unix:/x", ValueError, "expected HOST:PORT"),
+        ("plain", "http://127.0.0.1:0", ValueError, "expected"),
+        ("plain", "127.0.0.1", ValueError, "expected"),
+        ("plain", 9469, TypeError, "expected a str"),
+    ],
+)
+def test_what_cannot_be_is_refused(buffers, address, error, why):
+    with pytest.raises(error, match=why):
+        engram.metrics.serve(filled() if buffers == "plain" else buffers, address)
+
+
+def test_other_machines_are_let_in_where_that_is_said():
+    with engram.metrics.serve(filled(), "0.0.0.0:0", insecure=True) as server:
+        assert asked(server.address.replace("0.0.0.0", "127.0.0.1"))
+
+
+# ---- the dashboard and the page ----------------------------------------------------------------------------------------
+
+
+def names():
+    return {f"engram_{it.name}" + "_total" * (it.kind == "counter"): it for it in METRICS} | {"engram_up": None}
+
+
+def test_every_query_of_the_dashboard_names_metrics_and_labels_that_exist():
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) > 20
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            used = re.findall(r"engram_\w+", target["expr"])
+            assert used
+            assert set(used) <= names().keys()
+            known = {"buffer"} | {names()[name].label for name in used if names()[name]}
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= known
+            assert set(re.findall(r"(\w+)=~?\"", target["expr"])) <= known
+            for name in used:  # counters are shown as rates, and nothing else is
+                assert (f"rate({name}{{" in target["expr"]) == name.endswith("_total")
+    assert re.findall(r"engram_\w+", json.dumps(dashboard["templating"])) == ["engram_up"]
+
+
+def test_the_page_names_every_metric_and_no_other():
+    table = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `engram_")]
+    assert sorted(re.findall(r"engram_\w+", " ".join(table))) == sorted(names())
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+COMMAND = """
+import sys
+from engram.cli import main
+main(arguments, standalone_mode=False)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    filled(storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "store"), limit=MinSize(1)).close()
+    return str(tmp_path / "store")
+
+
+def test_a_server_of_a_store_shows_it(directory):
+    listen = f"unix:{directory}.sock"
+    program = start(COMMAND, arguments=["serve", directory, "--listen", listen, "--metrics", "127.0.0.1:0"])
+    program.until("unix:")
+    url = next(line for line in program.err.splitlines() if line.startswith("http"))
+    assert 'engram_rows{buffer="store"} 20.0' in asked(url, "")[1]
+    top = start(COMMAND, arguments=["top", listen, "--every", "0.1", "--count", "1"])
+    assert top.wait() == 0
+    assert "20 of 100 (20.0%)" in top.out
+    program.kill()
+
+
+def test_top_of_a_directory_that_is_written_to(directory):
+    with ReplayBuffer.open(directory) as rb:
+        rb.set_sampler(RandomSampler())
+        top = start(COMMAND, arguments=["top", directory, "--every", "0.1", "--count", "2"])
+        assert top.wait() == 0, top.err
+    assert top.out.count("20 of 100 (20.0%)") == 2
+    assert "0 rows/s, 4 per insert" in top.out
+    assert "insert waits 0 calls now" in top.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["top", "/nowhere"], "expected"),
+        (["top", "unix:/nowhere.sock"], "no server answered"),
+        (["serve", ".", "--metrics", "0.0.0.0:0"], "--insecure"),
+    ],
+)
+def test_commands_say_what_is_wrong(arguments, why, tmp_path, monkeypatch):
+    from click.testing import CliRunner
+
+    from engram.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert why in result.output
