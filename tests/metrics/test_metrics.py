@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import socket
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -27,6 +28,7 @@ from engram import (
     SamplesPerInsert,
     StalenessAwareSampler,
 )
+from engram.metrics import server as http_server
 from engram.metrics.catalog import METRICS
 from tests.fresh import start
 from tests.ranks.processes import wait_for
@@ -174,7 +176,9 @@ def answers(url):
         return False
 
 
-def test_clients_that_say_nothing_are_few():
+def test_clients_that_say_nothing_are_few(monkeypatch):
+    monkeypatch.setattr(http_server, "_LIMIT_S", 3600.0)  # none of them is cut off
+    monkeypatch.setattr(http_server._Request, "timeout", 3600.0)
     with engram.metrics.serve(filled(), "127.0.0.1:0") as server:
         host, port = server.address.split("/")[2].split(":")
         idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(8)]
@@ -184,18 +188,22 @@ def test_clients_that_say_nothing_are_few():
         wait_for(lambda: answers(server.address))
 
 
-def test_it_ends_and_the_port_is_free():
-    rb = filled()
-    server = engram.metrics.serve(rb, "127.0.0.1:0")
-    address = server.address
+def test_a_client_that_says_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr(http_server, "_LIMIT_S", 0.05)
+    with engram.metrics.serve(filled(), "127.0.0.1:0") as server:
+        host, port = server.address.split("/")[2].split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n")
+            assert not client.recv(1)
+
+
+def test_it_ends_and_one_address_has_one_server():
+    server = engram.metrics.serve(filled(), "127.0.0.1:0")
+    with pytest.raises(OSError, match="[Aa]ddress"):
+        engram.metrics.serve(filled(), server.address.split("/")[2])
     server.close()
     server.close()
-    with pytest.raises(urllib.error.URLError):
-        asked(address)
-    with engram.metrics.serve(rb, address.split("/")[2]) as server:
-        assert server.address == address
-        with pytest.raises(OSError, match="[Aa]ddress"):
-            engram.metrics.serve(rb, address.split("/")[2])
+    assert "engram-metrics" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize(
