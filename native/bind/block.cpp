@@ -96,11 +96,14 @@ std::pair<nb::object, std::span<std::byte>> bytes_of_object(nb::handle object, b
 }
 
 OutputBlock::OutputBlock(nb::object memory) {
+  if (memory.is_none()) return;
   std::tie(view_, bytes_) = bytes_of_object(memory, true);
   check(reinterpret_cast<std::uintptr_t>(bytes_.data()) % kAlign == 0, "a block at a multiple of 64 bytes");
 }
 
 OutputBlock* OutputBlock::current() { return current_block; }
+
+OutputBlock* OutputBlock::of_memory() { return current_block == nullptr || current_block->is_part() ? nullptr : current_block; }
 
 void OutputBlock::enter() {
   check(!std::exchange(entered_, true), "a block that one thread is within, once at a time");
@@ -129,7 +132,7 @@ void OutputBlock::give_back(const std::byte* taken) {
 void bind_block(nb::module_& m) {
   nb::class_<OutputBlock>(m, "OutputBlock",
                           "A context manager: within it, the tensors that the core makes on this thread are views of some memory.")
-      .def(nb::init<nb::object>(), "memory"_a)
+      .def(nb::init<nb::object>(), "memory"_a.none())
       .def("__enter__", [](nb::handle self) {
         nb::cast<OutputBlock&>(self).enter();
         return nb::borrow(self);

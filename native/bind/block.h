@@ -18,11 +18,14 @@ class OutputBlock {
  public:
   static constexpr std::uint64_t kAlign = 64;
 
-  /// `memory`: an object whose bytes may be written to. The views keep it. Raises BufferError, ValueError: it has none.
+  /// `memory`: an object whose bytes may be written to. The views keep it. None: tensors have memory of their own, and what is drawn
+  /// is a part of a batch that other stores have rows of, too. Raises BufferError, ValueError: it has no bytes.
   explicit OutputBlock(nanobind::object memory);
 
-  /// That of this thread; null: tensors have memory of their own.
+  /// What this thread is within; null: nothing.
   static OutputBlock* current();
+  /// That whose memory tensors of this thread have; null: they have their own.
+  static OutputBlock* of_memory();
 
   void enter();
   void leave();
@@ -35,6 +38,8 @@ class OutputBlock {
   nanobind::handle owner() const { return view_; }
   std::uint64_t used() const { return used_; }
   std::span<std::byte> bytes() const { return bytes_; }
+  /// Whether an anchor where no window lies stays without one: all stores have to choose again.
+  bool is_part() const { return !view_.is_valid(); }
 
   /// What the last draw of this thread found: what to hand a draw.
   Masses masses{};

@@ -161,7 +161,7 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
           "weigh",
           [](const BoundPriorities& self, Address rows, std::uint64_t n, Address weights) {
             const WithoutInterpreter running(Priorities::brief(n));
-            self.weigh(at<const std::int64_t>(rows), n, at<double>(weights));
+            self.weigh(at<const std::int64_t>(rows), n, at<double>(weights), masses_of_block());
           },
           "rows"_a, "n"_a, "weights"_a, "The weights that draws of these rows would have.")
       .def("sample", &draw, "store"_a, "layout"_a, "key_at"_a, "n"_a, "single_precision"_a,

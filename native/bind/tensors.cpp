@@ -286,7 +286,7 @@ std::size_t bytes_of_rows(const RowSpec& spec, std::int64_t n) {
 // The values and DLPack's descriptor share one allocation; padding it for alignment is cheaper than aligned_alloc.
 OutputBuffer::OutputBuffer(const RowSpec& spec, std::int64_t most) : spec_(&spec) {
   if (most < 0) throw std::invalid_argument("a negative number of rows");
-  if (OutputBlock* block = OutputBlock::current(); block != nullptr) {
+  if (OutputBlock* block = OutputBlock::of_memory(); block != nullptr) {
     data_ = block->take(bytes_of_rows(spec, most));
     block_ = block;
     return;

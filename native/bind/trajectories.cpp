@@ -241,6 +241,9 @@ nb::list sample(Trajectories& table, const Store& store, const Layout& layout, A
     }), n, spec, batched);
     sampled->add(marks);
     if (batched.numbered) sampled->add_numbers();
+    if (OutputBlock* part = OutputBlock::current(); part != nullptr && part->is_part()) {
+      part->masses = {static_cast<double>(table.choices(spec)), 1.0, store.control().size()};
+    }
   }
   return std::move(*sampled).tensors();
 }
@@ -272,6 +275,9 @@ nb::tuple sample_epoch(Trajectories& table, const Store& store, const Layout& la
     sampled.emplace(store, layout, choose, n, spec, batched);
     sampled->add(marks);
     if (batched.numbered) sampled->add_numbers();
+    if (Masses* masses = masses_of_block(); masses != nullptr) {
+      *masses = {static_cast<double>(epoch.count - epoch.visited), 1.0, store.control().size()};
+    }
   }
   return nb::make_tuple(state_of(epoch), std::move(*sampled).tensors());
 }
@@ -281,10 +287,13 @@ nb::list sample_anchored(Trajectories& table, const Store& store, const Layout& 
                          const BoundPriorities& priorities, bool single_precision) {
   const std::uint64_t key = *at<const std::uint64_t>(key_at);
   const WindowSpec spec = bound.in(store);
+  const OutputBlock* const block = OutputBlock::current();
+  const bool part = block != nullptr && block->is_part();
   std::optional<Sampled> sampled;
   {
     const WithoutInterpreter running(brief(table, store, spec, n));
     sampled.emplace(store, layout, chosen_by(table, spec, batched, [&](std::uint64_t count, std::uint64_t attempt) {
+      if (part && attempt == 0) return propose_anchored(priorities, table, key, count, spec);
       return draw_anchored(priorities, table, key_of(key, attempt), count, spec);
     }), n, spec, batched);
     sampled->add(marks);
@@ -378,6 +387,11 @@ void bind_trajectories(nb::module_& m) {
           "windows",
           [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.windows(bound.in(store)); },
           "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(), "How many windows there are of which one is drawn.")
+      .def(
+          "choices",
+          [](Trajectories& self, const Store& store, const BoundSpec& bound) { return self.choices(bound.in(store)); },
+          "store"_a, "spec"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "How many there are of what a draw chooses among: trajectories with a window, or all their windows.")
       .def_prop_ro("tracks", &Trajectories::tracks)
       .def(
           "census",

@@ -175,6 +175,8 @@ class Trajectories final : public Index {
 
   /// How many windows there are of which one is drawn.
   std::uint64_t windows(const WindowSpec& spec);
+  /// How many there are of what a draw chooses among, each equally often: trajectories with a window, or all their windows.
+  std::uint64_t choices(const WindowSpec& spec);
 
   std::uint64_t tracks() const { return tracks_; }
 

@@ -430,6 +430,18 @@ std::uint64_t Trajectories::windows(const WindowSpec& spec) {
   return total;
 }
 
+std::uint64_t Trajectories::choices(const WindowSpec& spec) {
+  if (spec.by_anchor) return windows(spec);
+  spec.validate();
+  const auto guard = locked();
+  settle();
+  std::uint64_t total = 0;
+  for (const View& v : views()) {
+    for (std::uint64_t run = 0; run < v.count; ++run) total += windows_in(usable(v, run, spec), spec) > 0 ? 1 : 0;
+  }
+  return total;
+}
+
 Census Trajectories::census() {
   Census census;
   for (const Window& run : runs()) {

@@ -199,6 +199,13 @@ Drawn draw_anchored(const Priorities& priorities, Trajectories& table, std::uint
   return drawn;
 }
 
+Drawn propose_anchored(const Priorities& priorities, Trajectories& table, std::uint64_t key, std::uint64_t n,
+                       const WindowSpec& spec) {
+  std::vector<std::int64_t> rows(n);
+  priorities.draw(key, 0, n, rows.data(), nullptr, nullptr);
+  return table.windows_at(rows.data(), n, spec, n);
+}
+
 Drawn newest_first(Trajectories& table, std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec,
                    const std::function<Drawn(std::uint64_t n)>& choose) {
   Drawn drawn = table.newest(taken, n, spec);

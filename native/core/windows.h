@@ -37,6 +37,11 @@ std::vector<Steps> read_windows(const Store& store, std::span<const std::uint64_
 Drawn draw_anchored(const Priorities& priorities, Trajectories& table, std::uint64_t key, std::uint64_t n,
                     const WindowSpec& spec);
 
+/// The windows of n anchors that are drawn by priority among all rows: none for those where no window may lie. Of several stores, the
+/// store of each of these has to be chosen again.
+Drawn propose_anchored(const Priorities& priorities, Trajectories& table, std::uint64_t key, std::uint64_t n,
+                       const WindowSpec& spec);
+
 /// n windows, of which the first ones are those that `newest` takes, and the rest those that `choose` does.
 Drawn newest_first(Trajectories& table, std::span<std::int64_t> taken, std::uint64_t n, const WindowSpec& spec,
                    const std::function<Drawn(std::uint64_t n)>& choose);

@@ -15,13 +15,13 @@ import torch
 from engram import _native
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
 from engram.state import real, tensor_in, typed
-from engram.store import INDEX_KINDS, LockedIndex, Store, check_index_name, private_block, wrong_memory
+from engram.store import INDEX_KINDS, DrawingPart, LockedIndex, Store, check_index_name, private_block, wrong_memory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.store import Block, Host, Key
+    from engram.store import Block, Host, Key, Masses
 
     Numbers: TypeAlias = NDArray[np.generic]
 
@@ -250,6 +250,13 @@ class PriorityIndex(LockedIndex[_native.Priorities]):
     def config(self) -> PriorityConfig:
         """How priorities become probabilities now."""
         return PriorityConfig(self.core.alpha, self.core.beta, self.core.eps, self.core.within_buffer)
+
+    @property
+    def masses(self) -> Masses:
+        """Sum and smallest of the leaves, and live rows, of one moment."""
+        with DrawingPart() as part:
+            self.core.weigh(0, 0, 0)
+        return part.masses
 
     def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, Any]:
         """``alpha, beta, eps, max_priority_within_buffer, highest`` and ``leaves``, float64 ``[rows]``, of which -0.0 is a

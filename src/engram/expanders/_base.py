@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engram.field_paths import FieldPath
     from engram.samplers._base import NativeSampler
     from engram.samplers.windows import WindowSampler
-    from engram.store import Store
+    from engram.store import Masses, Store
     from engram.types import Commit, Entry, Extent, NativeBatch, SampledStorage, Shown, Traits, Write
 
 
@@ -254,6 +254,18 @@ class Expander(DeclaredSampler):
         except NoSampleable:
             pass
         return False
+
+    def masses(self, storage: SampledStorage) -> Masses | None:
+        """Those of :attr:`sampler`; None where next observations are read from following rows, which some rows have not yet."""
+        return None if self._followed else self._source.masses(storage)
+
+    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+        """That of :attr:`sampler`."""
+        return self._source.epoch(storage)
+
+    def rows_together(self) -> tuple[int, int]:
+        """Those of :attr:`sampler`."""
+        return self._source.rows_together()
 
     def check_priority(self, priority: object, n: int) -> None:
         """Calls that of :attr:`sampler`."""

@@ -19,7 +19,7 @@ from engram.types import Declared, Traits
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engram.store import Key
+    from engram.store import Key, Masses
     from engram.types import Commit, Draw, Entry, Extent, Info, NativeBatch, SampledStorage, Sampler, Shown, Write
 
 
@@ -80,6 +80,18 @@ class DeclaredSampler(Component):
     def drawable(self, storage: SampledStorage) -> int:
         """How many rows may be drawn."""
         return len(storage)
+
+    def masses(self, storage: SampledStorage) -> Masses | None:
+        """What draws over several stores choose this one by. None: they cannot."""
+        return None
+
+    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+        """The key of the newest epoch, and how much of it is left: 0 where the next draw begins another one."""
+        return 0, 0
+
+    def rows_together(self) -> tuple[int, int]:
+        """Steps of each window, and how many of a batch size it is; zeros: windows differ, or follow from the batch size."""
+        return 1, 1
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Whether a draw of this size would succeed now."""

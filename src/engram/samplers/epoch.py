@@ -10,7 +10,7 @@ from engram import _native
 from engram.epochs import KIND, EpochIndex, checked_progress
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.state import Change, check_keys, typed
-from engram.store import check_index_name
+from engram.store import Masses, check_index_name
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -147,6 +147,14 @@ class SamplerWithoutReplacement(NativeSampler):
             f"sample: drop_last: expected at least batch_size={batch_size} live rows, got {size}. Add data first, or use "
             "drop_last=False."
         )
+
+    def masses(self, storage: SampledStorage) -> Masses:
+        size = len(storage)
+        return Masses(self.epoch(storage)[1] or size, 1.0, size)
+
+    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+        key, rows, visited = self._epoch_of(storage.memory).progress
+        return key, rows - visited if rows == len(storage) else 0
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         return len(storage) >= (batch_size if self.drop_last else 1)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.priorities import Numbers
-    from engram.store import Key
+    from engram.store import Key, Masses
     from engram.types import Commit, Extent, NativeBatch, SampledStorage, Shown
 
 #: ``[B, m]`` to ``[B]``.
@@ -242,6 +242,10 @@ class PrioritizedSampler(NativeSampler):
             weights = weights.to(self.dtype)
         numbers = columns.pop()
         return columns, columns.pop(), {"priority_weight": weights, "index_generation": numbers}
+
+    def masses(self, storage: SampledStorage) -> Masses:
+        self.bind(storage)
+        return self.priorities().masses
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         self.bind(storage)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from engram.samplers._base import NativeSampler
     from engram.samplers.windows import Arguments
+    from engram.store import Masses
     from engram.types import Commit, SampledStorage
 
 __all__ = ["SliceArguments", "SliceSampler", "SliceSamplerWithoutReplacement"]
@@ -213,6 +214,12 @@ class SliceSampler(WindowSampler):
             f"sample: expected a row of positive priority where a window of {length} steps begins, got {trajectories} "
             f"trajectories of at most {longest} steps without one."
         )
+
+    def masses(self, storage: SampledStorage) -> Masses:
+        if self.anchors is None:
+            return super().masses(storage)
+        self.bind(storage)
+        return self.anchors.masses(storage)
 
     # ---- priorities, which are the anchors' --------------------------------------------------------------------------
 

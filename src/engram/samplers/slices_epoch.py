@@ -8,6 +8,7 @@ from engram.errors import NoSampleable
 from engram.samplers.window_settings import WindowArguments, WindowSettings
 from engram.samplers.windows import WindowSampler
 from engram.state import Change, check_keys, integer, typed
+from engram.store import Masses
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from engram import _native
     from engram.samplers.windows import Arguments
-    from engram.types import Commit, Write
+    from engram.types import Commit, SampledStorage, Write
 
 #: Before the first draw: key of the order, ticket number of the next write, visited trajectories, and all of them.
 _NO_EPOCH = (0, 0, 0, 0)
@@ -80,6 +81,18 @@ class SliceSamplerWithoutReplacement(WindowSampler):
                 self._epoch = state
                 self.ran_out = visited == found
         return drawn
+
+    def masses(self, storage: SampledStorage) -> Masses:
+        self.bind(storage)
+        left = self.epoch(storage)[1]
+        trajectories = left or self._bound_to(storage, self.settings.length).table.census()[0]
+        return Masses(trajectories, 1.0, len(storage))
+
+    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+        self.bind(storage)
+        with self._lock:
+            key, version, visited, count = self._epoch
+        return key, count - visited if version == self._clock()[0] else 0
 
     def _raise_without_windows(self, table: _native.Trajectories, length: int) -> NoReturn:
         trajectories, longest = table.census()

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from engram import _native
 from engram.samplers._base import NativeSampler, check_drawable
+from engram.store import Masses
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from engram.types import Extent
+    from engram.types import Extent, SampledStorage
 
 
 class RandomSampler(NativeSampler):
@@ -45,3 +46,6 @@ class RandomSampler(NativeSampler):
         ranks = _native.empty_rows(batch_size)
         _native.uniform(key, extent.size, batch_size, ranks.data_ptr())
         return Draw(extent.rows(ranks))
+
+    def masses(self, storage: SampledStorage) -> Masses:
+        return Masses(len(storage), 1.0, len(storage))

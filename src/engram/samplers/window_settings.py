@@ -121,6 +121,11 @@ class WindowSettings:
         found = {"ends": self.ends, "trajectories": self.trajectories}
         return next(((name, values) for name, values in found.items() if values is not None), None)
 
+    @property
+    def length(self) -> int:
+        """Steps of a window; 0 where they follow from the batch size."""
+        return self.window.steps if self.window is not None else self.slice_len or 0
+
     def split(self, batch_size: int) -> tuple[int, int]:
         """Windows of a batch, and steps of each. Raises ``RuntimeError``: the batch size is not divisible."""
         length = self.slice_len if self.window is None else self.window.steps

@@ -17,6 +17,7 @@ from engram.samplers.trajectory_tables import StaticTable, TrajectoryKeys, numbe
 from engram.samplers.window_settings import Setting, WindowSettings
 from engram.samplers.window_spec import WindowSpec
 from engram.store import Key as DrawKey
+from engram.store import Masses
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -350,6 +351,20 @@ class WindowSampler(NativeSampler):
         return "Lower slice_len" if self.settings.window is None else "Draw shorter windows"
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
+
+    def masses(self, storage: SampledStorage) -> Masses:
+        self.bind(storage)
+        length = self.settings.length
+        bound = self._bound_to(storage, length)
+        choices = bound.table.choices(bound.memory.core, self.settings.native(length))
+        return Masses(choices, 1.0, len(storage))
+
+    def rows_together(self) -> tuple[int, int]:
+        settings = self.settings
+        even = settings.strict_length or settings.pad_output or settings.window is not None
+        if not even or not settings.length or settings.static is not None or settings.online:
+            return 0, 0
+        return settings.length, settings.length if settings.flat else 1
 
     def can_sample(self, storage: SampledStorage, batch_size: int, *, finished: tuple[int, int] | None = None) -> bool:
         """Whether a long enough trajectory is there; False, too, if boundaries or batch size do not fit.

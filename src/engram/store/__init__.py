@@ -2,7 +2,7 @@
 blocks; locks; lifetime; indexes; store; requests, device and readonly; opening.
 """
 
-from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, Masses
+from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Masses
 from engram.store.device import DeviceStore
 from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, check_index_name, wrong_memory
 from engram.store.keys import Key, ThreadKey
@@ -30,6 +30,7 @@ __all__ = [
     "Copied",
     "DeviceStore",
     "DrawingInto",
+    "DrawingPart",
     "Host",
     "Index",
     "Key",
